@@ -159,6 +159,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/extend.md": preparing,
     "docs/how-to/lease.md": leasing,
     "docs/how-to/load.md": loading,
+    "docs/how-to/look.md": preparing,
     "docs/how-to/mirror.md": mirroring,
     "docs/how-to/network.md": operating,
     "docs/how-to/plan.md": planning,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, positive, show
+from forebay.errors import UsageError
 
 if TYPE_CHECKING:
     from forebay.dataset.reader import VerifyReport
@@ -90,9 +91,31 @@ def _report(args: argparse.Namespace) -> int:
     from forebay.prepare.report import load_report, render_text
 
     path = Path(args.dataset)
+    report = load_report(path)
+    if args.second is not None:
+        return _compare(args, report)
+    if args.ids or args.html:
+        raise UsageError("report: expected two datasets with --ids or --html, got one. Name the second.")
     page = path / "report.html" if path.is_dir() else path
-    report = load_report(page)
-    print(json.dumps(report) if args.json else f"{render_text(report)}\n\nFull report: {page.resolve().as_uri()}")
+    print(json.dumps(report) if args.json else f"{render_text(report)}\nFull report: {page.resolve().as_uri()}")
+    return 0
+
+
+def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> int:
+    from forebay.files import atomic_write
+    from forebay.prepare.compare import compare_ids, compare_reports, render_comparison, render_comparison_text
+    from forebay.prepare.report import load_report
+
+    comparison = compare_reports(report, load_report(args.second))
+    if args.ids:
+        comparison["documents"] = compare_ids(*args.ids)
+    if args.html is not None:
+        atomic_write(args.html, render_comparison(comparison).encode())
+    if args.json:
+        print(json.dumps(comparison))
+        return 0
+    page = f"\nFull report: {args.html.resolve().as_uri()}" if args.html is not None else ""
+    print(f"{render_comparison_text(comparison)}{page}".rstrip())
     return 0
 
 
@@ -145,8 +168,11 @@ def add_verbs(verb: Any, group: Any) -> None:
         if name == "inspect":
             p.add("--documents", type=positive, metavar="N", help="print the first N, or rows (default: none)")
         add_identity(p)
-    p = verb("report", _report, "show what preparation kept and dropped, and why")
-    p.add("dataset", help="a dataset, or its report.html")
+    p = verb("report", _report, "show what preparation kept and dropped, and why; or compare two")
+    p.add("dataset", help="a dataset, or its report.json or report.html")
+    p.add("second", nargs="?", metavar="DATASET", help="another one, to compare with the first (default: none)")
+    p.add("--ids", nargs=2, type=Path, metavar="FILE", help="with two: what --write-ids wrote for each (default: none)")
+    p.add("--html", type=Path, metavar="FILE", help="with two: write the comparison with histograms (default: no)")
     p = verb("import", _import, "make a dataset of a directory of SafeTensors files: add a manifest")
     p.add("directory", type=Path, help="directory with slices/*.safetensors, or *.safetensors")
     p.add("--name", help="name of the dataset (default: the directory's)")

@@ -33,8 +33,13 @@ def _prepare(args: argparse.Namespace) -> int:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
         print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
         return 0
+    if args.out is None and recipe.sample < 1 and args.to in (None, "report") and not args.annotate:
+        args.out, args.to = Path("sample-report"), "report"
     if args.out is None:
-        raise UsageError("prepare: expected --out DIR, got none. Give the dataset's directory.")
+        raise UsageError(
+            "prepare: expected --out DIR, got none. Give the dataset's directory, or --sample 1% for a report alone."
+        )
+    args.to = args.to or "dataset"
     inputs = [_fetched(path, args) if path.endswith(".api.toml") else path for path in args.inputs]
     if not inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
@@ -46,6 +51,9 @@ def _prepare(args: argparse.Namespace) -> int:
     result = output.to_json()
     if args.json:
         print(json.dumps(result))
+        return 0
+    if args.to == "report":
+        _show_report(args.out)
         return 0
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
@@ -62,6 +70,13 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{args.out}  id {result['id']}"
     )
     return 0
+
+
+def _show_report(folder: Path) -> None:
+    from forebay.prepare.report import load_report, render_text
+
+    page = (folder / "report.html").resolve().as_uri()
+    print(f"{render_text(load_report(folder))}\nFull report: {page}")
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -144,10 +159,10 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--format", metavar="NAME", help="read every input as this format (default: auto)")
     p.add("--name", help="name of the dataset (default: the directory's)")
     p.add("--slice-bytes", type=size, metavar="BYTES", help="size of a slice (default: the recipe's, or 64MiB)")
-    p.add("--seed", type=int, metavar="N", help="of the shuffle and of --sample (default: the recipe's, or 0)")
+    p.add("--seed", type=int, metavar="N", help="of the shuffle and of train: (default: the recipe's, or 0)")
     p.add("--workers", type=positive, metavar="N", help="processes (default: one per core)")
     p.add("--engine", default="local", metavar="NAME", help="local, ray (RAY_ADDRESS), or a plug-in's name")
-    p.add("--sample", metavar="SHARE", help="read only this share of the input, such as 1%% (default: 100%%)")
+    p.add("--sample", metavar="SHARE", help="a share of the input; without --out the report alone (default: 100%%)")
     p.add("--dry-run", action="store_true", help="print what would run, on how much, and stop")
     p.add("--write-ids", type=Path, metavar="FILE", help="write the source id of each kept document (default: no)")
     p.add("--document-ids", action="store_true", help="store the source id of each document beside the slices")
@@ -155,6 +170,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--strict", action="store_true", help="stop if an input is left out or cannot be read")
     p.add("--follow-links", action="store_true", help="follow links in input folders to other places")
     p.add("--allow-code", action="store_true", help="allow the recipe to run code: what its `use` names")
-    p.add("--to", choices=["dataset", "text", "lm"], default="dataset", help="text: as Parquet; lm: a perplexity model")
+    p.add("--to", choices=["dataset", "text", "lm", "report"], help="text: as Parquet; lm: a perplexity model")
     p.add("--annotate", action="store_true", help="write the text with its scores and drop nothing")
     p.add("--explain", nargs="?", const="", metavar="NAME", help="print a recipe or the keys of a table; alone: a list")

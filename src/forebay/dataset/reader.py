@@ -24,7 +24,7 @@ from forebay.dataset.verified import VerifiedMarks
 from forebay.errors import DatasetError, UsageError
 
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
-_COMPANIONS = ("report.html", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", ".inputs.json")
+_COMPANIONS = ("report.html", "report.json", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", ".inputs.json")
 _SIGNATURES = "signatures"
 
 

@@ -22,6 +22,7 @@ from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import part_batches
 from forebay.prepare.inputs import InputFiles
+from forebay.prepare.sampling import Sampling
 from forebay.prepare.sources import first_rows, row_position, source_id
 from forebay.prepare.stats import SAMPLE_CHARACTERS, SAMPLES, Sample, StageStats, mix64
 from forebay.prepare.tasks.text import TextResult
@@ -45,6 +46,7 @@ class Corpus:
     dedup: DedupResult | None
     folder: str
     stats: StageStats
+    sampling: Sampling
 
     @property
     def documents_in(self) -> int:

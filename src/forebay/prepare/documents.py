@@ -8,6 +8,7 @@ is a pure function of a batch. A batch has at least the columns of `SCHEMA`. A s
 import copy
 import dataclasses
 import inspect
+import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.settings import check_fields
@@ -46,6 +47,7 @@ class StageResult:
         counts: What was changed, by kind, over the rows that stay: `{"email": 3}`.
         problems: Of rows dropped as malformed: the message under which they are listed.
         hits: Rows and what `contamination.jsonl` says of each.
+        measures: What rules with thresholds compared, by reason: the report has a histogram of each.
     """
 
     batch: pa.RecordBatch
@@ -53,6 +55,39 @@ class StageResult:
     counts: Mapping[str, int] = field(default_factory=dict)
     problems: Mapping[int, str] = field(default_factory=dict)
     hits: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    measures: Mapping[str, "Measure"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of each row that a rule compares: rows below `low` or above `high` fail, NaN does not.
+
+    Args:
+        values: [rows], of any type of number.
+        low, high: A threshold, or one for each row; an infinite one is none.
+    """
+
+    values: ArrayLike
+    low: ArrayLike = -math.inf
+    high: ArrayLike = math.inf
+
+    @property
+    def failed(self) -> NDArray[np.bool_]:
+        """bool [rows]"""
+        values = np.asarray(self.values)
+        return np.asarray((values < self.low) | (values > self.high))
+
+
+def check_rules(
+    batch: pa.RecordBatch,
+    reasons: Sequence[str],
+    rules: Sequence[Measure | NDArray[np.bool_]],
+    counts: Mapping[str, int] | None = None,
+) -> StageResult:
+    """Drop the rows that fail a rule, by the first that they fail; a rule for each reason: a measure, or who fails."""
+    drop = first_failing(*(rule.failed if isinstance(rule, Measure) else rule for rule in rules))
+    measures = {reason: rule for reason, rule in zip(reasons, rules, strict=True) if isinstance(rule, Measure)}
+    return StageResult(batch, drop, counts or {}, measures=measures)
 
 
 def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
@@ -177,9 +212,16 @@ class FunctionFilter(Stage):
         settings = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         if self.per_document:
             rows = (dict(zip(batch.schema.names, row)) for row in zip(*batch.to_pydict().values()))
-            keep = np.array([bool(self.function(row, **settings)) for row in rows], np.bool_)
+            results = [self.function(row, **settings) for row in rows]
+            if results and isinstance(results[0], Measure):
+                values, low, high = zip(*((item.values, item.low, item.high) for item in results))
+                return check_rules(batch, self.reasons, [Measure(np.array(values), np.array(low), np.array(high))])
+            keep = np.array(results, np.bool_)
         else:
-            keep = np.asarray(self.function(batch, **settings), np.bool_)
+            result = self.function(batch, **settings)
+            if isinstance(result, Measure):
+                return check_rules(batch, self.reasons, [result])
+            keep = np.asarray(result, np.bool_)
         return StageResult(batch, np.where(keep, -1, 0).astype(np.int16))
 
 
@@ -200,7 +242,8 @@ def text_filter(
         name: In the report, and the reason under which documents are dropped.
         version: Change it with the function, so that its old results are not used: it enters the names of tasks.
         per_document: The function gets the columns of one document as a dict and returns whether to keep it; by
-            default it gets a RecordBatch (`text`, `url`, `id`, ...) and returns a keep mask.
+            default it gets a RecordBatch (`text`, `url`, `id`, ...) and returns a keep mask. In place of either it may
+            return a `forebay.Measure`, a number with its threshold, of which the report has a histogram.
     """
 
     def decorate(function: Callable[..., Any]) -> type[FunctionFilter]:

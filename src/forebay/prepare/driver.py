@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
 from forebay.formats.parquet import recorded_columns
@@ -34,10 +34,11 @@ from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
-from forebay.prepare.outputs.dataset import DatasetOutput
+from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.run import PrepareResult, PrepareRun, Progress, sampled
+from forebay.prepare.run import PrepareResult, PrepareRun, Progress
+from forebay.prepare.sampling import Sampling
 from forebay.prepare.scores.steps import annotating, segments, without_scoring
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats
@@ -60,7 +61,7 @@ from forebay.storage.listing import Skipped, count_reasons, describe_skipped, sh
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
 
-OUTPUTS: tuple[Output, ...] = (DatasetOutput(), TextOutput(), LanguageModelOutput())
+OUTPUTS: tuple[Output, ...] = (DatasetOutput(), TextOutput(), LanguageModelOutput(), ReportOutput())
 KINDS = ("number", "text")
 INDEX_FILE = ".inputs.json"
 
@@ -104,7 +105,7 @@ def prepare_dataset(
         name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
         to: `dataset`; `text`: Parquet files of the kept text in `out/text`; `lm`: a language model, `out/model.arpa`;
-            or an object of the protocol `Output`.
+            `report`: the report alone, in place of an earlier one; or an object of the protocol `Output`.
         annotate: Write the text with its columns and scores, as `to="text"`; stages that would drop documents are left
             out, and so is deduplication.
         write_ids: Write the source id of each kept document here, one a line, in the order of the input: its `id` in
@@ -141,6 +142,8 @@ def prepare_dataset(
         recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
+    if output.name == "report" and not recipe.tokenize.tokenizer:
+        recipe = _counting_bytes(recipe)
     if output.needs_tokenizer and not recipe.tokenize.tokenizer:
         raise UsageError(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
@@ -148,12 +151,18 @@ def prepare_dataset(
         )
     output.check(recipe, document_ids)
     if not output.needs_tokenizer:
-        tokenizer, by_bytes = None, dataclasses.replace(recipe.tokenize, tokenizer="bytes")
-        recipe = dataclasses.replace(recipe, tokenize=by_bytes)
+        tokenizer, recipe = None, _counting_bytes(recipe)
     own = None if isinstance(tokenizer, str) else tokenizer
     vocab = tokenizers.vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
-    loaded = _load_tokenizer(recipe, own) if vocab is None else None
     notify = on_message or (lambda message: None)
+    try:
+        loaded = _load_tokenizer(recipe, own) if vocab is None else None
+    except ForebayError as error:
+        if output.name != "report":
+            raise
+        notify(f"{error} Bytes are counted in place of tokens.")
+        recipe = _counting_bytes(recipe)
+        loaded = _load_tokenizer(recipe)
     opened_sources = [(source, open_source(source)) for source in inputs or recipe.inputs]
     own_sources = [own_source for _, own_source in opened_sources if own_source is not None]
     paths = [source for source, own_source in opened_sources if own_source is None and isinstance(source, str | Path)]
@@ -219,6 +228,10 @@ def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
             f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
             "them from the input, or leave out --strict."
         )
+
+
+def _counting_bytes(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer="bytes"))
 
 
 def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = None) -> tokenizers.TokenizerFile:
@@ -307,7 +320,10 @@ def _hash_unchanged(source: InputFile, scale: int) -> str:
 def _find_existing(
     run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
 ) -> PrepareResult | None:
-    existing = next((candidate for candidate in {*OUTPUTS, output} if (run.out / candidate.marker).exists()), None)
+    existing = next(
+        (candidate for candidate in {*OUTPUTS, output} if candidate.marker and (run.out / candidate.marker).exists()),
+        None,
+    )
     if existing is None:
         if (run.out / "slices").exists() and not run.work.exists():
             raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
@@ -368,10 +384,11 @@ def _run(
     files = sources.files[: len(sources.files) - len(own_splits)]
     own = {split.files[0].path: source for split, source in own_splits}
     splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
-    splits, sample = sampled(splits, run.recipe.sample)
+    sampling = Sampling.of(splits, run.recipe.sample)
+    splits, sample = sampling.splits, sampling.share
     content = keys.content_key(run.recipe.read, run.recipe.stages, keys.stage_files(run.recipe.stages), sample)
     steps = segments(run.recipe.stages)
-    texts = _process_splits(run, splits, own, sample, steps)
+    texts = _process_splits(run, splits, own, sample, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.out, sources.skipped)
@@ -380,22 +397,24 @@ def _run(
     if strict:
         _refuse_skipped(failed)
     stats = StageStats()
-    for result in texts:
-        stats.add(result.stats(folder))
+    for index, result in enumerate(texts):
+        sampling.count(index, own_stats := result.stats(folder))
+        stats.add(own_stats)
     write_hits(run.out / HITS_FILE, splits, texts, folder)
-    _check_malformed(run, Corpus(sources, splits, texts, None, folder, stats))
+    _check_malformed(run, Corpus(sources, splits, texts, None, folder, stats, sampling))
     hashed = {
         split.files[int(index)].path: sha256
         for split, text in zip(splits, texts)
         for index, sha256 in text.sha256s.items()
     }
-    lineage = _with_hashes(run, sources, lineage, hashed)
+    if output.marker:
+        lineage = _with_hashes(run, sources, lineage, hashed)
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
     texts = [
         dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
     ]
-    texts = _process_segments(run, splits, texts, stats, steps)
-    corpus = Corpus(sources, splits, texts, None, folder, stats)
+    texts = _process_segments(run, sampling, texts, stats, steps)
+    corpus = Corpus(sources, splits, texts, None, folder, stats, sampling)
     if len(steps) > 1:
         _check_malformed(run, corpus)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
@@ -410,6 +429,7 @@ def _process_splits(
     own: Mapping[str, DocumentSource],
     sample: float,
     steps: Sequence[tuple[Stage, ...]],
+    hashes: bool,
 ) -> list[TextResult]:
     recipe, stages = run.recipe, steps[0]
     dedup = recipe.dedup if recipe.dedup.active and len(steps) == 1 else None
@@ -418,7 +438,7 @@ def _process_splits(
     task_keys = {format: task_key(content, format, stages, dedup) for format in formats}
     options = (recipe.read, stages, dedup, sample, str(run.tasks))
     tasks = [
-        TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path))
+        TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path), hashes)
         for split in splits
     ]
     sizes = [split.bytes for split in splits]
@@ -444,7 +464,7 @@ def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
 
 def _process_segments(
     run: PrepareRun,
-    splits: Sequence[InputSplit],
+    sampling: Sampling,
     texts: list[TextResult],
     stats: StageStats,
     steps: Sequence[tuple[Stage, ...]],
@@ -461,12 +481,13 @@ def _process_segments(
         key = keys.hash_json([key, keys.versions([], stages)])
         tasks = [
             SegmentTask(text.part(folder), text, split, stages, earlier, dedup, folder, key, run.recipe.limits)
-            for text, split in zip(texts, splits)
+            for text, split in zip(texts, sampling.splits)
         ]
         on_result = run.count_tasks(stages[0].name, len(tasks), " parts")
         texts = run.map(process_segment, tasks, lambda task: finished_text(task.prefix), on_result)
-        for result in texts:
-            stats.add(result.stats(folder))
+        for index, result in enumerate(texts):
+            sampling.count(index, own_stats := result.stats(folder))
+            stats.add(own_stats)
         earlier = (*earlier, *stage_names(stages, earlier))
     return texts
 

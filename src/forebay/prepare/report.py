@@ -7,6 +7,7 @@ escaped, its control characters are made visible, and each piece is isolated in 
 import functools
 import json
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import zip_longest
@@ -18,10 +19,12 @@ from markupsafe import Markup
 
 from forebay.errors import DatasetError
 from forebay.files import atomic_write
+from forebay.prepare.charts import count, rates, rule_charts, rule_lines, sample_lines, share, short
 from forebay.units import format_bytes
 
 Report = Mapping[str, Any]
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
+REPORT_VERSION = 1  # Changed when a key changes its meaning.
 MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
 _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
@@ -31,25 +34,39 @@ _PREFIXES = {"stage": "", "dropped": "  − ", "changed": "  ~ "}
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page, whole or not at all; of a sample the report as JSON beside it, too."""
+    if "sample" in report:
+        atomic_write(path.with_suffix(".json"), json.dumps(report, indent=1).encode() + b"\n")
+    else:  # an earlier one of a sample
+        path.with_suffix(".json").unlink(missing_ok=True)
     atomic_write(path, render(report).encode("utf-8"))
 
 
 def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dict that a page, or the `report.html` in a dataset's folder, was written from."""
+    """The dict that a page was written from: `report.html`, the `report.json` of a sample, or their folder.
+
+    Raises:
+        DatasetError: If there is none, or it is damaged or of a later version.
+    """
     file = Path(path)
     if file.is_dir():
         file = file / "report.html"
     try:
         text = file.read_text("utf-8")
-        start = text.index(JSON_OPENING) + len(JSON_OPENING)
-        report = json.loads(text[start : text.index("</script>", start)])
+        if file.suffix != ".json":
+            start = text.index(JSON_OPENING) + len(JSON_OPENING)
+            text = text[start : text.index("</script>", start)]
+        report = json.loads(text)
     except FileNotFoundError:
         raise DatasetError(f"{file}: there is no report. `forebay prepare` writes one with each dataset.") from None
     except (OSError, ValueError) as error:
         raise DatasetError(f"{file}: expected a report of forebay prepare, got something else ({error}).") from error
     if not isinstance(report, dict):
         raise DatasetError(f"{file}: expected a report of forebay prepare, got {type(report).__name__}.")
+    if (made_by := report.get("version", 0)) not in range(REPORT_VERSION + 1):
+        raise DatasetError(
+            f"{file}: expected a report of version {REPORT_VERSION} or below, got {made_by!r}. Update forebay."
+        )
     return report
 
 
@@ -59,56 +76,53 @@ def render(report: Report) -> str:
     for char in "&<>":
         data = data.replace(char, f"\\u{ord(char):04x}")
     recipe = json.dumps(report["recipe"], indent=2, ensure_ascii=False) if report.get("recipe") else ""
+    subtitle = f"{report.get('id') or ''} written by {report.get('created_with') or 'forebay'}"
+    tables = [table for table in _tables(report) if table[2]]
+    return render_page(
+        report.get("name") or "dataset", subtitle, tables, list(rule_charts(report)), _samples(report), recipe, data
+    )
+
+
+def render_page(
+    title: str,
+    subtitle: str,
+    tables: Sequence[Any],
+    rules: Sequence[Report] = (),
+    samples: Sequence[Any] = (),
+    recipe: str = "",
+    data: str = "",
+) -> str:
+    """A page of tables (title, heads, rows), charts of rules, samples, a recipe, and the JSON behind them."""
     return _template().render(
-        report=report, tables=[table for table in _tables(report) if table[2]], samples=_samples(report), recipe=recipe,
+        title=title, subtitle=subtitle, tables=tables, rules=rules, samples=samples, recipe=recipe,
         opening=Markup(JSON_OPENING), json=Markup(data),
     )  # fmt: skip
 
 
 def render_text(report: Report) -> str:
-    """The funnel for a terminal of 80 columns, ending in a newline."""
+    """The funnel for a terminal of 80 columns, and what a sample says of the whole input, ending in a newline."""
     lines = [str(report.get("name") or "dataset")]
     lines += [f"{label}: {value} {detail}" for label, value, detail in _totals(report)]
     total = _documents_in(report)
     for kind, label, documents in _funnel(report):
         figures = f"{count(documents):>15} {share(documents, total):>9}"
-        lines.append(f"{_cut(_PREFIXES[kind] + label, 80 - len(figures)):<{80 - len(figures)}}{figures}")
-    # Without what a terminal would obey: control characters, and those that turn the direction of writing.
-    printable = ("".join(char if char.isprintable() else "�" for char in line) for line in lines)
-    return "\n".join(_cut(line, 80).rstrip() for line in printable) + "\n"
+        lines.append(f"{cut(_PREFIXES[kind] + label, 80 - len(figures)):<{80 - len(figures)}}{figures}")
+    if report.get("sample"):
+        lines += ["", f"{'dropped of what reaches a rule':<39}  share  with other thresholds"]
+        lines += [f"{cut(name, 38):<39}{text}" for name, text in rule_lines(report.get("rules", []))]
+        lines.append("")
+        for label, text in sample_lines(report):
+            lines += textwrap.wrap(text, 80, initial_indent=f"{label:<22}", subsequent_indent=" " * 22)
+    return "\n".join(cut(printable(line), 80).rstrip() for line in lines) + "\n"
 
 
-def _cut(text: str, width: int) -> str:
+def printable(line: str) -> str:
+    """A line without what a terminal would obey: control characters, and those that turn the direction of writing."""
+    return "".join(char if char.isprintable() else "�" for char in line)
+
+
+def cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def count(value: float) -> str:
-    """All digits, in groups: `12,345`."""
-    return f"{value:,.0f}"
-
-
-def short(value: float) -> str:
-    """Three significant digits: `12.3 k`, `4.56 M`; all of it below 10 000."""
-    if abs(value) < 10_000:
-        return count(value) if value == int(value) else f"{value:.3g}"
-    units, step = ("", " k", " M", " G", " T", " P"), 0
-    while abs(value) >= 999.5 and step < len(units) - 1:
-        value /= 1000
-        step += 1
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:.{digits}f}{units[step]}"
-
-
-def share(part: float, total: float) -> str:
-    """`61.2 %`; a share that is neither none nor all never reads as such: `<0.1 %`, `>99.9 %`."""
-    if not total:
-        return "–"
-    value = 100 * part / total
-    if 0 < value < 0.1:
-        return "<0.1 %"
-    if 99.9 < value < 100:
-        return ">99.9 %"
-    return f"{value:.0f} %" if value in (0, 100) else f"{value:.1f} %"
 
 
 @functools.cache
@@ -150,6 +164,12 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
 def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
     yield "Totals", ("", "", ""), list(_totals(report))
     total = _documents_in(report)
+    yield "Sample", ("", ""), list(sample_lines(report))
+    yield (
+        "Drop rates in the whole input",
+        ("Rule", "Sampled documents", "Share", "Interval of 95 %"),
+        list(rates(report)),
+    )
     stages = [(_PREFIXES[k] + label, count(n), share(n, total), _percent(n, total)) for k, label, n in _funnel(report)]
     yield "Funnel", ("Stage and reason", "Documents", "Of all read", "bar"), list(stages)
     listed = report.get("contamination", {})
@@ -172,7 +192,7 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
         yield f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), list(rows)
     chosen = [(t.get("stage", ""), t.get("column", ""), f"{t.get('percentile', 0):g}", f"{t.get('value', 0):.6g}")
               for t in report.get("thresholds", [])]  # fmt: skip
-    yield "Thresholds", ("Stage", "Column", "Percentile", "Value"), list(chosen)
+    yield "Thresholds by percentiles", ("Stage", "Column", "Percentile", "Value"), list(chosen)
     for title, key in (("Languages", "languages"), ("Subsets", "subsets")):
         counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get(key, {}).items()]
         counts.sort(key=lambda row: (-row[1], row[0]))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.formats.inputs import InputSplit
 from forebay.prepare.engines.base import Engine
 from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.recipe import Recipe
+from forebay.prepare.sampling import Sampling, Usage, timed
 from forebay.storage.listing import count_reasons
 
 T = TypeVar("T")
@@ -86,6 +86,7 @@ class PrepareRun:
     on_progress: Callable[[Progress], None]
     on_message: Callable[[str], None]
     recorded: Mapping[str, Any] = field(default_factory=dict)  # What made the scores that the input has.
+    usage: Usage = field(default_factory=Usage)  # Of the tasks that ran in this call, without their stages.
 
     @property
     def work(self) -> Path:
@@ -134,12 +135,14 @@ class PrepareRun:
                 first.setdefault(str(getattr(task, "name", index)), index)
         todo = list(first.values())
 
-        def done(position: int, result: R) -> None:
+        def done(position: int, output: tuple[R, Usage]) -> None:
+            result, usage = output
+            self.usage.add(usage)
             results[todo[position]] = result
             on_result(todo[position], result)
 
         todo_weights = [weights[index] for index in todo] if weights is not None else None
-        self.engine.map(run, [tasks[index] for index in todo], done, todo_weights)
+        self.engine.map(partial(timed, run), [tasks[index] for index in todo], done, todo_weights)
         complete: list[R] = []
         for index, task in enumerate(tasks):
             result = results[index]
@@ -151,15 +154,6 @@ class PrepareRun:
         return complete
 
 
-def sampled(splits: list[InputSplit], fraction: float) -> tuple[list[InputSplit], float]:
-    """About that share of the splits, spread evenly, and the share of their documents that makes it exact."""
-    if fraction >= 1 or not splits:
-        return splits, 1.0
-    count = min(len(splits), max(1, round(len(splits) * fraction + 0.5)))
-    chosen = [splits[index * len(splits) // count] for index in range(count)]
-    return chosen, min(1.0, fraction * len(splits) / count)
-
-
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> dict[str, Any]:
@@ -168,7 +162,7 @@ def plan(
     Reads the first bytes of each file.
     """
     sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
-    splits, _ = sampled(split_files(sources.files, recipe.read), recipe.sample)
+    splits = Sampling.of(split_files(sources.files, recipe.read), recipe.sample).splits
     by_format: dict[str, dict[str, int]] = {}
     for source in sources.files:
         counts = by_format.setdefault(source.format, {"files": 0, "bytes": 0})

@@ -18,14 +18,15 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from forebay.prepare.documents import StageResult, text_buffers
+from forebay.prepare.histograms import count_bins
+from forebay.prepare.sampling import Usage
+from forebay.prepare.thresholds import ThresholdTable
 
 SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
 SAMPLE_CHARACTERS = 600
 
 LENGTH = "length (UTF-8 bytes)"
 _NO_SCORES = frozenset(("place", "text_bytes", "copies"))
-_FINE_SHIFT = np.uint64(64 - 12 - 5)  # A bin of a histogram is a sign, an exponent and five bits: 3 % wide at most.
-_MAX_BARS = 40
 
 Keys = NDArray[np.uint64]
 Position = Callable[[int], str]  # Describes where the document of a row is.
@@ -67,7 +68,9 @@ class StageStats:
     def __init__(self) -> None:
         self.funnel: dict[str, StageCount] = {}
         self.histograms: dict[str, dict[str, Counter[int]]] = {}
-        self.thresholds: list[dict[str, Any]] = []
+        self.thresholds: list[dict[str, Any]] = []  # Chosen by percentiles.
+        self.measured = ThresholdTable()
+        self.usage = Usage()
         self.languages: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.subsets: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.samples: dict[tuple[str, str], list[Sample]] = {}
@@ -91,11 +94,7 @@ class StageStats:
 
     def add_values(self, name: str, side: str, values: ArrayLike) -> None:
         """Add numbers to a histogram of fine bins; NaN is none."""
-        numbers = np.asarray(values, np.float64)
-        bins, counts = np.unique(float_keys(numbers[~np.isnan(numbers)]) >> _FINE_SHIFT, return_counts=True)
-        self.histograms.setdefault(name, {}).setdefault(side, Counter()).update(
-            dict(zip(bins.tolist(), counts.tolist()))
-        )
+        self.histograms.setdefault(name, {}).setdefault(side, Counter()).update(count_bins(values))
 
     def add_result(
         self,
@@ -127,6 +126,10 @@ class StageStats:
             rows = np.flatnonzero(dropped & (result.drop == index))
             count.dropped[reasons[index]] += len(rows)
             self.add_samples(stage, reasons[index], before, rows, keys, position)
+        for reason, measure in result.measures.items():
+            number = reasons.index(reason)
+            reached = alive & ((result.drop < 0) | (result.drop >= number))
+            self.measured.add_measure((stage, number, reason), measure, reached, before, keys, position)
 
     def add_samples(
         self, stage: str, reason: str, batch: pa.RecordBatch, rows: NDArray[np.intp], keys: Keys, position: Position
@@ -152,6 +155,8 @@ class StageStats:
             for value, by_side in theirs.items():
                 own[value].update(by_side)
         self.hits += other.hits
+        self.measured.add(other.measured)
+        self.usage.add(other.usage)
         for key, samples in other.samples.items():
             self.samples[key] = heapq.nsmallest(SAMPLES, [*self.samples.get(key, ()), *samples])
 
@@ -167,6 +172,8 @@ class StageStats:
             "languages": self.languages,
             "subsets": self.subsets,
             "samples": [[*key, [asdict(s) for s in samples]] for key, samples in self.samples.items()],
+            "measured": self.measured.to_json(),
+            "usage": vars(self.usage),
         }
 
     @classmethod
@@ -181,6 +188,8 @@ class StageStats:
         for name, counts in (("languages", stats.languages), ("subsets", stats.subsets)):
             counts.update({value: Counter(sides) for value, sides in data[name].items()})
         stats.samples = {(stage, reason): [Sample(**s) for s in rows] for stage, reason, rows in data["samples"]}
+        stats.measured = ThresholdTable.from_json(data["measured"])
+        stats.usage = Usage(**data["usage"])
         return stats
 
 
@@ -202,46 +211,3 @@ def is_score(field: pa.Field) -> bool:
     """Whether a column is of numbers that the report shows."""
     is_number = pa.types.is_floating(field.type) or pa.types.is_integer(field.type)
     return is_number and field.name not in _NO_SCORES
-
-
-def float_keys(values: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """uint64 in the order of the numbers, one for each; -0.0 is 0.0."""
-    bits = (np.asarray(values, np.float64) + 0.0).view(np.uint64)
-    return np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
-
-
-def float_of(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The inverse of `float_keys`."""
-    return np.where(keys >> np.uint64(63), keys & np.uint64((1 << 63) - 1), ~keys).view(np.float64)
-
-
-def bars(sides: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
-    """A histogram to draw: `edges` [bars + 1], `log`, and the counts of each side, of at most 40 bars.
-
-    Numbers of one sign up to 100 get bars of equal width, others of equal ratio. Infinite ones are in the last bar.
-    """
-    bins = np.array(sorted({index for counts in sides.values() for index in counts}), np.uint64)
-    low, high = float_of(bins << _FINE_SHIFT), float_of(((bins + np.uint64(1)) << _FINE_SHIFT) - np.uint64(1))
-    middle = np.where(np.isfinite(low), np.where(np.isfinite(high), low / 2 + high / 2, low), np.nan)
-    finite = middle[np.isfinite(middle)]
-    first, last = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    is_log = first >= 0 and last > 100
-    if is_log:
-        edges = 2.0 ** np.linspace(np.floor(np.log2(max(first, 1.0))), np.ceil(np.log2(last)), _MAX_BARS + 1)
-        edges[0] = min(edges[0], first)
-    else:
-        step = _round_step((last - first) / (_MAX_BARS - 2))
-        start = np.floor(first / step) * step
-        edges = start + step * np.arange(int((last - start) / step) + 2)
-    edges = np.unique(np.round(edges, 10))
-    bar = np.clip(np.searchsorted(edges, np.nan_to_num(middle, nan=edges[-1]), "right") - 1, 0, len(edges) - 2)
-    out: dict[str, Any] = {"edges": edges.tolist(), "log": bool(is_log)}
-    for side, counts in sides.items():
-        values = [counts.get(int(index), 0) for index in bins]
-        out[side] = np.bincount(bar, values, len(edges) - 1).astype(np.int64).tolist()
-    return out
-
-
-def _round_step(step: float) -> float:
-    power = 10.0 ** np.floor(np.log10(step)) if step > 0 else 0.1
-    return float(next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step))

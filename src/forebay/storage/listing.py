@@ -15,7 +15,10 @@ from typing import NamedTuple
 LINK = "a link that leads out of the input folder (--follow-links reads it)"
 _SYSTEM = ("/proc", "/sys", "/dev")
 _MAX_STATE_BYTES = 64 << 20
-_OF_TEXT = ("text.json", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", "report.html", "clusters.parquet")
+_OF_TEXT = (
+    "text.json", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", "report.html", "report.json",
+    "clusters.parquet",
+)  # fmt: skip
 
 
 class Skipped(NamedTuple):

@@ -15,14 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import numpy as np
 import pyarrow as pa
 import re2
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.prepare.clean import pii_scan
 from forebay.prepare.clean.pii_ids import find_ids
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
-from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
+from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
 from forebay.prepare.filters.kernels import measure_length
 from forebay.prepare.filters.word_tables import character_table
 from forebay.prepare.settings import Number
@@ -114,7 +113,7 @@ class Pii(Stage):
     """
 
     name: ClassVar[str] = "pii"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     reasons: ClassVar[tuple[str, ...]] = ("pii_many", "pii_dense")
     kinds: Annotated[tuple[Kind | Country, ...], Field(min_length=1)] = DEFAULT_KINDS
     style: Literal["mask", "fineweb"] = "mask"
@@ -141,22 +140,24 @@ class Pii(Stage):
             mine = np.flatnonzero(kinds == kind)
             turn = np.arange(len(mine)) - np.searchsorted(rows[mine], rows[mine], side="left")
             which[mine] += turn % len(masks[kind])
-        drop = self._drop(batch, rows - 1)
+        checked = self._check(batch, rows - 1)
+        drop = checked.drop
         column = splice(column, starts, stops, puts, which)
         kinds = kinds[drop[rows - 1] < 0]
         counts: dict[str, int] = {
             KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n
         }
-        return StageResult(replace_column(batch, "text", column), drop, counts)
+        return StageResult(replace_column(batch, "text", column), drop, counts, measures=checked.measures)
 
-    def _drop(self, batch: pa.RecordBatch, rows: Ints) -> NDArray[np.int16]:
+    def _check(self, batch: pa.RecordBatch, rows: Ints) -> StageResult:
         number = np.bincount(rows, minlength=len(batch))
-        dense = np.zeros(len(batch), bool)
+        density = Measure(np.zeros(len(batch)))
         if self.max_per_1000_words < math.inf:
             lengths = np.zeros((len(batch), 2), np.int64)
             measure_length(*text_buffers(batch.column("text")), character_table(), lengths)
-            dense = number * 1000 > self.max_per_1000_words * lengths[:, 1]
-        return first_failing(number > self.max_count, dense)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                density = Measure(number * 1000 / lengths[:, 1], high=self.max_per_1000_words)
+        return check_rules(batch, self.reasons, (Measure(number, high=self.max_count), density))
 
     def find(self, column: pa.LargeStringArray) -> Spans:
         """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""

@@ -22,7 +22,7 @@ from pydantic import Field
 from forebay.errors import UsageError
 from forebay.prepare.clean.spans import Automaton, apart, build, word_table
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.kernels import measure_length
 from forebay.prepare.filters.languages import language_code
 from forebay.prepare.filters.word_tables import character_table
@@ -127,24 +127,30 @@ class Toxic(Stage):
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Drops as configured; counts `matches` (in what is kept) and `no_list`."""
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
+        measures: dict[str, Measure] = {}
         if self.lists or not self.model:
             matches, listed = self._matches(batch)
             if self.lists:
                 over = (matches > self.max_matches) & (self.max_matches >= 0)
                 drop[over] = WORDS
+                measures["toxic_words"] = Measure(matches, high=self.max_matches if self.max_matches >= 0 else math.inf)
             else:
                 lengths = np.zeros((len(batch), 2), np.int64)
                 measure_length(*text_buffers(column), character_table(), lengths)
                 scores = 100 * matches / np.maximum(lengths[:, 1], 1)
                 over = (scores > self.max_score) & (matches >= self.min_weight)
                 drop[over] = LEXICON
+                heavy = np.where(matches >= self.min_weight, scores, np.nan)
+                measures["toxic_lexicon"] = Measure(heavy, high=self.max_score)
                 batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
             counts.update(matches=int(matches[~over].sum()), no_list=int((~listed & ~over).sum()))
         if self.model:
             scores = np.nan_to_num(np.asarray(FastText(self.model, self.label).score(batch)[""], np.float64))
             batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
             drop[(drop < 0) & (scores >= self.threshold)] = SCORE
-        return StageResult(batch, drop, {kind: count for kind, count in counts.items() if count})
+            measures["toxic_score"] = Measure(scores, high=np.nextafter(self.threshold, -math.inf))
+        counted = {kind: count for kind, count in counts.items() if count}
+        return StageResult(batch, drop, counted, measures=measures)
 
     def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         matches, listed = np.zeros(len(batch), np.int64), np.zeros(len(batch), bool)

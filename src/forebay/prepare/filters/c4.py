@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import StageResult, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Measure, StageResult, replace_column, text_buffers, text_column
 from forebay.prepare.filters.languages import ByLanguage, LanguageStage
 from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
 from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim, word_runs
@@ -63,13 +63,14 @@ class C4(LanguageStage):
         limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)
         rules = np.array([self.terminal_punctuation, *limits], np.int64)
         drop = np.full(batch.num_rows, -1, np.int16)
-        counts = np.zeros(len(LINES), np.int64)
+        counts, sentences = np.zeros(len(LINES), np.int64), np.zeros(batch.num_rows, np.int64)
         out = np.empty(offsets[-1] - offsets[0], np.uint8)
         text_ends = np.zeros(batch.num_rows + 1, np.int64)
-        _rewrite(offsets, data, *tables(), _PHRASE_ENDS, _PHRASE_BYTES, rules, drop, counts, out, text_ends)
+        _rewrite(offsets, data, *tables(), _PHRASE_ENDS, _PHRASE_BYTES, rules, drop, counts, sentences, out, text_ends)
         text = text_column(text_ends, out[: text_ends[-1]].copy())
         counted = {f"lines_{kind_}": int(n) for kind_, n in zip(LINES, counts, strict=True) if n}
-        return StageResult(replace_column(batch, "text", text), drop, counted)
+        measures = {"c4_few_sentences": Measure(sentences, low=self.min_sentences)}
+        return StageResult(replace_column(batch, "text", text), drop, counted, measures=measures)
 
 
 @jit()
@@ -196,7 +197,7 @@ def _check_line(line, n, words, longest, table, rules, phrase_ends, chars):  # t
 
 
 @jit()
-def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, out, stops):  # type: ignore[no-untyped-def]
+def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, totals, out, stops):  # type: ignore[no-untyped-def]
     capacity = room_of(offsets, offsets[1:])
     points, line = np.empty(capacity, np.uint32), np.empty(capacity, np.uint32)
     words_capacity = min(capacity, _SENTENCE_CHARS + 2)
@@ -229,6 +230,7 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
                 out[written] = 10
                 written += 1
             written = encode(line, 0, size, out, written)
+        totals[row] = sentences
         if drop[row] < 0 and sentences < rules[3]:
             drop[row] = _FEW
         if drop[row] >= 0:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import StageResult, first_failing, text_buffers
+from forebay.prepare.documents import Measure, StageResult, check_rules, text_buffers
 from forebay.prepare.filters.languages import ByLanguage, LanguageStage
 from forebay.prepare.filters.word_tables import LETTER, character_table
 from forebay.prepare.filters.words import kind, next_point
@@ -68,7 +68,7 @@ class Code(LanguageStage):
     language: ByLanguage = _BY_EXTENSION
 
     name: ClassVar[str] = "code"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = tuple(
         f"code_{name}" for name in ("lines", "mean_line", "long_line", "letters", "generated", "encoded")
     )
@@ -90,15 +90,16 @@ class Code(LanguageStage):
             lengths = [len(match.group()) for match in _expressions()[1].finditer(text)]
             share = sum(lengths) > self.max_encoded * len(text)
             encoded[row] = share or max(lengths, default=0) > self.max_encoded_chars
-        failed = (
-            m["lines"] > self.max_lines,
-            m["chars"] > self.max_mean_line_chars * np.maximum(m["lines"], 1),
-            m["longest"] > self.max_line_chars,
-            m["letters"] < self.min_letters * m["chars"],
-            generated,
-            encoded,
-        )
-        return StageResult(batch, first_failing(*failed))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rules = (
+                Measure(m["lines"], high=self.max_lines),
+                Measure(m["chars"] / np.maximum(m["lines"], 1), high=self.max_mean_line_chars),
+                Measure(m["longest"], high=self.max_line_chars),
+                Measure(m["letters"] / m["chars"], low=self.min_letters),
+                generated,
+                encoded,
+            )
+        return check_rules(batch, self.reasons, rules)
 
 
 def _extension(name: str) -> str:

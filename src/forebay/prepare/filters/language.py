@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import UsageError, install_command
-from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column
+from forebay.prepare.documents import Measure, Stage, StageResult, first_failing, replace_column
 from forebay.prepare.filters.languages import language_code
 from forebay.prepare.scores.base import COLUMN, named_column, number_column
 from forebay.prepare.scores.fasttext import FastText
@@ -83,7 +83,8 @@ class Language(Stage):
         min_of_each = np.array([limits(label) for label in labels], np.float32)  # infinite for other languages
         other = np.isinf(min_of_each) & bool(self.keep)
         unsure = ~(scores >= min_of_each) & bool(self.keep)
-        return StageResult(batch, first_failing(other, unsure))
+        measures = {"language_unsure": Measure(scores, low=min_of_each)} if self.keep else {}
+        return StageResult(batch, first_failing(other, unsure), measures=measures)
 
 
 @lru_cache(16)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
+from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column
 from forebay.prepare.filters.word_tables import hash_word, table_of_hashes
 from forebay.prepare.settings import check_fields
 
@@ -127,15 +127,20 @@ class LanguageStage(Stage):
         for row, code in enumerate(codes):
             groups.setdefault(variants.get(language_code(code or ""), variants[""]), []).append(row)
         drop, counts, texts = keep_all(batch.num_rows), dict[str, int](), []
+        measures: dict[str, NDArray[np.float64]] = {}  # [values, low, high; rows]
         for stage, rows in groups.items():
             result = stage.filter_batch(batch if len(groups) == 1 else batch.take(pa.array(rows)))
             drop[rows] = result.drop
             counts = {key: counts.get(key, 0) + result.counts.get(key, 0) for key in {*counts, *result.counts}}
             texts.append(result.batch.column("text"))
+            for reason, measure in result.measures.items():
+                table = measures.setdefault(reason, np.full((3, batch.num_rows), np.nan))
+                for line, numbers in zip(table, (measure.values, measure.low, measure.high)):
+                    line[rows] = numbers
         order = np.argsort(np.concatenate([np.empty(0, np.int64), *groups.values()]), kind="stable")
         if texts:
             batch = replace_column(batch, "text", pa.concat_arrays(texts).take(pa.array(order)))
-        return StageResult(batch, drop, counts)
+        return StageResult(batch, drop, counts, measures={name: Measure(*table) for name, table in measures.items()})
 
 
 @lru_cache(64)

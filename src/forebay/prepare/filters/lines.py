@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import StageResult, first_failing, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Measure, StageResult, first_failing, replace_column, text_buffers, text_column
 from forebay.prepare.filters.languages import (
     ByLanguage,
     LanguageStage,
@@ -151,7 +151,10 @@ class LineRules(LanguageStage):
             column = pa.compute.if_else(pa.array(drop >= 0), batch.column("text"), column)
         sums = removed[drop < 0].sum(axis=0).tolist()
         counted = {f"lines_{rule}": count for rule, count in zip(RULES, sums, strict=True) if count}
-        return StageResult(replace_column(batch, "text", column), drop, counted)
+        share = Measure(words_removed / np.maximum(words, 1), high=self.max_removed_words)
+        return StageResult(
+            replace_column(batch, "text", column), drop, counted, measures={"lines_removed_words": share}
+        )
 
 
 class _Rules(NamedTuple):

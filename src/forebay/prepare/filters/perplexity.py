@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError, install_command
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
+from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
 from forebay.prepare.filters.word_tables import BREAK
 from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
 from forebay.prepare.scores.base import COLUMN, Scorer, number_column
@@ -123,7 +123,8 @@ class Perplexity(Stage):
         else:
             scores = Kenlm(self.model).score(batch)[""]
             batch = replace_column(batch, "perplexity", pa.array(scores, pa.float64()))
-        return StageResult(batch, first_failing(scores < self.min_perplexity, scores > self.max_perplexity))
+        rules = Measure(scores, low=self.min_perplexity), Measure(scores, high=self.max_perplexity)
+        return check_rules(batch, self.reasons, rules)
 
 
 def perplexity(model: Any, lines: str) -> float:

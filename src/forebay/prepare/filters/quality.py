@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import StageResult, first_failing, text_buffers
+from forebay.prepare.documents import Measure, StageResult, check_rules, text_buffers
 from forebay.prepare.filters.languages import (
     UNSPACED,
     ByLanguage,
@@ -83,8 +83,11 @@ class Length(LanguageStage):
         counts = np.zeros((batch.num_rows, 2), np.int64)
         measure_length(offsets, data, character_table(), counts)
         chars, words = counts.T
-        few, many = (chars < self.min_chars, words < self.min_words), (chars > self.max_chars, words > self.max_words)
-        return StageResult(batch, first_failing(few[0], many[0], few[1], many[1]))
+        rules = (
+            Measure(chars, low=self.min_chars), Measure(chars, high=self.max_chars),
+            Measure(words, low=self.min_words), Measure(words, high=self.max_words),
+        )  # fmt: skip
+        return check_rules(batch, self.reasons, rules)
 
 
 @dataclass(frozen=True)
@@ -147,19 +150,19 @@ class GopherQuality(LanguageStage):
             shortest = np.where(2 * m["dense"] > m["text_words"], 1, 3)
         with np.errstate(divide="ignore", invalid="ignore"):
             mean = m["text_chars"] / m["text_words"]  # of no words: no number, which no rule drops
-            failed = (
-                m["text_words"] < self.min_words,
-                m["text_words"] > self.max_words,
-                mean < shortest,
-                mean > self.max_word_chars,
-                m["hashes"] / m["words"] > self.max_symbols_per_word,
-                m["ellipses"] / m["words"] > self.max_symbols_per_word,
-                m["bullets"] / m["lines"] > self.max_bullet_lines,
-                m["trails"] / m["lines"] > self.max_ellipsis_lines,
-                m["alpha_words"] / m["words"] < self.min_alpha_words,
-                (m["stops"] < self.min_stop_words) & has_list,
+            rules = (
+                Measure(m["text_words"], low=self.min_words),
+                Measure(m["text_words"], high=self.max_words),
+                Measure(mean, low=shortest),
+                Measure(mean, high=self.max_word_chars),
+                Measure(m["hashes"] / m["words"], high=self.max_symbols_per_word),
+                Measure(m["ellipses"] / m["words"], high=self.max_symbols_per_word),
+                Measure(m["bullets"] / m["lines"], high=self.max_bullet_lines),
+                Measure(m["trails"] / m["lines"], high=self.max_ellipsis_lines),
+                Measure(m["alpha_words"] / m["words"], low=self.min_alpha_words),
+                Measure(np.where(has_list, m["stops"], np.nan), low=self.min_stop_words),
             )
-        return StageResult(batch, first_failing(*failed))
+        return check_rules(batch, self.reasons, rules)
 
 
 def quality_measures(
@@ -243,18 +246,18 @@ class GopherRepetition(LanguageStage):
         columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), [table])
         m = dict(zip(REPETITION, columns[: len(REPETITION)], strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
-            failed = (
+            rules = (
                 m["chars"] == 0,
-                m["same_paragraphs"] / m["paragraphs"] > self.max_duplicate_paragraphs,
-                m["paragraph_chars"] / m["chars"] > self.max_duplicate_paragraph_chars,
-                m["same_lines"] / m["lines"] > self.max_duplicate_lines,
-                m["line_chars"] / m["chars"] > self.max_duplicate_line_chars,
+                Measure(m["same_paragraphs"] / m["paragraphs"], high=self.max_duplicate_paragraphs),
+                Measure(m["paragraph_chars"] / m["chars"], high=self.max_duplicate_paragraph_chars),
+                Measure(m["same_lines"] / m["lines"], high=self.max_duplicate_lines),
+                Measure(m["line_chars"] / m["chars"], high=self.max_duplicate_line_chars),
                 *(
-                    chars / m["chars"] > limit
+                    Measure(chars / m["chars"], high=limit)
                     for chars, (_, limit) in zip(columns[len(REPETITION) :], grams, strict=True)
                 ),
             )
-        return StageResult(batch, first_failing(*failed))
+        return check_rules(batch, self.reasons, rules)
 
 
 @dataclass(frozen=True)
@@ -293,11 +296,11 @@ class FineWeb(LanguageStage):
 
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
-            failed = (
+            rules = (
                 m["lines"] == 0,
-                m["ended"] / m["lines"] < self.min_ended_lines,
-                m["short"] / m["lines"] > self.max_short_lines,
-                m["same_chars"] / m["chars"] > self.max_duplicate_chars,
-                m["newlines"] / m["words"] > self.max_newlines_per_word,
+                Measure(m["ended"] / m["lines"], low=self.min_ended_lines),
+                Measure(m["short"] / m["lines"], high=self.max_short_lines),
+                Measure(m["same_chars"] / m["chars"], high=self.max_duplicate_chars),
+                Measure(m["newlines"] / m["words"], high=self.max_newlines_per_word),
             )
-        return StageResult(batch, first_failing(*failed))
+        return check_rules(batch, self.reasons, rules)

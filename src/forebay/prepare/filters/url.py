@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import Stage, StageResult
+from forebay.prepare.documents import Measure, Stage, StageResult
 from forebay.prepare.settings import Count, Texts, check_fields
 
 _WORD = re.compile(r"[^\W_]+")
@@ -82,25 +82,27 @@ class Url(Stage):
         soft = _lists(self.soft_words, SHIPPED["soft_words"] * shipped)
         substrings = _substrings(_lists(self.substrings, SHIPPED["substrings"] * shipped))
         pattern = _pattern(self.patterns)
-        drop = np.full(batch.num_rows, -1, np.int16)
+        drop, soft_words = np.full(batch.num_rows, -1, np.int16), np.zeros(batch.num_rows, np.int64)
         for row, url in enumerate(batch.column("url").to_pylist()):
             if not url:
                 continue
             lower = url.lower()
             parts = _WORD.findall(lower)
+            soft_words[row] = len(soft.intersection(parts))
             if hosts and not hosts.isdisjoint(_suffixes(url)):
                 drop[row] = 0
             elif words and not words.isdisjoint(parts):
                 drop[row] = 1
             elif urls and _plain(lower) in urls:
                 drop[row] = 2
-            elif soft and len(soft.intersection(parts)) > self.max_soft_words:
+            elif soft_words[row] > self.max_soft_words:
                 drop[row] = 3
             elif substrings and substrings.search("".join(parts)):
                 drop[row] = 4
             elif pattern and pattern.search(lower):
                 drop[row] = 5
-        return StageResult(batch, drop)
+        measures = {"url_soft_words": Measure(soft_words, high=self.max_soft_words)} if soft else {}
+        return StageResult(batch, drop, measures=measures)
 
 
 def _suffixes(url: str) -> list[str]:

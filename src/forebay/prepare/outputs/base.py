@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Protocol
 
 from forebay.errors import PrepareError
 from forebay.prepare.corpus import Corpus
+from forebay.prepare.histograms import bars
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.report import write_report
+from forebay.prepare.report import REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
-from forebay.prepare.stats import bars
+from forebay.prepare.sampling import Usage, describe_sample
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
 
@@ -30,7 +31,8 @@ class Output(Protocol):
     name: ClassVar[str]
     """The value of `--to`."""
     marker: ClassVar[str]
-    """The file that is written last: where it exists, the output is complete."""
+    """The file that is written last: where it exists, the output is complete. "" if each run makes it again; then the
+    inputs are not hashed."""
     needs_tokenizer: ClassVar[bool]
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
@@ -46,10 +48,18 @@ class Output(Protocol):
 
 
 def conclude(
-    run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any], commit: Callable[[], object]
+    run: PrepareRun,
+    corpus: Corpus,
+    id: str,
+    counts: dict[str, Any],
+    commit: Callable[[], object] = lambda: None,
+    unwritten_bytes: int = 0,
 ) -> PrepareResult:
-    """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs."""
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, id, counts))
+    """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs.
+
+    `unwritten_bytes` is the disk space that the recipe would have needed, of what was not written.
+    """
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, id, counts, unwritten_bytes))
     commit()
     shutil.rmtree(run.work)
     skipped = count_reasons(corpus.inputs.skipped)
@@ -76,10 +86,13 @@ def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
     return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {cause}")
 
 
-def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any]) -> dict[str, Any]:
-    """The contents of the report, as JSON; no times, so that the same input gives the same page."""
+def report_data(
+    run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any], unwritten_bytes: int = 0
+) -> dict[str, Any]:
+    """The contents of the report, as JSON: the same for the same input, but for the `cost` that a sample has."""
     stats, funnel = corpus.stats, list(corpus.stats.funnel.items())
     return {
+        "version": REPORT_VERSION,
         "name": run.recipe.name,
         "id": id,
         "created_with": f"forebay {version('forebay')}",
@@ -99,6 +112,7 @@ def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any]
         "funnel": [{"stage": name, **vars(count)} for name, count in funnel],
         "histograms": {name: bars(sides) for name, sides in stats.histograms.items()},
         "thresholds": stats.thresholds,
+        "rules": stats.measured.report(list(stats.funnel)),
         "languages": stats.languages,
         "subsets": stats.subsets,
         "samples": [
@@ -108,7 +122,25 @@ def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any]
         ],
         "rejects": list(_first_rejects(run.out / REJECTS_FILE)),
         **_contamination(run),
+        **_sample(run, corpus, counts, unwritten_bytes),
     }
+
+
+def _sample(run: PrepareRun, corpus: Corpus, counts: Mapping[str, Any], unwritten_bytes: int) -> dict[str, Any]:
+    if corpus.sampling.is_whole:
+        return {}
+    files = (path for folder in (run.work, run.out / "slices", run.out / "text") for path in folder.rglob("*"))
+    # Of tasks: not what is of another size each time, which is small.
+    sizes = (p.stat().st_size for p in files if p.is_file() and p.suffix not in (".stats", ".json", ".rejects"))
+    usage = Usage()
+    for part in (corpus.stats.usage, run.usage):
+        usage.add(part)
+    figures = {name: counts[name] for name in ("documents_in", "documents_out", "tokens")}
+    figures |= {
+        "text_bytes": list(corpus.stats.funnel.values())[-1].bytes_out,
+        "disk_bytes": sum(sizes) + unwritten_bytes,
+    }
+    return describe_sample(corpus.sampling, corpus.texts, corpus.stats, usage, figures)
 
 
 def _contamination(run: PrepareRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Datasets from kept documents: encode, shuffle, slice, and the manifest last.
+"""Datasets from kept documents: encode, shuffle, slice, and the manifest last; or a report alone.
 
 For fine-tuning slices have rows in place of a stream of tokens.
 """
@@ -16,14 +16,22 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable, dataset_id
+from forebay.dataset.manifest import (
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    TABLE_FILE,
+    TOKEN_DTYPES,
+    Manifest,
+    SliceTable,
+    dataset_id,
+)
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
 from forebay.files import atomic_write, open_atomic, sync_directory
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
-from forebay.prepare.outputs.base import conclude, no_documents
+from forebay.prepare.outputs.base import Output, conclude, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
@@ -40,7 +48,7 @@ _DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("u
 _GROUP_ROWS = 1 << 16
 
 
-class DatasetOutput:
+class DatasetOutput(Output):
     """A dataset of tokens, or of rows where the recipe has `[rows]`."""
 
     name: ClassVar[str] = "dataset"
@@ -66,7 +74,7 @@ class DatasetOutput:
     ) -> PrepareResult:
         assert tokenizer is not None
         examine_kept(corpus, run.recipe.dedup)
-        encoded = _encode(run, corpus, tokenizer)
+        encoded = _encode(run, corpus, tokenizer, run.out)
         _count(corpus.stats, encoded)
         parts = [result.part for result in encoded if result.documents_out]
         if not parts:
@@ -101,10 +109,42 @@ class DatasetOutput:
         return conclude(run, corpus, dataset_id(manifest), counts, commit)
 
 
-def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[EncodeResult]:
-    atomic_write(run.out / TOKENIZER_FILE, tokenizer.data)
+class ReportOutput(Output):
+    """The report of a dataset that is not written; an earlier one is replaced."""
+
+    name: ClassVar[str] = "report"
+    marker: ClassVar[str] = ""
+    needs_tokenizer: ClassVar[bool] = True
+
+    def check(self, recipe: Recipe, document_ids: bool) -> None:
+        if document_ids:
+            raise UsageError("document ids: expected a dataset of tokens, got a report; see --write-ids.")
+
+    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
+        raise UsageError(f"{out}: expected a dataset, got a report alone. Choose another --to.")
+
+    def write(
+        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
+    ) -> PrepareResult:
+        assert tokenizer is not None
+        examine_kept(corpus, run.recipe.dedup)
+        encoded = _encode(run, corpus, tokenizer, run.work)
+        _count(corpus.stats, encoded)
+        parts = [result.part for result in encoded]
+        if not any(part.documents for part in parts):
+            raise no_documents(run, corpus)
+        counts = {
+            "documents_in": corpus.documents_in, "documents_out": sum(part.documents for part in parts),
+            "tokens": sum(part.tokens for part in parts), "slices": 0, "dropped": corpus.stats.dropped(),
+        }  # fmt: skip
+        token_bytes = sum(part.tokens * TOKEN_DTYPES[part.dtype].itemsize for part in parts)
+        return conclude(run, corpus, "", counts, unwritten_bytes=token_bytes * (1 + run.recipe.slice.shuffle))
+
+
+def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: Path) -> list[EncodeResult]:
+    atomic_write(folder / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
-    spec = EncoderSpec.of(tokenizer, run.out / TOKENIZER_FILE)
+    spec = EncoderSpec.of(tokenizer, folder / TOKENIZER_FILE)
     rendering = recipe.rows.conversations() if recipe.rows else recipe.fim
     if recipe.fim is not None:
         recipe.fim.sentinels(spec)  # fail now rather than in a worker

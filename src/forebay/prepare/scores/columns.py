@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
+from forebay.prepare.documents import (
+    Measure,
+    Stage,
+    StageResult,
+    check_rules,
+    first_failing,
+    replace_column,
+    text_buffers,
+)
 from forebay.prepare.scores.base import Scorer, named_column, number_column
 from forebay.prepare.settings import Number, Share, Texts, check_fields
 
@@ -194,9 +202,9 @@ class Select(Stage):
         nothing = np.zeros(batch.num_rows, bool)
         if self.min is not None or self.max is not None:
             values = number_column(batch, self.column, self.name)
-            low = values < self.min if self.min is not None else nothing
-            high = values > self.max if self.max is not None else nothing
-            return StageResult(batch, first_failing(np.isnan(values) & absent, low, high, *[nothing] * 3))
+            low = Measure(values, low=-math.inf if self.min is None else self.min)
+            high = Measure(values, high=math.inf if self.max is None else self.max)
+            return check_rules(batch, self.reasons, (np.isnan(values) & absent, low, high, *[nothing] * 3))
         texts = named_column(batch, self.column, self.name).cast(pa.large_string()).fill_null("")
         if self.one_of or self.none_of:
             missing = _flags(pc.equal(texts, ""))
@@ -244,8 +252,8 @@ class Between(Stage):
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         values = number_column(batch, self.column, self.name)
         missing = np.isnan(values) & (self.missing == "drop")
-        above = (values >= self.high) & (self.high < math.inf)
-        return StageResult(batch, first_failing(missing, values < self.low, above))
+        high = np.nextafter(self.high, -math.inf) if self.high < math.inf else math.inf
+        return check_rules(batch, self.reasons, (missing, Measure(values, low=self.low), Measure(values, high=high)))
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, part_batches
 from forebay.prepare.engines.sandbox import Limits
+from forebay.prepare.histograms import float_keys, float_of
 from forebay.prepare.scores.base import number_column
-from forebay.prepare.stats import StageStats, float_keys, float_of
+from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.stages import Rejects, json_line, run_stages
@@ -36,7 +37,7 @@ from forebay.prepare.tasks.text import (
     open_documents,
 )
 
-SEGMENT_VERSION = 1
+SEGMENT_VERSION = 2
 _MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.
 _BITS = 16
 
@@ -144,6 +145,7 @@ def process_segment(task: SegmentTask, scale: int) -> TextResult:
         for _, batch in part_batches(task.part.arrow):
             for kept_rows in run_stages(task, batch, stats, rejects):
                 out.add(kept_rows)
+    stats.usage.count("dedup", out.signing_s)
     try:
         before = Path(f"{task.folder}/{task.text.name}.rejects").read_bytes()
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,7 @@ from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
+from forebay.prepare.sampling import peak_bytes
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 
@@ -51,7 +53,9 @@ def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reade
     own = any(getattr(s, "is_own", not type(s).__module__.startswith("forebay.")) for s in task.stages)
     job = (task.stages, task.earlier, reader.seed, task.split)
     if own or not task.stages:
+        started = time.process_time()
         passed, rejects = _apply(job, batch, stats)
+        reader.counted_s += time.process_time() - started
         reader.reject(rejects)
         yield passed
         return
@@ -59,7 +63,11 @@ def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reade
     seconds, memory_bytes = task.limits.of(size)
     declared = sum(getattr(s, "seconds_per_mb", 0.0) for s in task.stages)
     limits = (seconds + 10 * declared * size / 1e6, memory_bytes)
-    outcome = worker_for(task.stages, _warm).call(_apply_packed, job, _packed(batch), limits)
+    started = time.process_time()
+    worker = worker_for(task.stages, _warm)
+    reader.counted_s += (warming_s := time.process_time() - started)
+    stats.usage.count("start", warming_s)
+    outcome = worker.call(_apply_packed, job, _packed(batch), limits)
     if not isinstance(outcome, str):
         (counted, rejects), data = outcome
         stats.add(counted)
@@ -81,6 +89,7 @@ _Job = tuple[tuple[Stage, ...], tuple[str, ...], np.uint64, InputSplit]
 def _apply_packed(job: _Job, data: Buffer) -> tuple[tuple[StageStats, list[Reject]], pa.Buffer]:
     stats = StageStats()
     passed, rejects = _apply(job, _unpacked(data), stats)
+    stats.usage.peak_bytes = peak_bytes()
     return (stats, rejects), _packed(passed)
 
 
@@ -125,7 +134,9 @@ def _apply(job: _Job, batch: pa.RecordBatch, stats: StageStats) -> tuple[pa.Reco
         shared = shares
         set_activity(f"stage {name} ")
         position = partial(row_position, split, batch)
+        started = time.process_time()
         result = _checked_result(stage, batch, position)
+        stats.usage.count(name, time.process_time() - started)
         stats.add_result(name, stage.reasons, batch, result, keys, position, alive)
         rejects.extend(_reject(batch, row, problem) for row, problem in result.problems.items())
         added = set(result.batch.schema.names) - set(batch.schema.names)
@@ -171,6 +182,12 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
             f"{position(0)}: stage {stage.name}: expected a result for each of {batch.num_rows} documents, got a batch "
             f"of {rows} and {marks} marks. A stage marks rows as dropped and removes none."
         )
+    for reason, measure in result.measures.items():
+        if reason not in stage.reasons or np.shape(measure.values) != (rows,):
+            raise PrepareError(
+                f"{position(0)}: stage {stage.name}: expected a measure of one of {', '.join(stage.reasons)}, a number "
+                f"for each of {rows} documents, got {reason!r} of shape {np.shape(measure.values)}. Fix the stage."
+            )
     return result
 
 
@@ -186,6 +203,7 @@ class Rejects:
     def __init__(self, split: InputSplit) -> None:
         self.seed = seed_of(split)
         self.malformed = self.faults = 0
+        self.counted_s = 0.0  # CPU seconds of this process that the statistics have under a name.
         self.rejects: list[Reject] = []
 
     def reject(self, rejects: Iterable[Reject]) -> None:

@@ -8,6 +8,8 @@ nothing else. Memory: a few batches of 4 MiB, and the largest document.
 from __future__ import annotations
 
 import json
+import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -44,7 +46,8 @@ from forebay.prepare.tasks.stages import (
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
-TEXT_VERSION = 2  # Changed when the same split would give other documents, so that old results are not used.
+TEXT_VERSION = 3  # Changed when the same split would give other documents or statistics: old results are not used.
+_imported: list[bool] = []  # Whether this process has read a document before.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -64,6 +67,7 @@ class TextTask:
     recipe_key: str
     limits: Limits = field(default_factory=Limits)
     source: DocumentSource | None = None
+    hashes: bool = True  # Whether the files that begin in it are hashed, which reads all of them.
     earlier: tuple[str, ...] = ()
 
     @cached_property
@@ -115,7 +119,7 @@ class TextResult:
         return TextPart(f"{folder}/{self.name}.arrow", self.documents_out, self.key)
 
     def stats(self, folder: str) -> StageStats:
-        return StageStats.from_json(json.loads(Path(f"{folder}/{self.name}.stats").read_bytes()))
+        return StageStats.from_json(json.loads(zlib.decompress(Path(f"{folder}/{self.name}.stats").read_bytes())))
 
 
 def finished_text(prefix: str) -> TextResult | None:
@@ -128,7 +132,7 @@ def finished_text(prefix: str) -> TextResult | None:
 
 def commit_text(prefix: str, stats: StageStats, result: TextResult) -> TextResult:
     """Write the statistics, and last the result."""
-    atomic_write(Path(f"{prefix}.stats"), json.dumps(stats.to_json()).encode())
+    atomic_write(Path(f"{prefix}.stats"), zlib.compress(json.dumps(stats.to_json()).encode(), 1))
     atomic_write(Path(f"{prefix}.json"), json.dumps(asdict(result)).encode())
     return result
 
@@ -184,7 +188,7 @@ def process_split(task: TextTask, scale: int) -> TextResult:
     """Read the split, run the stages over its documents, sign what is kept, and commit it."""
     if (finished := finished_text(task.prefix)) is not None:
         return finished
-    stats = StageStats()
+    stats, started = StageStats(), time.process_time()
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
     with open_documents(task.prefix, task.dedup) as out:
         for batch in reader.batches(stats):
@@ -192,7 +196,9 @@ def process_split(task: TextTask, scale: int) -> TextResult:
                 out.add(kept_rows)
                 del kept_rows
             del batch
-    sources = enumerate(task.split.files if task.split.start == 0 else ())
+    stats.usage.count("dedup", out.signing_s)
+    stats.usage.count("read", time.process_time() - started - reader.counted_s - out.signing_s)
+    sources = enumerate(task.split.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     for source in task.split.files:
         check_unchanged(source)  # since it was read
@@ -239,8 +245,12 @@ class _Reader(Rejects):
     def batches(self, stats: StageStats) -> Iterator[pa.RecordBatch]:
         count = stats.stage("read")
         pending: list[Record] = []
-        size = 0
+        size, started = 0, time.process_time()
         for record in self._records():
+            if not _imported:  # what reads the format, of which a small sample should not pay a share
+                _imported.append(True)
+                self.counted_s += (importing_s := time.process_time() - started)
+                stats.usage.count("start", importing_s)
             self.num_places = max(self.num_places, record.index + 1)
             if record.problem == "blank" or not self._is_sampled(record.index):
                 continue
@@ -300,6 +310,7 @@ class DocumentWriter:
 
     def __init__(self, file: BinaryIO, signer: Signer | None) -> None:
         self.documents = self.bytes = 0
+        self.signing_s = 0.0  # CPU seconds
         self._file, self._signer = file, signer
         self._writer: Any = None
 
@@ -309,7 +320,9 @@ class DocumentWriter:
             self.documents += batch.num_rows
             self.bytes += int(text_bytes(batch).sum())
             if self._signer is not None:
+                started = time.process_time()
                 self._signer.add(batch)
+                self.signing_s += time.process_time() - started
             self.writer(batch.schema).write_batch(batch)
 
     def writer(self, schema: pa.Schema) -> Any:

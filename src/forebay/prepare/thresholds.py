@@ -1,0 +1,184 @@
+"""What rules with thresholds measured: a histogram of each, and the documents nearest to it.
+
+Bounded, and the same for any number of tasks and any cut of batches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.errors import PrepareError
+from forebay.prepare.documents import Measure, text_buffers
+from forebay.prepare.histograms import bars, count_bins
+
+NEAREST = 3  # Examples on each side of a threshold.
+NEAREST_CHARACTERS = 300
+_MAX_THRESHOLDS = 1000
+_FACTORS = (0.5, 0.75, 0.9, 1.1, 1.25, 1.5)
+
+Rows = NDArray[np.intp]
+Name = tuple[str, int, str, str, float]
+"""Stage, number of the reason in it, reason, `low` or `high`, and the threshold."""
+
+
+@dataclass(frozen=True, order=True)
+class Example:
+    """A document near a threshold; those at the smallest distances are kept."""
+
+    distance: float
+    key: int
+    location: str
+    value: float
+    url: str
+    text: str
+
+
+@dataclass
+class ThresholdStats:
+    """Of the documents that reached a rule and have a number: sides are `kept` and `dropped`.
+
+    `failing`: how many would fail at each of `neighbours`.
+    """
+
+    failing: list[int]
+    bins: dict[str, Counter[int]] = field(default_factory=lambda: {"kept": Counter(), "dropped": Counter()})
+    nearest: dict[str, list[Example]] = field(default_factory=lambda: {"kept": [], "dropped": []})
+    is_whole: bool = True  # All are whole numbers.
+
+    def add(self, other: ThresholdStats) -> None:
+        self.failing = [a + b for a, b in zip(self.failing, other.failing, strict=True)]
+        for side, bins in other.bins.items():
+            self.bins[side].update(bins)
+            self.nearest[side] = heapq.nsmallest(NEAREST, [*self.nearest[side], *other.nearest[side]])
+        self.is_whole &= other.is_whole
+
+
+def neighbours(limit: float) -> list[float]:
+    """A threshold and those around it, ascending: its multiples, and whole numbers near a whole one."""
+    near = {float(f"{limit * factor:.2g}") for factor in _FACTORS} if limit else {-1.0, -0.5, -0.1, 0.1, 0.5, 1.0}
+    if limit == int(limit):
+        near |= {limit - 1, limit + 1, *(float(round(limit * factor)) for factor in _FACTORS)}
+    return sorted({*near, limit})
+
+
+class ThresholdTable:
+    """The statistics of each threshold of a recipe."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Name, ThresholdStats] = {}
+
+    def add_measure(
+        self,
+        rule: tuple[str, int, str],
+        measure: Measure,
+        reached: NDArray[np.bool_],
+        batch: pa.RecordBatch,
+        keys: NDArray[np.uint64],
+        position: Callable[[int], str],
+    ) -> None:
+        """Add what a rule (stage, number of the reason, reason) measured of the rows of a batch that reached it."""
+        values = np.asarray(measure.values, np.float64)
+        reached = reached & ~np.isnan(values)
+        offsets, data = text_buffers(batch.column("text"))
+        for kind, limits in (("low", measure.low), ("high", measure.high)):
+            of_rows = np.broadcast_to(np.asarray(limits, np.float64), values.shape)
+            distinct = np.unique(of_rows[reached])
+            for limit in distinct[np.isfinite(distinct)].tolist():
+                rows = np.flatnonzero(reached & (of_rows == limit))
+                stats = _stats_of(values[rows], kind, limit)
+                for side, number in _nearest(values[rows], kind, limit, keys[rows]):
+                    row = int(rows[number])
+                    text = _beginning(data[offsets[row] : offsets[row + 1]])
+                    value, url = float(values[row]), batch.column("url")[row].as_py()
+                    example = Example(abs(value - limit), int(keys[row]), position(row), value, url, text)
+                    stats.nearest[side].append(example)
+                self._add((*rule, kind, limit), stats)
+
+    def add(self, other: ThresholdTable) -> None:
+        for name, stats in other._entries.items():
+            self._add(name, stats)
+
+    def _add(self, name: Name, stats: ThresholdStats) -> None:
+        self._entries.setdefault(name, ThresholdStats([0] * len(stats.failing))).add(stats)
+        if len(self._entries) > _MAX_THRESHOLDS:
+            raise PrepareError(
+                f"stage {name[0]}: expected at most {_MAX_THRESHOLDS} thresholds, got more ({name[2]}). Measure what "
+                "is compared with one number."
+            )
+
+    def to_json(self) -> list[Any]:
+        """For a task's result; `from_json` reads it."""
+        return [
+            [name, s.failing, {side: sorted(bins.items()) for side, bins in s.bins.items()},
+             {side: [astuple(example) for example in examples] for side, examples in s.nearest.items()}, s.is_whole]
+            for name, s in self._entries.items()
+        ]  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> ThresholdTable:
+        table = cls()
+        for (stage, number, reason, kind, limit), failing, bins, nearest, is_whole in data:
+            counters = {side: Counter(dict(items)) for side, items in bins.items()}
+            examples = {side: [Example(*example) for example in rows] for side, rows in nearest.items()}
+            table._entries[stage, number, reason, kind, limit] = ThresholdStats(failing, counters, examples, is_whole)
+        return table
+
+    def report(self, stages: Sequence[str]) -> list[dict[str, Any]]:
+        """What the report has of each, in the order of the stages; not of a minimum of 0 that drops none.
+
+        A document counts as dropped where its number fails the rule.
+        """
+        entries = []
+        for name in sorted(self._entries, key=lambda name: (stages.index(name[0]), *name[1:])):
+            (stage, _, reason, kind, limit), stats = name, self._entries[name]
+            dropped = stats.bins["dropped"].total()
+            documents = stats.bins["kept"].total() + dropped
+            if kind == "low" and limit == 0 and not dropped:
+                continue
+            near = [(t, n) for t, n in zip(neighbours(limit), stats.failing) if not stats.is_whole or t == int(t)]
+            entries.append({
+                "stage": stage, "reason": reason, "kind": kind, "threshold": limit, "documents": documents,
+                "dropped": dropped, "histogram": bars(stats.bins),
+                "neighbours": [{"threshold": t, "dropped": n} for t, n in near],
+                "nearest": {
+                    side: [_shown(example) for example in sorted(examples)] for side, examples in stats.nearest.items()
+                },
+            })  # fmt: skip
+        return entries
+
+
+def _stats_of(values: NDArray[np.float64], kind: str, limit: float) -> ThresholdStats:
+    ordered, near = np.sort(values), neighbours(limit)
+    below = np.searchsorted(ordered, near, "left" if kind == "low" else "right")
+    stats = ThresholdStats((below if kind == "low" else len(ordered) - below).tolist())
+    fails = values < limit if kind == "low" else values > limit
+    stats.bins = {"kept": Counter(count_bins(values[~fails])), "dropped": Counter(count_bins(values[fails]))}
+    stats.is_whole = bool((values == np.floor(values)).all())
+    return stats
+
+
+def _nearest(values: NDArray[np.float64], kind: str, limit: float, keys: NDArray[np.uint64]) -> list[tuple[str, int]]:
+    """The side and the index of the values nearest to a threshold."""
+    fails = values < limit if kind == "low" else values > limit
+    order = np.lexsort((keys, np.abs(values - limit)))
+    sides = (("kept", order[~fails[order]]), ("dropped", order[fails[order]]))
+    return [(side, index) for side, indices in sides for index in indices[:NEAREST].tolist()]
+
+
+def _beginning(data: NDArray[np.uint8]) -> str:
+    return data[: 4 * NEAREST_CHARACTERS].tobytes().decode("utf-8", "ignore")[:NEAREST_CHARACTERS]
+
+
+def _shown(example: Example) -> dict[str, Any]:
+    entry = {name: value for name, value in asdict(example).items() if name not in ("distance", "key")}
+    entry["where"] = entry.pop("location")
+    return entry | {"value": example.value if math.isfinite(example.value) else str(example.value)}

@@ -1,0 +1,159 @@
+"""A recipe is tried on a sample, and two reports are compared, as a user does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay import prepare_dataset
+from forebay.prepare.report import load_report
+from support.calibration import scaled
+from support.shared_data import shared_data
+
+pytest.importorskip("numba")
+
+
+def run(*arguments: object, cwd: Path, code: int = 0) -> str:
+    """What a command prints: its result, or its errors."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("forebay")), *map(str, arguments)],
+        capture_output=True, text=True, timeout=scaled(120), cwd=cwd, env=os.environ,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("look")
+    (folder / "in").mkdir()
+    shutil.copy(shared_data("warc/dolma/sample-0000.warc.gz"), folder / "in")
+    for path in shared_data("jsonl").glob("cc_en_head-0???.jsonl"):
+        shutil.copy(path, folder / "in")
+    return folder
+
+
+def measured(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what is another in each run."""
+    return {key: value for key, value in report.items() if key != "cost"}
+
+
+def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path) -> None:
+    arguments = ("prepare", pages / "in", "--recipe", "fineweb", "--tokenizer", "bytes", "--workers", 1)
+    shown = run(*arguments, "--sample", "60%", cwd=tmp_path)
+    assert "dropped of what reaches a rule" in shown and "gopher_short < 50" in shown
+    assert all(label in shown for label in ("whole input", "documents kept", "disk while it runs", "time", "memory"))
+    assert all(len(line) <= 80 for line in shown.splitlines()[:-1])
+    folder = tmp_path / "sample-report"
+    assert {path.name for path in folder.iterdir()} <= {
+        "report.html", "report.json", "rejects.jsonl", "skipped.jsonl", ".inputs.json",
+    }  # fmt: skip
+    report = load_report(folder)
+    assert 0 < report["sample"]["documents"] == report["totals"]["documents_in"]
+    assert report["estimate"]["documents_in"][0] >= report["totals"]["documents_in"]
+    seconds = report["cost"]["cpu_s"]
+    assert {"read", "extract", "gopher_quality", "tokenize", "dedup"} <= set(seconds)
+    assert all(whole >= sampled - 0.01 for name, (sampled, whole) in seconds.items() if name != "start")
+    assert report["cost"]["wall_s"][1] < report["cost"]["wall_s"][0] < report["cost"]["wall_s"][2]
+    # Again, with other settings: the earlier report is replaced.
+    run(*arguments, "--sample", "60%", "--set", "gopher_quality.min_words=5", cwd=tmp_path)
+    assert {r["threshold"] for r in load_report(folder)["rules"] if r["reason"] == "gopher_short"} == {5}
+
+
+def test_the_same_report_for_any_number_of_processes(pages: Path, tmp_path: Path) -> None:
+    reports = []
+    for workers in (1, 2, 7):
+        arguments = ("--recipe", "fineweb", "--tokenizer", "bytes", "--sample", "70%", "--to", "report", "--name", "s")
+        run("prepare", pages / "in", *arguments, "--out", tmp_path / f"r{workers}", "--workers", workers, cwd=tmp_path)
+        report = load_report(tmp_path / f"r{workers}")
+        assert report == load_report(tmp_path / f"r{workers}" / "report.json")
+        reports.append(json.dumps(measured(report)))
+    assert len(set(reports)) == 1
+    whole = []
+    for workers in (1, 2):
+        out = tmp_path / f"d{workers}" / "web"
+        arguments = ("--recipe", "gopher", "--tokenizer", "bytes")
+        run("prepare", pages / "in", *arguments, "--out", out, "--workers", workers, cwd=tmp_path)
+        whole.append((out / "report.html").read_bytes())
+    assert whole[0] == whole[1] and "cost" not in load_report(out) and load_report(out)["rules"]
+
+
+def test_a_sample_with_out_is_a_dataset(pages: Path, tmp_path: Path) -> None:
+    arguments = ("prepare", pages / "in", "--recipe", "gopher", "--tokenizer", "bytes", "--sample", "80%")
+    shown = run(*arguments, "--out", tmp_path / "d", cwd=tmp_path)
+    assert "tokens in" in shown and (tmp_path / "d" / "manifest.json").exists()
+    assert load_report(tmp_path / "d")["estimate"]["tokens"][0] > 0
+    error = run(*arguments, "--out", tmp_path / "d", "--to", "report", cwd=tmp_path, code=2)
+    assert "A dataset never changes" in error
+
+
+def test_a_tokenizer_that_is_not_there_does_not_stop_a_look(pages: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    arguments = ("prepare", pages / "in", "--tokenizer", "broken.json", "--filter", "length")
+    shown = run(*arguments, "--sample", "50%", cwd=tmp_path)
+    assert "documents kept" in shown
+    assert load_report(tmp_path / "sample-report")["recipe"]["tokenize"]["tokenizer"] == "bytes"
+    assert "broken.json" in run(*arguments, "--out", "d", cwd=tmp_path, code=1)
+
+
+class Elements(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+
+def test_two_reports_are_compared(pages: Path, tmp_path: Path) -> None:
+    for name, words, extra in (("a", 50, ()), ("b", 5, ("--filter", "c4"))):
+        limit = f"gopher_quality.min_words={words}"
+        arguments = ("prepare", pages / "in", "--recipe", "gopher", "--tokenizer", "bytes", "--set", limit, *extra)
+        run(*arguments, "--out", tmp_path / name, "--write-ids", tmp_path / f"{name}.ids", cwd=tmp_path)
+    both = ("report", tmp_path / "a", tmp_path / "b" / "report.html", "--ids", tmp_path / "a.ids", tmp_path / "b.ids")
+    comparison = json.loads(run(*both, "--json", cwd=tmp_path))
+    changed = {entry["key"]: (entry["a"], entry["b"]) for entry in comparison["recipe"]}
+    assert changed == {"gopher_quality.min_words": (50, 5), "[c4]": (None, True)}
+    rules = {rule["reason"]: rule for rule in comparison["rules"]}
+    assert rules["gopher_short"]["a"]["dropped"] > rules["gopher_short"]["b"]["dropped"]
+    assert rules["gopher_short"]["difference"] < 0
+    ids = [set((tmp_path / f"{name}.ids").read_text().splitlines()) for name in "ab"]
+    documents = comparison["documents"]
+    assert (documents["both"], documents["only_a"], documents["only_b"]) == (
+        len(ids[0] & ids[1]), len(ids[0] - ids[1]), len(ids[1] - ids[0]),
+    )  # fmt: skip
+    assert set(documents["examples_b"]) <= ids[1] - ids[0] and set(documents["examples_a"]) <= ids[0] - ids[1]
+    shown = run(*both, "--html", tmp_path / "page.html", cwd=tmp_path)
+    assert "gopher_quality.min_words" in shown and "[c4]" in shown and "kept by both" in shown
+    page = Elements((tmp_path / "page.html").read_text())
+    assert page.counts["svg"] >= 2 * 20 and "script" not in page.counts
+    assert json.loads(run("report", "a", "a", "--json", cwd=tmp_path))["recipe"] == []
+
+
+def test_reports_that_cannot_be_compared(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n' * 5)
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1)
+    report = load_report(tmp_path / "d")
+    for name, version in (("old", 0), ("new", 99)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**report, "version": version} if version else {}))
+    (tmp_path / "cut.json").write_text(json.dumps(report)[:-50])
+    for other, message in (
+        ("missing", "there is no report"),
+        ("old.json", "expected one with a version"),
+        ("new.json", "Update forebay"),
+        ("cut.json", "expected a report of forebay prepare"),
+    ):
+        error = run("report", "d", other, cwd=tmp_path, code=1)
+        assert message in error and error.count("\n") == 1, error
+    assert "Name the second" in run("report", "d", "--html", "x.html", cwd=tmp_path, code=2)
+    assert "cannot read the ids" in run("report", "d", "d", "--ids", "x", "y", cwd=tmp_path, code=1)

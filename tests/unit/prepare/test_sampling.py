@@ -1,0 +1,45 @@
+"""Samples of the input: which splits, how sure rates are, and what the whole run is said to cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.formats.inputs import InputSplit
+from forebay.prepare.sampling import Sampling, SplitSums, interval
+
+
+@given(st.integers(1, 400), st.floats(0.001, 1))
+def test_splits_and_documents_make_the_share(number: int, fraction: float) -> None:
+    splits = [InputSplit((), 0, None, 10) for _ in range(number)]
+    sampling = Sampling.of(splits, fraction)
+    assert len(sampling.splits) * sampling.share == pytest.approx(number * fraction)
+    assert sampling.scale == pytest.approx(1 / fraction)
+    assert sampling.is_whole == (fraction >= 1) or sampling.share == 1.0
+
+
+@pytest.mark.parametrize(("splits", "spread", "taken"), [(40, 0.0, 40), (40, 0.08, 10), (200, 0.03, 30)])
+def test_intervals_hold_the_rate_nineteen_times_in_twenty(splits: int, spread: float, taken: int) -> None:
+    """Whole splits, whose rates differ by `spread`, and a fifth of their documents."""
+    rng, held, runs, documents = np.random.default_rng(1), 0, 400, 500
+    rates = np.clip(0.12 + spread * rng.standard_normal(splits), 0, 1)
+    dropped = rng.random((splits, documents)) < rates[:, None]
+    for _ in range(runs):
+        sums, total, read = SplitSums(), 0, 0
+        for split in rng.choice(splits, taken, replace=False):
+            chosen = dropped[split][rng.random(documents) < 0.2]
+            sums.add(len(chosen), {"r": int(chosen.sum())})
+            total, read = total + int(chosen.sum()), read + len(chosen)
+        low, high = interval(total, read, sums.error("r"), taken / splits, 0.2)
+        held += low <= dropped.mean() <= high
+    assert 0.90 <= held / runs <= 0.99
+
+
+def test_intervals_at_the_ends() -> None:
+    assert interval(0, 0, None, 0.1, 1.0) == [0.0, 1.0]
+    assert interval(7, 100, 0.0, 1.0, 1.0) == [0.07, 0.07]
+    low, high = interval(0, 100, None, 0.1, 0.5)
+    assert low == 0.0 and 0.02 < high < 0.06
+    assert interval(100, 100, 0.0, 0.1, 0.5)[1] == pytest.approx(1.0)

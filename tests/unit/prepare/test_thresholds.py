@@ -1,0 +1,88 @@
+"""What rules with thresholds measured: exact counts, the nearest documents, and the same for any cut of batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.errors import PrepareError
+from forebay.prepare.documents import Measure, check_rules
+from forebay.prepare.thresholds import NEAREST, ThresholdTable, neighbours
+
+VALUES = st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 60).map(float) | st.just(math.nan), min_size=1, max_size=60)
+
+
+def table(values: list[float], start: int, stop: int, low: float, high: float) -> ThresholdTable:
+    """The table of some rows of a corpus, of which every third did not reach the rule."""
+    rows = np.arange(start, stop)
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "text": pa.array([f"text {row} é" * 100 for row in rows], pa.large_string()),
+            "url": pa.array([f"u{row}" for row in rows], pa.large_string()),
+        }
+    )
+    out = ThresholdTable()
+    measure = Measure(np.array(values[start:stop]), low, high)
+    keys = (rows * 7919 % 1000).astype(np.uint64)
+    out.add_measure(("stage", 0, "reason"), measure, rows % 3 != 1, batch, keys, lambda row: f"row {rows[row]}")
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALUES, st.data(), st.floats(-50, 50), st.floats(-50, 50))
+def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
+    values: list[float], data: Any, low: float, high: float
+) -> None:
+    cut = data.draw(st.integers(0, len(values)))
+    whole, parts = table(values, 0, len(values), low, high), ThresholdTable()
+    for start, stop in ((cut, len(values)), (0, cut)):
+        parts.add(ThresholdTable.from_json(json.loads(json.dumps(table(values, start, stop, low, high).to_json()))))
+    report = whole.report(["stage"])
+    assert report == parts.report(["stage"])
+    reached = [v for row, v in enumerate(values) if row % 3 != 1 and not math.isnan(v)]
+    for rule in report:
+        limit, is_low = rule["threshold"], rule["kind"] == "low"
+        assert limit in (low, high) and rule["documents"] == len(reached)
+        assert rule["dropped"] == sum(v < limit if is_low else v > limit for v in reached)
+        for near in rule["neighbours"]:
+            assert near["dropped"] == sum(v < near["threshold"] if is_low else v > near["threshold"] for v in reached)
+        for side, fails in (("dropped", True), ("kept", False)):
+            own = [v for v in reached if (v < limit if is_low else v > limit) == fails]
+            shown = [example["value"] for example in rule["nearest"][side]]
+            assert len(shown) == min(NEAREST, len(own)) and sum(rule["histogram"][side]) == len(own)
+            distances = sorted(abs(v - limit) for v in own)[: len(shown)]
+            assert [abs(v - limit) for v in shown] == distances
+
+
+def test_each_threshold_of_several_has_its_own() -> None:
+    batch = pa.RecordBatch.from_pydict({"text": pa.array(["a"] * 4, pa.large_string()), "url": ["", "", "", ""]})
+    out = ThresholdTable()
+    measure = Measure(np.array([1, 5, 5, 9]), low=np.array([3.0, 3.0, 6.0, -math.inf]))
+    out.add_measure(("s", 0, "r"), measure, np.ones(4, bool), batch, np.arange(4, dtype=np.uint64), str)
+    counts = {rule["threshold"]: (rule["documents"], rule["dropped"]) for rule in out.report(["s"])}
+    assert counts == {3.0: (2, 1), 6.0: (1, 1)}
+    with pytest.raises(PrepareError, match="expected at most 1000 thresholds"):
+        for limit in range(2000):
+            one = Measure(np.array([1, 5, 5, 9]), high=limit)
+            out.add_measure(("s", 0, "r"), one, np.ones(4, bool), batch, np.arange(4, dtype=np.uint64), str)
+
+
+def test_neighbours_are_around_a_threshold() -> None:
+    assert neighbours(50) == [25, 38, 45, 49, 50, 51, 55, 62, 75]
+    assert neighbours(0.1) == [0.05, 0.075, 0.09, 0.1, 0.11, 0.12, 0.15]
+    assert 0 in neighbours(0) and len(neighbours(0)) > 4
+    assert all(limit in neighbours(limit) for limit in (-3.5, 1e-9, 0.123456, 1e12))
+
+
+def test_a_rule_drops_what_its_measure_says() -> None:
+    batch = pa.RecordBatch.from_pydict({"text": ["a", "b", "c", "d"]})
+    value = Measure(np.array([1.0, math.nan, 3.0, 9.0]), low=2, high=8)
+    result = check_rules(batch, ("few", "other"), (value, np.array([False, True, False, True])))
+    assert result.drop.tolist() == [0, 1, -1, 0] and list(result.measures) == ["few"]
