@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forebay.load.packing import DocumentSubset
     from forebay.load.shards import SharedShardedDatasetManager
     from forebay.load.sources import Mixture, open_dataset
-    from forebay.prepare.documents import Measure, text_filter
+    from forebay.prepare.documents import text_filter
     from forebay.prepare.driver import prepare_dataset
     from forebay.stream.text_stream import TextStream
 
@@ -24,7 +24,6 @@ __all__ = [
     "DocumentSubset",
     "ForebayError",
     "Loader",
-    "Measure",
     "Mixture",
     "SharedShardedDatasetManager",
     "TextStream",
@@ -37,7 +36,6 @@ __all__ = [
 _HOME = {
     "DocumentSubset": "forebay.load.packing",
     "Loader": "forebay.load.loader",
-    "Measure": "forebay.prepare.documents",
     "Mixture": "forebay.load.sources",
     "SharedShardedDatasetManager": "forebay.load.shards",
     "TextStream": "forebay.stream.text_stream",

@@ -147,11 +147,13 @@ def test_reports_that_cannot_be_compared(tmp_path: Path) -> None:
     for name, version in (("old", 0), ("new", 99)):
         (tmp_path / f"{name}.json").write_text(json.dumps({**report, "version": version} if version else {}))
     (tmp_path / "cut.json").write_text(json.dumps(report)[:-50])
+    (tmp_path / "hostile.json").write_text(json.dumps({**report, "rules": [1], "totals": []}))
     for other, message in (
         ("missing", "there is no report"),
         ("old.json", "expected one with a version"),
         ("new.json", "Update forebay"),
         ("cut.json", "expected a report of forebay prepare"),
+        ("hostile.json", "got a damaged one"),
     ):
         error = run("report", "d", other, cwd=tmp_path, code=1)
         assert message in error and error.count("\n") == 1, error

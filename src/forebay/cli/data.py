@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, positive, show
-from forebay.errors import UsageError
+from forebay.errors import DatasetError, ForebayError, UsageError
 
 if TYPE_CHECKING:
     from forebay.dataset.reader import VerifyReport
@@ -88,6 +88,19 @@ def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -
 
 
 def _report(args: argparse.Namespace) -> int:
+    try:
+        return _show_report(args)
+    except ForebayError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        names = " or ".join(filter(None, (args.dataset, args.second)))
+        raise DatasetError(
+            f"{names}: expected a report of forebay prepare, got a damaged one ({type(error).__name__}: {error}). "
+            "Prepare it again."
+        ) from error
+
+
+def _show_report(args: argparse.Namespace) -> int:
     from forebay.prepare.report import load_report, render_text
 
     path = Path(args.dataset)

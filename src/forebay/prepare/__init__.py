@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay.prepare.config import load_recipe
+    from forebay.prepare.documents import Measure
     from forebay.prepare.recipe import Recipe
     from forebay.prepare.run import PrepareResult, Progress
 
-__all__ = ["PrepareResult", "Progress", "Recipe", "load_recipe"]
+__all__ = ["Measure", "PrepareResult", "Progress", "Recipe", "load_recipe"]
 
-_MODULES = {"PrepareResult": "run", "Progress": "run", "Recipe": "recipe", "load_recipe": "config"}
+_MODULES = {
+    "Measure": "documents", "PrepareResult": "run", "Progress": "run", "Recipe": "recipe", "load_recipe": "config",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -243,7 +243,7 @@ def text_filter(
         version: Change it with the function, so that its old results are not used: it enters the names of tasks.
         per_document: The function gets the columns of one document as a dict and returns whether to keep it; by
             default it gets a RecordBatch (`text`, `url`, `id`, ...) and returns a keep mask. In place of either it may
-            return a `forebay.Measure`, a number with its threshold, of which the report has a histogram.
+            return a `forebay.prepare.Measure`, a number with its threshold, of which the report has a histogram.
     """
 
     def decorate(function: Callable[..., Any]) -> type[FunctionFilter]:

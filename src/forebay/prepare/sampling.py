@@ -8,32 +8,21 @@ their position. Source of the intervals: Cochran 1977, "Sampling Techniques", se
 from __future__ import annotations
 
 import math
-import resource
-import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.engines.local import cores
+from forebay.prepare.stats import StageStats
+from forebay.prepare.tasks.text import TextResult
+from forebay.prepare.usage import Usage
 
-if TYPE_CHECKING:
-    from forebay.prepare.stats import StageStats
-    from forebay.prepare.tasks.text import TextResult
-
-R = TypeVar("R")
 SECONDS = "seconds"
 _Z = 1.96  # Of an interval of 95 %.
 _CLOCK_ERROR = 0.2  # By which CPU times of the same work differ between runs and machines alike.
-_LABELS = {
-    "driver": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.shuffle": "shuffle",
-    "tasks.slicing": "slice", "outputs.text": "write",
-}  # fmt: skip
 _CORPUS_STAGES = ("dedup", "tokenize", "text")
-_DETAILED = ("process_split", "process_segment")  # Count the seconds of their stages themselves.
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,8 @@ class Sampling:
             self.counts.append(Counter())
         for stage, counted in stats.funnel.items():
             self.counts[index].update({f"{stage}\n{reason}": n for reason, n in counted.dropped.items()})
-        self.counts[index][SECONDS] += round(1e6 * sum(stats.usage.seconds.values()))
+        seconds = sum(seconds for name, seconds in stats.usage.seconds.items() if name != "start")
+        self.counts[index][SECONDS] += round(1e6 * seconds)
 
     @property
     def read_bytes(self) -> int:
@@ -94,38 +84,6 @@ class Sampling:
 def _kind(split: InputSplit) -> tuple[str, str, int]:
     compression = split.files[0].compression if split.files else ""
     return split.format if split.files else "", compression, split.bytes.bit_length()
-
-
-@dataclass
-class Usage:
-    """CPU seconds by stage, and the largest memory of a process in bytes."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int = 0
-
-    def count(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-
-    def add(self, other: Usage) -> None:
-        for stage, seconds in other.seconds.items():
-            self.count(stage, seconds)
-        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
-
-
-def peak_bytes() -> int:
-    """The largest memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def timed(run: Callable[[Any, int], R], task: Any, scale: int) -> tuple[R, Usage]:
-    """The result of a task, and what it used in this process."""
-    started = time.process_time()
-    result = run(task, scale)
-    function: Any = run.func if isinstance(run, partial) else run
-    module = function.__module__.removeprefix("forebay.prepare.")
-    label = "dedup" if module.startswith("dedup.") else _LABELS.get(module, module)
-    seconds = {} if function.__name__ in _DETAILED else {label: time.process_time() - started}
-    return result, Usage(seconds, peak_bytes())
 
 
 class SplitSums:
@@ -246,18 +204,20 @@ def _estimate(sampling: Sampling, sums: SplitSums, name: str, figures: Mapping[s
 def _cost(sampling: Sampling, sums: SplitSums, usage: Usage) -> dict[str, Any]:
     """CPU seconds by stage, of the sample and of the whole input; and its time with a process a core.
 
-    What a process needs once (`start`: imports, models, compiled code) is not multiplied.
+    What a process needs once (`start`: imports, models, compiled code) is not multiplied; nor is `hash`, the hashing of
+    what is not in the sample, as reading has that of what is.
     """
-    scales = {"start": 0.0, "read": sampling.read_scale, "hash": sampling.read_scale}
+    scales = {"start": 0.0, "read": sampling.read_scale, "hash": 0.0}
+    processes = min(cores(), sampling.num_splits)
     stages = {
         name: [round(seconds, 4), round(seconds * scales.get(name, sampling.scale), 2)]
         for name, seconds in usage.seconds.items()
     }
     total_s, start = sum(seconds for _, seconds in stages.values()), usage.seconds.get("start", 0.0)
-    expected = total_s / cores() + start
+    expected = total_s / processes + start
     error = math.hypot(_CLOCK_ERROR, sums.quantile * sums.relative(SECONDS))
     return {
-        "cpu_s": stages, "whole_cpu_s": round(total_s, 2), "processes": cores(),
+        "cpu_s": stages, "whole_cpu_s": round(total_s, 2), "processes": processes,
         "wall_s": [round(value, 2) for value in (expected, expected / (1 + error), expected * (1 + error))],
         "peak_bytes": usage.peak_bytes,
     }  # fmt: skip

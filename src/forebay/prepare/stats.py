@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from forebay.prepare.documents import StageResult, text_buffers
 from forebay.prepare.histograms import count_bins
-from forebay.prepare.sampling import Usage
 from forebay.prepare.thresholds import ThresholdTable
+from forebay.prepare.usage import Usage
 
 SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
 SAMPLE_CHARACTERS = 600

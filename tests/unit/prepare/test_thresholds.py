@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay import prepare_dataset, text_filter
 from forebay.errors import PrepareError
-from forebay.prepare.documents import Measure, check_rules
+from forebay.prepare import Measure
+from forebay.prepare.documents import Stage, StageResult, check_rules
 from forebay.prepare.thresholds import NEAREST, ThresholdTable, neighbours
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 60).map(float) | st.just(math.nan), min_size=1, max_size=60)
@@ -86,3 +90,46 @@ def test_a_rule_drops_what_its_measure_says() -> None:
     value = Measure(np.array([1.0, math.nan, 3.0, 9.0]), low=2, high=8)
     result = check_rules(batch, ("few", "other"), (value, np.array([False, True, False, True])))
     assert result.drop.tolist() == [0, 1, -1, 0] and list(result.measures) == ["few"]
+
+
+@text_filter("few_chars_own", version="1", per_document=True)
+def few_chars(document: dict[str, Any], min_chars: int = 4) -> Measure:
+    return Measure(len(document["text"]), low=min_chars)
+
+
+@dataclass(frozen=True)
+class WrongMeasure(Stage):
+    name = "wrong_measure"
+    version = 1
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        measures = {"nothing": Measure(np.zeros(batch.num_rows), low=1)}
+        return StageResult(batch, np.full(batch.num_rows, -1, np.int16), measures=measures)
+
+
+def test_filters_of_ones_own_report_what_they_measure(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 9)))
+    result = prepare_dataset(
+        [tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", filters=[few_chars(min_chars=3)], workers=1
+    )
+    assert result.dropped == {"few_chars_own": 2}
+    (rule,) = result.report["rules"]
+    assert (rule["threshold"], rule["documents"], rule["dropped"]) == (3, 8, 2)
+    assert [example["value"] for example in rule["nearest"]["dropped"]] == [2, 1]
+    assert [example["where"].rpartition(":")[2] for example in rule["nearest"]["kept"]] == ["3", "4", "5"]
+    with pytest.raises(PrepareError, match="expected a measure of one of its reasons, a number for each of 8"):
+        prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "e", tokenizer="bytes", filters=[WrongMeasure()], workers=1)
+
+
+def test_thresholds_of_languages_are_apart(tmp_path: Path) -> None:
+    rows = [{"text": "a b c d e f"[: 2 * n], "language": code} for n in range(1, 7) for code in ("en", "de")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "read": {"columns": {"language": "text"}},
+        "length": {"min_words": 3, "language": {"de": {"min_words": 5}}},
+    }
+    result = prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", settings=settings, workers=1)
+    counts = {
+        r["threshold"]: (r["documents"], r["dropped"]) for r in result.report["rules"] if r["reason"] == "few_words"
+    }
+    assert counts == {3: (6, 2), 5: (6, 4)}

@@ -16,8 +16,9 @@ from forebay.prepare.histograms import bars
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
-from forebay.prepare.sampling import Usage, describe_sample
+from forebay.prepare.sampling import describe_sample
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
+from forebay.prepare.usage import Usage
 from forebay.storage.listing import count_reasons, shown_path
 
 _MAX_REJECTS, _MAX_SKIPPED = 50, 200

@@ -23,9 +23,9 @@ from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
-from forebay.prepare.sampling import peak_bytes
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import StageStats, mix64, text_bytes
+from forebay.prepare.usage import peak_bytes
 
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
@@ -185,7 +185,7 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
     for reason, measure in result.measures.items():
         if reason not in stage.reasons or np.shape(measure.values) != (rows,):
             raise PrepareError(
-                f"{position(0)}: stage {stage.name}: expected a measure of one of {', '.join(stage.reasons)}, a number "
+                f"{position(0)}: stage {stage.name}: expected a measure of one of its reasons, a number "
                 f"for each of {rows} documents, got {reason!r} of shape {np.shape(measure.values)}. Fix the stage."
             )
     return result

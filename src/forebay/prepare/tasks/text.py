@@ -196,10 +196,10 @@ def process_split(task: TextTask, scale: int) -> TextResult:
                 out.add(kept_rows)
                 del kept_rows
             del batch
-    stats.usage.count("dedup", out.signing_s)
-    stats.usage.count("read", time.process_time() - started - reader.counted_s - out.signing_s)
     sources = enumerate(task.split.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
+    stats.usage.count("dedup", out.signing_s)
+    stats.usage.count("read", time.process_time() - started - reader.counted_s - out.signing_s)
     for source in task.split.files:
         check_unchanged(source)  # since it was read
     result = TextResult(
