@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.formats.inputs import InputSplit
 from forebay.prepare.engines.base import Engine
 from forebay.prepare.engines.local import cores
-from forebay.prepare.inputs import find_inputs, split_files
+from forebay.prepare.inputs import find_inputs, sampled, split_files
 from forebay.prepare.recipe import Recipe
 from forebay.storage.listing import count_reasons
 
@@ -151,15 +150,6 @@ class PrepareRun:
         return complete
 
 
-def sampled(splits: list[InputSplit], fraction: float) -> tuple[list[InputSplit], float]:
-    """About that share of the splits, spread evenly, and the share of their documents that makes it exact."""
-    if fraction >= 1 or not splits:
-        return splits, 1.0
-    count = min(len(splits), max(1, round(len(splits) * fraction + 0.5)))
-    chosen = [splits[index * len(splits) // count] for index in range(count)]
-    return chosen, min(1.0, fraction * len(splits) / count)
-
-
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> dict[str, Any]:
@@ -167,8 +157,8 @@ def plan(
 
     Reads the first bytes of each file.
     """
-    sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
-    splits, _ = sampled(split_files(sources.files, recipe.read), recipe.sample)
+    sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links, sample=recipe.sample)
+    splits, _ = sampled(split_files(sources.files, recipe.read), sources.sample)
     by_format: dict[str, dict[str, int]] = {}
     for source in sources.files:
         counts = by_format.setdefault(source.format, {"files": 0, "bytes": 0})
@@ -178,7 +168,7 @@ def plan(
         "inputs": by_format,
         "skipped": count_reasons(sources.skipped),
         "tasks": len(splits),
-        "bytes": int(sum(counts["bytes"] for counts in by_format.values()) * recipe.sample),
+        "bytes": int(sum(counts["bytes"] for counts in by_format.values()) * sources.sample),
         "workers": workers or cores(),
         "recipe": recipe.to_json(),
     }
