@@ -124,23 +124,29 @@ def is_path_below(path: str) -> bool:
 
 def _read(name: str) -> bytes:
     """The unpacked bytes of a list, at most one more than MAX_LIST_BYTES."""
-    file = InputFile(name, name, "", "", 0, "")
     if "://" in name:
-        from forebay.storage.remote_file import find_urls
+        from forebay.storage.remote_file import RemoteFolder
 
-        remote = find_urls(name)[0]
-        file = replace(file, bytes=min(remote.size, MAX_LIST_BYTES + 1), version=remote.version)
-    with open_stored(file) as stream:
-        data = stream.read(MAX_LIST_BYTES + 1)
+        parts = urllib.parse.urlsplit(name)
+        path, _, file = parts.path.rpartition("/")
+        folder = RemoteFolder(urllib.parse.urlunsplit(parts._replace(path=path)))
+        remote = folder.find(urllib.parse.unquote(file))
+        if remote is None or not remote.size:
+            problem = "an empty file" if remote is not None else "nothing there"
+            raise PrepareError(f"{name}: expected a list of paths, got {problem}. Check the name.")
+        data = folder.read(urllib.parse.unquote(file), 0, min(remote.size, MAX_LIST_BYTES + 1))
+    else:
+        with open_stored(InputFile(name, name, "", "", 0, "")) as stream:
+            data = stream.read(MAX_LIST_BYTES + 1)
     compression = sniff_compression(data)
+    if not compression:
+        return data
+    unpacked = unpack_stream(io.BytesIO(data), compression, max_ratio=1000)
     try:
-        return (
-            unpack_stream(io.BytesIO(data), compression, max_ratio=1000).read(MAX_LIST_BYTES + 1)
-            if compression
-            else data
-        )
+        data = unpacked.read(MAX_LIST_BYTES + 1)
+        return data + unpacked.read(1)  # Nothing, or the damage that ended it.
     except CorruptInputError as error:
-        raise PrepareError(f"{name}: expected a complete list, got: {error}. Fetch it again.") from error
+        raise PrepareError(f"{name}: expected a complete list, got: {error} Fetch it again.") from error
 
 
 def _parse(data: bytes, name: str) -> list[str]:

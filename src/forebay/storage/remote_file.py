@@ -201,7 +201,7 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = url.partition("?")[0]
         self._origin: WebOrigin | BucketOrigin | PathOrigin
         if url.startswith("http"):
             self._origin = WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S))

@@ -192,7 +192,7 @@ def process_split(task: TextTask, scale: int) -> TextResult:
     if (finished := finished_text(task.prefix)) is not None:
         return finished
     with downloaded(task.split, Path(task.folder)) as split:
-        return _process(replace(task, downloaded=split), scale)
+        return _process(task if split is task.split else replace(task, downloaded=split), scale)
 
 
 def _process(task: TextTask, scale: int) -> TextResult:
