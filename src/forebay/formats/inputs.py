@@ -96,7 +96,8 @@ class ReadOptions:
         keep_roles: Whether a text says the roles and other fields of messages too (tool calls), which a chat template
             needs; `[rows] template` sets it.
         columns: Fields of the input that stages see as columns, each `number` or `text`:
-            `{"quality" = "number"}`. A document without one has NaN, or "".
+            `{"quality" = "number"}`. A document without one has NaN, or "". Of WARC and WET: `date`, `language`, or
+            any header of a record by its name.
         options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.
     """
 

@@ -101,13 +101,20 @@ def find_inputs(
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     shown = shown_path(", ".join(map(str, inputs)))
     folders: dict[str, RemoteFolder] = {}
+    num_resolved = num_files = 0
 
     def resolve(entry: InputFile | Skipped, is_named: bool) -> InputFile | Skipped:
+        nonlocal num_resolved
+        num_resolved += 1
         if isinstance(entry, InputFile) and entry.is_listed:
             entry = measured(entry, folders)
         return entry if isinstance(entry, Skipped) else _resolve(entry, is_named, options)
 
-    with log_while_waiting(log, lambda: f"the list of inputs and their first bytes: {shown[:200]}"):
+    def describe() -> str:
+        count = f", {num_resolved:,} of {num_files:,}" if num_files else ""
+        return f"the list of inputs and their first bytes: {shown[:200]}{count}"
+
+    with log_while_waiting(log, describe):
         entries = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
         if all(map(is_path_list, inputs)):
             entries, sample = sampled(entries, sample)
@@ -115,6 +122,7 @@ def find_inputs(
             from forebay.storage.remote_file import MAX_CONNECTIONS
 
             workers = MAX_CONNECTIONS
+        num_files = len(entries)
         pool = ThreadPoolExecutor(workers)
         try:
             resolved = list(pool.map(resolve, *zip(*entries))) if entries else []

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ MAX_PATHS = 200_000  # A crawl of CommonCrawl has 90,000 files of a kind.
 MAX_LIST_BYTES = 32 << 20
 _CRAWL = re.compile(r"[A-Za-z0-9-]{1,64}(/\d{4}/\d{2})?")
 _RANGE = re.compile(r"(\d{0,9}):(\d{0,9})")
-_LIST = re.compile(r"\.paths(\.gz|\.zst|\.bz2|\.xz)?")
+_LIST = re.compile(r"\.paths(\.gz|\.zst|\.bz2|\.xz)?$")
 _PART = r"[A-Za-z0-9_=+,@~-][A-Za-z0-9_=+,@~.-]*"
 _PATH = re.compile(rf"{_PART}(/{_PART})*")
 _MAX_PATH = 1000
@@ -43,12 +44,7 @@ _MAX_PATH = 1000
 def is_path_list(name: str | Path) -> bool:
     """Return whether an input is a list of paths by its name, or `commoncrawl:CRAWL`."""
     path = str(name).partition("?")[0] if "://" in str(name) else str(name)
-    return path.startswith(PREFIX) or (_LIST.search(Path(path).name) is not None and _is_suffix(path))
-
-
-def _is_suffix(path: str) -> bool:
-    match = list(_LIST.finditer(path))[-1]
-    return match.end() == len(path) and not Path(path).is_dir()
+    return path.startswith(PREFIX) or (_LIST.search(path) is not None and not Path(path).is_dir())
 
 
 def crawl_server() -> str:
@@ -207,6 +203,12 @@ def downloaded(split: InputSplit, folder: Path) -> Iterator[InputSplit]:
         if file.is_listed:
             key = hashlib.sha256(f"{file.path} {file.bytes} {file.version}".encode()).hexdigest()[:32]
             path = cache / f"{key}-{Path(file.name).name[-100:]}"
+            missing = file.bytes - (path.stat().st_size if path.exists() else 0)
+            if missing > (free := shutil.disk_usage(cache).free):
+                raise PrepareError(
+                    f"{file.path}: expected {missing / 1e9:.1f} GB free in {cache}, got {free / 1e9:.1f} GB. Make "
+                    "room, then run the same command again."
+                )
             RemoteFolder(_root_of(file)).fetch(RemoteFile(file.path, file.bytes, file.version), path)
             with path.open("rb") as data:
                 head = hashlib.sha256(data.read(HEAD_BYTES)).hexdigest()

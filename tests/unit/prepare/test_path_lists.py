@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from forebay.prepare.path_lists import is_path_below, is_path_list, list_paths
 from forebay.storage import remote_file
 from support.crawl import CRAWL, index_lines, write_index, write_mirror
 from support.origin_server import OriginServer
+from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from support.shared_data import shared_data
 
 WET = f"commoncrawl:{CRAWL}?kind=wet"
@@ -149,6 +151,15 @@ def test_a_file_without_a_version_is_fetched_from_its_start(server: OriginServer
     assert {start for _, start, _ in server.ranges} == {0}
 
 
+def test_a_file_without_room_is_not_begun(
+    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(PrepareError, match=r"\.warc\.wet\.gz: expected 0\.0 GB free in .*Make room"):
+        prepare(tmp_path / "a", WET)
+    assert all(stop - start == 1 for name, start, stop in server.ranges if name.endswith(".wet.gz"))
+
+
 def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_path: Path) -> None:
     path = mirror / f"crawl-data/{CRAWL}/segments/1/wet/{CRAWL}-00003.warc.wet.gz"
     path.write_bytes(path.read_bytes()[:-50])
@@ -189,10 +200,47 @@ def test_a_path_that_is_accepted_stays_below_its_root(path: str) -> None:
         assert (root / path).resolve().is_relative_to(root) and path.isascii() and not set(path) & set("%?#\\: \n")
 
 
+def test_a_bucket_is_a_mirror(
+    server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    with S3Server(mirror.parent) as bucket:
+        for name, value in (("ENDPOINT_URL", bucket.endpoint), ("REGION", "us-east-1")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        by_list = prepare(tmp_path / "a", f"s3://mirror/{LIST}")
+        monkeypatch.setenv(path_lists.SERVER_VARIABLE, "s3://mirror")
+        by_name = prepare(tmp_path / "b", WET, workers=2)
+    monkeypatch.setenv(path_lists.SERVER_VARIABLE, server.url)
+    assert by_list.id == by_name.id == prepare(tmp_path / "c", WET).id
+
+
 def test_which_inputs_are_lists() -> None:
     lists = ("a/warc.paths.gz", "x.paths", "https://h/x.paths.gz?signed=1", "s3://b/wet.paths.gz", WET)
     assert all(map(is_path_list, lists))
     assert not any(map(is_path_list, ("x.paths.gz.txt", "paths", "a.paths/b.txt", "https://h/a?x.paths.gz", ".")))
+
+
+def test_real_archives_by_a_list_are_those_that_are_named(
+    server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages (`response`), WET and damaged archives; the slices are those of the files themselves, in that order."""
+    folder, names = shared_data("warc"), []
+    for path in sorted([*folder.rglob("*.warc.gz"), *folder.rglob("*.warc.wet.gz")]):
+        names.append(f"crawl-data/{path.relative_to(folder).as_posix()}")
+        (mirror / names[-1]).parent.mkdir(parents=True, exist_ok=True)
+        (mirror / names[-1]).write_bytes(path.read_bytes())
+    (mirror / "all.paths").write_text("\n".join(names))
+    options: Any = {"dedup": ["exact"], "settings": {"extract": {}, "max_error_rate": 0.5}}
+    options["settings"]["slice"] = {"shuffle": True}
+    remote = prepare(tmp_path / "a", f"{server.url}/all.paths", workers=2, **options)
+    assert remote.documents_out > 10
+    assert prepare(tmp_path / "b", mirror / "all.paths", **options).id == remote.id
+    named = prepare(tmp_path / "c", *(mirror / name for name in names), **options)
+    assert named.documents_out == remote.documents_out
+    slices = [sorted(path.read_bytes() for path in (tmp_path / out / "slices").iterdir()) for out in "ac"]
+    assert slices[0] == slices[1]
 
 
 def test_the_list_of_a_real_crawl() -> None:
