@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import corpora, nodes
+from support import corpora, crawl, nodes
 from support.corpora import Corpora
 from support.runner import ROOT, Page, blocks, make_commands, pages
 
@@ -91,6 +91,14 @@ def preparing(page: Page, made: Corpora) -> None:
     page.environment |= made.hub_environment
 
 
+def crawling(page: Page, made: Corpora) -> None:
+    mirror = page.directory / "mirror"
+    paths = crawl.write_mirror(mirror)
+    crawl.write_index(page.directory / "hits.jsonl", crawl.index_lines(mirror, paths[0])[:5])
+    page.environment |= made.hub_environment | {"FOREBAY_COMMONCRAWL_URL": str(mirror)}
+    page.replace |= {r"https://data\.commoncrawl\.org": str(mirror)}
+
+
 def rows(page: Page, made: Corpora) -> None:
     corpora.write_rows(page.directory)
 
@@ -152,6 +160,7 @@ def ledger(page: Page, made: Corpora) -> None:
 SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "README.md": readme,
     "compat/README.md": dataset_guide,
+    "docs/how-to/commoncrawl.md": crawling,
     "docs/how-to/convert.md": rows,
     "docs/how-to/coordinate.md": dataset_guide,
     "docs/how-to/decontaminate.md": preparing,

@@ -148,7 +148,9 @@ def _explain(name: str) -> int:
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset; run it again to resume")
     p.epilog = "example: forebay prepare crawl/ --out web --tokenizer gpt2 --recipe fineweb"
-    p.add("inputs", nargs="*", metavar="INPUT", help="files, folders, URLs, NAME.api.toml (default: the recipe's)")
+    p.add(
+        "inputs", nargs="*", metavar="INPUT", help="paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)"
+    )
     p.add("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
     p.add("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
     p.add("--recipe", metavar="NAME", help="fineweb, dclm, dolma …; --explain lists them (default: none)")

@@ -40,6 +40,7 @@ class InputFile:
         version: What must not change between listing and the last byte: size, time and inode of a local file, the
             ETag or time of a URL. "" is not checked.
         encoding: Of a text file that is not UTF-8; `open_input` gives UTF-8.
+        is_listed: Named by a list at a URL: the task that reads it downloads it first.
     """
 
     path: str
@@ -50,6 +51,7 @@ class InputFile:
     sha256: str
     version: str = ""
     encoding: str = ""
+    is_listed: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class ReadOptions:
         keep_roles: Whether a text says the roles and other fields of messages too (tool calls), which a chat template
             needs; `[rows] template` sets it.
         columns: Fields of the input that stages see as columns, each `number` or `text`:
-            `{"quality" = "number"}`. A document without one has NaN, or "".
+            `{"quality" = "number"}`. A document without one has NaN, or "". Of WARC and WET: `date`, `language`, or
+            any header of a record by its name.
         options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.
     """
 
@@ -208,6 +211,13 @@ def local_version(path: str | Path) -> str:
     """Return what tells a file from another one and from itself after a change: size, time of change and inode."""
     stat = Path(path).stat()
     return f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ino}"
+
+
+def local_file(path: Path, name: str) -> InputFile:
+    """Return the file at a path as an input of unknown format. Raises OSError."""
+    version = local_version(path)
+    name = name.encode("utf-8", "replace").decode()
+    return InputFile(str(path), name, "", "", int(version.partition("-")[0]), "", version)
 
 
 def check_unchanged(file: InputFile) -> None:

@@ -1,6 +1,6 @@
 """JSON files: the objects of a list, or one after the other; memory is bounded by the largest object.
 
-Also TOML files that describe requests to a JSON API: `forebay acquire` fetches what they name as JSON lines.
+Also TOML files that describe requests to a JSON API: `forebay prepare` fetches what they name as JSON lines.
 """
 
 import codecs

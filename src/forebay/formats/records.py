@@ -136,12 +136,15 @@ def to_record(
         problem = f"larger than max_document_bytes, {options.max_document_bytes}"
     if problem:
         return Record(index, name, text[:SHOWN_CHARS], problem=problem, location=location, start=start)
-    values = tuple(_value(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
+    values = (
+        tuple(value_of(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
+    )
     url = name_of(url) if isinstance(url, str) else ""
     return Record(index, name, text, url, location=location, start=start, values=values, fields=fields)
 
 
-def _value(value: object, kind: str) -> float | str:
+def value_of(value: object, kind: str) -> float | str:
+    """Return the value of a column of `ReadOptions.columns`; NaN, or "", if there is none."""
     if kind == "text":
         return name_of(value)
     try:

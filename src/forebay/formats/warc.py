@@ -20,7 +20,7 @@ from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
 from forebay.formats.http_message import body_text, http_complete, is_html, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
-from forebay.formats.records import Record
+from forebay.formats.records import Record, value_of
 from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_gzip
 
 MAX_HEAD_BYTES = 64 << 10
@@ -35,6 +35,8 @@ _HEAD_END = re.compile(rb"\n(?:\r{0,4}\n|(?=" + _WARC.pattern + rb"))")
 _DATE = re.compile(rb"\d{8,20}")
 _ADDRESS = re.compile(rb"[0-9a-fA-F.:]{2,45}")
 _BLANK = b"\r\n"
+_COLUMNS = {"date": "warc-date", "language": "warc-identified-content-language"}
+"""Names of columns for headers of a record; any other header is a column under its own name."""
 _FOR_PROGRAMS = re.compile(r"/(robots|ads|app-ads)\.txt$|\.(htc|xspf)$", re.IGNORECASE)
 """URLs of files for programs, whatever their type says."""
 _NO_TEXT = re.compile(
@@ -61,7 +63,7 @@ class Warc(Format):
         for file in split.files:
             has_document, reasons = False, Counter[str]()
             for raw in read_raw(file, options):
-                reason = yield from _document(raw, index, options, budget)
+                reason = yield from document_of(raw, index, options, budget)
                 has_document = has_document or not reason
                 if reason and len(reasons) < 100:
                     reasons[reason] += 1
@@ -101,11 +103,16 @@ def read_raw(file: InputFile, options: ReadOptions) -> Iterator[RawRecord]:
     """Yield every record of an archive in order, and one with a problem for each damaged place."""
     is_gzip = file.compression == "gz"
     with open_input(replace(file, compression="") if is_gzip else file, options) as stream:
-        chunks = _members(stream, options.max_unpacked_ratio) if is_gzip else _plain(stream)
-        yield from _Archive(chunks, options.max_document_bytes).records()
+        yield from raw_records(stream, options, is_gzip)
 
 
-def _document(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBudget) -> Generator[Record, None, str]:
+def raw_records(stream: BinaryIO, options: ReadOptions, is_gzip: bool = True) -> Iterator[RawRecord]:
+    """Yield the records in a stream as `read_raw` does."""
+    chunks = _members(stream, options.max_unpacked_ratio) if is_gzip else _plain(stream)
+    yield from _Archive(chunks, options.max_document_bytes).records()
+
+
+def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBudget) -> Generator[Record, None, str]:
     """Yield the document in a record, or what is wrong with it; return the reason if it is no document."""
     identity = raw.headers.get("warc-record-id", "").strip("<> ")
     url = raw.headers.get("warc-target-uri", "").strip("<> ")
@@ -132,9 +139,15 @@ def _document(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBu
             return "a file for programs, such as robots.txt"
     if url.startswith(("filedesc:", "dns:", "whois:", "metadata:", "warcinfo:")):
         return "a record about the archive"
-    text = body_text(body, charset, html)
-    yield Record(index, identity, text[:512] if problem else text, url, html, problem, raw.location)
+    text, values = body_text(body, charset, html), _values(raw, options)
+    yield Record(index, identity, text[:512] if problem else text, url, html, problem, raw.location, values=values)
     return ""
+
+
+def _values(raw: RawRecord, options: ReadOptions) -> tuple[float | str, ...]:
+    """The headers that `[read.columns]` names."""
+    names = ((_COLUMNS.get(name, name.lower()), kind) for name, kind in options.columns.items())
+    return tuple(value_of(raw.headers.get(name), kind) for name, kind in names)
 
 
 @dataclass(frozen=True)

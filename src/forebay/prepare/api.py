@@ -2,7 +2,7 @@
 
 Hides cursors, rate limits and retries. A run that is killed goes on at its cursor: each page is appended and fsynced,
 then the cursor is replaced atomically with the size of the file up to there; bytes after it are cut off. Secrets come
-from environment variables and are never written. A description is a TOML file: see `forebay acquire --help`.
+from environment variables and are never written. A description is a TOML file: docs/how-to/apis.md.
 """
 
 import hashlib

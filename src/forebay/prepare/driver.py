@@ -168,7 +168,10 @@ def prepare_dataset(
     paths = [source for source, own_source in opened_sources if own_source is None and isinstance(source, str | Path)]
     sources = InputFiles(())
     if paths or not own_sources:
-        sources = find_inputs(paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links)
+        sources = find_inputs(
+            paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links,
+            sample=1.0 if own_sources else recipe.sample,
+        )  # fmt: skip
     for line in describe_skipped(sources.skipped):
         notify(line)
     if strict:
@@ -180,7 +183,7 @@ def prepare_dataset(
         own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         recipe, recorded = _with_recorded_columns(recipe, sources.files if not own_splits else (), notify)
-        sources = dataclasses.replace(sources, files=listed)
+        sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
         run = PrepareRun(
             out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify, recorded
         )
@@ -290,21 +293,22 @@ def _with_hashes(
     The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
     """
     path = run.out / INDEX_FILE
-    names = {source.path: keys.source_key(source) for source in sources.files if "://" not in source.path}
+    hashable = [source for source in sources.files if "://" not in source.path or source.is_listed]
+    names = {source.path: keys.source_key(source) for source in hashable}
     try:
         before = json.loads(path.read_bytes())
     except (OSError, ValueError):
         before = {}
     index = {name: str(before[name]) for name in names.values() if name in before}
     index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
-    missing = [source for source in sources.files if names.get(source.path, "") not in {"", *index}]
+    missing = [source for source in hashable if names[source.path] not in index and not source.is_listed]
     hashed = run.map(_hash_unchanged, missing, weights=[source.bytes for source in missing])
     index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
     if index != before:
         with contextlib.suppress(OSError):  # A finished dataset may be read-only.
             atomic_write(path, json.dumps(index, sort_keys=True).encode())
     inputs = [
-        {**entry, "sha256": index[names[source.path]] if source.path in names else entry["sha256"]}
+        {**entry, "sha256": index.get(names.get(source.path, ""), entry["sha256"])}
         for source, entry in zip(sources.files, lineage["inputs"])
     ]
     return {**lineage, "inputs": inputs}
@@ -384,7 +388,7 @@ def _run(
     files = sources.files[: len(sources.files) - len(own_splits)]
     own = {split.files[0].path: source for split, source in own_splits}
     splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
-    sampling = Sampling.of(splits, run.recipe.sample)
+    sampling = Sampling.of(splits, sources.sample, sources.scale)
     splits, sample = sampling.splits, sampling.share
     content = keys.content_key(run.recipe.read, run.recipe.stages, keys.stage_files(run.recipe.stages), sample)
     steps = segments(run.recipe.stages)

@@ -5,6 +5,8 @@ depend on the inputs alone. Finding reads the first 64 KiB of each file. Damage 
 reading continues after it as far as the format allows; only what is not in the data raises.
 """
 
+from __future__ import annotations
+
 import codecs
 import errno
 import hashlib
@@ -13,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
@@ -26,29 +29,41 @@ from forebay.formats.inputs import (
     OutputBudget,
     ReadOptions,
     check_unchanged,
-    local_version,
+    local_file,
     open_stored,
 )
 from forebay.formats.records import Record
 from forebay.network.retry import log_while_waiting
+from forebay.prepare.crawl_index import CRAWL_INDEX
+from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
 from forebay.storage.listing import Skipped, describe_skipped, list_files, shown_path
 
+if TYPE_CHECKING:
+    from forebay.storage.remote_file import RemoteFolder
+
 log = logging.getLogger("forebay.prepare")
 
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 MAX_EMPTY = 1_000_000  # Blank lines and malformed records in a row, at about 2 µs each.
-_CONNECTORS: dict[str, Format] = {HUB.name: HUB}
+_CONNECTORS: dict[str, Format] = {HUB.name: HUB, CRAWL_INDEX.name: CRAWL_INDEX}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class InputFiles:
-    """The input files behind some inputs, and the files that are left out, each with the reason."""
+    """The input files behind some inputs, and the files that are left out, each with the reason.
+
+    `sample`: the share of their documents that is still to be chosen; `scale`: how many times the files there are in
+    the lists from which these were chosen.
+    """
 
     files: tuple[InputFile, ...]
     skipped: tuple[Skipped, ...] = ()
+    sample: float = 1.0
+    scale: float = 1.0
 
 
 def text_formats() -> tuple[str, ...]:
@@ -68,12 +83,14 @@ def find_inputs(
     workers: int = 4,
     leave_out: Path | None = None,
     follow_links: bool = False,
+    sample: float = 1.0,
 ) -> InputFiles:
     """Find the files behind the inputs, in their order, directories sorted, with their formats.
 
     A file in a directory whose format holds no text (an image, a program) is left out; one that the user names is an
-    error. Inputs are paths, and URLs of http, https, s3, gs, az (also prefixes) and hf; `workers` threads detect
-    formats. Files below `leave_out` are no input: a dataset may be written inside the directory that it is made of.
+    error. Inputs are paths, URLs of http, https, s3, gs, az (also prefixes) and hf, and lists of paths; `workers`
+    threads detect formats. Files below `leave_out` are no input: a dataset may be written inside the directory that it
+    is made of. If all inputs are lists, the files for a `sample` are chosen before the server is asked for any.
     """
     names = text_formats()
     if options.format != "auto" and options.format not in names:
@@ -85,14 +102,35 @@ def find_inputs(
     if not inputs:
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     shown = shown_path(", ".join(map(str, inputs)))
+    folders: dict[str, RemoteFolder] = {}
+    num_resolved = num_files = 0
 
     def resolve(entry: InputFile | Skipped, is_named: bool) -> InputFile | Skipped:
+        nonlocal num_resolved
+        num_resolved += 1
+        if isinstance(entry, InputFile) and entry.is_listed:
+            entry = measured(entry, folders)
         return entry if isinstance(entry, Skipped) else _resolve(entry, is_named, options)
 
-    with log_while_waiting(log, lambda: f"the list of inputs and their first bytes: {shown[:200]}"):
+    def describe() -> str:
+        count = f", {num_resolved:,} of {num_files:,}" if num_files else ""
+        return f"the list of inputs and their first bytes: {shown[:200]}{count}"
+
+    with log_while_waiting(log, describe):
         entries = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
-        with ThreadPoolExecutor(workers) as pool:
+        num_listed = len(entries)
+        if all(map(is_path_list, inputs)):
+            entries, sample = sampled(entries, sample)
+        if any(isinstance(entry, InputFile) and entry.is_listed for entry, _ in entries):
+            from forebay.storage.remote_file import MAX_CONNECTIONS
+
+            workers = MAX_CONNECTIONS
+        num_files = len(entries)
+        pool = ThreadPoolExecutor(workers)
+        try:
             resolved = list(pool.map(resolve, *zip(*entries))) if entries else []
+        finally:
+            pool.shutdown(cancel_futures=True)
     files = tuple(file for file in resolved if isinstance(file, InputFile))
     skipped = tuple(file for file in resolved if isinstance(file, Skipped))
     if not files:
@@ -100,7 +138,16 @@ def find_inputs(
         raise PrepareError(
             f"prepare: expected input files, got none in {shown}{f' ({left_out})' if left_out else ''}. Check the path."
         )
-    return InputFiles(files, skipped)
+    return InputFiles(files, skipped, sample, num_listed / len(entries))
+
+
+def sampled(items: list[T], fraction: float) -> tuple[list[T], float]:
+    """About that share of the files, spread evenly, and the share of their documents that makes it exact."""
+    if fraction >= 1 or not items:
+        return items, 1.0
+    count = min(len(items), max(1, round(len(items) * fraction + 0.5)))
+    chosen = [items[index * len(items) // count] for index in range(count)]
+    return chosen, min(1.0, fraction * len(items) / count)
 
 
 def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[tuple[InputFile | Skipped, bool]]:
@@ -109,6 +156,8 @@ def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Itera
         dataset = find_split(name)
         files = [source] if dataset is None else [source_at(dataset, n) for n in range(len(dataset.files()))]
         yield from ((file, True) for file in files if file is not None)
+    elif is_path_list(name):
+        yield from ((entry, True) for entry in list_paths(name))
     elif isinstance(name, str) and "://" in name:
         from forebay.storage.remote_file import find_urls
 
@@ -124,21 +173,15 @@ def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Itera
                 yield path, False
                 continue
             try:
-                yield _local_file(path, f"{root}/{path.relative_to(name).as_posix()}"), False
+                yield local_file(path, f"{root}/{path.relative_to(name).as_posix()}"), False
             except OSError as error:
                 yield Skipped(str(path), f"cannot be read: {error.strerror or error}", "failed"), False
     elif Path(name).is_file():
-        yield _local_file(Path(name), Path(name).name), True
+        yield local_file(Path(name), Path(name).name), True
     elif Path(name).exists():
         raise PrepareError(f"prepare: expected a regular file or a directory, got {name}. Check the path.")
     else:
         raise PrepareError(f"prepare: expected a file or directory, got {name}, which does not exist. Check the path.")
-
-
-def _local_file(path: Path, name: str) -> InputFile:
-    version = local_version(path)
-    name = name.encode("utf-8", "replace").decode()
-    return InputFile(str(path), name, "", "", int(version.partition("-")[0]), "", version)
 
 
 def resolve_format(file: InputFile, options: ReadOptions) -> InputFile:
@@ -259,7 +302,8 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
 
 
 def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-    budget = OutputBudget(split, options)
+    # The text of a connector comes from elsewhere: the size of the split says nothing about it.
+    budget = OutputBudget(InputSplit(()) if split.format in _CONNECTORS else split, options)
     documents = malformed = empty = 0
     for record in records:
         yield record

@@ -162,8 +162,8 @@ def plan(
 
     Reads the first bytes of each file.
     """
-    sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
-    splits = Sampling.of(split_files(sources.files, recipe.read), recipe.sample).splits
+    sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links, sample=recipe.sample)
+    splits = Sampling.of(split_files(sources.files, recipe.read), sources.sample, sources.scale).splits
     by_format: dict[str, dict[str, int]] = {}
     for source in sources.files:
         counts = by_format.setdefault(source.format, {"files": 0, "bytes": 0})
@@ -173,7 +173,7 @@ def plan(
         "inputs": by_format,
         "skipped": count_reasons(sources.skipped),
         "tasks": len(splits),
-        "bytes": int(sum(counts["bytes"] for counts in by_format.values()) * recipe.sample),
+        "bytes": int(sum(counts["bytes"] for counts in by_format.values()) * sources.sample),
         "workers": workers or cores(),
         "recipe": recipe.to_json(),
     }

@@ -106,6 +106,16 @@ class ObjectOrigin(Origin, Protocol):
         """See Origin. ChangedError if the object has another ETag."""
 
 
+class PinnedOrigin(Origin):
+    """One version of the objects of an origin."""
+
+    def __init__(self, origin: ObjectOrigin, etag: str) -> None:
+        self._origin, self._etag, self.url = origin, etag, origin.url
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        return self._origin.read(name, start, stop, self._etag)
+
+
 def as_object_origin(origin: Origin) -> ObjectOrigin:
     """Return the origin if it can describe its objects, else raise UsageError; peers cannot."""
     if not hasattr(origin, "head"):

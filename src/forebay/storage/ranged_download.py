@@ -11,7 +11,7 @@ import hashlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from typing import Literal
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
 from forebay.files import commit_files
-from forebay.storage.base import ObjectOrigin, Origin, Timeouts, as_object_origin, head_object
+from forebay.storage.base import ObjectOrigin, Origin, PinnedOrigin, Timeouts, as_object_origin, head_object
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
 from forebay.storage.part_file import Check, SizeCheck
@@ -151,7 +151,7 @@ def download_object(
         with Transfers(
             plan.workers, plan.piece_bytes, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)
         ) as transfers:
-            info, pinned = SliceInfo(0, name, meta.bytes, "", 0, 0), _PinnedOrigin(origin, meta.etag)
+            info, pinned = SliceInfo(0, name, meta.bytes, "", 0, 0), PinnedOrigin(origin, meta.etag)
             transfer = transfers.start(info, part, [pinned], range_bytes=plan.chunk_bytes, check=check)
             fetched = meta.bytes - transfer.received
             while not transfer.wait(_PROGRESS_S):
@@ -179,13 +179,3 @@ def _commit(part: Path, path: Path) -> None:
         raise UsageError(
             f"{path}: cannot be written: {error}. Free space there, or choose another directory."
         ) from error
-
-
-class _PinnedOrigin(Origin):
-    """One version of the objects of an origin."""
-
-    def __init__(self, origin: ObjectOrigin, etag: str) -> None:
-        self._origin, self._etag, self.url = origin, etag, origin.url
-
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        return self._origin.read(name, start, stop, self._etag)

@@ -10,31 +10,45 @@ latency does not bound the speed (8 MiB in 50 ms: 160 MB/s).
 
 Buckets take endpoint, region and credentials from the usual environment variables (`AWS_ENDPOINT_URL`,
 `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
+
+Files that a list names are downloaded whole (`RemoteFolder`): a download that ends early, also by a kill, is continued
+at its last byte on disk.
 """
 
 import io
+import logging
 import threading
+import time
 import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from forebay.errors import ForebayError, PrepareError
+from forebay.network.retry import log_while_waiting
 from forebay.storage.base import (
     BUCKET_SCHEMES,
     ChangedError,
     ObjectMeta,
+    PathOrigin,
     PermanentError,
+    PinnedOrigin,
     Timeouts,
     TransientError,
+    read_range,
     retry_transient,
 )
 from forebay.storage.buckets import BucketOrigin
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
-from forebay.storage.locks import at_fork
+from forebay.storage.locks import at_fork, try_acquire
 
+log = logging.getLogger("forebay.storage")
+MAX_CONNECTIONS = 8  # of one run to the server of a list
+_PATIENT_TRIES, _PATIENT_WAIT_S = 12, 60.0  # four minutes in all
 _HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s
 _MAX_WAIT_S = 30.0
 _TIMEOUT_S = 30.0
@@ -159,10 +173,10 @@ def _version(meta: ObjectMeta) -> str:
     return f"etag:{meta.etag}" if meta.etag else ""
 
 
-def _retry(url: str, attempt: Callable[[], _T]) -> _T:
-    tries = _HTTP_TRIES if url.startswith("http") else _BUCKET_TRIES
+def _retry(url: str, attempt: Callable[[], _T], tries: int = 0, max_wait_s: float = _MAX_WAIT_S) -> _T:
+    tries = tries or (_HTTP_TRIES if url.startswith("http") else _BUCKET_TRIES)
     try:
-        return retry_transient(attempt, tries, _MAX_WAIT_S)
+        return retry_transient(attempt, tries, max_wait_s)
     except TransientError as error:
         raise PrepareError(
             f"{url}: cannot read input after {tries} tries: {_reason(error, url)}. Try again later."
@@ -177,6 +191,107 @@ def _retry(url: str, attempt: Callable[[], _T]) -> _T:
 def _reason(error: Exception, url: str) -> str:
     """An origin's message without its address, which may hold a secret in its query."""
     return str(error).removeprefix(url.partition("?")[0].rstrip("/")).lstrip("/: ")
+
+
+class RemoteFolder:
+    """Files below a URL or a directory, which a list names; over connections that are kept. Threads share it.
+
+    A server that is overloaded is asked again for four minutes, or when it says (at most a minute later each time).
+    403 counts as overload: CommonCrawl's servers send it to clients that ask too often.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.partition("?")[0]
+        self._origin: WebOrigin | BucketOrigin | PathOrigin
+        if url.startswith("http"):
+            self._origin = WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
+        else:
+            self._origin = BucketOrigin(url) if "://" in url else PathOrigin(Path(url))
+
+    def find(self, name: str) -> RemoteFile | None:
+        """Return the size and version of a file; None if there is none."""
+
+        def attempt() -> ObjectMeta | None:
+            try:
+                with _overload():
+                    return self._origin.head(name)
+            except PermanentError as error:
+                if error.status in (404, 410) or isinstance(error.__cause__, FileNotFoundError):
+                    return None
+                raise
+
+        url = f"{self.url}/{name}"
+        meta = _retry(url, attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
+        return None if meta is None else RemoteFile(url, meta.bytes, _version(meta))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop) of a file, all of one response."""
+        origin = _PatientOrigin(self._origin, "")
+
+        def attempt() -> bytes:
+            data = b"".join(map(bytes, origin.read(name, start, stop)))
+            if len(data) < stop - start:
+                raise TransientError(f"the connection was closed {stop - start - len(data)} bytes before the end")
+            return data
+
+        return _retry(f"{self.url}/{name}", attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
+
+    def fetch(self, file: RemoteFile, path: Path) -> None:
+        """Download a file to `path`, or what is missing of it there; at most MAX_CONNECTIONS at once in its directory.
+
+        A file without a version cannot be continued: two versions of it might be mixed.
+        """
+        name, size = file.url.removeprefix(f"{self.url}/"), file.size
+        origin = _PatientOrigin(self._origin, file.version.removeprefix("etag:"))
+        tries, tries_of_range = (1, _PATIENT_TRIES) if file.version else (_PATIENT_TRIES, 1)
+        with path.open("ab") as out:
+
+            def receive(chunk: memoryview) -> None:
+                out.write(chunk)
+                out.flush()
+
+            def attempt() -> None:
+                if not file.version or out.tell() > size:
+                    out.truncate(0)
+                start = out.seek(0, io.SEEK_END)
+                read_range(origin, name, start, size, receive, tries_of_range, _PATIENT_WAIT_S)
+
+            if file.version and out.tell() == size:
+                return
+            with (
+                log_while_waiting(log, lambda: f"{file.url}: {path.stat().st_size:,} of {size:,} bytes"),
+                _connection(path.parent),
+            ):
+                _retry(file.url, attempt, tries, _PATIENT_WAIT_S)
+
+
+class _PatientOrigin(PinnedOrigin):
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        with _overload():
+            yield from super().read(name, start, stop)
+
+
+@contextmanager
+def _overload() -> Iterator[None]:
+    try:
+        yield
+    except PermanentError as error:
+        if error.status != 403:
+            raise
+        raise TransientError(f"{error} (too many requests, or access is denied)", throttled=True) from error
+
+
+@contextmanager
+def _connection(folder: Path) -> Iterator[None]:
+    """Wait for one of the connections that all processes of a run share."""
+    while True:
+        for index in range(MAX_CONNECTIONS):
+            lock = try_acquire(folder / f"connection-{index}.lock")
+            if lock is not None:
+                with lock:
+                    yield
+                return
+        time.sleep(0.1)
 
 
 class BlockCache:

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
 from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split
+from forebay.prepare.path_lists import downloaded
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
@@ -69,6 +70,7 @@ class TextTask:
     source: DocumentSource | None = None
     hashes: bool = True  # Whether the files that begin in it are hashed, which reads all of them.
     earlier: tuple[str, ...] = ()
+    downloaded: InputSplit | None = None  # The split with listed files on this machine.
 
     @cached_property
     def name(self) -> str:
@@ -88,7 +90,12 @@ class TextTask:
 
     def records(self) -> Iterator[Record]:
         """The documents of the split."""
-        return read_source(self.source, self.split) if self.source is not None else read_split(self.split, self.read)
+        return read_source(self.source, self.split) if self.source is not None else read_split(self.readable, self.read)
+
+    @property
+    def readable(self) -> InputSplit:
+        """The split as it is read."""
+        return self.downloaded or self.split
 
 
 def task_key(content: str, format: str, stages: Sequence[Stage], dedup: Dedup | None) -> str:
@@ -188,6 +195,11 @@ def process_split(task: TextTask, scale: int) -> TextResult:
     """Read the split, run the stages over its documents, sign what is kept, and commit it."""
     if (finished := finished_text(task.prefix)) is not None:
         return finished
+    with downloaded(task.split, Path(task.folder)) as split:
+        return _process(task if split is task.split else replace(task, downloaded=split), scale)
+
+
+def _process(task: TextTask, scale: int) -> TextResult:
     stats, started = StageStats(), time.process_time()
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
     with open_documents(task.prefix, task.dedup) as out:
@@ -196,11 +208,11 @@ def process_split(task: TextTask, scale: int) -> TextResult:
                 out.add(kept_rows)
                 del kept_rows
             del batch
-    sources = enumerate(task.split.files if task.hashes and task.split.start == 0 else ())
+    sources = enumerate(task.readable.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     stats.usage.count("dedup", out.signing_s)
     stats.usage.count("read", time.process_time() - started - reader.counted_s - out.signing_s)
-    for source in task.split.files:
+    for source in task.readable.files:
         check_unchanged(source)  # since it was read
     result = TextResult(
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
@@ -222,7 +234,7 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
         for number, _ in enumerate(task.records(), 1):
             set_activity(str(number))
 
-    if any("://" in source.path for source in task.split.files):
+    if any("://" in source.path for source in task.readable.files):
         return -1, ""  # what fetches them has threads, which a fork does not
     if scale:
         end, activity = run_in_fork(read_all)
@@ -235,7 +247,7 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
 
 class _Reader(Rejects):
     def __init__(self, task: TextTask, batch_bytes: int, stop: int = -1, reason: str = "") -> None:
-        super().__init__(task.split)
+        super().__init__(task.readable)
         self._stop, self._reason = stop, reason
         self._task = task
         self._batch_bytes = batch_bytes
