@@ -91,6 +91,8 @@ class WebOrigin(ObjectOrigin):
             size = int(content_range[1]) if content_range else answer.length if answer.status == 200 else None
             if size is None:
                 raise PermanentError(f"{self.url}/{name}: the server sends no size")
+            if answer.length == 1:
+                response.read_chunk(2)  # To its end, so that the connection is kept.
             return ObjectMeta(size, _version(answer))
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:

@@ -83,6 +83,15 @@ def test_a_sample_asks_for_the_sampled_files_only(server: OriginServer, mirror: 
     assert prepare(tmp_path / "b", mirror / LIST, settings={"sample": 0.3}).id == remote.id
 
 
+def test_sizes_are_asked_for_over_few_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mirror(tmp_path / "mirror", num_files=100, num_records=1)
+    with OriginServer(tmp_path / "mirror") as server:
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert len(find_inputs(f"{server.url}/{LIST}", ReadOptions()).files) == 100
+        assert server.most_at_once <= remote_file.MAX_CONNECTIONS
+        assert server.connections <= remote_file.MAX_CONNECTIONS + 2
+
+
 @given(st.integers(1, 3000), st.floats(0.0005, 1))
 def test_a_sample_of_a_sample_is_the_sample(count: int, fraction: float) -> None:
     """Files are chosen before splits are, by the same rule."""
