@@ -9,11 +9,9 @@ tokens twice, three times if documents are shuffled.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
+from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
 from forebay.formats.parquet import recorded_columns
 from forebay.prepare.config import apply_settings, load_recipe
 from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
@@ -33,6 +31,7 @@ from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
+from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 
 OUTPUTS: tuple[Output, ...] = (DatasetOutput(), TextOutput(), LanguageModelOutput(), ReportOutput())
 KINDS = ("number", "text")
-INDEX_FILE = ".inputs.json"
 
 
 def prepare_dataset(
@@ -187,7 +185,7 @@ def prepare_dataset(
         run = PrepareRun(
             out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify, recorded
         )
-        lineage = _lineage(run, sources, loaded)
+        lineage = lineage_of(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
         if existing is not None:
             shutil.rmtree(run.work, ignore_errors=True)
@@ -242,19 +240,6 @@ def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = No
     return tokenizers.load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-def _lineage(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.TokenizerFile | None) -> dict[str, Any]:
-    recipe = run.recipe.to_json()
-    recipe.pop("name")
-    recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
-    recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
-    return {
-        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.files],
-        "recipe": recipe,
-        "models": [sha256 for _, sha256 in keys.stage_files(run.recipe.stages)],
-        "versions": keys.versions({s.format for s in sources.files}, run.recipe.stages),
-    }
-
-
 @contextmanager
 def _errors(out: Path) -> Iterator[None]:
     try:
@@ -285,42 +270,6 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _with_hashes(
-    run: PrepareRun, sources: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]
-) -> dict[str, Any]:
-    """The lineage with the hash of each input's content; what is not in `sha256s` yet is hashed by the engine.
-
-    The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
-    """
-    path = run.out / INDEX_FILE
-    hashable = [source for source in sources.files if "://" not in source.path or source.is_listed]
-    names = {source.path: keys.source_key(source) for source in hashable}
-    try:
-        before = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        before = {}
-    index = {name: str(before[name]) for name in names.values() if name in before}
-    index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
-    missing = [source for source in hashable if names[source.path] not in index and not source.is_listed]
-    hashed = run.map(_hash_unchanged, missing, weights=[source.bytes for source in missing])
-    index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
-    if index != before:
-        with contextlib.suppress(OSError):  # A finished dataset may be read-only.
-            atomic_write(path, json.dumps(index, sort_keys=True).encode())
-    inputs = [
-        {**entry, "sha256": index.get(names.get(source.path, ""), entry["sha256"])}
-        for source, entry in zip(sources.files, lineage["inputs"])
-    ]
-    return {**lineage, "inputs": inputs}
-
-
-def _hash_unchanged(source: InputFile, scale: int) -> str:
-    check_unchanged(source)
-    sha256 = keys.hash_source(source)
-    check_unchanged(source)
-    return sha256
-
-
 def _find_existing(
     run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
 ) -> PrepareResult | None:
@@ -335,7 +284,7 @@ def _find_existing(
     name, id, theirs = existing.load(run.out)
     same = existing.name == output.name and name == run.recipe.name
     same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
-    same = same and (run.write_ids is None or run.write_ids.exists()) and _is_same(run, sources, theirs, lineage)
+    same = same and (run.write_ids is None or run.write_ids.exists()) and is_same(run, sources, theirs, lineage)
     if not same:
         raise UsageError(
             f"prepare: expected an empty directory, got {run.out}, which holds {existing.name} {name!r} ({id[:12]}…). "
@@ -343,23 +292,6 @@ def _find_existing(
         )
     skipped = count_reasons(read_skipped(run.out))
     return PrepareResult(run.out, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
-
-
-def _is_same(run: PrepareRun, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
-    ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
-    if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
-        return False
-    if any(theirs.get(key) != lineage[key] for key in ("recipe", "models")):
-        return False
-    if theirs["inputs"] != _with_hashes(run, sources, lineage, {})["inputs"]:
-        return False
-    old, new = theirs.get("versions", {}), lineage["versions"]
-    changes = [f"{key} {value} (here: {new.get(key, 'none')})" for key, value in old.items() if new.get(key) != value]
-    if changes:
-        run.on_message(
-            f"{run.out}: was made with other versions: {', '.join(changes)}. It is kept; remove it to make it again."
-        )
-    return True
 
 
 def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[Skipped]:
@@ -412,7 +344,7 @@ def _run(
         for index, sha256 in text.sha256s.items()
     }
     if output.marker:
-        lineage = _with_hashes(run, sources, lineage, hashed)
+        lineage = with_hashes(run, sources, lineage, hashed)
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
     texts = [
         dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)

@@ -40,16 +40,17 @@ class Sampling:
     def of(cls, splits: list[InputSplit], fraction: float, scale: float = 1.0) -> Sampling:
         """About that share of the splits, and the share of their documents that makes it exact.
 
-        The whole input is `scale` times the splits. Splits are taken evenly over their formats and sizes, and over the input where these are alike.
+        The whole input is `scale` times the splits. Splits are taken evenly over their formats and sizes, and over the
+        input where these are alike.
         """
         number = len(splits)
-        whole = round(number * scale), round(sum(split.bytes for split in splits) * scale)
+        total = round(number * scale), round(sum(split.bytes for split in splits) * scale)
         if fraction >= 1 or not splits:
-            return cls(splits, 1.0, *whole)
+            return cls(splits, 1.0, *total)
         count = min(number, max(1, round(number * fraction + 0.5)))
         order = sorted(range(number), key=lambda index: (*_kind(splits[index]), index))
         chosen = [splits[index] for index in sorted(order[(2 * i + 1) * number // (2 * count)] for i in range(count))]
-        return cls(chosen, min(1.0, fraction * number / count), *whole)
+        return cls(chosen, min(1.0, fraction * number / count), *total)
 
     @property
     def is_whole(self) -> bool:

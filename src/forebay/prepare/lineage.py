@@ -1,0 +1,85 @@
+"""What a dataset was made of, and whether a run would make the same again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.files import atomic_write
+from forebay.formats.inputs import InputFile, check_unchanged
+from forebay.prepare.inputs import InputFiles
+from forebay.prepare.run import PrepareRun
+from forebay.prepare.tasks import keys
+from forebay.prepare.tokenize import tokenizers
+
+INDEX_FILE = ".inputs.json"
+
+
+def lineage_of(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.TokenizerFile | None) -> dict[str, Any]:
+    """What a dataset was made of: the inputs, hashed or not, the recipe, the models and the versions."""
+    recipe = run.recipe.to_json()
+    recipe.pop("name")
+    recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
+    recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
+    return {
+        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.files],
+        "recipe": recipe,
+        "models": [sha256 for _, sha256 in keys.stage_files(run.recipe.stages)],
+        "versions": keys.versions({s.format for s in sources.files}, run.recipe.stages),
+    }
+
+
+def with_hashes(
+    run: PrepareRun, sources: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]
+) -> dict[str, Any]:
+    """The lineage with the hash of each input's content; what is not in `sha256s` yet is hashed by the engine.
+
+    The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
+    """
+    path = run.out / INDEX_FILE
+    hashable = [source for source in sources.files if "://" not in source.path or source.is_listed]
+    names = {source.path: keys.source_key(source) for source in hashable}
+    try:
+        before = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        before = {}
+    index = {name: str(before[name]) for name in names.values() if name in before}
+    index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
+    missing = [source for source in hashable if names[source.path] not in index and not source.is_listed]
+    hashed = run.map(_hash_unchanged, missing, weights=[source.bytes for source in missing])
+    index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
+    if index != before:
+        with contextlib.suppress(OSError):  # A finished dataset may be read-only.
+            atomic_write(path, json.dumps(index, sort_keys=True).encode())
+    inputs = [
+        {**entry, "sha256": index.get(names.get(source.path, ""), entry["sha256"])}
+        for source, entry in zip(sources.files, lineage["inputs"])
+    ]
+    return {**lineage, "inputs": inputs}
+
+
+def is_same(run: PrepareRun, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+    """Whether a dataset of that lineage was made of the same inputs by the same recipe."""
+    ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
+    if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
+        return False
+    if any(theirs.get(key) != lineage[key] for key in ("recipe", "models")):
+        return False
+    if theirs["inputs"] != with_hashes(run, sources, lineage, {})["inputs"]:
+        return False
+    old, new = theirs.get("versions", {}), lineage["versions"]
+    changes = [f"{key} {value} (here: {new.get(key, 'none')})" for key, value in old.items() if new.get(key) != value]
+    if changes:
+        run.on_message(
+            f"{run.out}: was made with other versions: {', '.join(changes)}. It is kept; remove it to make it again."
+        )
+    return True
+
+
+def _hash_unchanged(source: InputFile, scale: int) -> str:
+    check_unchanged(source)
+    sha256 = keys.hash_source(source)
+    check_unchanged(source)
+    return sha256
