@@ -53,7 +53,7 @@ class ForebayExtractor:
 
         model = load_model()
         page = scan_page(html.encode("utf-8", "replace"), model.class_words, model.text_words)
-        keep = choose_blocks(page, block_probabilities(page, model), self._share)
+        keep = choose_blocks(page, block_probabilities(page, model), self._share, title=markdown)
         return strip_turn_marks(page_text(page, keep, markdown))
 
 

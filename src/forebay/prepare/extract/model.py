@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.extract.features import block_features, context_features
-from forebay.prepare.extract.page import WORDS, ScannedPage, Vocabulary
-from forebay.prepare.extract.tags import concept_words
+from forebay.prepare.extract.page import CELL, ELEMENT, ROW, TAG, WORDS, ScannedPage, Vocabulary
+from forebay.prepare.extract.tags import TAGS, concept_words
 from forebay.prepare.filters.word_tables import hash_table
 
 MODEL_VERSION = 2
@@ -24,6 +24,8 @@ MODEL_VERSION = 2
 SHARE, PRECISE_SHARE = 0.6, 0.7
 """A block is kept if its probability is at least this share of the page's highest expected F1. One half is best for F1
 if probabilities are exact; more rejects more boilerplate for little of F1."""
+MIN_TITLE = 0.2
+"""Annotators disagree on whether a title is main text; in Markdown it is wanted."""
 
 
 class Trees(NamedTuple):
@@ -84,15 +86,44 @@ def block_probabilities(page: ScannedPage, model: Model) -> NDArray[np.float32]:
     return predict(np.hstack([features, context_features(page, first)]), model.second)
 
 
-def choose_blocks(page: ScannedPage, probability: NDArray[np.float32], share: float = SHARE) -> NDArray[np.bool_]:
-    """bool [blocks]: those to keep; at least one if there are any."""
+def choose_blocks(
+    page: ScannedPage, probability: NDArray[np.float32], share: float = SHARE, title: bool = False
+) -> NDArray[np.bool_]:
+    """bool [blocks]: those to keep; at least one if there are any.
+
+    A row of a data table is kept as its likeliest cell is. `title`: keep the `h1` before the text, unless it is
+    unlikely.
+    """
     if not len(probability):
         return np.zeros(0, np.bool_)
+    probability = _same_in_rows(page, probability)
     words = page.blocks[:, WORDS] + 0.3
     order = np.argsort(-probability, kind="stable")
     expected = np.cumsum((words * probability)[order])
     best = np.max(2 * expected / (np.cumsum(words[order]) + expected[-1] + 1e-9))
-    return np.asarray(probability >= min(share * best, probability.max()))
+    keep = np.asarray(probability >= min(share * best, probability.max()))
+    if title:
+        before = np.flatnonzero(page.elements[page.blocks[: np.argmax(keep), ELEMENT], TAG] == TAGS["h1"])[-1:]
+        keep[before] = probability[before] >= MIN_TITLE
+    return keep
+
+
+def _same_in_rows(page: ScannedPage, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The highest probability of its row for each block of a row whose cells, two or more, have a block each."""
+    rows, cells = page.elements[page.blocks[:, ELEMENT]][:, [ROW, CELL]].T
+    inside = np.flatnonzero(rows > 0)
+    if not len(inside):
+        return probability
+    _, index, num_blocks = np.unique(rows[inside], return_inverse=True, return_counts=True)
+    is_first = np.zeros(len(inside), bool)
+    is_first[np.unique(np.stack([rows[inside], cells[inside]]), axis=1, return_index=True)[1]] = True
+    is_data = (np.bincount(index, is_first) == num_blocks) & (num_blocks > 1)
+    highest = np.zeros(len(num_blocks), np.float32)
+    np.maximum.at(highest, index, probability[inside])
+    probability = probability.copy()
+    chosen = is_data[index]
+    probability[inside[chosen]] = highest[index[chosen]]
+    return probability
 
 
 _LN2 = 0.6931471805599453
