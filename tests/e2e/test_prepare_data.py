@@ -33,7 +33,7 @@ from forebay.prepare.report import load_report
 from support.shared_data import shared_data
 
 PREPARED = {
-    "warc": ("warc/*",),
+    "warc": ("warc/*[!s].gz", "warc/*[!z]"),
     "text": ("books/*", "shakespeare/*"),
     "jsonl": ("jsonl/*", "tokenizers/vectors/gpt2_known_answers.jsonl"),
     "json": ("pii/*.json",),
@@ -53,6 +53,7 @@ NOT_DOCUMENTS = {
     "badwords/*": "word lists for [toxic]",
     "kenlm/*.arpa": "language models for [perplexity]",
     "html/*.tar.xz": "pages with gold text, for scoring extraction",
+    "warc/*.paths.gz": "a list of files on a server",
     "lid/lid.176.ftz": "a model for [language]",
     "lang/*.zip": "collections for measuring language identification, in zip archives, which are no input format",
     "neardup/*.truth": "which lines of the other files are copies",
@@ -81,7 +82,6 @@ DAMAGED_WARCS = {
     "warc/warcio/example-wrong-chunks.warc.gz": (1, 0),
     "warc/webarchive-commons/IAH-20080430204825-00000-blackbook-truncated.arc": (2, 0),  # and robots.txt
     "warc/webarchive-commons/link-extraction-test.warc": (7, 0),
-    "warc/whirlwind/CC-MAIN-2024-22.warc.paths.gz": (1, 0),  # no archive: a list of their names
 }
 
 
