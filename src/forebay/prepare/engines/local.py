@@ -35,12 +35,13 @@ class _Worker:
     """A process, our end of its pipe, and its task as (index, scale). It is `ready` after its first message."""
 
     def __init__(self) -> None:
-        context: Any = multiprocessing.get_context("fork" if _may_fork() else "spawn")
+        method = "fork" if _may_fork() else "spawn"
+        context: Any = multiprocessing.get_context(method)
         self.pipe, theirs = context.Pipe()
         self.process: process.BaseProcess = context.Process(
             target=_serve, args=(theirs,), daemon=True, name="forebay-prepare"
         )
-        with _no_interrupt():
+        with _no_interrupt(method):
             self.process.start()
         theirs.close()
         self.ready = False
@@ -167,14 +168,17 @@ def _may_fork() -> bool:
     """
     if sys.platform != "linux" or multiprocessing.get_start_method(allow_none=True) != "fork":
         return False
-    threads = [thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")]
+    threads = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            threads.append((thread / "comm").read_text())
     return len(threads) - threads.count("jemalloc_bg_thd\n") == 1
 
 
 @contextlib.contextmanager
-def _no_interrupt() -> Iterator[None]:
+def _no_interrupt(method: str) -> Iterator[None]:
     """Start processes in here, so that Ctrl-C in the terminal does not kill them before they ignore it."""
-    if not _may_fork():
+    if method == "spawn":
         resource_tracker.ensure_running()  # which, started with the first process, would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
