@@ -171,7 +171,11 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
         list(rates(report)),
     )
     stages = [
-        (_PREFIXES[kind] + label, count(n), *(("", "0") if kind == "changed" else (share(n, total), _percent(n, total))))
+        (
+            _PREFIXES[kind] + label,
+            count(n),
+            *(("", "0") if kind == "changed" else (share(n, total), _percent(n, total))),
+        )
         for kind, label, n in _funnel(report)
     ]
     yield "Funnel", ("Stage and reason", "Documents, ~ changes", "Of all read", "bar"), list(stages)
