@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ import numba
 import numpy as np
 from numba.core import entrypoints
 from numpy.typing import NDArray
+
+from forebay.prepare.usage import count_compiling
 
 config: Any = numba.config
 
@@ -53,10 +56,12 @@ def _without_extensions(kernel: Any) -> Any:
 
     def load_alone(*args: Any, **kwargs: Any) -> Any:
         before, entrypoints._already_initialized = entrypoints._already_initialized, True
+        started = time.process_time()
         try:
             return load(*args, **kwargs)
         finally:
             entrypoints._already_initialized = before
+            count_compiling(time.process_time() - started)
 
     kernel._compile_for_args = load_alone
     return kernel
