@@ -43,7 +43,7 @@ def of_datatrove(text):
 engines = {"datasketch": of_datasketch, "rensa": of_rensa, "datatrove": of_datatrove}
 answer = {name: [bands_of(text) for text in request] for name, bands_of in engines.items()}
 """
-PAIRS = 3000
+PAIRS = 14_000
 
 
 def grams(text: str) -> frozenset[tuple[str, ...]]:

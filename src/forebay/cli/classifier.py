@@ -27,8 +27,7 @@ def _train(args: argparse.Namespace) -> int:
     print(f"ROC AUC {result['roc_auc']:.4f}, average precision {result['average_precision']:.4f}")
     print(f"{'threshold':>9} {'precision':>9} {'recall':>9} {'bad kept':>9}")
     for point in result["curve"]:
-        precision = "–" if point["precision"] is None else f"{point['precision']:.3f}"
-        print(f"{point['threshold']:>9.2f} {precision:>9} {point['recall']:>9.3f} {point['bad_kept']:>9.3f}")
+        print("{threshold:>9.4f} {precision:>9.3f} {recall:>9.3f} {bad_kept:>9.3f}".format(**point))
     print(f"{args.out}/model.bin, curve.json")
     return 0
 

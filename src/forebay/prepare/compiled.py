@@ -1,12 +1,15 @@
 """`jit`: compiles a function with numba, which is imported at the first call of any."""
 
 import functools
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from forebay.prepare.usage import count_compiling
 
 if find_spec("numba") is None:
     raise ModuleNotFoundError("No module named 'numba'", name="numba")
@@ -23,8 +26,10 @@ class Kernel:
 
     @functools.cached_property
     def _dispatcher(self) -> Any:
+        started = time.process_time()
         from forebay.prepare.dispatcher import Dispatcher
 
+        count_compiling(time.process_time() - started)
         return Dispatcher(self._function, **self._options)
 
     @property

@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
+
+from forebay.prepare.usage import count_compiling
 
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
@@ -45,10 +48,12 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         function of anybody else.
         """
         before, entrypoints._already_initialized = entrypoints._already_initialized, True
+        started = time.process_time()
         try:
             return super()._compile_for_args(*args, **kwargs)
         finally:
             entrypoints._already_initialized = before
+            count_compiling(time.process_time() - started)
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]

@@ -105,7 +105,7 @@ def render_text(report: Report) -> str:
     lines += [f"{label}: {value} {detail}" for label, value, detail in _totals(report)]
     total = _documents_in(report)
     for kind, label, documents in _funnel(report):
-        figures = f"{count(documents):>15} {share(documents, total):>9}"
+        figures = f"{count(documents):>15} {'' if kind == 'changed' else share(documents, total):>9}"
         lines.append(f"{cut(_PREFIXES[kind] + label, 80 - len(figures)):<{80 - len(figures)}}{figures}")
     if report.get("sample"):
         lines += ["", f"{'dropped of what reaches a rule':<39}  share  with other thresholds"]
@@ -152,7 +152,7 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
-    """Kind (of _PREFIXES), label and documents of each line of the funnel."""
+    """Kind (of _PREFIXES), label and documents, or changes of their text, of each line of the funnel."""
     for stage in report.get("funnel", []):
         yield "stage", str(stage.get("stage", "")), stage.get("documents_out", 0)
         for kind in ("dropped", "changed"):
@@ -170,8 +170,15 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
         ("Rule", "Sampled documents", "Share", "Interval of 95 %"),
         list(rates(report)),
     )
-    stages = [(_PREFIXES[k] + label, count(n), share(n, total), _percent(n, total)) for k, label, n in _funnel(report)]
-    yield "Funnel", ("Stage and reason", "Documents", "Of all read", "bar"), list(stages)
+    stages = [
+        (
+            _PREFIXES[kind] + label,
+            count(n),
+            *(("", "0") if kind == "changed" else (share(n, total), _percent(n, total))),
+        )
+        for kind, label, n in _funnel(report)
+    ]
+    yield "Funnel", ("Stage and reason", "Documents, ~ changes", "Of all read", "bar"), list(stages)
     listed = report.get("contamination", {})
     sets = [
         (s.get("name", ""), *(count(s.get(key, 0)) for key in ("instances", "too_short", "ngrams", "documents")))

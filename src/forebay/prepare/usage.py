@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 R = TypeVar("R")
+_compiling_s = 0.0
 _LABELS = {
     "driver": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.shuffle": "shuffle",
     "tasks.slicing": "slice", "outputs.text": "write",
@@ -34,6 +35,18 @@ class Usage:
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
 
 
+def work_time() -> float:
+    """CPU seconds of this process so far, without those in which kernels were compiled or loaded: that happens
+    once, whatever the size of the input."""
+    return time.process_time() - _compiling_s
+
+
+def count_compiling(seconds: float) -> None:
+    """Called with what compiling or loading a kernel took."""
+    global _compiling_s
+    _compiling_s += seconds
+
+
 def peak_bytes() -> int:
     """The largest memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -41,10 +54,10 @@ def peak_bytes() -> int:
 
 def timed(run: Callable[[Any, int], R], task: Any, scale: int) -> tuple[R, Usage]:
     """The result of a task, and what it used in this process."""
-    started = time.process_time()
+    started = work_time()
     result = run(task, scale)
     function: Any = run.func if isinstance(run, partial) else run
     module = function.__module__.removeprefix("forebay.prepare.")
     label = "dedup" if module.startswith("dedup.") else _LABELS.get(module, module)
-    seconds = {} if function.__name__ in _DETAILED else {label: time.process_time() - started}
+    seconds = {} if function.__name__ in _DETAILED else {label: work_time() - started}
     return result, Usage(seconds, peak_bytes())

@@ -56,6 +56,20 @@ def test_the_directory_is_that_of_the_sources(tmp_path: Path, package: Path) -> 
     assert second.startswith("True True ") and second.split()[2] != first.split()[2]
 
 
+def test_the_compilation_of_a_kernel_is_not_counted_as_work_on_documents(tmp_path: Path, package: Path) -> None:
+    """Else a first look at a sample would expect the whole run to compile in proportion to its input."""
+    program = """
+import time
+import numpy as np
+from forebay.prepare.clean.pii_phone import digit
+from forebay.prepare.usage import work_time
+started = time.process_time(), work_time()
+digit(np.uint8(52))
+print((work_time() - started[1]) / (time.process_time() - started[0]))
+"""
+    assert float(run(program, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere")) < 0.2
+
+
 def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
     """Permissions do not bind root: a mount that is read-only does."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:

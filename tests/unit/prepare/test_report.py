@@ -267,7 +267,7 @@ def test_the_terminal_form() -> None:
     assert lines[1] == "documents: 388,774 of 1,284,113 kept (30.3 %)"
     assert any(re.fullmatch(r"read +1,283,701 +>99\.9 %", line) for line in lines)
     assert any(re.fullmatch(r"  − few_stop_words +61,223 +4\.8 %", line) for line in lines)
-    assert any(re.fullmatch(r"  ~ email +48,121 +3\.7 %", line) for line in lines)
+    assert any(re.fullmatch(r"  ~ email +48,121", line) for line in lines)  # changes are no share of the documents
 
 
 @settings(max_examples=40, deadline=None)

@@ -73,9 +73,7 @@ class DatasetOutput(Output):
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        examine_kept(corpus, run.recipe.dedup)
         encoded = _encode(run, corpus, tokenizer, run.out)
-        _count(corpus.stats, encoded)
         parts = [result.part for result in encoded if result.documents_out]
         if not parts:
             raise no_documents(run, corpus)
@@ -127,9 +125,7 @@ class ReportOutput(Output):
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        examine_kept(corpus, run.recipe.dedup)
         encoded = _encode(run, corpus, tokenizer, run.work)
-        _count(corpus.stats, encoded)
         parts = [result.part for result in encoded]
         if not any(part.documents for part in parts):
             raise no_documents(run, corpus)
@@ -142,6 +138,8 @@ class ReportOutput(Output):
 
 
 def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: Path) -> list[EncodeResult]:
+    """Examine what is kept, encode it, and count both; `folder` gets the tokenizer."""
+    examine_kept(corpus, run.recipe.dedup)
     atomic_write(folder / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
     spec = EncoderSpec.of(tokenizer, folder / TOKENIZER_FILE)
@@ -159,6 +157,7 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: P
     sizes = [text.bytes_out for text in corpus.texts]
     encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
     write_ids(run.write_ids, corpus, [left_out_file(task) for task in tasks])
+    _count(corpus.stats, encoded)
     return encoded
 
 

@@ -34,7 +34,7 @@ MODEL_FILE, CURVE_FILE = "model.bin", "curve.json"
 LABELS = ("good", "bad")
 MAX_SIDE_BYTES = 256 << 20  # Documents of a side beyond this are left out.
 _MIN_HELD_OUT = 2
-_THRESHOLDS = tuple(index / 20 for index in range(1, 20))
+_RECALLS = (1.0, 0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ def train_classifier(
     """Train on documents of any format of `forebay.formats`; write `model.bin` and `curve.json` to `out`.
 
     Returns:
-        The contents of `curve.json`: documents, ROC AUC, average precision, and at each threshold of the probability of
-        `good` the precision, the recall (share of good documents kept) and the share of bad ones kept.
+        The contents of `curve.json`: documents, ROC AUC, average precision, and for several shares of the good
+        documents (recall) the least probability of `good` that keeps them, its precision, and the share of bad ones
+        kept.
 
     Raises:
         PrepareError: If a side has no document to train on, or fewer than two held out.
@@ -257,18 +258,16 @@ def _curve(good: NDArray[np.float64], others: NDArray[np.float64]) -> dict[str, 
     kept_bad = np.cumsum(np.bincount(index[len(good) :], minlength=len(values)))
     recalls, false_rates = np.r_[0, kept_good / len(good)], np.r_[0, kept_bad / len(others)]
     precisions = kept_good / (kept_good + kept_bad)
-    points = []
-    for threshold in _THRESHOLDS:
-        n_good, n_bad = int((good >= threshold).sum()), int((others >= threshold).sum())
-        points.append(
-            {
-                "threshold": threshold, "precision": n_good / (n_good + n_bad) if n_good + n_bad else None,
-                "recall": n_good / len(good), "bad_kept": n_bad / len(others),
-            }
-        )  # fmt: skip
+    points = {}
+    for share in _RECALLS:
+        point = int(np.searchsorted(kept_good, share * len(good) - 1e-9))
+        points[point] = {
+            "threshold": float(-values[point]), "precision": float(precisions[point]),
+            "recall": float(recalls[point + 1]), "bad_kept": float(false_rates[point + 1]),
+        }  # fmt: skip
     areas = [(b - a) * (c + d) / 2 for (a, b), (c, d) in zip(pairwise(false_rates), pairwise(recalls))]
     return {
         "roc_auc": float(sum(areas)),
         "average_precision": float((np.diff(recalls) * precisions).sum()),
-        "curve": points,
+        "curve": list(points.values()),
     }

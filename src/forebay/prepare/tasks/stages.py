@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,7 +24,7 @@ from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import StageStats, mix64, text_bytes
-from forebay.prepare.usage import peak_bytes
+from forebay.prepare.usage import peak_bytes, work_time
 
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
@@ -52,18 +51,18 @@ def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reade
     """The documents of a batch that pass the stages of a task, in one batch or in several."""
     job = (task.stages, task.earlier, reader.seed, task.split)
     if not task.stages or _has_own(task.stages):
-        started = time.process_time()
+        started = work_time()
         passed, rejects = _apply(job, batch, stats)
-        reader.counted_s += time.process_time() - started
+        reader.counted_s += work_time() - started
         reader.reject(rejects)
         yield passed
         return
     size = int(text_bytes(batch).sum())
     seconds, memory_bytes = task.limits.of(size)
     limits = (seconds + 10 * _declared_seconds(task.stages) * size / 1e6, memory_bytes)
-    started = time.process_time()
+    started = work_time()
     worker = worker_for(task.stages, _warm)
-    reader.counted_s += (warming_s := time.process_time() - started)
+    reader.counted_s += (warming_s := work_time() - started)
     stats.usage.count("start", warming_s)
     outcome = worker.call(_apply_packed, job, _packed(batch), limits)
     if not isinstance(outcome, str):
@@ -147,9 +146,9 @@ def _apply(job: _Job, batch: pa.RecordBatch, stats: StageStats) -> tuple[pa.Reco
         shared = shares
         set_activity(f"stage {name} ")
         position = partial(row_position, split, batch)
-        started = time.process_time()
+        started = work_time()
         result = _checked_result(stage, batch, position)
-        stats.usage.count(name, time.process_time() - started)
+        stats.usage.count(name, work_time() - started)
         stats.add_result(name, stage.reasons, batch, result, keys, position, alive)
         rejects.extend(_reject(batch, row, problem) for row, problem in result.problems.items())
         added = set(result.batch.schema.names) - set(batch.schema.names)

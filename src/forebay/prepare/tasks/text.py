@@ -8,7 +8,6 @@ nothing else. Memory: a few batches of 4 MiB, and the largest document.
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -44,6 +43,7 @@ from forebay.prepare.tasks.stages import (
     run_stages,
     to_batch,
 )
+from forebay.prepare.usage import work_time
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
@@ -205,7 +205,7 @@ def process_split(task: TextTask, scale: int) -> TextResult:
 
 
 def _process(task: TextTask, scale: int) -> TextResult:
-    stats, started = StageStats(), time.process_time()
+    stats, started = StageStats(), work_time()
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
     with open_documents(task.prefix, task.dedup) as out:
         for batch in reader.batches(stats):
@@ -216,7 +216,7 @@ def _process(task: TextTask, scale: int) -> TextResult:
     sources = enumerate(task.readable.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     stats.usage.count("dedup", out.signing_s)
-    stats.usage.count("read", time.process_time() - started - reader.counted_s - out.signing_s)
+    stats.usage.count("read", work_time() - started - reader.counted_s - out.signing_s)
     for source in task.readable.files:
         check_unchanged(source)  # since it was read
     result = TextResult(
@@ -262,11 +262,11 @@ class _Reader(Rejects):
     def batches(self, stats: StageStats) -> Iterator[pa.RecordBatch]:
         count = stats.stage("read")
         pending: list[Record] = []
-        size, started = 0, time.process_time()
+        size, started = 0, work_time()
         for record in self._records():
             if not _imported:  # what reads the format, of which a small sample should not pay a share
                 _imported.append(True)
-                self.counted_s += (importing_s := time.process_time() - started)
+                self.counted_s += (importing_s := work_time() - started)
                 stats.usage.count("start", importing_s)
             self.num_places = max(self.num_places, record.index + 1)
             if record.problem == "blank" or not self._is_sampled(record.index):
@@ -337,9 +337,9 @@ class DocumentWriter:
             self.documents += batch.num_rows
             self.bytes += int(text_bytes(batch).sum())
             if self._signer is not None:
-                started = time.process_time()
+                started = work_time()
                 self._signer.add(batch)
-                self.signing_s += time.process_time() - started
+                self.signing_s += work_time() - started
             self.writer(batch.schema).write_batch(batch)
 
     def writer(self, schema: pa.Schema) -> Any:

@@ -71,6 +71,15 @@ def test_areas_under_the_curves() -> None:
     assert result["average_precision"] == pytest.approx(1 / 3 * 1 + 1 / 3 * 2 / 3 + 1 / 3 * 3 / 5)
 
 
+def test_the_curve_has_the_threshold_of_each_share_however_close_the_scores_are() -> None:
+    import numpy as np
+
+    points = _curve(0.5 + np.arange(100) / 1e6, 0.5 + np.arange(50, 60) / 1e6)["curve"]
+    assert [round(point["recall"], 2) for point in points][:5] == [1, 0.99, 0.98, 0.95, 0.9]
+    half = next(point for point in points if point["recall"] == 0.5)
+    assert half == {"threshold": 0.50005, "precision": 50 / 60, "recall": 0.5, "bad_kept": 1.0}
+
+
 def test_too_few_documents_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n')
