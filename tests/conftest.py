@@ -25,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 # A shell starts background jobs (`make test &`) with SIGINT ignored, and what they start inherits it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # As `forebay prepare` does.
 share_processors()  # As a worker does: tests that import PyTorch themselves run one a core.
 
 # The usual profile finds the same from run to run; `make test-long` looks elsewhere each time, LONGER times as long.

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import forebay
+from forebay.cli import main
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import install_command
 from support.calibration import scaled
@@ -45,9 +46,12 @@ def run(*arguments: object, code: int | None = 0, **environment: str) -> subproc
 
 def refused(*arguments: object, code: int | None = 2, **environment: str) -> str:
     """The one line in which a command is refused."""
-    lines = run(*arguments, code=code, **environment).stderr.splitlines()
-    errors = [line for line in lines if line.startswith("forebay: ")]
-    assert len(errors) == 1, lines
+    return reason(run(*arguments, code=code, **environment).stderr)
+
+
+def reason(stderr: str) -> str:
+    errors = [line for line in stderr.splitlines() if line.startswith("forebay: ")]
+    assert len(errors) == 1, stderr
     return errors[0].removeprefix("forebay: ")
 
 
@@ -161,7 +165,13 @@ def test_recipe_of_conversations(tmp_path: Path) -> None:
 # What is refused
 
 
-def test_wrong_settings_are_told_where_they_stand(tmp_path: Path) -> None:
+def test_wrong_settings_are_told_where_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: object, code: int = 2) -> str:  # in this process: each start takes half a second
+        assert main([str(argument) for argument in arguments]) == code
+        stderr = capsys.readouterr().err
+        assert "Traceback" not in stderr, stderr
+        return reason(stderr)
+
     path = lines(tmp_path / "a.jsonl", ["text"] * 5)
     config = tmp_path / "mine.toml"
     arguments = ("prepare", path, "--out", tmp_path / "d", "--tokenizer", "bytes")

@@ -212,4 +212,6 @@ if __name__ in ("__main__", "__mp_main__"):  # here and in the workers
     # A process that is killed loses nothing that it wrote, and a thousand small files would take ten seconds.
     os.fsync = lambda file: None
 if __name__ == "__main__":
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork")  # as the command does
     sys.exit(main(*sys.argv[1:]))
