@@ -6,6 +6,7 @@ the last line of stdout is one object, for a failure `{"error": {"type", "messag
 
 import argparse
 import errno
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ def run() -> NoReturn:
     # An interrupt during `exec` of a string (which creates dataclasses) makes Python exit by the signal although it
     # was caught, unless another string is executed after it.
     exec("")
+    gc.freeze()  # Else the exit looks for cycles in all that was imported: 0.2 s.
     sys.exit(code)
 
 

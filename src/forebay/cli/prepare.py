@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import textwrap
@@ -24,6 +25,8 @@ def _prepare(args: argparse.Namespace) -> int:
         return _explain(args.explain)
     # Else numpy starts a thread per core in each of the processes, of which there is one per core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("fork")  # This process is ours: its workers may share what it has loaded.
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.run import plan

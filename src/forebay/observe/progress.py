@@ -70,16 +70,20 @@ class _Lines:
         sys.stderr.flush()
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    monitor_interval = 0  # Its thread would keep `prepare` from forking.
+
+
 def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
     if enabled and not sys.stderr.isatty():
-        return tqdm(
+        return _Bar(
             total=total, desc=label, unit=unit, unit_scale=True, unit_divisor=1000, file=_Lines(),
             delay=LINE_S,  # Short work prints nothing.
             mininterval=LINE_S, miniters=1,
             bar_format="{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}, {remaining} left, {rate_fmt}{postfix}",
         )  # fmt: skip
     is_large = unit == "B" or (total or 0) >= 100_000
-    return tqdm(
+    return _Bar(
         total=total, desc=f"{label:<10}", unit=unit, unit_scale=is_large, unit_divisor=1000, file=sys.stderr,
-        dynamic_ncols=True, disable=not enabled,
+        dynamic_ncols=True, miniters=1, disable=not enabled,
     )  # fmt: skip

@@ -56,6 +56,7 @@ from forebay.prepare.tasks.text import (
 )
 from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
+from forebay.storage.locks import Lock
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
@@ -259,15 +260,12 @@ def _locked(out: Path) -> Iterator[None]:
         raise UsageError(f"prepare: expected --out to be a directory, got {out}, which is a file.")
     out.mkdir(parents=True, exist_ok=True)
     # The directory itself is locked: a lock file would have to stay, or be removed while another process waits for it.
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
+    with Lock(out, os.open(out, os.O_RDONLY)) as lock:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"prepare: another prepare writes to {out}. Wait for it, or choose another.") from error
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _find_existing(

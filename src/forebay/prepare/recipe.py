@@ -13,7 +13,6 @@ from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Positive, Settings, Share, plain
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
-from forebay.prepare.tokenize.chat_template import load_chat_template
 from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations, Template
 from forebay.prepare.tokenize.fim import FillInTheMiddle
 
@@ -98,13 +97,17 @@ class Rows(Settings):
     def conversations(self) -> Conversations:
         if self.template in TEMPLATES:
             return Conversations(self.max_tokens, TEMPLATES[self.template], self.too_long)
-        chat = load_chat_template(self.template)
-        return Conversations(self.max_tokens, Template(), self.too_long, chat)
+        return Conversations(self.max_tokens, Template(), self.too_long, self._chat_template())
 
     def to_json(self) -> dict[str, Any]:
         """The settings with the template itself in place of its path."""
-        template = self.template if self.template in TEMPLATES else load_chat_template(self.template)
+        template = self.template if self.template in TEMPLATES else self._chat_template()
         return {**{item.name: getattr(self, item.name) for item in fields(self)}, "template": template}
+
+    def _chat_template(self) -> str:
+        from forebay.prepare.tokenize.chat_template import load_chat_template
+
+        return load_chat_template(self.template)
 
 
 @dataclass(frozen=True)

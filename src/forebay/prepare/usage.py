@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -41,10 +42,15 @@ def work_time() -> float:
     return time.process_time() - _compiling_s
 
 
-def count_compiling(seconds: float) -> None:
-    """Called with what compiling or loading a kernel took."""
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compile or load a kernel in here."""
     global _compiling_s
-    _compiling_s += seconds
+    started = work_time()
+    try:
+        yield
+    finally:
+        _compiling_s += work_time() - started
 
 
 def peak_bytes() -> int:

@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import constants
 
@@ -29,7 +29,9 @@ from forebay.errors import (
     UsageError,
 )
 from forebay.storage.base import PermanentError, Timeouts, TransientError, read_range, retry_transient
-from forebay.storage.http import WebOrigin
+
+if TYPE_CHECKING:
+    from forebay.storage.http import WebOrigin
 
 API_TRIES, RANGE_TRIES = 5, 6
 _MAX_WAIT_S = 330.0  # if the hub asks for it: its rate limits are per five minutes
@@ -192,6 +194,8 @@ def fetch_range(url: str, start: int, stop: int, receive: Callable[[memoryview],
 
 @lru_cache(8)
 def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], timeout_s: float) -> WebOrigin:
+    from forebay.storage.http import WebOrigin
+
     return WebOrigin(endpoint, headers=dict(headers), timeouts=Timeouts(connect_s=timeout_s, stall_s=timeout_s))
 
 

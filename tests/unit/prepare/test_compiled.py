@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay.prepare import compiled
+from forebay.prepare import dispatcher
 
 PROGRAM = """
 import logging; logging.basicConfig()
 import numpy as np
-from forebay.prepare.compiled import _directory
+from forebay.prepare.dispatcher import _directory
 from forebay.prepare.clean.pii_phone import digit
 print(digit(np.uint8(52)), digit(np.uint8(97)), _directory() or "none")
 """
@@ -87,8 +87,8 @@ def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
 
 def test_what_others_may_write_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled.config, "CACHE_DIR", "")
-    inner = compiled._directory.__wrapped__
+    monkeypatch.setattr(dispatcher.config, "CACHE_DIR", "")
+    inner = dispatcher._directory.__wrapped__
     result = Path(inner())
     assert result.parent == tmp_path / "forebay"
     result.chmod(0o777)

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
+from forebay.prepare.filters.word_tables import categories
 from forebay.prepare.filters.words import next_point
 
 GAP, IGNORED = 0, 1
 ALONE = np.uint32(1 << 31)  # Set for a character that is a word by itself.
 _TABLE_SIZE = np.uint32(1 << 17)
+_TABLE_BLOCK = 256
 _UNSPACED = (
     (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF),
 )  # fmt: skip
@@ -35,32 +37,32 @@ def character_table(normalise: str) -> NDArray[np.uint32]:
     characters are ignored. `none`: an empty table. `space`: white space is a gap, all else stays.
     """
     size = _TABLE_SIZE if normalise != "none" else 0
-    table = np.fromiter(map(_word_entry if normalise == "words" else _space_entry, range(size)), np.uint32, size)
+    table = np.arange(size, dtype=np.uint32)
     if normalise == "words":
+        for start in range(0, size, _TABLE_BLOCK):
+            text = "".join(map(chr, range(start, start + _TABLE_BLOCK)))
+            if text != unicodedata.normalize("NFKD", text).lower():
+                table[start : start + _TABLE_BLOCK] = list(map(_folded, text))
+        kinds = categories()[:size]
+        table[np.isin(kinds.view("S1")[::2], (b"P", b"S", b"Z")) | np.isin(kinds, (b"Cc", b"Cs"))] = GAP
+        table[kinds == b"Cf"] = table[0x0300:0x0370] = table[0xFE00:0xFE10] = IGNORED
         for start, last in _UNSPACED:
             part = table[start : last + 1]
             part[part > IGNORED] = np.arange(start, last + 1, dtype=np.uint32)[part > IGNORED] | ALONE
+    elif size:
+        # Codes 0 and 1 are the table's own marks; as text they mean nothing, so that they may be gaps.
+        table[(table <= IGNORED) | np.char.isspace(table.view("U1"))] = GAP
     table.setflags(write=False)
     return table
 
 
-def _space_entry(code: int) -> int:
-    # Codes 0 and 1 are the table's own marks; as text they mean nothing, so that they may be gaps.
-    return GAP if code <= 1 or chr(code).isspace() else code
-
-
-def _word_entry(code: int) -> int:
-    character = chr(code)
-    category = unicodedata.category(character)
-    if category == "Cf" or 0x0300 <= code <= 0x036F or 0xFE00 <= code <= 0xFE0F:
-        return IGNORED
-    if category[0] in "PSZ" or category in ("Cc", "Cs"):
-        return GAP
+def _folded(character: str) -> int:
+    folded = character
     if unicodedata.decomposition(character):  # asked first, as most have none, and every process makes this table
         plain = "".join(c for c in unicodedata.normalize("NFKD", character) if not "\u0300" <= c <= "\u036f")
-        character = plain if len(plain) == 1 else character
-    lower = character.lower()
-    return ord(lower) if len(lower) == 1 else code
+        folded = plain if len(plain) == 1 else character
+    folded = folded.lower()
+    return ord(folded if len(folded) == 1 else character)
 
 
 def hash_texts(texts: pa.LargeStringArray, normalise: str) -> NDArray[np.uint64]:

@@ -40,7 +40,6 @@ class ForebayExtractor:
     """
 
     def __init__(self, favor_precision: bool = False) -> None:
-        _library("numba", "prepare")
         from forebay.prepare.extract.model import MODEL_VERSION, PRECISE_SHARE, SHARE
 
         self.version = MODEL_VERSION

@@ -49,9 +49,8 @@ class StagesTask(Protocol):
 
 def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reader: Rejects) -> Iterator[pa.RecordBatch]:
     """The documents of a batch that pass the stages of a task, in one batch or in several."""
-    own = any(getattr(s, "is_own", not type(s).__module__.startswith("forebay.")) for s in task.stages)
     job = (task.stages, task.earlier, reader.seed, task.split)
-    if own or not task.stages:
+    if not task.stages or _has_own(task.stages):
         started = work_time()
         passed, rejects = _apply(job, batch, stats)
         reader.counted_s += work_time() - started
@@ -60,8 +59,7 @@ def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reade
         return
     size = int(text_bytes(batch).sum())
     seconds, memory_bytes = task.limits.of(size)
-    declared = sum(getattr(s, "seconds_per_mb", 0.0) for s in task.stages)
-    limits = (seconds + 10 * declared * size / 1e6, memory_bytes)
+    limits = (seconds + 10 * _declared_seconds(task.stages) * size / 1e6, memory_bytes)
     started = work_time()
     worker = worker_for(task.stages, _warm)
     reader.counted_s += (warming_s := work_time() - started)
@@ -90,6 +88,21 @@ def _apply_packed(job: _Job, data: Buffer) -> tuple[tuple[StageStats, list[Rejec
     passed, rejects = _apply(job, _unpacked(data), stats)
     stats.usage.peak_bytes = peak_bytes()
     return (stats, rejects), _packed(passed)
+
+
+def _has_own(stages: tuple[Stage, ...]) -> bool:
+    return any(getattr(s, "is_own", not type(s).__module__.startswith("forebay.")) for s in stages)
+
+
+def _declared_seconds(stages: tuple[Stage, ...]) -> float:
+    """For a million bytes of text, besides those of `[limits]`."""
+    return sum(getattr(stage, "seconds_per_mb", 0.0) for stage in stages)
+
+
+def load_for_forks(stages: tuple[Stage, ...]) -> None:
+    """Load once what all workers need, if it is quick and starts no threads: not models of others' libraries."""
+    if not _has_own(stages) and _declared_seconds(stages) < 1:
+        _warm(stages)
 
 
 def _packed(batch: pa.RecordBatch) -> pa.Buffer:

@@ -39,6 +39,7 @@ from forebay.prepare.tasks.stages import (
     Reject,
     Rejects,
     json_line,
+    load_for_forks,
     run_stages,
     to_batch,
 )
@@ -87,6 +88,10 @@ class TextTask:
     @property
     def prefix(self) -> str:
         return f"{self.folder}/{self.name}"
+
+    def load(self) -> None:
+        """Called before processes for such tasks are forked."""
+        load_for_forks(self.stages)
 
     def records(self) -> Iterator[Record]:
         """The documents of the split."""

@@ -20,7 +20,6 @@ from pydantic import Field
 
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.settings import Settings
-from forebay.prepare.tokenize.chat_template import UnfitConversationError, guarded, pieces, render
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
 from forebay.prepare.tokenize.tokenizers import parse, special_names
 
@@ -119,6 +118,8 @@ class Conversations(Settings):
             )
 
     def _with_chat_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[NDArray[Any], str]]:
+        from forebay.prepare.tokenize.chat_template import UnfitConversationError, guarded, pieces, render
+
         vocab = special_tokens(spec)
         names = {number: name for name, number in vocab.items()}
         bos, eos = (names.get(-1 if token is None else token, "") for token in (spec.bos_id, spec.eos_id))

@@ -261,27 +261,30 @@ def test_a_worker_killed_from_outside_is_replaced(two: Engine, trouble: list[str
 
 
 SCRIPT = """
-import sys
+import multiprocessing, sys
 sys.path.insert(0, {folder!r})
 from test_engines import Piece, mark_and_wait
 from forebay.prepare.engines.local import LocalEngine
 {guard}
+    multiprocessing.set_start_method({method!r})
     with LocalEngine(2) as engine:
         engine.map(mark_and_wait, [Piece(i, folder=sys.argv[1]) for i in range(3)], print)
 """
 
 
-def start(tmp_path: Path, guard: str = 'if __name__ == "__main__":') -> subprocess.Popen[str]:
+def start(tmp_path: Path, method: str, guard: str = 'if __name__ == "__main__":') -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(folder=str(Path(__file__).parent), guard=guard))
+    script.write_text(SCRIPT.format(folder=str(Path(__file__).parent), guard=guard, method=method))
     return subprocess.Popen(
-        [sys.executable, script, str(tmp_path)], start_new_session=True, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, script, str(tmp_path)], start_new_session=True, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )  # fmt: skip
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_worker_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> None:
-    with start(tmp_path) as parent:
+def test_no_worker_outlives_its_parent(how: signal.Signals, method: str, tmp_path: Path) -> None:
+    with start(tmp_path, method) as parent:
         while len(marks := list(tmp_path.glob("*.0"))) < 2:
             time.sleep(0.02)
         begin = time.monotonic()
@@ -298,7 +301,47 @@ def test_no_worker_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> N
 
 
 def test_a_script_without_guard_is_told(tmp_path: Path) -> None:
-    with start(tmp_path, "if True:") as parent:
+    with start(tmp_path, "spawn", "if True:") as parent:
         assert parent.wait(30) == 1
         assert parent.stderr is not None
         assert "before its first task" in parent.stderr.read()
+
+
+FORKING = """
+import multiprocessing, os, sys, threading
+sys.path.insert(0, {folder!r})
+from test_engines import Piece, process_id
+from forebay.prepare.engines.local import LocalEngine
+
+class Task(Piece):
+    loaded_by = None
+    def load(self):
+        Task.loaded_by = os.getpid()
+
+def loaded_by(task, scale):
+    return Task.loaded_by
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
+    stop = threading.Event()
+    if sys.argv[1] == "thread":
+        threading.Thread(target=stop.wait).start()
+    results = []
+    with LocalEngine(2) as engine:
+        engine.map(loaded_by, [Task(i) for i in range(3)], lambda index, result: results.append(result))
+    stop.set()
+    print(set(results) == {{os.getpid()}}, set(results) == {{None}})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
+@pytest.mark.parametrize(("threads", "result"), [("one", "True False"), ("thread", "False True")])
+def test_a_program_that_chose_so_loads_once_and_forks(threads: str, result: str, tmp_path: Path) -> None:
+    """Not with a second thread, whose locks the forks would wait for."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKING.format(folder=str(Path(__file__).parent)))
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script, threads], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == result, done.stderr
