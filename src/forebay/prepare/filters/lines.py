@@ -36,7 +36,7 @@ from forebay.prepare.filters.word_tables import (
     hash_word,
     table_of_hashes,
 )
-from forebay.prepare.filters.words import cut_words, decode, hash_points, kind, look_up, tables, trim
+from forebay.prepare.filters.words import cut_words, decode, hash_points, kind, look_up, room_of, tables, trim
 from forebay.prepare.settings import Count, Share, Texts
 
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
@@ -150,7 +150,7 @@ class LineRules(LanguageStage):
         if (drop >= 0).any():
             column = pa.compute.if_else(pa.array(drop >= 0), batch.column("text"), column)
         sums = removed[drop < 0].sum(axis=0).tolist()
-        counted = {f"lines_{rule}": count for rule, count in zip(RULES, sums, strict=True) if count}
+        counted = {f"lines_{rule}": count for rule, count in zip(RULES, sums, strict=True)}
         share = Measure(words_removed / np.maximum(words, 1), high=self.max_removed_words)
         return StageResult(
             replace_column(batch, "text", column), drop, counted, measures={"lines_removed_words": share}
@@ -307,10 +307,7 @@ def _is_mark(c):  # type: ignore[no-untyped-def]
 
 @jit()
 def _rewrite(offsets, data, table, keys, values, rules, languages, has_list, measures, removed, out, out_stops):  # type: ignore[no-untyped-def]
-    longest = 0
-    for row in range(len(offsets) - 1):
-        longest = max(longest, offsets[row + 1] - offsets[row])
-    capacity = min(longest, MAX_LINE_BYTES) + 2
+    capacity = min(room_of(offsets, offsets[1:]), MAX_LINE_BYTES + 2)
     points, kinds = np.empty(capacity, np.uint32), np.empty(capacity, np.uint16)
     begins, stops, tail = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
     written = 0

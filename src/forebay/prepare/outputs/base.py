@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Protocol
 
 from forebay.errors import PrepareError
 from forebay.prepare.corpus import Corpus
-from forebay.prepare.histograms import bars
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import describe_sample
+from forebay.prepare.stats import Usage
+from forebay.prepare.thresholds import bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.prepare.usage import Usage
 from forebay.storage.listing import count_reasons, shown_path
 
 _MAX_REJECTS, _MAX_SKIPPED = 50, 200

@@ -32,8 +32,8 @@ from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import Output, conclude
 from forebay.prepare.recipe import LanguageModel, Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
+from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
-from forebay.prepare.scores.steps import recorded_scores
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
 from forebay.prepare.tokenize.tokenizers import TokenizerFile

@@ -24,8 +24,7 @@ from forebay.formats.records import Record
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
 from forebay.prepare.sources import row_position
-from forebay.prepare.stats import StageStats, mix64, text_bytes
-from forebay.prepare.usage import peak_bytes
+from forebay.prepare.stats import StageStats, mix64, peak_bytes, text_bytes
 
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
