@@ -14,6 +14,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
 
-from forebay.prepare.usage import compiling
-
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
-    """A function for arrays of NumPy, compiled at its first call, without the interpreter's lock."""
+    """A function for arrays of NumPy, compiled or loaded inside `during` at its first call, without the GIL."""
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], during: Callable[[], AbstractContextManager[None]], **options: Any
+    ) -> None:
+        self._during = during
         super().__init__(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
         if directory := _directory():
             with global_compiler_lock:
@@ -48,7 +50,7 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         """
         before, entrypoints._already_initialized = entrypoints._already_initialized, True
         try:
-            with compiling():
+            with self._during():
                 return super()._compile_for_args(*args, **kwargs)
         finally:
             entrypoints._already_initialized = before

@@ -317,24 +317,26 @@ _BEFORE, _AFTER = frozenset(b"-./_@#$%&=:+\\"), frozenset(b"_@%")
 
 
 @functools.cache
-def _compiled(pattern: str) -> Any:
+def compiled(pattern: str, longest: bool = False) -> Any:
+    """A pattern for bytes, which finds the first of its alternatives that fits, or the longest."""
     options = re2.Options()
     options.log_errors = False
-    options.longest_match = True
+    options.longest_match = longest
     return re2.compile(pattern.encode(), options)
 
 
 @functools.cache
 def _contexts(kinds: frozenset[str]) -> Any:
     """What finds a word that any of those kinds needs."""
-    return _compiled("(?i)" + "|".join(item.context or "$^" for item in IDENTIFIERS if item.kind in kinds))
+    return compiled("(?i)" + "|".join(item.context or "$^" for item in IDENTIFIERS if item.kind in kinds), True)
 
 
 @functools.lru_cache(256)
 def _shapes(identifiers: tuple[Identifier, ...]) -> tuple[Any, tuple[Any, ...]]:
     """What finds any of them, and each."""
     shapes = [rf"\b(?:{item.shape})\b" for item in identifiers]
-    return _compiled("|".join(f"(?:{shape})" for shape in dict.fromkeys(shapes))), tuple(map(_compiled, shapes))
+    any_of = compiled("|".join(f"(?:{shape})" for shape in dict.fromkeys(shapes)), True)
+    return any_of, tuple(compiled(shape, True) for shape in shapes)
 
 
 @functools.cache
@@ -369,7 +371,7 @@ def find_ids(text: bytes, kinds: frozenset[str]) -> Iterator[tuple[int, int, str
 
 def _context(item: Identifier) -> Any:
     """A word of the context, and then no other number; or a list of numbers alone."""
-    return _compiled(rf"(?i)(?:{item.context})\pL*(?:[^0-9]*|[^\pL]*)$")
+    return compiled(rf"(?i)(?:{item.context})\pL*(?:[^0-9]*|[^\pL]*)$", True)
 
 
 def _stands_alone(text: bytes, start: int, stop: int) -> bool:
