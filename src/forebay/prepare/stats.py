@@ -120,6 +120,17 @@ class StageStats:
         """The count of a stage. The funnel is in the order of the first calls."""
         return self.funnel.setdefault(name, StageCount())
 
+    @property
+    def last(self) -> StageCount:
+        """The count of the last stage."""
+        return next(reversed(self.funnel.values()))
+
+    def following(self, name: str) -> StageCount:
+        """The count of a new stage, which takes what the last one left."""
+        last, count = self.last, self.stage(name)
+        count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
+        return count
+
     def add_batch(self, side: str, batch: pa.RecordBatch) -> None:
         """Add a batch to the distributions; `side` is `read` or `kept`."""
         for name, column in zip(batch.schema.names, batch.columns):
