@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from forebay.closing import Closing
 from forebay.errors import LedgerError
 from forebay.files import sync_directory
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, entry_before, iter_entries, make_entry
@@ -27,7 +28,7 @@ from forebay.ledger.index import LEDGER_FORMAT
 Signer = Callable[[bytes], bytes]
 
 
-class Ledger:
+class Ledger(Closing):
     """An open ledger, one process at a time; a context manager. Threads may share it."""
 
     def __init__(self, path: Path, fd: int, signer: Signer, now: Callable[[], float]) -> None:
@@ -194,9 +195,3 @@ class Ledger:
                 self.sync()
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -20,6 +20,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from forebay.closing import Closing
+
 MAX_PART_BYTES = 8 << 20
 NUM_PARTS = 4
 COUNT_S = 60.0
@@ -28,7 +30,7 @@ MAX_TEXT = 500
 COUNTED = frozenset({"refused", "stranger", "quota", "unsigned", "bad_provider", "renewed"})
 
 
-class AuditLog:
+class AuditLog(Closing):
     """Appends events; a line is written before `append` returns. Thread-safe.
 
     A line is `{"at", "kind", "facts", "repeats"}`: Unix seconds, event kind, the event's fields, and the number of
@@ -71,12 +73,6 @@ class AuditLog:
             self._write_counts(float("inf"))
             self._counted.close()
             self._decisions.close()
-
-    def __enter__(self) -> AuditLog:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _write_counts(self, before: float) -> None:
         """End counts that started before a time, with a line for each that is not zero."""

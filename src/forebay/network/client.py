@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from urllib3.util import SKIP_HEADER
 
+from forebay.closing import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import http
 from forebay.network.addresses import parse_peer_address
@@ -87,7 +88,7 @@ class _Request:
         return f"{self.method} {self.path} at {self.address}"
 
 
-class Client:
+class Client(Closing):
     """Sends requests to peers of one network; without an identity to a trusted host by plain HTTP. Thread-safe.
 
     A GET is repeated once, on a new connection, if a pooled connection fails. A POST carries an `Idempotency-Key` and
@@ -114,12 +115,6 @@ class Client:
     def close(self) -> None:
         """Close the idle connections; the client stays usable."""
         self._pool.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def request_json(
         self, address: str, method: str, path: str, obj: Any = None, expect_peer: str | None = None,

@@ -10,10 +10,12 @@ import json
 import os
 import re
 import time
+import tomllib
 import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -37,31 +39,8 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _FIELD = re.compile(r"\{([A-Za-z0-9_.]+)\}")
 _DELETED = frozenset(("[deleted]", "[removed]"))
 _HEADERS = {"Accept": "application/json", "User-Agent": "forebay (dataset preparation)"}
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # Listings: https://www.reddit.com/dev/api (`after`, at most 100 a page); X-Ratelimit-* say what is left.
-    "reddit": {
-        "items": "data.children[].data",
-        "text": ["title", "selftext", "body"],
-        "id": "name",
-        "link": "https://www.reddit.com{permalink}",
-        "next": "data.after",
-        "next_parameter": "after",
-        "parameters": {"limit": "100", "raw_json": "1"},
-    },
-    # Recent search: https://docs.x.com/x-api/posts/search-recent-posts (`next_token`, at most 100 a page).
-    "x": {
-        "url": "https://api.x.com/2/tweets/search/recent",
-        "items": "data[]",
-        "text": ["text"],
-        "id": "id",
-        "link": "https://x.com/i/status/{id}",
-        "next": "meta.next_token",
-        "next_parameter": "next_token",
-        "parameters": {"max_results": "100"},
-    },
-}
+_SHIPPED = resources.files("forebay.prepare") / "apis"
+PRESETS = tuple(sorted(file.name.removesuffix(".toml") for file in _SHIPPED.iterdir()))
 
 
 @dataclass(frozen=True)
@@ -112,7 +91,7 @@ def read_spec(path: str | Path) -> ApiSpec:
     keys = field_types(ApiSpec)
     if unknown := sorted(table.keys() - keys.keys()):
         raise UsageError(f"{path}: unknown key {unknown[0]!r}. Known are: preset, {', '.join(keys)}.")
-    defaults = PRESETS.get(preset, {})
+    defaults = tomllib.loads((_SHIPPED / f"{preset}.toml").read_text("utf-8")) if preset is not None else {}
     values = {**defaults, **table}
     for name in ("parameters", "headers"):
         if isinstance(table.get(name), dict):

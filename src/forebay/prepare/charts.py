@@ -78,13 +78,9 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
     sample = report.get("sample")
     if not sample:
         return
-    yield (
-        "sample",
-        (
-            f"{count(sample['documents'])} documents of {count(sample['splits'])} of {count(sample['of_splits'])} "
-            f"parts of the input ({format_bytes(sample['bytes'])} of {format_bytes(sample['of_bytes'])})"
-        ),
-    )
+    parts = f"{count(sample['splits'])} of {count(sample['of_splits'])} parts of the input"
+    sizes = f"{format_bytes(sample['bytes'])} of {format_bytes(sample['of_bytes'])}"
+    yield "sample", f"{count(sample['documents'])} documents of {parts} ({sizes})"
     if sample["splits"] < min(2, sample["of_splits"]):
         yield "", "intervals hold if the other parts are like this one: sample more for a surer answer"
     yield "whole input", "expected, with intervals of 95 %"
@@ -96,14 +92,8 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
     if any(stage["stage"] == "dedup" for stage in report.get("funnel", [])):
         yield "", "more copies are found in the whole input than in a sample: fewer documents stay"
     cost = report["cost"]
-    low, high = (format_seconds(value) for value in cost["wall_s"][1:])
-    yield (
-        "  time",
-        (
-            f"{format_seconds(cost['wall_s'][0])} on {cost['processes']} processes ({low} to {high}); "
-            f"{format_seconds(cost['whole_cpu_s'])} of CPU"
-        ),
-    )
+    expected, low, high, cpu = map(format_seconds, (*cost["wall_s"], cost["whole_cpu_s"]))
+    yield "  time", f"{expected} on {cost['processes']} processes ({low} to {high}); {cpu} of CPU"
     stages = sorted(cost["cpu_s"].items(), key=lambda item: -item[1][1])
     yield "  CPU", ", ".join(f"{name} {format_seconds(seconds)}" for name, (_, seconds) in stages[:5] if seconds)
     yield "  memory", f"{format_bytes(cost['peak_bytes'])} in a process, at most"

@@ -2,20 +2,34 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.prepare.usage import count_compiling
-
-if find_spec("numba") is None:
-    raise ModuleNotFoundError("No module named 'numba'", name="numba")
-
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+_compiling_s = 0.0
+
+
+def work_time() -> float:
+    """CPU seconds of this process so far, without those in which kernels were compiled or loaded: that happens
+    once, whatever the size of the input."""
+    return time.process_time() - _compiling_s
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compile or load a kernel in here."""
+    global _compiling_s
+    started = work_time()
+    try:
+        yield
+    finally:
+        _compiling_s += work_time() - started
 
 
 class Kernel:
@@ -26,11 +40,10 @@ class Kernel:
 
     @functools.cached_property
     def _dispatcher(self) -> Any:
-        started = time.process_time()
-        from forebay.prepare.dispatcher import Dispatcher
+        with compiling():
+            from forebay.prepare.dispatcher import Dispatcher
 
-        count_compiling(time.process_time() - started)
-        return Dispatcher(self._function, **self._options)
+            return Dispatcher(self._function, compiling, **self._options)
 
     @property
     def _numba_type_(self) -> Any:
@@ -43,4 +56,6 @@ class Kernel:
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function at its first call, without the interpreter's lock; `options` are those of `numba.njit`."""
+    if find_spec("numba") is None:
+        raise ModuleNotFoundError("No module named 'numba'", name="numba")
     return lambda function: Kernel(function, options)

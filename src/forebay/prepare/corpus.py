@@ -135,9 +135,7 @@ def write_ids(path: Path | None, corpus: Corpus, left_out: Sequence[Path]) -> No
 
 
 def _count_duplicates(result: DedupResult, reasons: Sequence[str], stats: StageStats, kept_bytes: int) -> None:
-    last = next(reversed(stats.funnel.values()))
-    count = stats.stage("dedup")
-    count.documents_in, count.bytes_in = result.documents, last.bytes_out
+    count = stats.following("dedup")
     count.documents_out, count.bytes_out = result.documents - sum(result.dropped), kept_bytes
     count.dropped.update({reason: n for reason, n in zip(reasons, result.dropped) if n})
     count.changed.update({label: n for label, n in result.units_cut.items() if n})

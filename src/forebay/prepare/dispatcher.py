@@ -13,8 +13,8 @@ import logging
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
 
-from forebay.prepare.usage import count_compiling
-
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
-    """A function for arrays of NumPy, compiled at its first call, without the interpreter's lock."""
+    """A function for arrays of NumPy, compiled or loaded inside `during` at its first call, without the GIL."""
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], during: Callable[[], AbstractContextManager[None]], **options: Any
+    ) -> None:
+        self._during = during
         super().__init__(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
         if directory := _directory():
             with global_compiler_lock:
@@ -48,12 +49,11 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         function of anybody else.
         """
         before, entrypoints._already_initialized = entrypoints._already_initialized, True
-        started = time.process_time()
         try:
-            return super()._compile_for_args(*args, **kwargs)
+            with self._during():
+                return super()._compile_for_args(*args, **kwargs)
         finally:
             entrypoints._already_initialized = before
-            count_compiling(time.process_time() - started)
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]

@@ -57,6 +57,9 @@ class StageResult:
     hits: Sequence[tuple[int, Mapping[str, Any]]] = ()
     measures: Mapping[str, "Measure"] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", {kind: n for kind, n in self.counts.items() if n})
+
 
 @dataclass(frozen=True)
 class Measure:

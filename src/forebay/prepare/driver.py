@@ -38,7 +38,7 @@ from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun, Progress
 from forebay.prepare.sampling import Sampling
-from forebay.prepare.scores.steps import annotating, segments, without_scoring
+from forebay.prepare.scores.base import annotating, segments, without_scoring
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks import keys

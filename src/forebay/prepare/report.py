@@ -165,11 +165,8 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
     yield "Totals", ("", "", ""), list(_totals(report))
     total = _documents_in(report)
     yield "Sample", ("", ""), list(sample_lines(report))
-    yield (
-        "Drop rates in the whole input",
-        ("Rule", "Sampled documents", "Share", "Interval of 95 %"),
-        list(rates(report)),
-    )
+    heads = ("Rule", "Sampled documents", "Share", "Interval of 95 %")
+    yield "Drop rates in the whole input", heads, list(rates(report))
     stages = [
         (
             _PREFIXES[kind] + label,

@@ -15,7 +15,7 @@ from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.sampling import Sampling
-from forebay.prepare.usage import Usage, timed
+from forebay.prepare.stats import Usage, timed
 from forebay.storage.listing import count_reasons
 
 T = TypeVar("T")

@@ -15,9 +15,8 @@ from typing import Any
 
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.engines.local import cores
-from forebay.prepare.stats import StageStats
+from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks.text import TextResult
-from forebay.prepare.usage import Usage
 
 SECONDS = "seconds"
 _Z = 1.96  # Of an interval of 95 %.

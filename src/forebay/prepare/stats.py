@@ -1,4 +1,4 @@
-"""Statistics of a preparation: counts by stage and reason, distributions, samples of what was dropped.
+"""Statistics of a preparation: counts by stage and reason, distributions, samples of what was dropped; CPU and memory.
 
 Bounded whatever is counted. Adding is independent of the order of the tasks, so that the report is the same for any
 number of processes.
@@ -7,20 +7,22 @@ number of processes.
 from __future__ import annotations
 
 import heapq
+import resource
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
+from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import StageResult, text_buffers
-from forebay.prepare.histograms import count_bins
-from forebay.prepare.thresholds import ThresholdTable
-from forebay.prepare.usage import Usage
+from forebay.prepare.thresholds import ThresholdTable, count_bins
 
 SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
 SAMPLE_CHARACTERS = 600
@@ -30,6 +32,44 @@ _NO_SCORES = frozenset(("place", "text_bytes", "copies"))
 
 Keys = NDArray[np.uint64]
 Position = Callable[[int], str]  # Describes where the document of a row is.
+R = TypeVar("R")
+_LABELS = {
+    "driver": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.shuffle": "shuffle",
+    "tasks.slicing": "slice", "outputs.text": "write",
+}  # fmt: skip
+_DETAILED = ("process_split", "process_segment")  # Count the seconds of their stages themselves.
+
+
+@dataclass
+class Usage:
+    """CPU seconds by stage, and the largest memory of a process in bytes."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+    def count(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    def add(self, other: Usage) -> None:
+        for stage, seconds in other.seconds.items():
+            self.count(stage, seconds)
+        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
+
+
+def peak_bytes() -> int:
+    """The largest memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def timed(run: Callable[[Any, int], R], task: Any, scale: int) -> tuple[R, Usage]:
+    """The result of a task, and what it used in this process."""
+    started = work_time()
+    result = run(task, scale)
+    function: Any = run.func if isinstance(run, partial) else run
+    module = function.__module__.removeprefix("forebay.prepare.")
+    label = "dedup" if module.startswith("dedup.") else _LABELS.get(module, module)
+    seconds = {} if function.__name__ in _DETAILED else {label: work_time() - started}
+    return result, Usage(seconds, peak_bytes())
 
 
 @dataclass
@@ -79,6 +119,17 @@ class StageStats:
     def stage(self, name: str) -> StageCount:
         """The count of a stage. The funnel is in the order of the first calls."""
         return self.funnel.setdefault(name, StageCount())
+
+    @property
+    def last(self) -> StageCount:
+        """The count of the last stage."""
+        return next(reversed(self.funnel.values()))
+
+    def following(self, name: str) -> StageCount:
+        """The count of a new stage, which takes what the last one left."""
+        last, count = self.last, self.stage(name)
+        count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
+        return count
 
     def add_batch(self, side: str, batch: pa.RecordBatch) -> None:
         """Add a batch to the distributions; `side` is `read` or `kept`."""

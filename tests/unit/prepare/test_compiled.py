@@ -62,7 +62,7 @@ def test_the_compilation_of_a_kernel_is_not_counted_as_work_on_documents(tmp_pat
 import time
 import numpy as np
 from forebay.prepare.clean.pii_phone import digit
-from forebay.prepare.usage import work_time
+from forebay.prepare.compiled import work_time
 started = time.process_time(), work_time()
 digit(np.uint8(52))
 print((work_time() - started[1]) / (time.process_time() - started[0]))

@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.prepare.clean.spans import Automaton, apart, build, splice, word_table
+from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, splice, word_table
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers
 from forebay.prepare.settings import Count, Positive, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
@@ -171,15 +171,12 @@ class Boilerplate(Stage):
         automaton, positions = _automaton(self.english, self.patterns)
         limits = (self.max_line_bytes, self.menu_lines, self.menu_words)
         n = _lines(offsets, data, automaton, positions, word_table(), limits, starts, stops, kinds, has_text, counts)
-        drop = keep_all(len(batch))
-        drop[~has_text] = 0
+        drop = np.where(has_text, -1, 0).astype(np.int16)
         first, after = _spans(offsets, starts[:n], stops[:n])
         moved = real[0] - offsets[0]
         column = splice(column, first + moved, after + moved, (b"",), np.zeros(len(first), np.int64))
         totals = dict(zip(KINDS, counts[has_text].sum(axis=0).tolist()))
-        return StageResult(
-            replace_column(batch, "text", column), drop, {kind: count for kind, count in totals.items() if count}
-        )
+        return StageResult(replace_column(batch, "text", column), drop, totals)
 
 
 def _spans(offsets: Ints, starts: NDArray[Any], stops: NDArray[Any]) -> tuple[Ints, Ints]:
@@ -193,13 +190,9 @@ def _spans(offsets: Ints, starts: NDArray[Any], stops: NDArray[Any]) -> tuple[In
 
 @functools.lru_cache(maxsize=16)
 def _automaton(english: bool, patterns: str) -> tuple[Automaton, Bytes]:
-    try:
-        sources = [_ENGLISH] * english + [Path(patterns)] * bool(patterns)
-        lines = [line for source in sources for line in source.read_text("utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise UsageError(f"patterns: expected UTF-8, got {error} ({patterns})") from error
+    sources = [_ENGLISH] * english + [Path(patterns)] * bool(patterns)
     phrases: dict[str, int] = {}
-    for line in lines:
+    for line in (line for source in sources for line in read_lines(source, "patterns")):
         rule = {"^": BEGINNING, "=": WHOLE_LINE}.get(line.strip()[:1], ANYWHERE)
         text = line.strip()[rule > 0 :].strip().encode().lower().decode()  # bytes.lower is ASCII's
         if text and not line.startswith("#"):

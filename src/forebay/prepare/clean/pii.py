@@ -10,20 +10,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
-import re2
 from pydantic import Field
 
 from forebay.prepare.clean import pii_scan
-from forebay.prepare.clean.pii_ids import find_ids
+from forebay.prepare.clean.pii_ids import compiled, find_ids
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
-from forebay.prepare.filters.kernels import measure_length
-from forebay.prepare.filters.word_tables import character_table
+from forebay.prepare.filters.kernels import text_lengths
 from forebay.prepare.settings import Number
 
 Kind = Literal[
@@ -89,13 +87,6 @@ _NUMBERS: dict[str, int] = {kind: number for number, kind in enumerate(KINDS)}
 _KEY = _NUMBERS["key"]
 
 
-@functools.cache
-def _compiled(pattern: str) -> Any:
-    options = re2.Options()
-    options.log_errors = False
-    return re2.compile(pattern.encode(), options)
-
-
 @dataclass(frozen=True)
 class Pii(Stage):
     """Masks personal data, and drops documents with too much of it.
@@ -144,19 +135,16 @@ class Pii(Stage):
         drop = checked.drop
         column = splice(column, starts, stops, puts, which)
         kinds = kinds[drop[rows - 1] < 0]
-        counts: dict[str, int] = {
-            KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n
-        }
+        counts: dict[str, int] = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist()))
         return StageResult(replace_column(batch, "text", column), drop, counts, measures=checked.measures)
 
     def _check(self, batch: pa.RecordBatch, rows: Ints) -> StageResult:
         number = np.bincount(rows, minlength=len(batch))
         density = Measure(np.zeros(len(batch)))
         if self.max_per_1000_words < math.inf:
-            lengths = np.zeros((len(batch), 2), np.int64)
-            measure_length(*text_buffers(batch.column("text")), character_table(), lengths)
+            _, words = text_lengths(batch.column("text"))
             with np.errstate(divide="ignore", invalid="ignore"):
-                density = Measure(number * 1000 / lengths[:, 1], high=self.max_per_1000_words)
+                density = Measure(number * 1000 / words, high=self.max_per_1000_words)
         return check_rules(batch, self.reasons, (Measure(number, high=self.max_count), density))
 
     def find(self, column: pa.LargeStringArray) -> Spans:
@@ -174,7 +162,7 @@ class Pii(Stage):
         wanted_bits |= pii_scan.PUBLIC_ONLY if self.public_only else 0
         n = pii_scan.scan(offsets, data, wanted_bits, pii_scan.iban_table(), starts, stops, scanned)
         starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), scanned[:n].astype(np.int64)
-        context, keep = _compiled(CONTEXT), np.ones(n, bool)
+        context, keep = compiled(CONTEXT), np.ones(n, bool)
         for i in _in_turn(np.flatnonzero(kinds == pii_scan.EMAIL)):
             keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
         maybe = np.flatnonzero(kinds == pii_scan.MAYBE_PHONE)
@@ -222,17 +210,17 @@ def _apart(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int, int]]:
     offsets, data = text_buffers(column)
-    starts = _compiled(STARTS)
+    starts = compiled(STARTS)
     for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         text = data[first:stop].tobytes()
         if not starts.search(text):
             continue
         for start, end in _pem_blocks(text):
             yield first + start, first + end, _KEY
-        for match in _compiled("|".join(KEYS)).finditer(text):
+        for match in compiled("|".join(KEYS)).finditer(text):
             yield first + match.start(), first + match.end(), _KEY
         for pattern in RANDOM_KEYS:
-            for match in _compiled(pattern).finditer(text):
+            for match in compiled(pattern).finditer(text):
                 if _random(match.group(1)):
                     quoted = match.group()[-1:] in b"\"'"  # then what was assigned, else with its beginning
                     begin = match.start(1) if quoted else match.start()
@@ -242,7 +230,7 @@ def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int, int]]:
 def _pem_blocks(text: bytes) -> Iterator[tuple[int, int]]:
     """Private keys from BEGIN to the end of the END line, or of the header alone if no END is near."""
     end = 0
-    for match in _compiled(PEM).finditer(text):
+    for match in compiled(PEM).finditer(text):
         if end >= 0 and end < match.end():
             end = text.find(b"-----END ", match.end())
         near = match.end() <= end <= match.end() + MAX_PEM_BYTES

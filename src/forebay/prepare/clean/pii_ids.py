@@ -60,6 +60,16 @@ def _not_one_digit(number: str) -> bool:
     return len(set(number)) > 1
 
 
+def _sum_of(weights: tuple[int, ...], modulus: int) -> Callable[[str], bool]:
+    """The check that the weighted sum of the digits, which are not all the same, is a multiple."""
+    return lambda n: _not_one_digit(n) and _weighted(weights, n) % modulus == 0
+
+
+_NL_BSN = _sum_of((9, 8, 7, 6, 5, 4, 3, 2, -1), 11)  # Source: Rijksdienst voor Identiteitsgegevens, the test of eleven.
+_EAN = _sum_of((1, 3) * 7, 10)  # Source: GS1, as the Swiss AHVN13 uses it.
+_AU_TFN = _sum_of((1, 4, 3, 7, 5, 8, 6, 9, 10), 11)  # Source: Australian Taxation Office, tax file number algorithm.
+
+
 def _us_ssn(n: str) -> bool:
     """Source: 20 CFR 422.103 and the Social Security Administration's list of numbers that it does not give."""
     area = n[:3]
@@ -114,11 +124,6 @@ def _pl_pesel(n: str) -> bool:
     century, month = divmod(int(n[2:4]), 20)
     born = _date({0: 1900, 1: 2000}.get(century, 0) + int(n[:2]), month, int(n[4:6])) if century < 2 else False
     return born and _weighted((1, 3, 7, 9, 1, 3, 7, 9, 1, 3, 1), n) % 10 == 0
-
-
-def _nl_bsn(n: str) -> bool:
-    """Source: Rijksdienst voor Identiteitsgegevens, the test of eleven."""
-    return _not_one_digit(n) and _weighted((9, 8, 7, 6, 5, 4, 3, 2, -1), n) % 11 == 0
 
 
 def _br_digits(n: str, start: int, weights: list[int]) -> bool:
@@ -183,11 +188,6 @@ def _be_national(n: str) -> bool:
     return born and any(97 - int(century + n[:9]) % 97 == int(n[9:]) for century in ("", "2"))
 
 
-def _ean(n: str) -> bool:
-    """Source: GS1, as the Swiss AHVN13 uses it."""
-    return _weighted((1, 3) * 7, n) % 10 == 0
-
-
 def _kr_rrn(n: str) -> bool:
     """Source: Resident Registration Act, enforcement rules; numbers given from October 2020 on have no check digit."""
     check = (11 - _weighted((2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5), n) % 11) % 10
@@ -217,11 +217,6 @@ def _tr_identity(n: str) -> bool:
 def _za_id(n: str) -> bool:
     """Source: Department of Home Affairs, Identification Act 68 of 1997."""
     return _any_century(n[:2], n[2:4], n[4:6]) and n[10] in "012" and luhn(n)
-
-
-def _au_tfn(n: str) -> bool:
-    """Source: Australian Taxation Office, tax file number algorithm."""
-    return _not_one_digit(n) and _weighted((1, 4, 3, 7, 5, 8, 6, 9, 10), n) % 11 == 0
 
 
 def _pt_nif(n: str) -> bool:
@@ -280,7 +275,7 @@ IDENTIFIERS = (
     Identifier("es_dni", r"(?:\d{8}|[XYZ]-?\d{7})-?[A-HJ-NP-TV-Z]", _es_dni),
     Identifier("it_fiscal_code", rf"(?i)[A-Z]{{6}}{_CF}{{2}}[A-EHLMPRST]{_CF}{{2}}[A-Z]{_CF}{{3}}[A-Z]", _it_cf),
     Identifier("pl_pesel", r"\d{11}", _pl_pesel, r"pesel"),
-    Identifier("nl_bsn", r"\d{4}[ .]?\d{2}[ .]?\d{3}|\d{3}[ .]\d{3}[ .]\d{3}", _nl_bsn, r"\bbsn|burgerservice|sofi"),
+    Identifier("nl_bsn", r"\d{4}[ .]?\d{2}[ .]?\d{3}|\d{3}[ .]\d{3}[ .]\d{3}", _NL_BSN, r"\bbsn|burgerservice|sofi"),
     Identifier("br_cpf", r"\d{3}\.\d{3}\.\d{3}-\d{2}", _br_cpf),
     Identifier("br_cpf", r"\d{11}", _br_cpf, r"\bcpf\b"),
     Identifier("br_cnpj", r"\d{2}\.\d{3}\.\d{3}/\d{4}-\d{2}", _br_cnpj),
@@ -293,14 +288,14 @@ IDENTIFIERS = (
     Identifier("no_birth_number", r"\d{6} ?\d{5}", _no_birth),
     Identifier("dk_cpr", r"\d{6}-?\d{4}", lambda n: _any_century(n[4:6], n[2:4], n[:2]), r"\bcpr\b|personnummer"),
     Identifier("be_national_id", r"\d{2}\.\d{2}\.\d{2}-\d{3}\.\d{2}", _be_national),
-    Identifier("ch_ahv", r"756\.?\d{4}\.?\d{4}\.?\d{2}", _ean),
+    Identifier("ch_ahv", r"756\.?\d{4}\.?\d{4}\.?\d{2}", _EAN),
     Identifier("pt_nif", r"\d{3} ?\d{3} ?\d{3}", _pt_nif, r"\bnif\b|contribuinte"),
     Identifier("ro_cnp", r"[1-8]\d{12}", _ro_cnp, r"\bcnp\b|cod numeric personal"),
     Identifier("tr_identity", r"[1-9]\d{10}", _tr_identity, r"\bt\.?c\.?\b|kimlik"),
     Identifier("kr_rrn", r"\d{6}-[1-8]\d{6}", _kr_rrn),
     Identifier("jp_my_number", r"\d{4}[ -]?\d{4}[ -]?\d{4}", _jp_number, r"マイナンバー|個人番号|my number"),
     Identifier("mx_curp", r"[A-Z][AEIOUX][A-Z]{2}\d{6}[HMX][A-Z]{5}[0-9A-Z]\d", _mx_curp),
-    Identifier("au_tfn", r"\d{3} ?\d{3} ?\d{3}", _au_tfn, r"\btfn\b|tax file"),
+    Identifier("au_tfn", r"\d{3} ?\d{3} ?\d{3}", _AU_TFN, r"\btfn\b|tax file"),
     Identifier("za_id", r"\d{6} ?\d{4} ?\d{3}", _za_id, r"\bid (?:no|num)|identity n|rsa id|south african id"),
     Identifier("passport", r"[A-Z]{0,2}\d{6,9}", _written, r"passp?ort|reisepass|passeport|pasaporte|护照|паспорт"),
     Identifier(
@@ -317,24 +312,26 @@ _BEFORE, _AFTER = frozenset(b"-./_@#$%&=:+\\"), frozenset(b"_@%")
 
 
 @functools.cache
-def _compiled(pattern: str) -> Any:
+def compiled(pattern: str, longest: bool = False) -> Any:
+    """A pattern for bytes, which finds the first of its alternatives that fits, or the longest."""
     options = re2.Options()
     options.log_errors = False
-    options.longest_match = True
+    options.longest_match = longest
     return re2.compile(pattern.encode(), options)
 
 
 @functools.cache
 def _contexts(kinds: frozenset[str]) -> Any:
     """What finds a word that any of those kinds needs."""
-    return _compiled("(?i)" + "|".join(item.context or "$^" for item in IDENTIFIERS if item.kind in kinds))
+    return compiled("(?i)" + "|".join(item.context or "$^" for item in IDENTIFIERS if item.kind in kinds), True)
 
 
 @functools.lru_cache(256)
 def _shapes(identifiers: tuple[Identifier, ...]) -> tuple[Any, tuple[Any, ...]]:
     """What finds any of them, and each."""
     shapes = [rf"\b(?:{item.shape})\b" for item in identifiers]
-    return _compiled("|".join(f"(?:{shape})" for shape in dict.fromkeys(shapes))), tuple(map(_compiled, shapes))
+    any_of = compiled("|".join(f"(?:{shape})" for shape in dict.fromkeys(shapes)), True)
+    return any_of, tuple(compiled(shape, True) for shape in shapes)
 
 
 @functools.cache
@@ -369,7 +366,7 @@ def find_ids(text: bytes, kinds: frozenset[str]) -> Iterator[tuple[int, int, str
 
 def _context(item: Identifier) -> Any:
     """A word of the context, and then no other number; or a list of numbers alone."""
-    return _compiled(rf"(?i)(?:{item.context})\pL*(?:[^0-9]*|[^\pL]*)$")
+    return compiled(rf"(?i)(?:{item.context})\pL*(?:[^0-9]*|[^\pL]*)$", True)
 
 
 def _stands_alone(text: bytes, start: int, stop: int) -> bool:

@@ -8,12 +8,15 @@ which Python's `\\w` leaves out. Source: Aho and Corasick 1975.
 import functools
 import unicodedata
 from collections.abc import Mapping, Sequence
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.errors import UsageError
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import text_buffers, text_column
 from forebay.prepare.filters.words import next_point
@@ -67,6 +70,14 @@ def replace_rows(column: pa.LargeStringArray, texts: Mapping[int, str]) -> pa.La
     assert (offsets[rows + 1] > offsets[rows]).all()
     puts = [texts[row].encode() for row in rows.tolist()]
     return splice(column, offsets[rows], offsets[rows + 1], puts, np.arange(len(rows)))
+
+
+def read_lines(path: Path | Traversable, setting: str) -> list[str]:
+    """The lines of a file of phrases, which a setting names."""
+    try:
+        return path.read_text("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{setting}: expected UTF-8, got {error} ({path})") from error
 
 
 WORD_TABLE = 0x20000  # Characters from here on are ideographs (words), but for a few that no text has.

@@ -7,7 +7,6 @@ languages (CC-BY-4.0), with weights of ours; `scripts/make_toxic_lists.py` made 
 import functools
 import gzip
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -20,12 +19,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.clean.spans import Automaton, apart, build, word_table
+from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, word_table
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers
-from forebay.prepare.filters.kernels import measure_length
+from forebay.prepare.filters.kernels import text_lengths
 from forebay.prepare.filters.languages import language_code
-from forebay.prepare.filters.word_tables import character_table
 from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.settings import Count, Number, Share, check_fields
@@ -126,7 +124,7 @@ class Toxic(Stage):
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Drops as configured; counts `matches` (in what is kept) and `no_list`."""
-        column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
+        drop, counts = keep_all(len(batch)), dict[str, int]()
         measures: dict[str, Measure] = {}
         if self.lists or not self.model:
             matches, listed = self._matches(batch)
@@ -135,22 +133,20 @@ class Toxic(Stage):
                 drop[over] = WORDS
                 measures["toxic_words"] = Measure(matches, high=self.max_matches if self.max_matches >= 0 else math.inf)
             else:
-                lengths = np.zeros((len(batch), 2), np.int64)
-                measure_length(*text_buffers(column), character_table(), lengths)
-                scores = 100 * matches / np.maximum(lengths[:, 1], 1)
+                _, words = text_lengths(batch.column("text"))
+                scores = 100 * matches / np.maximum(words, 1)
                 over = (scores > self.max_score) & (matches >= self.min_weight)
                 drop[over] = LEXICON
                 heavy = np.where(matches >= self.min_weight, scores, np.nan)
                 measures["toxic_lexicon"] = Measure(heavy, high=self.max_score)
                 batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
-            counts.update(matches=int(matches[~over].sum()), no_list=int((~listed & ~over).sum()))
+            counts = {"matches": int(matches[~over].sum()), "no_list": int((~listed & ~over).sum())}
         if self.model:
             scores = np.nan_to_num(np.asarray(FastText(self.model, self.label).score(batch)[""], np.float64))
             batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
             drop[(drop < 0) & (scores >= self.threshold)] = SCORE
             measures["toxic_score"] = Measure(scores, high=np.nextafter(self.threshold, -math.inf))
-        counted = {kind: count for kind, count in counts.items() if count}
-        return StageResult(batch, drop, counted, measures=measures)
+        return StageResult(batch, drop, counts, measures=measures)
 
     def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         matches, listed = np.zeros(len(batch), np.int64), np.zeros(len(batch), bool)
@@ -186,11 +182,7 @@ def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> tuple[Autom
         if language != Path(language).name or not (path / language).is_file():
             return _built({})
         path = path / language
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"lists: expected UTF-8, got {error} ({path})") from error
-    return _built(dict.fromkeys({line.strip() for line in lines} - {"", *allow}, 1))
+    return _built(dict.fromkeys({line.strip() for line in read_lines(path, "lists")} - {"", *allow}, 1))
 
 
 def _built(weights: dict[str, int]) -> tuple[Automaton | None, NDArray[np.int64]]:

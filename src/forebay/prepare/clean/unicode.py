@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import ftfy
 import numpy as np
@@ -196,7 +196,6 @@ class Unicode(Stage):
             some, changed, again = self._round(column.take(pa.array(rows)), counts)
             texts = {int(rows[i]): some[int(i)].as_py() for i in changed}
             column, rows = replace_rows(column, texts), rows[again]
-        counts = Counter({kind: count for kind, count in counts.items() if count})
         return StageResult(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def _round(self, column: pa.LargeStringArray, counts: Counter[str]) -> tuple[pa.LargeStringArray, Ints, Ints]:
@@ -215,7 +214,7 @@ class Unicode(Stage):
             ask = MAYBE_DENORMAL if self.form == "NFC" else NOT_ASCII
             # Repair can bring up anything: what it touched is asked again.
             rows = np.flatnonzero((flags & ask != 0) | (changed & (flags != 0)))
-            normalise = functools.partial(_normalise, self.form)
+            normalise = functools.partial(unicodedata.normalize, self.form)
             column = self._edit(column, rows, normalise, "normalised", changed, counts)
         sizes = np.diff(text_buffers(column)[0])
         return column, np.flatnonzero(changed), np.flatnonzero(changed & (flags != 0) & (sizes > 0))
@@ -244,11 +243,6 @@ class Unicode(Stage):
         counts.update(dict(zip(KINDS, sums.tolist())))
         changed |= by_row.any(axis=1)
         return text_column(out_offsets, out[: out_offsets[-1]])
-
-
-def _normalise(form: str, text: str) -> str:
-    checked_form = cast(Literal["NFC", "NFKC"], form)
-    return text if unicodedata.is_normalized(checked_form, text) else unicodedata.normalize(checked_form, text)
 
 
 def _repair(text: str) -> str:

@@ -17,8 +17,15 @@ from pydantic import Field
 
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
-from forebay.prepare.decontaminate.index import EvaluationIndex, SetFiles, expand_ligatures, open_index, set_names
-from forebay.prepare.decontaminate.kernels import find_ngrams, flag_rows
+from forebay.prepare.decontaminate.index import (
+    EvaluationIndex,
+    SetFiles,
+    expand_ligatures,
+    find_ngrams,
+    flag_rows,
+    open_index,
+    set_names,
+)
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, read_words
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Count, Share, Texts, check_fields
@@ -136,7 +143,7 @@ class Decontaminate(Stage):
             texts = batch.column("text").to_pylist()
             texts = [changed.get(row, text) for row, text in enumerate(texts)]
             batch = replace_column(batch, "text", pa.array(texts, pa.large_string()))
-        return StageResult(batch, drop, {"cut": len(changed)} if changed else {}, hits=hits)
+        return StageResult(batch, drop, {"cut": len(changed)}, hits=hits)
 
 
 class _Document:

@@ -286,10 +286,9 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
         ]  # fmt: skip
         names = step("cut share", drop_mostly_cut, shares)
         atomic_write(corpus.path("drop"), (Path(corpus.folder, name).read_bytes() for name in names))
-        codes = (np.fromfile(Path(corpus.folder, name), np.uint8) for name in names)
         sums = np.zeros(len(methods) + 2, np.int64)
-        for part in codes:
-            sums += np.bincount(part, minlength=len(sums))
+        for name in names:
+            sums += np.bincount(np.fromfile(Path(corpus.folder, name), np.uint8), minlength=len(sums))
         counts = sums.tolist()
     on_progress("done", total, total)
     return counts, units_cut, windows
@@ -325,7 +324,8 @@ def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int],
     """How many rows of each unit are cut, by label, and the windows of each split."""
     config, stem = corpus.config, corpus.stem
 
-    def mark(keys: pairs.Keys, sources: list[tuple[str, int, int]], name: str, both: bool = False) -> int:
+    def mark(keys: pairs.Keys, name: str, both: bool = False, sources: Sequence[tuple[str, int, int]] = ()) -> int:
+        sources = sources or list(zip(corpus.prefixes, corpus.row_counts(keys.ending), corpus.documents))
         files = _find_pairs(corpus, keys, sources, drop if keys.counts else "", step)
         rows = sum(rows for _, rows, _ in sources)
         (count,) = step("cut", mark_units, [MarkTask(name, corpus.folder, tuple(files), rows, both)])
@@ -333,18 +333,15 @@ def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int],
 
     units_cut = {}
     for unit in config.units:
-        sources = list(zip(corpus.prefixes, corpus.row_counts(unit.ending), corpus.documents))
         keys = pairs.Keys(unit.ending, 2, 2, unit.counts)
-        units_cut[unit.label] = mark(keys, sources, f"{stem}.cut-{unit.ending}")
+        units_cut[unit.label] = mark(keys, f"{stem}.cut-{unit.ending}")
     if config.overlap:
-        sources = list(zip(corpus.prefixes, corpus.row_counts("ngrams"), corpus.documents))
         label = f"runs of {config.overlap_ngram} words seen"
-        units_cut[label] = mark(pairs.Keys("ngrams", 1, 1, "ngram_counts"), sources, f"{stem}.cut-ngrams")
+        units_cut[label] = mark(pairs.Keys("ngrams", 1, 1, "ngram_counts"), f"{stem}.cut-ngrams")
     if not config.substring:
         return units_cut, []
     counts = corpus.row_counts("anchors")
-    sources = list(zip(corpus.prefixes, counts, corpus.documents))
-    mark(pairs.Keys("anchors", 1, 1, "anchor_counts"), sources, f"{stem}-anchors", both=True)
+    mark(pairs.Keys("anchors", 1, 1, "anchor_counts"), f"{stem}-anchors", both=True)
     places = zip(corpus.prefixes, np.cumsum([0, *counts]).tolist(), np.cumsum([0, *corpus.documents]).tolist())
     tasks = [
         WindowsTask(f"{stem}.windows{i}", corpus.folder, prefix, f"{corpus.folder}/{stem}-anchors", start, drop, first,
@@ -354,7 +351,7 @@ def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int],
     windows = step("windows", sign_windows, tasks)
     sources = [(f"{corpus.folder}/{task.name}", rows, 0) for task, rows in zip(tasks, windows)]
     label = f"spans of {config.min_words} words cut"
-    units_cut[label] = mark(pairs.Keys("windows", 2, 2), sources, f"{stem}.cut-windows")
+    units_cut[label] = mark(pairs.Keys("windows", 2, 2), f"{stem}.cut-windows", sources=sources)
     for prefix, _, _ in sources:
         Path(f"{prefix}.windows").unlink(missing_ok=True)
     return units_cut, windows

@@ -192,7 +192,7 @@ def locate_words(data: Any, i: int, stop: int, table: Any, starts: Any, stops: A
 
 
 @jit()
-def hash_ngrams(words: Any, num_words: int, ngram: int, out: Any) -> int:
+def hash_ngrams(words: Any, num_words: int, ngram: int, out: Any, base: Any = _BASE) -> int:
     """64-bit hashes of all runs of `ngram` of the words into `out`, polynomials of their hashes; how many there are."""
     count = num_words - ngram + 1
     if count <= 0:
@@ -200,35 +200,26 @@ def hash_ngrams(words: Any, num_words: int, ngram: int, out: Any) -> int:
     power = _U1
     h = np.uint64(0)
     for j in range(ngram):
-        h = h * _BASE + words[j]
+        h = h * base + words[j]
         if j:
-            power *= _BASE
+            power *= base
     out[0] = mix(h)
     for j in range(1, count):
-        h = (h - words[j - 1] * power) * _BASE + words[j + ngram - 1]
+        h = (h - words[j - 1] * power) * base + words[j + ngram - 1]
         out[j] = mix(h)
     return count
 
 
 @jit()
-def make_shingles(words: Any, have: int, ngram: int, shingles: Any) -> int:
+def make_shingles(words: Any, have: int, ngram: int, hashes: Any, shingles: Any) -> int:
     """32-bit hashes of all runs of `ngram` of the words (of the fewer that there are), filled up to whole lanes."""
-    n = min(ngram, have)
-    count = have - n + 1
-    power = _U1
-    h = np.uint64(0)
-    for j in range(n):
-        h = h * _BASE + words[j]
-        if j:
-            power *= _BASE
-    shingles[0] = np.uint32(mix(h) >> np.uint64(32))
-    for j in range(1, count):
-        h = (h - words[j - 1] * power) * _BASE + words[j + n - 1]
-        shingles[j] = np.uint32(mix(h) >> np.uint64(32))
+    count = hash_ngrams(words, have, min(ngram, have), hashes)
+    for j in range(count):
+        shingles[j] = np.uint32(hashes[j] >> np.uint64(32))
     full = (count + _LANES - 1) // _LANES * _LANES
     for j in range(count, full):
         shingles[j] = shingles[0]
-    return full
+    return int(full)
 
 
 @jit()
@@ -251,7 +242,7 @@ def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: i
     Source: Broder 1997 (resemblance as the chance of equal minima); Leskovec et al., Mining of Massive Datasets, 3.4
     (bands of rows).
     """
-    words = np.empty(_BLOCK + 2, np.uint64)
+    words, hashes = np.empty(_BLOCK + 2, np.uint64), np.empty(_BLOCK + 2, np.uint64)
     shingles = np.empty(_BLOCK + 2 + _LANES, np.uint32)
     lowest = np.empty(len(factors), np.uint32)
     for d in range(len(offsets) - 1):
@@ -263,7 +254,7 @@ def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: i
             i, have = read_words(data, i, stop, table, words, have)
             if have == 0 or (seen and have < ngram):
                 continue
-            take_lowest(shingles, make_shingles(words, have, ngram, shingles), factors, terms, lowest)
+            take_lowest(shingles, make_shingles(words, have, ngram, hashes, shingles), factors, terms, lowest)
             seen = True
             if have >= ngram:
                 for j in range(ngram - 1):

@@ -59,15 +59,6 @@ def _collect(data, i, stop, table, ngram, sample, words, hashes, out, line_ends,
 
 
 @jit()
-def _count_lines(data, i, stop):  # type: ignore[no-untyped-def]
-    lines = 1
-    while i < stop:
-        lines += data[i] == 10
-        i += 1
-    return lines
-
-
-@jit()
 def _unique(hashes):  # type: ignore[no-untyped-def]
     """The hashes ascending, each once."""
     ascending = np.sort(hashes)
@@ -81,7 +72,7 @@ def _unique(hashes):  # type: ignore[no-untyped-def]
 
 @jit()
 def _ngrams_of(data, i, stop, table, ngram, sample):  # type: ignore[no-untyped-def]
-    capacity, lines = (stop - i) // 2 + 4, _count_lines(data, i, stop)
+    capacity, lines = (stop - i) // 2 + 4, 1 + np.count_nonzero(data[i:stop] == 10)
     words, hashes, out = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
     line_ends, counts = np.empty(lines, np.int64), np.empty(lines, np.int64)
     used, n = _collect(data, i, stop, table, ngram, sample, words, hashes, out, line_ends, counts)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from forebay.files import open_atomic
 from forebay.prepare.compiled import jit
-from forebay.prepare.dedup.embeddings import Vectors, quantize
+from forebay.prepare.dedup.methods import Vectors, quantize
 from forebay.prepare.dedup.pairs import read_flags
 
 MAX_CLUSTERS = 1 << 16

@@ -22,6 +22,7 @@ from forebay.files import atomic_write, open_atomic
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
 from forebay.prepare.documents import part_batches, text_buffers
+from forebay.prepare.filters.words import room_of
 
 _BASE = np.uint64(0xD6E8FEB86659FD93)
 _U1 = np.uint64(1)
@@ -34,15 +35,6 @@ def sign_anchors(texts: pa.LargeStringArray, min_words: int) -> tuple[NDArray[np
     counts = np.empty(len(texts), np.int64)
     n = _sign(data, offsets, character_table("words"), min_words, out, counts)
     return out[:n], counts
-
-
-@jit()
-def _capacity(offsets):  # type: ignore[no-untyped-def]
-    """Room for the words of the longest text: a letter and a gap each, or a character of two bytes and more."""
-    longest = 0
-    for d in range(len(offsets) - 1):
-        longest = max(longest, offsets[d + 1] - offsets[d])
-    return longest // 2 + 4
 
 
 @jit()
@@ -71,7 +63,8 @@ def find_anchors(hashes, count, width, queue, anchors, anchor_of):  # type: igno
 
 @jit()
 def _sign(data, offsets, table, min_words, out, counts):  # type: ignore[no-untyped-def]
-    capacity = _capacity(offsets)
+    # Room for the words of the longest text: a letter and a gap each, or a character of two bytes and more.
+    capacity = room_of(offsets, offsets[1:]) // 2 + 3
     words, hashes = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
     queue, anchor_of = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
     ngram = min_words // 2
@@ -109,17 +102,10 @@ def _hash_windows(data, i, stop, table, min_words, repeated, out, spans):  # typ
         return 0, num_anchors
     locate_words(data, i, stop, table, starts, stops)
     windows = hash_ngrams(words, have, min_words, hashes)
+    for j in range(have):
+        words[j] = mix(words[j])
     others = anchors
-    power = _U1
-    h = np.uint64(0)
-    for j in range(min_words):
-        h = h * _BASE + mix(words[j])
-        if j:
-            power *= _BASE
-    others[0] = mix(h)
-    for j in range(1, windows):
-        h = (h - mix(words[j - 1]) * power) * _BASE + mix(words[j + min_words - 1])
-        others[j] = mix(h)
+    hash_ngrams(words, have, min_words, others, _BASE)
     n = 0
     for w in range(windows):
         if not repeated[anchor_of[w]]:

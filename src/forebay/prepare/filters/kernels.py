@@ -5,9 +5,12 @@ Lines, paragraphs and n-grams are counted by 64-bit hashes in an open-addressed 
 """
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.filters.word_tables import BREAK, SPACE, TERMINAL, UNSPACED
+from forebay.prepare.documents import text_buffers
+from forebay.prepare.filters.word_tables import BREAK, SPACE, TERMINAL, UNSPACED, character_table
 from forebay.prepare.filters.words import (
     HAS_LETTER,
     IS_DENSE,
@@ -270,8 +273,15 @@ def measure_lines(cut, table, short, out):  # type: ignore[no-untyped-def]
         out[row, 4], out[row, 5], out[row, 6] = n - newlines, newlines, words
 
 
+def text_lengths(column: pa.LargeStringArray) -> NDArray[np.int64]:
+    """What `_measure_length` writes about each text, int64 [2, rows]: characters and words."""
+    out = np.zeros((len(column), 2), np.int64)
+    _measure_length(*text_buffers(column), character_table(), out)
+    return out.T
+
+
 @jit()
-def measure_length(offsets, data, table, out):  # type: ignore[no-untyped-def]
+def _measure_length(offsets, data, table, out):  # type: ignore[no-untyped-def]
     """int64 [rows, 2]: characters; runs of them without white space, those of scripts without spaces cut into words."""
     points = np.empty(0, np.uint32)
     for row in range(len(offsets) - 1):

@@ -35,56 +35,19 @@ from forebay.prepare.filters.word_tables import (
     UPPER,
     hash_word,
     table_of_hashes,
+    word_lists,
 )
-from forebay.prepare.filters.words import cut_words, decode, hash_points, kind, look_up, tables, trim
+from forebay.prepare.filters.words import cut_words, decode, hash_points, kind, look_up, room_of, tables, trim
 from forebay.prepare.settings import Count, Share, Texts
 
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
 """Why a line is taken out, in this order; counted as `lines_symbols`."""
 MAX_LINE_BYTES = 1 << 20
-_ENGLISH = (
-    "a about above across after against all also although always am among an and another any anyone anything are "
-    "around as at away back be became because become been before behind being below between both but by can cannot "
-    "could did do does doing done down during each either else ever every everyone everything few first for from get "
-    "give go got had has have having he her here hers herself him himself his how however i if in into is it its "
-    "itself just know last least less let like made make many may me might mine more most much must my myself near "
-    "neither never no none nor not nothing now of off often on once one only onto or other others our ours out over "
-    "own per quite rather said same say see several shall she should since so some someone something soon still such "
-    "take than that the their theirs them themselves then there therefore these they this those though through thus "
-    "till to together too toward two under until up upon us very was we well were what whatever when where whether "
-    "which while who whom whose why will with within without would yet you your yours yourself "
-)
-"""Function words of English: more than the eight of Gopher, as a line has fewer words than a document."""
 COMMON = (
     "en", "de", "fr", "es", "it", "pt", "nl", "pl", "cs", "ru", "uk", "sv", "da", "no", "fi", "hu", "ro", "tr", "el",
     "ar", "fa", "he", "hi", "id", "vi", "ko", "zh", "ja", "th", "lo", "km", "my",
 )  # fmt: skip
 """Where no language is known, a stop word of any of these counts."""
-_COUNTERS = (
-    "like likes share shares comment comments view views reply replies retweet retweets repost reposts vote votes "
-    "upvote upvotes downvote downvotes point points follower followers following post posts review reviews rating "
-    "ratings star stars download downloads subscriber subscribers member members answer answers read reads reaction "
-    "reactions tweet tweets save saves pin pins clap claps result results item items photo photos video videos "
-    "commentaire commentaires partage partages vue vues kommentar kommentare aufruf aufrufe antwort antworten "
-    "comentario comentarios visita visitas respuestas comentários respostas commenti risposte reacties kommentarer"
-)
-_BEGIN = (
-    "sign in;sign up;sign-in;sign-up;log in;log out;login;register;subscribe;share this;share on;follow us;click here;"
-    "skip to;back to;go to;jump to;posted by;posted in;filed under;tagged with;add to cart;add to wishlist;"
-    "leave a reply;leave a comment;post a comment;write a review;please enable;you must be logged;read more;show more;"
-    "view all;see all;previous post;next post;share:;tags:;anmelden;registrieren;weiterlesen;se connecter;"
-    "iniciar sesión;leer más;lire la suite;accedi;leggi tutto"
-)
-_END = (
-    "read more;read more...;show more;learn more;see more;view more;load more;continue reading;click here;sign in;"
-    "log in;sign up;privacy policy;terms of service;terms of use;all rights reserved;mehr lesen;weiterlesen;leer más;"
-    "lire la suite;leggi tutto;lees meer"
-)
-_ANYWHERE = (
-    "items in cart;item in cart;items in your cart;your cart is empty;add to cart;forgot password;forgot your password;"
-    "cookie policy;accept cookies;accept all;all rights reserved;share on facebook;share on twitter;skip to content;"
-    "enable javascript;sign in to;log in to"
-)
 _AT_BEGIN, _AT_END, _SOMEWHERE, _PHRASE_WORDS = 1, 2, 4, 5
 
 
@@ -150,7 +113,7 @@ class LineRules(LanguageStage):
         if (drop >= 0).any():
             column = pa.compute.if_else(pa.array(drop >= 0), batch.column("text"), column)
         sums = removed[drop < 0].sum(axis=0).tolist()
-        counted = {f"lines_{rule}": count for rule, count in zip(RULES, sums, strict=True) if count}
+        counted = {f"lines_{rule}": count for rule, count in zip(RULES, sums, strict=True)}
         share = Measure(words_removed / np.maximum(words, 1), high=self.max_removed_words)
         return StageResult(
             replace_column(batch, "text", column), drop, counted, measures={"lines_removed_words": share}
@@ -177,7 +140,7 @@ class _Rules(NamedTuple):
 def _stop_table(words: Any) -> tuple[*WordTable, dict[str, int]]:
     if words != "auto":
         return *stop_word_table([("", [word.lower() for word in words])]), {}
-    lists = {**all_stop_words(), "en": tuple(_ENGLISH.split())}
+    lists = {**all_stop_words(), "en": tuple(word_lists()["lines"]["english"].split())}
     common = [word for code in COMMON for word in lists[code]]
     others = {code: words for code, words in lists.items() if code not in COMMON[1:]}
     return *stop_word_table([("", common), *others.items()]), {
@@ -188,9 +151,10 @@ def _stop_table(words: Any) -> tuple[*WordTable, dict[str, int]]:
 @lru_cache(1)
 def _phrase_table() -> WordTable:
     """The hash of a phrase's words, one after the other: where in a line it counts; of a counter's word: 0."""
-    phrases = {hash_word(word): 0 for word in _COUNTERS.split()}
-    for position, listed in ((_AT_BEGIN, _BEGIN), (_AT_END, _END), (_SOMEWHERE, _ANYWHERE)):
-        for phrase in listed.split(";"):
+    lists = word_lists()["lines"]
+    phrases = {hash_word(word): 0 for word in lists["counters"].split()}
+    for position, name in ((_AT_BEGIN, "begin"), (_AT_END, "end"), (_SOMEWHERE, "anywhere")):
+        for phrase in lists[name].split("\n"):
             h, words = 0, re.findall(r"\w+", phrase)
             for word in words:
                 h = (h * _FACTOR + hash_word(word)) & (1 << 64) - 1
@@ -307,10 +271,7 @@ def _is_mark(c):  # type: ignore[no-untyped-def]
 
 @jit()
 def _rewrite(offsets, data, table, keys, values, rules, languages, has_list, measures, removed, out, out_stops):  # type: ignore[no-untyped-def]
-    longest = 0
-    for row in range(len(offsets) - 1):
-        longest = max(longest, offsets[row + 1] - offsets[row])
-    capacity = min(longest, MAX_LINE_BYTES) + 2
+    capacity = min(room_of(offsets, offsets[1:]), MAX_LINE_BYTES + 2)
     points, kinds = np.empty(capacity, np.uint32), np.empty(capacity, np.uint16)
     begins, stops, tail = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
     written = 0

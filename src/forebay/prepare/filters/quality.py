@@ -2,10 +2,11 @@
 
 A rule compares two columns that a kernel measured; the first rule that fails, in the published order, is the reason.
 Source: Rae et al. 2021 (Gopher), section A.1.1 and table A1; Penedo et al. 2024 (FineWeb), section 3.5. What they leave
-open (words, duplicates, top n-grams) is as in datatrove 0.10. The compiler, 0.5 s to import, is imported on use.
+open (words, duplicates, top n-grams) is as in datatrove 0.10. The scorer `signals` makes columns of what these rules
+measure. The compiler, 0.5 s to import, is imported on use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Measure, StageResult, check_rules, text_buffers
+from forebay.prepare.documents import Measure, StageResult, check_rules
 from forebay.prepare.filters.languages import (
     UNSPACED,
     ByLanguage,
@@ -28,6 +29,7 @@ from forebay.prepare.filters.languages import (
     stop_word_table,
     stop_words,
 )
+from forebay.prepare.scores.base import Scorer
 from forebay.prepare.settings import Count, Number, Share, Texts, check_order
 
 Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
@@ -76,13 +78,9 @@ class Length(LanguageStage):
             check_order(self, f"min_{unit}", f"max_{unit}")
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
-        from forebay.prepare.filters.kernels import measure_length
-        from forebay.prepare.filters.word_tables import character_table
+        from forebay.prepare.filters.kernels import text_lengths
 
-        offsets, data = text_buffers(batch.column("text"))
-        counts = np.zeros((batch.num_rows, 2), np.int64)
-        measure_length(offsets, data, character_table(), counts)
-        chars, words = counts.T
+        chars, words = text_lengths(batch.column("text"))
         rules = (
             Measure(chars, low=self.min_chars), Measure(chars, high=self.max_chars),
             Measure(words, low=self.min_words), Measure(words, high=self.max_words),
@@ -304,3 +302,53 @@ class FineWeb(LanguageStage):
                 Measure(m["newlines"] / m["words"], high=self.max_newlines_per_word),
             )
         return check_rules(batch, self.reasons, rules)
+
+
+_TOP, _DUPLICATE = (2, 3, 4), (5, 6, 7, 8, 9, 10)
+_SHARES = (
+    "hashes_per_word", "ellipses_per_word", "bullet_lines", "ellipsis_lines", "alpha_words", "duplicate_paragraphs",
+    "duplicate_paragraph_chars", "duplicate_lines", "duplicate_line_chars", "ended_lines", "short_lines",
+    "newlines_per_word", *(f"top_{n}_gram" for n in _TOP), *(f"duplicate_{n}_grams" for n in _DUPLICATE),
+)  # fmt: skip
+_COLUMNS = ("words", "lines", "mean_word_chars", "stop_words", *_SHARES)
+
+
+@dataclass(frozen=True)
+class Signals(Scorer):
+    """The measures behind `[gopher_quality]`, `[gopher_repetition]` and `[fineweb]`, one column each, NAME_x.
+
+    Counts: words (those not all symbols), lines, stop_words (different ones of the language's list). All others but
+    mean_word_chars are shares; of nothing, such as words in a text without any, NaN.
+
+    Source: Weber et al. 2024 (RedPajama-v2), section 4.3, whose signals are those of Gopher and C4.
+    """
+
+    name: ClassVar[str] = "signals"
+    version: ClassVar[int] = 1
+    seconds_per_mb: ClassVar[float] = 0.03
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return dict.fromkeys(_COLUMNS, "number")
+
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[Any]]:
+        from forebay.prepare.filters import kernels
+
+        sizes = [(n, len(kernels.REPETITION) + i, n in _TOP) for i, n in enumerate((*_TOP, *_DUPLICATE))]
+        q, _ = quality_measures(batch, "auto")
+        repeats = measure(
+            kernels.measure_repetition, batch, len(kernels.REPETITION) + len(sizes), [np.array(sizes, np.int64)]
+        )
+        shape = measure(kernels.measure_lines, batch, len(kernels.FINEWEB), [FineWeb.short_line_chars])
+        r, grams = dict(zip(kernels.REPETITION, repeats)), repeats[len(kernels.REPETITION) :]
+        f = dict(zip(kernels.FINEWEB, shape, strict=True))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = [
+                q["text_words"], q["lines"], q["text_chars"] / q["text_words"], q["stops"],
+                q["hashes"] / q["words"], q["ellipses"] / q["words"], q["bullets"] / q["lines"],
+                q["trails"] / q["lines"], q["alpha_words"] / q["words"], r["same_paragraphs"] / r["paragraphs"],
+                r["paragraph_chars"] / r["chars"], r["same_lines"] / r["lines"], r["line_chars"] / r["chars"],
+                f["ended"] / f["lines"], f["short"] / f["lines"], f["newlines"] / f["words"],
+                *(chars / r["chars"] for chars in grams),
+            ]  # fmt: skip
+        return dict(zip(_COLUMNS, values, strict=True))

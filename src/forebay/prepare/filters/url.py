@@ -1,7 +1,7 @@
 """Drops documents by their address: hosts, addresses, words, parts of words, expressions. A row without a URL is kept.
 
-The words that come with it are ours: few, in `SHIPPED`. Lists of hosts are the user's files, a host or word a line
-(`#` begins a comment), such as UT1's, which RefinedWeb and FineWeb used (Penedo et al. 2023, section G.1; 2024,
+The words that come with it are ours: few, in `word_lists.toml`. Lists of hosts are the user's files, a host or word a
+line (`#` begins a comment), such as UT1's, which RefinedWeb and FineWeb used (Penedo et al. 2023, section G.1; 2024,
 section 3.1).
 """
 
@@ -18,20 +18,10 @@ import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import Measure, Stage, StageResult
+from forebay.prepare.filters.word_tables import word_lists
 from forebay.prepare.settings import Count, Texts, check_fields
 
 _WORD = re.compile(r"[^\W_]+")
-SHIPPED = {
-    "words": "porn porno pornos xxx milf milfs hentai sexcam sexcams camgirls camgirl orgy blowjob blowjobs gangbang "
-    "cumshot cumshots bukkake creampie creampies shemale shemales handjob titties deepthroat threesome fetishes "
-    "upskirt bdsm nsfw escorts camsex livesex sextube pornstar pornstars",
-    "soft_words": "sex sexy nude nudes naked webcam webcams cams escort singles horny amateur erotic erotica fetish "
-    "anal pussy tits boobs dick cock swingers swinger casino casinos poker slots betting jackpot roulette viagra "
-    "cialis pills torrent warez crack keygen",
-    "substrings": "xvideos xnxx xhamster youporn redtube pornhub freeporn porntube pornvideo xxxvideo sexvideo "
-    "livesexcam onlinecasino casinobonus casinoonline buyviagra cheapviagra buycialis hentaimanga pornsite bestporn",
-}  # fmt: skip
-"""Used where no list of the user's is named. Of the addresses of 1,497 web pages of seven kinds they drop none."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +68,10 @@ class Url(Stage):
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         shipped = not (self.files() or self.patterns) if self.shipped == "auto" else self.shipped
         hosts, urls = _lists(self.hosts, ""), _lists(self.urls, "")
-        words = _lists(self.words, SHIPPED["words"] * shipped)
-        soft = _lists(self.soft_words, SHIPPED["soft_words"] * shipped)
-        substrings = _substrings(_lists(self.substrings, SHIPPED["substrings"] * shipped))
+        own = word_lists()["url"]
+        words = _lists(self.words, own["words"] * shipped)
+        soft = _lists(self.soft_words, own["soft_words"] * shipped)
+        substrings = _substrings(_lists(self.substrings, own["substrings"] * shipped))
         pattern = _pattern(self.patterns)
         drop, soft_words = np.full(batch.num_rows, -1, np.int16), np.zeros(batch.num_rows, np.int64)
         for row, url in enumerate(batch.column("url").to_pylist()):

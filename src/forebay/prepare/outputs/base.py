@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Protocol
 
 from forebay.errors import PrepareError
 from forebay.prepare.corpus import Corpus
-from forebay.prepare.histograms import bars
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import describe_sample
+from forebay.prepare.stats import Usage
+from forebay.prepare.thresholds import bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.prepare.usage import Usage
 from forebay.storage.listing import count_reasons, shown_path
 
 _MAX_REJECTS, _MAX_SKIPPED = 50, 200
@@ -67,10 +67,15 @@ def conclude(
     return PrepareResult(run.out, run.recipe.name, id, **counts, skipped=skipped)
 
 
+def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int = 0) -> dict[str, Any]:
+    """The counts of a result and of its lineage."""
+    counts = {"documents_in": corpus.documents_in, "documents_out": documents_out, "tokens": tokens, "slices": slices}
+    return {**counts, "dropped": corpus.stats.dropped()}
+
+
 def write_empty_report(run: PrepareRun, corpus: Corpus) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
-    counts = {"documents_in": corpus.documents_in, "documents_out": 0, "tokens": 0, "slices": 0}
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, "", counts))
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, "", counts_of(corpus, 0)))
 
 
 def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
@@ -138,7 +143,7 @@ def _sample(run: PrepareRun, corpus: Corpus, counts: Mapping[str, Any], unwritte
         usage.add(part)
     figures = {name: counts[name] for name in ("documents_in", "documents_out", "tokens")}
     figures |= {
-        "text_bytes": list(corpus.stats.funnel.values())[-1].bytes_out,
+        "text_bytes": corpus.stats.last.bytes_out,
         "disk_bytes": sum(sizes) + unwritten_bytes,
     }
     return describe_sample(corpus.sampling, corpus.texts, corpus.stats, usage, figures)

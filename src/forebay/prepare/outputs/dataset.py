@@ -31,12 +31,11 @@ from forebay.errors import UsageError
 from forebay.files import atomic_write, open_atomic, sync_directory
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
-from forebay.prepare.outputs.base import Output, conclude, no_documents
+from forebay.prepare.outputs.base import Output, conclude, counts_of, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
-from forebay.prepare.stats import StageStats
-from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode, finished, left_out_file
+from forebay.prepare.tasks.encode import EncodeTask, encode, finished, left_out_file
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, finished_shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import RowShape, finished_slice, plan_row_slices, plan_slices, write_slice
 from forebay.prepare.tokenize.encoders import EncoderSpec
@@ -73,10 +72,7 @@ class DatasetOutput(Output):
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        encoded = _encode(run, corpus, tokenizer, run.out)
-        parts = [result.part for result in encoded if result.documents_out]
-        if not parts:
-            raise no_documents(run, corpus)
+        parts = _encode(run, corpus, tokenizer, run.out)
         files = {TOKENIZER_FILE: tokenizer.sha256}
         if run.recipe.slice.shuffle:
             tasks = plan_shuffle(parts, run.tasks)
@@ -84,13 +80,8 @@ class DatasetOutput(Output):
         table = _slice(run, parts, tokenizer)
         if run.document_ids:
             files[DOCUMENTS_FILE] = write_documents(run.out / DOCUMENTS_FILE, corpus, parts)
-        counts: dict[str, Any] = {
-            "documents_in": corpus.documents_in,
-            "documents_out": sum(part.documents for part in parts),
-            "tokens": sum(part.tokens for part in parts),
-            "slices": len(table),
-            "dropped": corpus.stats.dropped(),
-        }
+        documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
+        counts = counts_of(corpus, documents, tokens, len(table))
         atomic_write(run.out / TABLE_FILE, table.to_parquet())
         rows = run.recipe.rows is not None
         manifest = Manifest.of(
@@ -125,20 +116,14 @@ class ReportOutput(Output):
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        encoded = _encode(run, corpus, tokenizer, run.work)
-        parts = [result.part for result in encoded]
-        if not any(part.documents for part in parts):
-            raise no_documents(run, corpus)
-        counts = {
-            "documents_in": corpus.documents_in, "documents_out": sum(part.documents for part in parts),
-            "tokens": sum(part.tokens for part in parts), "slices": 0, "dropped": corpus.stats.dropped(),
-        }  # fmt: skip
+        parts = _encode(run, corpus, tokenizer, run.work)
+        counts = counts_of(corpus, sum(part.documents for part in parts), sum(part.tokens for part in parts))
         token_bytes = sum(part.tokens * TOKEN_DTYPES[part.dtype].itemsize for part in parts)
         return conclude(run, corpus, "", counts, unwritten_bytes=token_bytes * (1 + run.recipe.slice.shuffle))
 
 
-def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: Path) -> list[EncodeResult]:
-    """Examine what is kept, encode it, and count both; `folder` gets the tokenizer."""
+def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: Path) -> list[EncodedPart]:
+    """The kept documents as tokens, in parts with at least one; PrepareError if there is none."""
     examine_kept(corpus, run.recipe.dedup)
     atomic_write(folder / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
@@ -157,19 +142,16 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: P
     sizes = [text.bytes_out for text in corpus.texts]
     encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
     write_ids(run.write_ids, corpus, [left_out_file(task) for task in tasks])
-    _count(corpus.stats, encoded)
-    return encoded
-
-
-def _count(stats: StageStats, encoded: Sequence[EncodeResult]) -> None:
-    last = next(reversed(stats.funnel.values()))
-    count = stats.stage("tokenize")
-    count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
+    count = corpus.stats.following("tokenize")
     count.documents_out = sum(result.documents_out for result in encoded)
     count.bytes_out = sum(result.text_bytes for result in encoded)
     for result in encoded:
         count.dropped.update({reason: n for reason, n in result.dropped.items() if reason != "duplicate"})
         count.changed.update(result.changed)
+    parts = [result.part for result in encoded if result.documents_out]
+    if not parts:
+        raise no_documents(run, corpus)
+    return parts
 
 
 def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFile) -> SliceTable:

@@ -29,11 +29,11 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
-from forebay.prepare.outputs.base import Output, conclude
+from forebay.prepare.outputs.base import Output, conclude, counts_of
 from forebay.prepare.recipe import LanguageModel, Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
+from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
-from forebay.prepare.scores.steps import recorded_scores
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
@@ -66,9 +66,7 @@ class _MarkedOutput(Output):
     ) -> PrepareResult:
         examine_kept(corpus, run.recipe.dedup)
         content = self.write_content(run, corpus)
-        documents_out = next(reversed(corpus.stats.funnel.values())).documents_out
-        counts: dict[str, Any] = {"documents_in": corpus.documents_in, "documents_out": documents_out, "tokens": 0}
-        counts |= {"slices": 0, "dropped": corpus.stats.dropped()}
+        counts = counts_of(corpus, corpus.stats.last.documents_out)
         content |= {"name": run.recipe.name, "lineage": {**lineage, "counts": counts}}
         data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
         commit = partial(atomic_write, run.out / self.marker, data)
@@ -179,12 +177,10 @@ def export_files(run: PrepareRun, corpus: Corpus) -> list[ExportedFile]:
     for path in (run.out / "text").rglob("*"):
         if path.is_file() and str(path.relative_to(run.out)) not in {file.file for file in files}:
             path.unlink()
-    last = next(reversed(corpus.stats.funnel.values()))
     written, empty = sum(file.documents for file in files), sum(left_out for _, left_out, _ in results)
-    if last.documents_out != written or empty:
-        count = corpus.stats.stage("text")
-        count.documents_in, count.documents_out = last.documents_out, written
-        count.bytes_in, count.bytes_out = last.bytes_out, sum(text_bytes for _, _, text_bytes in results)
+    if corpus.stats.last.documents_out != written or empty:
+        count = corpus.stats.following("text")
+        count.documents_out, count.bytes_out = written, sum(text_bytes for _, _, text_bytes in results)
         if empty:
             count.dropped["empty"] = empty
     return files

@@ -294,7 +294,7 @@ class Repeat(Stage):
         batch = replace_column(batch, COPIES, pa.array(copies))
         drop = first_failing(missing, copies == 0)
         extra = int((copies - 1)[drop < 0].sum())
-        return StageResult(batch, drop, {"copies added": extra} if extra else {})
+        return StageResult(batch, drop, {"copies added": extra})
 
 
 def _draws(texts: pa.Array) -> NDArray[np.float64]:

@@ -40,6 +40,15 @@ def _fnv(h, byte):  # type: ignore[no-untyped-def]
 
 
 @jit()
+def hash_bytes(data, start, stop):  # type: ignore[no-untyped-def]
+    """The hash of bytes `[start, stop)`, as the library's dictionary has it."""
+    h = np.uint32(2166136261)
+    for pos in range(start, stop):
+        h = _fnv(h, data[pos])
+    return h
+
+
+@jit()
 def parse_entries(data, start, starts, stops, counts, types):  # type: ignore[no-untyped-def]
     """Read the dictionary's entries; the position after them, or -1 if the file ends before."""
     pos = start
@@ -63,10 +72,7 @@ def index_entries(data, starts, stops, slots):  # type: ignore[no-untyped-def]
     """Fill the hash table, whose size is a power of two above the number of entries."""
     mask = len(slots) - 1
     for entry in range(len(starts)):
-        h = np.uint32(2166136261)
-        for pos in range(starts[entry], stops[entry]):
-            h = _fnv(h, data[pos])
-        slot = np.int64(h) & mask
+        slot = np.int64(hash_bytes(data, starts[entry], stops[entry])) & mask
         while slots[slot] >= 0:
             slot = (slot + 1) & mask
         slots[slot] = entry
@@ -148,6 +154,8 @@ def average_rows(net, offsets, stops, data, out):  # type: ignore[no-untyped-def
         longest = max(longest, stops[row] - offsets[row])
     hashes = np.empty(longest // 2 + 3 if ngrams > 1 else 1, np.int32)
     total = np.empty(dim, np.float32)
+    end_hash = hash_bytes(_END, 0, end_size)
+    end_word = _find(words, starts, word_stops, slots, _END, 0, end_size, end_hash)
     for row in range(len(stops)):
         total[:] = 0
         features = num_hashes = tokens = 0
@@ -164,10 +172,7 @@ def average_rows(net, offsets, stops, data, out):  # type: ignore[no-untyped-def
             tokens += pos > start
             at_end = pos == start or (pos - start == end_size and _starts_with(data, start, pos, _END))
             if at_end:
-                h = np.uint32(2166136261)
-                for i in range(end_size):
-                    h = _fnv(h, _END[i])
-                word = _find(words, starts, word_stops, slots, _END, 0, end_size, h)
+                h, word = end_hash, end_word
             else:
                 word = _find(words, starts, word_stops, slots, data, start, pos, h)
             if word >= num_words or (word < 0 and not at_end and _starts_with(data, start, pos, _LABEL)):

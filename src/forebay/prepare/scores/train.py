@@ -27,6 +27,7 @@ from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.compiled import jit
 from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.scores.fasttext_kernels import hash_bytes
 from forebay.prepare.scores.fasttext_model import FastTextModel, load_model
 from forebay.prepare.settings import Positive, Settings
 
@@ -136,7 +137,8 @@ def _train(sides: Sequence[Sequence[bytes]], training: ClassifierSettings) -> by
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     number_of = {word: index for index, (word, _) in enumerate(ordered)}
     num_words = sum(count >= training.min_count for _, count in ordered)
-    hashes = np.array([_hash(word) for word, _ in ordered], np.uint32).astype(np.int32)
+    unsigned = [hash_bytes(np.frombuffer(word, np.uint8), 0, len(word)) for word, _ in ordered]
+    hashes = np.array(unsigned, np.uint32).astype(np.int32)
     tokens, offsets = [], [0]
     for text, _ in documents:
         words = [number for word in _words(text) if (number := number_of.get(word)) is not None]
@@ -166,13 +168,6 @@ def _words(text: bytes) -> list[bytes]:
     words = text.split()
     stop = words.index(b"</s>") if b"</s>" in words else len(words)
     return [word for word in words[:stop] if not word.startswith(b"__label__")]
-
-
-def _hash(word: bytes) -> int:
-    h = 2166136261
-    for byte in word:
-        h = ((h ^ (byte if byte < 128 else byte | 0xFFFFFF00)) * 16777619) & 0xFFFFFFFF
-    return h
 
 
 @jit()

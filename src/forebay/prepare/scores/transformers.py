@@ -34,16 +34,7 @@ class _Runner(Protocol):
 
 @dataclass(frozen=True)
 class SequenceClassifier(Scorer):
-    """What both scorers have in common.
-
-    Args:
-        model: Folder of the model: `config.json`, `tokenizer.json`, and the weights.
-        label: The column is the probability of this label, by its name in `config.json` or its number. Empty: a model
-            with one output is a regression, whose column is the output.
-        max_tokens: Only so many tokens of a document count, and no more than the model has positions.
-        batch: Documents in a group.
-        device: `cpu`, or `cuda`, `cuda:1` (`onnx`: CUDA needs the package onnxruntime-gpu).
-    """
+    """What both scorers have in common; the settings are described by `Onnx`."""
 
     model: str = ""
     label: str = ""
@@ -129,7 +120,7 @@ class Onnx(SequenceClassifier):
             with one output is a regression, whose column is the output.
         max_tokens: Only so many tokens of a document count, and no more than the model has positions.
         batch: Documents in a group.
-        device: `cpu` or `cuda`.
+        device: `cpu`, or `cuda`, `cuda:1` (which needs the package onnxruntime-gpu).
     """
 
     name: ClassVar[str] = "onnx"

@@ -24,7 +24,6 @@ from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, part_batches
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.histograms import float_keys, float_of
 from forebay.prepare.scores.base import number_column
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import TextPart
@@ -36,6 +35,7 @@ from forebay.prepare.tasks.text import (
     finished_text,
     open_documents,
 )
+from forebay.prepare.thresholds import float_keys, float_of
 
 SEGMENT_VERSION = 2
 _MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -268,12 +269,9 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
 
 def finished_slice(task: SliceTask) -> SliceInfo | None:
     """The slice if an earlier run of the same plan committed it, and its file has that size."""
-    try:
+    with suppress(OSError, ValueError, TypeError):
         info = SliceInfo(**json.loads(task.mark.read_bytes()))
-        if (Path(task.out) / task.name).stat().st_size == info.bytes:
-            return info
-    except (OSError, ValueError, TypeError):
-        pass
+        return info if (Path(task.out) / task.name).stat().st_size == info.bytes else None
     return None
 
 

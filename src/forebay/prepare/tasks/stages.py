@@ -20,11 +20,11 @@ import pyarrow as pa
 from forebay.errors import ForebayError, PrepareError
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record
+from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
 from forebay.prepare.sources import row_position
-from forebay.prepare.stats import StageStats, mix64, text_bytes
-from forebay.prepare.usage import peak_bytes, work_time
+from forebay.prepare.stats import StageStats, mix64, peak_bytes, text_bytes
 
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.

@@ -24,6 +24,7 @@ from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
+from forebay.prepare.compiled import work_time
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
 from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
@@ -43,7 +44,6 @@ from forebay.prepare.tasks.stages import (
     run_stages,
     to_batch,
 )
-from forebay.prepare.usage import work_time
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,8 +19,7 @@ from pydantic import Field
 
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.settings import Settings
-from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
-from forebay.prepare.tokenize.tokenizers import parse, special_names
+from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for, vocabulary_of
 
 TRAINED = 1 << 31  # The bit of a token that is trained on; ids are below it.
 _MARKS = re.compile(f"([{PROMPT_MARK}{RESPONSE_MARK}])")
@@ -112,15 +110,13 @@ class Conversations(Settings):
         conversations = [split_turns(text) for text in texts]
         encoded = iter(encoder_for(spec).encode([words for turns in conversations for _, words in turns]))
         for turns in conversations:
-            yield (
-                self._render(spec, [(trained, next(encoded)) for trained, _ in turns]),
-                "" if len(turns) else "empty",
-            )
+            rendered = self._render(spec, [(trained, next(encoded)) for trained, _ in turns])
+            yield rendered, "" if len(turns) else "empty"
 
     def _with_chat_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[NDArray[Any], str]]:
         from forebay.prepare.tokenize.chat_template import UnfitConversationError, guarded, pieces, render
 
-        vocab = special_tokens(spec)
+        _, vocab = vocabulary_of(spec)
         names = {number: name for name, number in vocab.items()}
         bos, eos = (names.get(-1 if token is None else token, "") for token in (spec.bos_id, spec.eos_id))
         hide, show = guarded(list(vocab))
@@ -156,25 +152,13 @@ class Conversations(Settings):
         return np.concatenate(parts)
 
 
-def special_tokens(spec: EncoderSpec) -> dict[str, int]:
-    """The special tokens of a tokenizer.json, and their ids."""
-    return _special_tokens(spec.path, spec.sha256) if spec.has_tokenizer_json else {}
-
-
-@lru_cache(maxsize=4)
-def _special_tokens(path: str, sha256: str) -> dict[str, int]:
-    data = Path(path).read_bytes()
-    vocab = parse(data, path).get_vocab(with_added_tokens=True)
-    return {name: vocab[name] for name in special_names(data)}
-
-
 @lru_cache(maxsize=64)
 def _fixed(spec: EncoderSpec, text: str) -> NDArray[Any]:
     if not text:
         return np.empty(0, np.uint32)
-    special = {name: number for name, number in special_tokens(spec).items() if name in text}
-    names = sorted(special, key=len, reverse=True)
-    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
-    encoder = encoder_for(spec)
-    ids = [np.array([special[p]], np.uint32) if p in special else encoder.encode([p])[0] for p in parts if p]
+    from forebay.prepare.tokenize.chat_template import pieces
+
+    (_, special), encoder = vocabulary_of(spec), encoder_for(spec)
+    parts = pieces(text, [name for name in special if name in text])
+    ids = [np.array([special[part]], np.uint32) if named else encoder.encode([part])[0] for named, part in parts]
     return np.concatenate(ids).astype(np.uint32)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from forebay.errors import PrepareError
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.engines.base import resident_bytes
-from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse
+from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse, special_names
 
 ENCODER_VERSION = 2  # Changed when a text would get other ids.
 LONG_CHARS = 2 << 20
@@ -75,6 +75,18 @@ class EncoderSpec:
     def has_tokenizer_json(self) -> bool:
         """Whether the bytes at `path` are a tokenizer.json that defines the ids."""
         return self.kind not in ("bytes", OWN)
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(path: str, sha256: str) -> tuple[dict[str, int], dict[str, int]]:
+    data = Path(path).read_bytes()
+    ids = parse(data, path).get_vocab(with_added_tokens=True)
+    return ids, {name: ids[name] for name in special_names(data)}
+
+
+def vocabulary_of(spec: EncoderSpec) -> tuple[dict[str, int], dict[str, int]]:
+    """The ids of all tokens by name, and those of the special ones; empty without a tokenizer.json."""
+    return _vocabulary(spec.path, spec.sha256) if spec.has_tokenizer_json else ({}, {})
 
 
 class Encoder(Protocol):

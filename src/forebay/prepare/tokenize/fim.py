@@ -7,8 +7,6 @@ prefix and a suffix side by side) and 4.4 (cuts at characters); Lozhkov et al. 2
 
 import hashlib
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.settings import Settings, Share
-from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
-from forebay.prepare.tokenize.tokenizers import parse
+from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for, vocabulary_of
 
 MIN_CHARS = 3
 
@@ -50,7 +47,7 @@ class FillInTheMiddle(Settings):
 
     def sentinels(self, spec: EncoderSpec) -> tuple[int, int, int]:
         """The ids of the three tokens. Raises UsageError if the tokenizer lacks one."""
-        vocab = _vocab(spec.path, spec.sha256) if spec.has_tokenizer_json else {}
+        vocab, _ = vocabulary_of(spec)
         for key in ("prefix", "suffix", "middle"):
             if (name := getattr(self, key)) not in vocab:
                 raise UsageError(
@@ -96,8 +93,3 @@ class FillInTheMiddle(Settings):
         lengths = np.array([len(ids) for ids in out[1:]], np.int64)
         counts = {"empty": plain.count(""), "fill_in_the_middle": sum(cut is not None for cut in cuts)}
         return np.concatenate(out), lengths, counts
-
-
-@lru_cache(2)
-def _vocab(path: str, sha256: str) -> dict[str, int]:
-    return parse(Path(path).read_bytes(), path).get_vocab(with_added_tokens=True)
