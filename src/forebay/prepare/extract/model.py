@@ -21,7 +21,7 @@ from forebay.prepare.filters.word_tables import hash_table
 
 MODEL_VERSION = 3
 """Changed with the weights, as then the same page gives another text."""
-SHARE, PRECISE_SHARE = 0.6, 0.75
+SHARE, PRECISE_SHARE = 0.55, 0.75
 """A block is kept if its probability is at least this share of the page's highest expected F1. One half is best for F1
 if probabilities are exact; more rejects more boilerplate for little of F1."""
 MIN_TITLE = 0.2
