@@ -3,7 +3,7 @@
 import numpy as np
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.extract.tags import HIDDEN
+from forebay.prepare.extract.tags import ARIA_HIDDEN, HIDDEN, HIDDEN_ATTRIBUTE
 from forebay.prepare.filters.word_tables import MIX
 from forebay.prepare.filters.words import look_up
 
@@ -70,8 +70,10 @@ def _contains(data, start, stop, word):  # type: ignore[no-untyped-def]
     return False
 
 
-_NONE, _TEX = np.frombuffer(b"none", np.uint8), np.frombuffer(b"math/tex", np.uint8)
-_TRUE = np.frombuffer(b"true", np.uint8)
+_TEX, _TRUE, _DISPLAY, _NONE, _VISIBILITY, _HIDDEN = (
+    np.frombuffer(word, np.uint8) for word in (b"math/tex", b"true", b"display", b"none", b"visibility", b"hidden")
+)
+_HIDING = ((_DISPLAY, _NONE), (_VISIBILITY, _HIDDEN))
 
 
 @jit()
@@ -127,14 +129,14 @@ def read_attributes(data, i, words, total):  # type: ignore[no-untyped-def]
         elif h == _TYPE_OF:
             total[6] = _contains(data, start, min(stop, start + 8), _TEX)
         elif h == _HIDE:
-            flags |= HIDDEN
+            flags |= HIDDEN_ATTRIBUTE
         elif h == _ARIA_HIDDEN:
             if _contains(data, start, min(stop, start + 8), _TRUE):
-                flags |= HIDDEN
+                flags |= ARIA_HIDDEN
         elif h == _STYLE:
-            for k in range(start, min(stop, start + 512) - 8):
-                if data[k] == 100 and data[k + 7] == 58 and data[k + 4] == 108:  # display:
-                    if _contains(data, k + 8, min(stop, k + 14), _NONE):
-                        flags |= HIDDEN
-                    break
+            stop = min(stop, start + 512)
+            for k in range(start, stop):
+                for name, value in _HIDING:
+                    if data[k] == 58 and _contains(data, max(start, k - len(name) - 1), k, name):
+                        flags |= HIDDEN * _contains(data, k, min(stop, k + len(value) + 3), value)
     return flags, link, n

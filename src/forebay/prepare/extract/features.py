@@ -32,6 +32,7 @@ from forebay.prepare.extract.page import (
     MAX_WEIGHT,
     MIN_WEIGHT,
     NUM_KINDS,
+    OWN_WEIGHT,
     PARENT,
     PATH,
     SUM_WEIGHT,
@@ -45,30 +46,29 @@ from forebay.prepare.extract.page import (
     WORDS,
     ScannedPage,
 )
-from forebay.prepare.extract.tags import ARTICLE, CONCEPTS, FORM, HEADING, LIST, MAIN, TABLE, TAGS, tag_tables
+from forebay.prepare.extract.tags import HEADING, NUM_FLAGS, SHARES, TAGS, tag_tables
 from forebay.prepare.filters.word_tables import TERMINAL, character_table
 from forebay.prepare.filters.words import kind
 
-_NUM_FLAGS = 17 + len(CONCEPTS)
 _BASE = 35
 _NEIGHBOUR = 19  # Columns of a neighbour: the first of the base.
 _LEVELS = 6
-_PER_LEVEL = 8
+_PER_LEVEL = 11
 _SPANS = (4, 12)
-NUM_FEATURES = _BASE + 6 * _NEIGHBOUR + _NUM_FLAGS + 10 + _LEVELS * _PER_LEVEL + 5 + 3 * len(_SPANS) + 14 + NUM_KINDS
-NUM_CONTEXT = 9 + _LEVELS + 11
+NUM_FEATURES = _BASE + 6 * _NEIGHBOUR + NUM_FLAGS + 10 + _LEVELS * _PER_LEVEL + 5 + 3 * len(_SPANS) + 16 + NUM_KINDS
+_ALIKE_LEVELS = 3
+NUM_CONTEXT = 9 + _LEVELS + _ALIKE_LEVELS + 13
 """Features of the second pass: the probabilities that the first gives to the block and to what is around it."""
 
 _H1, _P, _LI, _ARTICLE = (TAGS[name] for name in ("h1", "p", "li", "article"))
 _SUM_WORDS, _SUM_LINKS, _SUM_BLOCKS, _SUM_GOOD, _SUM_COMMAS, _SUM_INPUTS, _SUM_IMAGES = range(7)
 
 
-def block_features(page: ScannedPage) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """float32 [blocks, NUM_FEATURES], and the sums over each element that `context_features` needs."""
+def block_features(page: ScannedPage) -> NDArray[np.float32]:
+    """float32 [blocks, NUM_FEATURES]."""
     features = np.zeros((len(page.blocks), NUM_FEATURES), np.float32)
-    sums = np.zeros((len(page.elements), 7), np.float32)
-    _block_features(page, tag_tables()[1], character_table(), sums, features)
-    return features, sums
+    _block_features(page, tag_tables()[1], character_table(), features)
+    return features
 
 
 def context_features(page: ScannedPage, probability: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -116,8 +116,9 @@ def _slots(values):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _sum_elements(page, sums):  # type: ignore[no-untyped-def]
+def _sum_elements(page):  # type: ignore[no-untyped-def]
     elements, blocks = page.elements, page.blocks
+    sums = np.zeros((len(elements), 7), np.float32)
     for i in range(len(blocks)):
         b = blocks[i]
         row = sums[b[ELEMENT]]
@@ -132,6 +133,7 @@ def _sum_elements(page, sums):  # type: ignore[no-untyped-def]
         sums[e, _SUM_IMAGES] += elements[e, IMAGES]
         if e:
             sums[elements[e, PARENT]] += sums[e]
+    return sums
 
 
 @jit()
@@ -237,8 +239,9 @@ def _base(page, tag_bits, chars, features):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _write_levels(f, column, elements, tag_bits, sums, element, page_words):  # type: ignore[no-untyped-def]
+def _write_levels(f, column, page, tag_bits, sums, repeats, element, page_words):  # type: ignore[no-untyped-def]
     """The features of the elements around a block, from the innermost; returns the next column."""
+    elements = page.elements
     e = _block_element(elements, tag_bits, element)
     for _ in range(_LEVELS):
         total = sums[e]
@@ -251,6 +254,9 @@ def _write_levels(f, column, elements, tag_bits, sums, element, page_words):  # 
         f[column + 5] = elements[e, CHILDREN]
         f[column + 6] = total[_SUM_INPUTS] + total[_SUM_IMAGES] / 100
         f[column + 7] = words / page_words
+        f[column + 8] = elements[e, TAG]
+        f[column + 9] = page.element_weights[e, OWN_WEIGHT]
+        f[column + 10] = repeats[e]
         column += _PER_LEVEL
         e = elements[e, BLOCK_PARENT]
     return column
@@ -263,22 +269,22 @@ def _write_page(f, column, page, sums, top, shares, num_h1, articles):  # type: 
     f[column + 1] = page_words
     f[column + 2] = sums[0, _SUM_LINKS] / page_words
     f[column + 3] = sums[0, _SUM_GOOD] / page_words
-    for k in range(5):
+    for k in range(len(SHARES)):
         f[column + 4 + k] = shares[k] / page_words
-    f[column + 9] = num_h1
-    f[column + 10] = sums[top, _SUM_WORDS] / page_words
-    f[column + 11] = sums[top, _SUM_LINKS] / max(np.float32(1), sums[top, _SUM_WORDS])
-    f[column + 12] = articles
-    f[column + 13] = sums[0, _SUM_GOOD]
+    f[column + 11] = num_h1
+    f[column + 12] = sums[top, _SUM_WORDS] / page_words
+    f[column + 13] = sums[top, _SUM_LINKS] / max(np.float32(1), sums[top, _SUM_WORDS])
+    f[column + 14] = articles
+    f[column + 15] = sums[0, _SUM_GOOD]
     for k in range(NUM_KINDS):
-        f[column + 14 + k] = page.kinds >> k & 1
+        f[column + 16 + k] = page.kinds >> k & 1
 
 
 @jit()
-def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-untyped-def]
+def _block_features(page, tag_bits, chars, features):  # type: ignore[no-untyped-def]
     elements, blocks = page.elements, page.blocks
     num = len(blocks)
-    _sum_elements(page, sums)
+    sums = _sum_elements(page)
     _base(page, tag_bits, chars, features)
     page_words = max(np.float32(1), sums[0, _SUM_WORDS])
     top = _top_candidate(page, tag_bits, sums)
@@ -289,9 +295,11 @@ def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-u
         if e == 0:
             break
         e = elements[e, PARENT]
+    alike, _ = _slots(elements[:, PATH])
+    repeats = np.bincount(alike)[alike]
     paths, num_paths = _slots(elements[blocks[:, ELEMENT], PATH])
     path_sums = np.zeros((num_paths, 3), np.float32)
-    shares = np.zeros(5, np.float32)
+    shares = np.zeros(len(SHARES), np.float32)
     first_h1, num_h1, before = -1, 0, np.float32(0)
     for i in range(num):
         b = blocks[i]
@@ -299,7 +307,7 @@ def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-u
         path_sums[paths[i], 1] += b[WORDS]
         path_sums[paths[i], 2] += b[LINK_WORDS]
         flags = elements[b[ELEMENT], FLAGS]
-        for k, flag in enumerate((ARTICLE, MAIN, LIST, TABLE, FORM)):
+        for k, flag in enumerate(SHARES):
             if flags & flag:
                 shares[k] += b[WORDS]
         if features[i, 2] == _H1:
@@ -324,9 +332,9 @@ def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-u
                 f[column + k] = features[j, k] if 0 <= j < num else -1
             column += _NEIGHBOUR
         flags = elements[b[ELEMENT], FLAGS]
-        for k in range(_NUM_FLAGS):
+        for k in range(NUM_FLAGS):
             f[column + k] = flags >> k & 1
-        column += _NUM_FLAGS
+        column += NUM_FLAGS
         common = b[ELEMENT]
         while not in_top[common]:
             common = elements[common, PARENT]
@@ -342,7 +350,7 @@ def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-u
         f[column + 9] = 1 if b[ELEMENT] < top else 0
         before += b[WORDS]
         column += 10
-        column = _write_levels(f, column, elements, tag_bits, sums, b[ELEMENT], page_words)
+        column = _write_levels(f, column, page, tag_bits, sums, repeats, b[ELEMENT], page_words)
         path = path_sums[paths[i]]
         words = max(np.float32(1), path[1])
         f[column] = path[0]
@@ -359,6 +367,22 @@ def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-u
             f[column + 2] = (cumulated[high, 2] - cumulated[low, 2]) / words
             column += 3
         _write_page(f, column, page, sums, top, shares, num_h1, articles)
+
+
+@jit()
+def _expected_recall(words, probability):  # type: ignore[no-untyped-def]
+    """Of each block, the share of the expected main text that is in likelier ones; and the highest expected F1."""
+    shares = np.zeros(len(words), np.float32)
+    total = np.float32(0.01)
+    for i in range(len(words)):
+        total += words[i] * probability[i]
+    size, expected, best = np.float32(0), np.float32(0), np.float32(0.01)
+    for i in np.argsort(-probability, kind="mergesort"):
+        shares[i] = expected / total
+        size += words[i]
+        expected += words[i] * probability[i]
+        best = max(best, 2 * expected / (size + total))
+    return shares, best
 
 
 @jit()
@@ -382,6 +406,11 @@ def _context_features(page, tag_bits, probability, features):  # type: ignore[no
         highest = max(highest, probability[i])
     for e in range(len(elements) - 1, 0, -1):
         sums[elements[e, PARENT]] += sums[e]
+    alike, num_alike = _slots(elements[:, PATH])
+    alike_sums = np.zeros((num_alike, 2), np.float32)
+    for e in range(len(elements)):
+        alike_sums[alike[e]] += sums[e]
+    shares, best = _expected_recall(blocks[:, WORDS], probability)
     headings = _headings(page, tag_bits)
     for i in range(num):
         f = features[i]
@@ -393,6 +422,11 @@ def _context_features(page, tag_bits, probability, features):  # type: ignore[no
         e = _block_element(elements, tag_bits, blocks[i, ELEMENT])
         for _ in range(_LEVELS):
             f[column] = sums[e, 1] / max(np.float32(1), sums[e, 0])
+            column += 1
+            e = elements[e, BLOCK_PARENT]
+        e = _block_element(elements, tag_bits, blocks[i, ELEMENT])
+        for _ in range(_ALIKE_LEVELS):
+            f[column] = alike_sums[alike[e], 1] / max(np.float32(1), alike_sums[alike[e], 0])
             column += 1
             e = elements[e, BLOCK_PARENT]
         path = path_sums[paths[i]]
@@ -416,3 +450,5 @@ def _context_features(page, tag_bits, probability, features):  # type: ignore[no
         words = cumulated[j, 0] - cumulated[i, 0]
         f[column + 10] = (cumulated[j, 1] - cumulated[i, 1]) / max(np.float32(1), words)
         f[column + 7] = (cumulated[num, 1] - cumulated[i + 1, 1]) / max(np.float32(1), cumulated[num, 1])
+        f[column + 11] = shares[i]
+        f[column + 12] = probability[i] / best

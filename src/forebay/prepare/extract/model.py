@@ -19,9 +19,9 @@ from forebay.prepare.extract.page import CELL, ELEMENT, ROW, TAG, WORDS, Scanned
 from forebay.prepare.extract.tags import TAGS, concept_words
 from forebay.prepare.filters.word_tables import hash_table
 
-MODEL_VERSION = 2
+MODEL_VERSION = 3
 """Changed with the weights, as then the same page gives another text."""
-SHARE, PRECISE_SHARE = 0.6, 0.7
+SHARE, PRECISE_SHARE = 0.55, 0.75
 """A block is kept if its probability is at least this share of the page's highest expected F1. One half is best for F1
 if probabilities are exact; more rejects more boilerplate for little of F1."""
 MIN_TITLE = 0.2
@@ -81,9 +81,9 @@ def vocabulary(words: list[str], weights: NDArray[np.float32]) -> Vocabulary:
 
 def block_probabilities(page: ScannedPage, model: Model) -> NDArray[np.float32]:
     """float32 [blocks]: how likely each block is main text."""
-    features, _ = block_features(page)
-    first = predict(features, model.first)
-    return predict(np.hstack([features, context_features(page, first)]), model.second)
+    columns = np.ascontiguousarray(block_features(page).T)
+    context = context_features(page, predict(columns, model.first))
+    return predict(np.concatenate([columns, context.T]), model.second)
 
 
 def choose_blocks(
@@ -116,7 +116,7 @@ def _same_in_rows(page: ScannedPage, probability: NDArray[np.float32]) -> NDArra
         return probability
     _, index, num_blocks = np.unique(rows[inside], return_inverse=True, return_counts=True)
     is_first = np.zeros(len(inside), bool)
-    is_first[np.unique(np.stack([rows[inside], cells[inside]]), axis=1, return_index=True)[1]] = True
+    is_first[np.unique(rows[inside] << 32 | cells[inside], return_index=True)[1]] = True
     is_data = (np.bincount(index, is_first) == num_blocks) & (num_blocks > 1)
     highest = np.zeros(len(num_blocks), np.float32)
     np.maximum.at(highest, index, probability[inside])
@@ -143,9 +143,9 @@ def _logistic(x):  # type: ignore[no-untyped-def]
     return np.float32(1.0 / (1.0 + total * _POWERS[np.int64(k) + 64]))
 
 
-def predict(features: NDArray[np.float32], trees: Trees) -> NDArray[np.float32]:
-    """float32 [rows]: the probabilities that trees give to features, float32 [rows, features]."""
-    probabilities: NDArray[np.float32] = _predict(np.ascontiguousarray(features.T), trees)
+def predict(columns: NDArray[np.float32], trees: Trees) -> NDArray[np.float32]:
+    """float32 [rows]: the probabilities that trees give to features, float32 [features, rows]."""
+    probabilities: NDArray[np.float32] = _predict(np.ascontiguousarray(columns), trees)
     return probabilities
 
 

@@ -43,6 +43,7 @@ from forebay.prepare.extract.tags import (
     CUSTOM,
     FOREIGN,
     HEADING,
+    HIDDEN,
     ITEM,
     PRE,
     RAW,
@@ -215,7 +216,7 @@ def _add_element(element, parent, tag, flags, total, tag_bits, tag_flags, elemen
     row[TAG] = tag
     row[FLAGS] = up[FLAGS] | own
     row[DEPTH] = up[DEPTH] + 1
-    row[PATH] = ((up[PATH] * 31 + tag) * 1000003 + np.int64(total[3])) & 0x7FFFFFFFFFFF
+    row[PATH] = ((up[PATH] * 31 + tag) * 1000003 + np.int64(total[3]) + (flags & HIDDEN)) & 0x7FFFFFFFFFFF
     row[ROW] = element if bits & ROWS else 0 if tag == _TABLE else up[ROW]
     row[CELL] = element if bits & CELLS else 0 if tag == _TABLE else up[CELL]
     row[BLOCK_PARENT] = parent if tag_bits[up[TAG]] & BLOCK or parent == 0 else up[BLOCK_PARENT]

@@ -41,14 +41,15 @@ CUSTOM = len(TAGS) + 1
 NAV, FOOTER, HEADER, ASIDE, ARTICLE, MAIN, FORM, TABLE, LIST, LINK, BUTTON, FIGURE, QUOTE, PRE, TITLE = (
     1 << bit for bit in range(15)
 )
-HIDDEN, NOSCRIPT = 1 << 15, 1 << 16
-"""Bits of an element that its descendants inherit; those of CONCEPTS follow."""
+HIDDEN, HIDDEN_ATTRIBUTE, ARIA_HIDDEN, DETAILS, NOSCRIPT = (1 << bit for bit in range(15, 20))
+"""Bits of an element that its descendants inherit; HIDDEN is by style; those of CONCEPTS follow."""
 
 _TAG_FLAGS = {
     "nav": NAV, "menu": NAV, "footer": FOOTER, "header": HEADER, "aside": ASIDE, "article": ARTICLE, "main": MAIN,
     "form": FORM, "fieldset": FORM, "table": TABLE, "ul": LIST, "ol": LIST, "dl": LIST, "a": LINK, "button": BUTTON,
     "label": BUTTON, "option": BUTTON, "figure": FIGURE, "figcaption": FIGURE, "blockquote": QUOTE, "pre": PRE,
-    "noscript": NOSCRIPT, "h1": TITLE, "h2": TITLE, "h3": TITLE, "h4": TITLE, "h5": TITLE, "h6": TITLE,
+    "noscript": NOSCRIPT, "details": DETAILS, "h1": TITLE, "h2": TITLE, "h3": TITLE, "h4": TITLE, "h5": TITLE,
+    "h6": TITLE,
 }  # fmt: skip
 CONCEPTS = (
     "comment comments reply replies respond discussion disqus",
@@ -73,6 +74,9 @@ CONCEPTS = (
     "hidden hide sr visually offscreen print noprint mobile desktop",
 )
 """Words of class, id, role and itemprop that mean about the same; each row is a bit."""
+NUM_FLAGS = NOSCRIPT.bit_length() + len(CONCEPTS)
+SHARES = (ARTICLE, MAIN, LIST, TABLE, FORM, HIDDEN | HIDDEN_ATTRIBUTE | ARIA_HIDDEN, NOSCRIPT)
+"""Bits of which the model sees how much of a page's text has any."""
 
 _WINDOWS_1252 = (
     0x20AC, 0x81, 0x201A, 0x192, 0x201E, 0x2026, 0x2020, 0x2021, 0x2C6, 0x2030, 0x160, 0x2039, 0x152, 0x8D, 0x17D, 0x8F,

@@ -78,6 +78,7 @@ HOSTILE = [
     "<p " + " ".join(f"a{i}" for i in range(50_000)) + ">x",
     "".join(f"<body b{i}>" for i in range(5000)) + "x",
     "<ul><li>x" * 30_000,
+    f'<p style="{":" * 100_000}">x' * 5,
     "<meta content=" * 50_000 + "<p>x",
     '"@type"' * 50_000 + "&nGt;" * 100_000,
     "<li>" * 60 + "<i>" * 60_000 + "<li>" * 60_000 + "x",
@@ -240,6 +241,18 @@ def test_markdown_marks_the_structure() -> None:
         ("<p title='a > b'>text", "text"),
         ("1 < 2 and 3 <4", "1 < 2 and 3 <4"),
         ("<table><tr><td>a<td>b<tr><td>c</table>", "a\tb\nc"),
+        (
+            "<p>one two three four five six<p style='display: none'>one two three four five six",
+            "one two three four five six",
+        ),
+        (
+            "<p>one two three four five six<p style=top:0;visibility:hidden>One two three four five, six",
+            "one two three four five six",
+        ),
+        (
+            "<p>one two three four five six<p style='overflow:hidden'>One two three four five, six",
+            "one two three four five six\nOne two three four five, six",
+        ),
     ],
 )
 def test_text_is_read_as_a_browser_reads_it(html: str, text: str) -> None:
