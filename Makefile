@@ -62,4 +62,4 @@ test-peers: setup
 	$(PY) -m pytest -n0 tests/peers
 
 clean:
-	rm -rf $(VENV) .venv-all .venv-peers .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-all .venv-peers .venv-peers-extract .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis

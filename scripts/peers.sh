@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environments of what Forebay is measured against: none of it is a dependency. `peers.sh [NAME]`, of:
 #   prepare  $PEERS (.venv-peers): preparation
+#   extract  $FOREBAY_EXTRACT_PEERS (.venv-peers-extract): trafilatura as it is now; datatrove pins an old one
 #   loaders  $FOREBAY_LOADER_PEERS (.venv-peers-loaders), a folder of three: their pins of NumPy, pyarrow and
 #            transformers exclude one another
 #   interop  those, and a fourth with megatron-core: streaming from the hub and conversion
@@ -33,6 +34,15 @@ prepare() {
   describe "$peers" datatrove rensa datasketch
 }
 
+extract() {
+  local peers=${FOREBAY_EXTRACT_PEERS:-.venv-peers-extract}
+  fresh "$peers" && return
+  make_venv "$peers"
+  retry install 'trafilatura>=2.3' readability-lxml lxml_html_clean jusText
+  touch "$peers/.ready"
+  describe "$peers" trafilatura readability-lxml
+}
+
 # group NAME PACKAGE…: one environment of the loaders'. What does not install is missing from the tables.
 group() {
   local venv=${FOREBAY_LOADER_PEERS:-.venv-peers-loaders}/$1
@@ -63,6 +73,6 @@ interop() {
 }
 
 case ${1:-prepare} in
-  prepare | loaders | interop) "${1:-prepare}" ;;
-  *) echo "peers: expected prepare, loaders or interop, got $1" >&2; exit 2 ;;
+  prepare | extract | loaders | interop) "${1:-prepare}" ;;
+  *) echo "peers: expected prepare, extract, loaders or interop, got $1" >&2; exit 2 ;;
 esac

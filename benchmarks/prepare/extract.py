@@ -8,7 +8,7 @@ package's model was trained on both, so another one, trained on half 0 alone (`e
 * `snippets`: multilingual pages, each with snippets that belong to the text and that do not.
 
 Run: `FOREBAY_TEST_DATA=../shared/data python -m benchmarks.prepare.extract`. The peers run under the interpreter that
-FOREBAY_PEERS names (default `.venv-peers/bin/python`).
+FOREBAY_EXTRACT_PEERS names (default `.venv-peers-extract/bin/python`, which `scripts/peers.sh extract` makes).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 
 from benchmarks.prepare.batches import to_batches
+from benchmarks.prepare.peers import EXTRACTORS
 
 DATA = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
-PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 HALF_MODEL = Path(__file__).with_name("extract_half.npz")
 PEER_CODE = """
 import json, logging, pathlib, sys, time, warnings
@@ -221,13 +221,13 @@ def main() -> None:
             texts.append(extract_html(page.html, extractor=name, options=options))
             cpu += time.process_time() - start
         _show(title, pages, texts, cpu)
-    if not Path(PEERS).exists():
-        print(f"{PEERS} is not there: peers left out. Set FOREBAY_PEERS.")
+    if not Path(EXTRACTORS).exists():
+        print(f"{EXTRACTORS} is not there: peers left out. Set FOREBAY_EXTRACT_PEERS.")
         return
     with tempfile.TemporaryDirectory() as folder:
         for index, page in enumerate(pages):
             Path(folder, f"{index:05}.html").write_text(page.html, "utf-8", "replace")
-        with subprocess.Popen([PEERS, "-c", PEER_CODE, folder], stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen([EXTRACTORS, "-c", PEER_CODE, folder], stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout or ():
                 name, cpu, texts = json.loads(line)
                 _show(name, pages, texts, cpu)

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder
 from benchmarks.prepare.extract import gold_pages
-from benchmarks.prepare.peers import ask
+from benchmarks.prepare.peers import EXTRACTORS, ask
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.warc import Warc
@@ -100,7 +100,7 @@ def show_leftovers() -> None:
         "forebay": ours,
         "forebay, [boilerplate]": applied([Boilerplate()], ours),
         "forebay, [boilerplate] [lines]": applied([Boilerplate(), LineRules()], ours),
-        **(ask(EXTRACT_PEERS, pages) or {}),
+        **(ask(EXTRACT_PEERS, pages, EXTRACTORS) or {}),
     }
     print(f"{len(pages)} pages{'':30}{'texts':>6}{'characters':>12}{'with leftovers':>16}{'lines':>7}")
     for name, texts in rows.items():

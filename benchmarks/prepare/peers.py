@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
+EXTRACTORS = os.environ.get("FOREBAY_EXTRACT_PEERS", ".venv-peers-extract/bin/python")
+"""That of `scripts/peers.sh extract`: datatrove pins an old trafilatura."""
 NEMO = os.environ.get("FOREBAY_NEMO", ".venv-nemo/bin/python")
 """NeMo Curator's, which pins other versions: `uv pip install "nemo-curator[text_cpu]"`."""
 
@@ -19,7 +21,8 @@ def ask(code: str, request: Any, python: str = PEERS) -> Any:
     """What the code makes of `request`: it leaves it in `answer`. None, with a line on stderr, if it cannot be run."""
     if not Path(python).exists():
         print(
-            f"peers left out: expected an interpreter at {python}. Set FOREBAY_PEERS or FOREBAY_NEMO.", file=sys.stderr
+            f"peers left out: expected an interpreter at {python}. See scripts/peers.sh; FOREBAY_PEERS names another.",
+            file=sys.stderr,
         )
         return None
     with tempfile.TemporaryDirectory() as folder:
