@@ -26,7 +26,8 @@ def _prepare(args: argparse.Namespace) -> int:
     # Else numpy starts a thread per core in each of the processes, of which there is one per core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
-        multiprocessing.set_start_method("fork")  # This process is ours: its workers may share what it has loaded.
+        # The command owns its process, so the workers may be forked from it: imports and kernels are loaded once.
+        multiprocessing.set_start_method("fork")
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.run import plan

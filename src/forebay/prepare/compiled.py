@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+_HAS_NUMBA = find_spec("numba") is not None
 _compiling_s = 0.0
 
 
@@ -56,6 +57,6 @@ class Kernel:
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function at its first call, without the interpreter's lock; `options` are those of `numba.njit`."""
-    if find_spec("numba") is None:
+    if not _HAS_NUMBA:
         raise ModuleNotFoundError("No module named 'numba'", name="numba")
     return lambda function: Kernel(function, options)

@@ -162,15 +162,7 @@ def prepare_dataset(
         notify(f"{error} Bytes are counted in place of tokens.")
         recipe = _counting_bytes(recipe)
         loaded = _load_tokenizer(recipe)
-    opened_sources = [(source, open_source(source)) for source in inputs or recipe.inputs]
-    own_sources = [own_source for _, own_source in opened_sources if own_source is not None]
-    paths = [source for source, own_source in opened_sources if own_source is None and isinstance(source, str | Path)]
-    sources = InputFiles(())
-    if paths or not own_sources:
-        sources = find_inputs(
-            paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links,
-            sample=1.0 if own_sources else recipe.sample,
-        )  # fmt: skip
+    sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or cores(), out, follow_links)
     for line in describe_skipped(sources.skipped):
         notify(line)
     if strict:
@@ -193,6 +185,20 @@ def prepare_dataset(
             return existing
         write_skipped(run.out, sources.skipped)
         return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
+
+
+def _open_inputs(
+    inputs: Sequence[str | Path | DocumentSource], recipe: Recipe, workers: int, out: Path, follow_links: bool
+) -> tuple[InputFiles, list[DocumentSource]]:
+    """The files of the inputs, and the document sources. A run with document sources lists all files."""
+    opened = [(source, open_source(source)) for source in inputs]
+    own_sources = [own_source for _, own_source in opened if own_source is not None]
+    paths = [source for source, own_source in opened if own_source is None and isinstance(source, str | Path)]
+    if own_sources and not paths:
+        return InputFiles(()), own_sources
+    sample = 1.0 if own_sources else recipe.sample
+    files = find_inputs(paths, recipe.read, workers=workers, leave_out=out, follow_links=follow_links, sample=sample)
+    return files, own_sources
 
 
 def _with_recorded_columns(

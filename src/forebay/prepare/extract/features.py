@@ -281,6 +281,42 @@ def _write_page(f, column, page, sums, top, shares, num_h1, articles):  # type: 
 
 
 @jit()
+def _ancestors(elements, element):  # type: ignore[no-untyped-def]
+    """bool [elements]: an element and those around it."""
+    found = np.zeros(len(elements), np.bool_)
+    found[0] = True
+    while element:
+        found[element] = True
+        element = elements[element, PARENT]
+    return found
+
+
+@jit()
+def _cumulate(blocks):  # type: ignore[no-untyped-def]
+    """float32 [blocks + 1, 3]: words, words in links and words of sentences before each block."""
+    sums = np.zeros((len(blocks) + 1, 3), np.float32)
+    for i in range(len(blocks)):
+        good = blocks[i, TERMINALS] > 0 and blocks[i, WORDS] >= 10
+        sums[i + 1, 0] = sums[i, 0] + blocks[i, WORDS]
+        sums[i + 1, 1] = sums[i, 1] + blocks[i, LINK_WORDS]
+        sums[i + 1, 2] = sums[i, 2] + (blocks[i, WORDS] if good else 0)
+    return sums
+
+
+@jit()
+def _write_spans(f, column, cumulated, i):  # type: ignore[no-untyped-def]
+    """The features of the blocks up to each distance of _SPANS around block i; returns the next column."""
+    for span in _SPANS:
+        low, high = max(0, i - span), min(len(cumulated) - 1, i + span + 1)
+        words = max(np.float32(1), cumulated[high, 0] - cumulated[low, 0])
+        f[column] = words / (high - low)
+        f[column + 1] = (cumulated[high, 1] - cumulated[low, 1]) / words
+        f[column + 2] = (cumulated[high, 2] - cumulated[low, 2]) / words
+        column += 3
+    return column
+
+
+@jit()
 def _block_features(page, tag_bits, chars, features):  # type: ignore[no-untyped-def]
     elements, blocks = page.elements, page.blocks
     num = len(blocks)
@@ -288,13 +324,7 @@ def _block_features(page, tag_bits, chars, features):  # type: ignore[no-untyped
     _base(page, tag_bits, chars, features)
     page_words = max(np.float32(1), sums[0, _SUM_WORDS])
     top = _top_candidate(page, tag_bits, sums)
-    in_top = np.zeros(len(elements), np.bool_)
-    e = top
-    while True:
-        in_top[e] = True
-        if e == 0:
-            break
-        e = elements[e, PARENT]
+    in_top = _ancestors(elements, top)
     alike, _ = _slots(elements[:, PATH])
     repeats = np.bincount(alike)[alike]
     paths, num_paths = _slots(elements[blocks[:, ELEMENT], PATH])
@@ -314,12 +344,7 @@ def _block_features(page, tag_bits, chars, features):  # type: ignore[no-untyped
             num_h1 += 1
             if first_h1 < 0:
                 first_h1 = i
-    cumulated = np.zeros((num + 1, 3), np.float32)
-    for i in range(num):
-        good = blocks[i, TERMINALS] > 0 and blocks[i, WORDS] >= 10
-        cumulated[i + 1, 0] = cumulated[i, 0] + blocks[i, WORDS]
-        cumulated[i + 1, 1] = cumulated[i, 1] + blocks[i, LINK_WORDS]
-        cumulated[i + 1, 2] = cumulated[i, 2] + (blocks[i, WORDS] if good else 0)
+    cumulated = _cumulate(blocks)
     articles = np.float32(0)
     for e in range(len(elements)):
         articles += elements[e, TAG] == _ARTICLE
@@ -359,13 +384,7 @@ def _block_features(page, tag_bits, chars, features):  # type: ignore[no-untyped
         f[column + 3] = words / path[0]
         f[column + 4] = words / page_words
         column += 5
-        for span in _SPANS:
-            low, high = max(0, i - span), min(num, i + span + 1)
-            words = max(np.float32(1), cumulated[high, 0] - cumulated[low, 0])
-            f[column] = words / (high - low)
-            f[column + 1] = (cumulated[high, 1] - cumulated[low, 1]) / words
-            f[column + 2] = (cumulated[high, 2] - cumulated[low, 2]) / words
-            column += 3
+        column = _write_spans(f, column, cumulated, i)
         _write_page(f, column, page, sums, top, shares, num_h1, articles)
 
 
