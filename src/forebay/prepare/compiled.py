@@ -1,10 +1,22 @@
-"""`jit`: compiles a function with numba, which is imported at the first call of any."""
+"""`jit`: compiles a function with numba, which is imported at the first call of any, and keeps the compiled code.
 
+numba checks the time of a function's own file only, and fails where neither the source's directory nor the home is
+writable. So the cache is named by a hash of all sources, below NUMBA_CACHE_DIR, else `$XDG_CACHE_HOME/forebay`
+(`~/.cache`), else the temporary directory; without any, each process compiles by itself: about 35 CPU seconds for all
+functions.
+"""
+
+import contextlib
 import functools
+import hashlib
+import logging
+import os
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +34,7 @@ def work_time() -> float:
     return time.process_time() - _compiling_s
 
 
-@contextmanager
+@contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Compile or load a kernel in here."""
     global _compiling_s
@@ -44,7 +56,7 @@ class Kernel:
         with compiling():
             from forebay.prepare.dispatcher import Dispatcher
 
-            return Dispatcher(self._function, compiling, **self._options)
+            return Dispatcher(self._function, _directory(), compiling, **self._options)
 
     @property
     def _numba_type_(self) -> Any:
@@ -60,3 +72,47 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     if not _HAS_NUMBA:
         raise ModuleNotFoundError("No module named 'numba'", name="numba")
     return lambda function: Kernel(function, options)
+
+
+def has_compiled() -> bool:
+    """Whether this installation has compiled a kernel before."""
+    return any(Path(directory).glob("*/*.nbi")) if (directory := _directory()) else False
+
+
+@functools.cache
+def _directory() -> str:
+    name = f"kernels-{_hash_of_sources()}"
+    for parent in _parents():
+        directory = parent / name
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = directory.lstat()
+            # What lies there is run: nobody else may have put it there.
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+                with tempfile.TemporaryFile(dir=directory):
+                    return str(directory)
+        except OSError:
+            continue
+    logging.getLogger(__name__).warning("kernels: no directory can be written, each process compiles its own")
+    return ""
+
+
+def _parents() -> Iterator[Path]:
+    if directory := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(directory)
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if home.startswith("/"):
+        yield Path(home) / "forebay"
+    else:
+        with contextlib.suppress(RuntimeError):  # no home
+            yield Path("~/.cache/forebay").expanduser()
+    yield Path(tempfile.gettempdir()) / f"forebay-{os.getuid()}"
+
+
+def _hash_of_sources() -> str:
+    here = Path(__file__).parent
+    folders = ("clean", "decontaminate", "dedup", "extract", "filters", "scores")  # with the constants compiled in
+    sources = hashlib.sha256()
+    for path in sorted([here / "kneser_ney.py", *(path for name in folders for path in (here / name).glob("*.py"))]):
+        sources.update(path.read_bytes())
+    return sources.hexdigest()[:16]

@@ -24,6 +24,7 @@ from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
 from forebay.formats.parquet import recorded_columns
+from forebay.prepare.compiled import has_compiled
 from forebay.prepare.config import apply_settings, load_recipe
 from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
 from forebay.prepare.dedup.methods import Dedup, Method
@@ -184,6 +185,8 @@ def prepare_dataset(
             shutil.rmtree(run.work, ignore_errors=True)
             return existing
         write_skipped(run.out, sources.skipped)
+        if (recipe.stages or recipe.dedup.active) and not has_compiled():
+            notify("compiling kernels, once after an installation: half a minute to a minute of CPU time")
         return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
 
 

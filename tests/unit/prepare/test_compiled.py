@@ -11,24 +11,25 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay.prepare import dispatcher
+from forebay.prepare import compiled
 
 PROGRAM = """
 import logging; logging.basicConfig()
 import numpy as np
-from forebay.prepare.dispatcher import _directory
+from forebay.prepare.compiled import _directory
 from forebay.prepare.clean.pii_phone import digit
 print(digit(np.uint8(52)), digit(np.uint8(97)), _directory() or "none")
 """
 
 
-def run(program: str, package: Path, prefix: tuple[str, ...] = (), **environment: str) -> str:
+def run(program: str, package: Path, prefix: tuple[str, ...] = (), cwd: Path | None = None, **environment: str) -> str:
     retained = {
         key: value for key, value in os.environ.items() if key not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "HOME")
     }
     done = subprocess.run(
         [*prefix, sys.executable, "-B", "-c", program],
         env={**retained, "PYTHONPATH": str(package), **environment}, capture_output=True, text=True, check=False,
+        cwd=cwd,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -70,6 +71,21 @@ print((work_time() - started[1]) / (time.process_time() - started[0]))
     assert float(run(program, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere")) < 0.2
 
 
+def test_a_first_run_says_that_it_compiles(tmp_path: Path, package: Path) -> None:
+    program = """
+from pathlib import Path
+from forebay import prepare_dataset
+Path("a.txt").write_text("A few words.")
+for out in ("one", "two"):
+    messages = []
+    prepare_dataset(["a.txt"], out, tokenizer="bytes", dedup=["exact"], workers=1, on_message=messages.append)
+    print(messages)
+"""
+    shown = run(program, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere", cwd=tmp_path)
+    first, second = shown.splitlines()
+    assert "compiling kernels, once after an installation" in first and second == "[]"
+
+
 def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
     """Permissions do not bind root: a mount that is read-only does."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
@@ -87,8 +103,8 @@ def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
 
 def test_what_others_may_write_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(dispatcher.config, "CACHE_DIR", "")
-    inner = dispatcher._directory.__wrapped__
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    inner = compiled._directory.__wrapped__
     result = Path(inner())
     assert result.parent == tmp_path / "forebay"
     result.chmod(0o777)

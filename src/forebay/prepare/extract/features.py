@@ -283,12 +283,12 @@ def _write_page(f, column, page, sums, top, shares, num_h1, articles):  # type: 
 @jit()
 def _ancestors(elements, element):  # type: ignore[no-untyped-def]
     """bool [elements]: an element and those around it."""
-    found = np.zeros(len(elements), np.bool_)
-    found[0] = True
+    inside = np.zeros(len(elements), np.bool_)
+    inside[0] = True
     while element:
-        found[element] = True
+        inside[element] = True
         element = elements[element, PARENT]
-    return found
+    return inside
 
 
 @jit()
