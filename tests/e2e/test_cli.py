@@ -221,6 +221,20 @@ def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
     assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
 
 
+def test_a_signal_that_interrupts_the_wait_for_it_ends_a_node() -> None:
+    """An event's own lock is held for a moment in each wait: a handler that takes it would never return."""
+    program = """
+import os, signal
+from forebay.cli.running import stop_event
+stop = stop_event()
+with stop._cond:
+    os.kill(os.getpid(), signal.SIGTERM)
+print(stop.wait(30))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=scaled(60))
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_a_node_is_probed_revoked_and_drains_on_sigterm(dataset: Path, tmp_path: Path) -> None:
     """Probe says 0 of a healthy node and 1 of none; a revoked peer is refused without a restart; SIGTERM exits 0."""
     for name in ("alice", "bob"):

@@ -109,8 +109,16 @@ def ready(args: argparse.Namespace, **fields: Any) -> None:
 def stop_event() -> threading.Event:
     """An event that SIGTERM and SIGINT set; with FOREBAY_EXIT_ON_STDIN_CLOSE=1 also the end of standard input."""
     stop = threading.Event()
+    reader, writer = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        # Not stop.set(): it would wait forever for the lock of a stop.wait() that the signal interrupted.
+        signal.signal(number, lambda *_: os.write(writer, b"."))
+
+    def pass_on() -> None:
+        os.read(reader, 1)
+        stop.set()
+
+    SupervisedThread(pass_on, "signals").start()
     if os.environ.get("FOREBAY_EXIT_ON_STDIN_CLOSE") == "1":
 
         def watch() -> None:

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
-_HAS_NUMBA = find_spec("numba") is not None
 _compiling_s = 0.0
 
 
@@ -67,9 +66,14 @@ class Kernel:
         return self._dispatcher(*args)
 
 
+@functools.cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
+
+
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function at its first call, without the interpreter's lock; `options` are those of `numba.njit`."""
-    if not _HAS_NUMBA:
+    if not _has_numba():
         raise ModuleNotFoundError("No module named 'numba'", name="numba")
     return lambda function: Kernel(function, options)
 
