@@ -11,7 +11,6 @@ Cost: 300 bytes per slice for the table of hashes (75 MB for 250,000 slices).
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -19,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE
+from forebay.dataset.chunks import CHUNKS_FILE
+from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset, listed_files
 from forebay.errors import DatasetError, UsageError
 from forebay.network.access import AccessPolicy
@@ -34,7 +34,7 @@ from forebay.storage.origins import RemoteDataset
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30
-FILES = (MANIFEST_FILE, TABLE_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
+FILES = (MANIFEST_FILE, TABLE_FILE, CHUNKS_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
 log = logging.getLogger("forebay.data_node")
 
 
@@ -185,7 +185,7 @@ def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
 def _small_files(dataset: Dataset, origin: Origin) -> dict[str, bytes]:
     """Read the small files of a remote dataset into memory: members get its slices there, and the files here."""
     manifest = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
-    if hashlib.sha256(manifest).hexdigest() != dataset.id:
+    if dataset_id(manifest) != dataset.id:
         raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, got another. Serve it again.")
     names = [TABLE_FILE, *sorted(set(listed_files(dataset.manifest)) & set(FILES))]
     return {MANIFEST_FILE: manifest, **{name: read_small(origin, name, _MAX_SMALL_BYTES) for name in names}}

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.dataset.chunks import CHUNKS_FILE
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file
@@ -181,9 +182,13 @@ def _mirror(
     missing = sum(not is_present for _, is_present in _check_slices(target, outside, verify=False))
     if not missing:
         names = sorted(listed_files(dataset.manifest).items())
+        if dataset.table.chunk_bytes:
+            leaves = b"".join(map(dataset.leaves, range(dataset.num_slices)))
+            target.write(CHUNKS_FILE, leaves, hashlib.sha256(leaves).hexdigest())
         for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
             data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
-            if (actual := hashlib.sha256(data).hexdigest()) != sha256:
+            actual = dataset_id(data) if name == MANIFEST_FILE else hashlib.sha256(data).hexdigest()
+            if actual != sha256:
                 raise DatasetError(
                     f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {actual}. Publish it again."
                 )
@@ -205,7 +210,8 @@ def _check_room(folder: object, needed: int, free: int) -> None:
 def _check_slices(target: Target, rows: Iterable[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
     with ThreadPoolExecutor(_MAX_CHECKS) as pool:
         yield from pool.map(
-            lambda row: (row, target.contains(row.name, row.bytes, row.sha256 if verify else None)), list(rows)
+            lambda row: (row, target.contains(row.name, row.bytes, row.sha256 if verify else None, row.chunk_bytes)),
+            list(rows),
         )
 
 

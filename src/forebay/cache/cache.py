@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from forebay.cache.eviction import SHA256, DiskBudget, Evict, PlannedUse, SharedPlans
-from forebay.dataset.slices import hash_file
+from forebay.dataset.chunks import has_id
 from forebay.errors import UsageError
 from forebay.files import commit_files, remove_stale
 from forebay.storage.locks import SHARED, Lock, acquire, at_fork, try_acquire
@@ -272,7 +272,7 @@ class SliceCache:
         lock = acquire(self._locks / f"{path.name}.hash")
         try:
             if not self._record_use(path):
-                if hash_file(path) != path.name:
+                if not has_id(path, path.name):
                     log.warning("%s: expected bytes of that sha256, got others. Deleted; it is fetched again.", path)
                     self.discard(path.name)
                     return False

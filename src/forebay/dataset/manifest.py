@@ -1,8 +1,8 @@
 """The manifest of a dataset and the table of its slices: reading, writing and validation, as untrusted input.
 
-The dataset id is the sha256 of `manifest.json` (canonical JSON); the manifest has the sha256 of the table
-(`slices.parquet`), the table that of each slice, so the id fixes every byte. A row of the table costs about 60 bytes on
-disk and 100 in memory.
+The dataset id is the SHA-256 of the manifest's canonical JSON without the name (format 1: of `manifest.json` itself).
+The manifest has the SHA-256 of the table (`slices.parquet`), the table the id of each slice (`chunks`), so the id fixes
+every byte, in any directory and under any name. A row of the table costs about 60 bytes on disk and 100 in memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from forebay.dataset.parquet_pages import Footer, pages, read_footer
 from forebay.errors import DatasetError, UsageError
 
 # The manifest has a field `bytes`, which hides the type's name inside the classes.
 Bytes: TypeAlias = bytes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_FORMATS = (1, 2)  # 1: whole slices are hashed, and the name is part of the id.
 MANIFEST_FILE = "manifest.json"
 TABLE_FILE = "slices.parquet"
 DOCUMENTS_FILE = "documents.parquet"
@@ -49,11 +51,12 @@ _PHYSICAL = list(zip(_COLUMNS, (6, 2, 7, 2, 2), (0, 0, 32, 0, 0)))  # BYTE_ARRAY
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset's description; the dataset id is the hash of its canonical JSON.
+    """A dataset's description.
 
-    `dtype` is `U16` or `U32` for layout `tokens` and empty for `rows`; `tokens` is 0 for `rows`, `rows` is 0
-    for `tokens`. `bytes` counts the slice files only. `lineage["files"]`, if present, maps other files of
-    the dataset (such as tokenizer.json) to their sha256, so that the id fixes them too.
+    `chunk_bytes` is the size of the chunks that are verified by themselves; 0: whole slices, as in format 1. `dtype` is
+    `U16` or `U32` for layout `tokens` and empty for `rows`; `tokens` is 0 for `rows`, `rows` is 0 for `tokens`. `bytes`
+    counts the slice files only. `lineage["files"]`, if present, maps other files of the dataset (such as
+    tokenizer.json) to their sha256, so that the id fixes them too.
 
     Raises:
         DatasetError: If a field is of another type or the fields contradict each other.
@@ -73,6 +76,7 @@ class Manifest:
     bytes: int
     table_sha256: str
     lineage: dict[str, Any]
+    chunk_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_manifest(self)
@@ -97,13 +101,28 @@ class Manifest:
         return cls(
             format=FORMAT_VERSION, name=name, layout=layout, dtype=dtype, tokenizer=tokenizer, vocab_size=vocab_size,
             eos_id=eos_id, table_sha256=table_sha256 or hashlib.sha256(table.to_parquet()).hexdigest(),
-            lineage=lineage, **totals,
+            lineage=lineage, chunk_bytes=table.chunk_bytes, **totals,
         )  # fmt: skip
+
+    @property
+    def id(self) -> str:
+        """The dataset id, in hex."""
+        if self.format == 1:
+            return hashlib.sha256(self.to_json()).hexdigest()
+        plain = self._plain()
+        del plain["name"]
+        return hashlib.sha256(_canonical(plain)).hexdigest()
 
     def to_json(self) -> Bytes:
         """Canonical bytes: sorted keys, indent 1, UTF-8, a newline; `check` is their sha256 without it."""
-        plain = asdict(self)
+        plain = self._plain()
         return _canonical({**plain, "check": hashlib.sha256(_canonical(plain)).hexdigest()})
+
+    def _plain(self) -> dict[str, Any]:
+        plain = asdict(self)
+        if self.format == 1:
+            del plain["chunk_bytes"]
+        return plain
 
     @classmethod
     def from_json(cls, data: Bytes) -> Manifest:
@@ -122,11 +141,11 @@ class Manifest:
         if not isinstance(plain, dict):
             raise _manifest_error("a JSON object", type(plain).__name__)
         version = plain.get("format")
-        if version != FORMAT_VERSION or isinstance(version, bool):
+        if version not in _FORMATS or isinstance(version, (bool, float)):
             got = f"format {version!r}. Open it with the Forebay that wrote it"
-            raise _manifest_error(f"format {FORMAT_VERSION}", got)
+            raise _manifest_error(f"format {FORMAT_VERSION} or an earlier one", got)
         check = plain.pop("check", None)
-        names = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)} - ({"chunk_bytes"} if version == 1 else set())
         if set(plain) != names:
             got = f"missing {sorted(names - set(plain))}, extra {sorted(set(plain) - names)}"
             raise _manifest_error(f"fields {sorted(names)}", got)
@@ -142,7 +161,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class SliceInfo:
-    """One row of the table: `count` is tokens or rows by the layout; `sha256` is hex."""
+    """One row of the table: `count` is tokens or rows by the layout; `sha256` is the slice's id, in hex."""
 
     index: int
     name: str
@@ -150,6 +169,7 @@ class SliceInfo:
     sha256: str
     count: int
     documents: int
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,19 +178,21 @@ class SliceTable:
 
     names: pa.StringArray  # Arrow string array [S]: paths relative to the dataset's directory, `/` between parts
     bytes: NDArray[np.int64]  # [S], size of the file
-    sha256: NDArray[np.uint8]  # [S, 32], hash of the whole file
+    sha256: NDArray[np.uint8]  # [S, 32], the slice's id: the root of the tree over its chunks
     count: NDArray[np.int64]  # [S], tokens or rows
     documents: NDArray[np.int64]  # [S], documents that end in the slice (0 for rows)
+    chunk_bytes: int = 0  # of the manifest
 
     @classmethod
-    def from_rows(cls, rows: Sequence[SliceInfo]) -> SliceTable:
-        """A table of these rows, in this order (`index` is ignored)."""
+    def from_rows(cls, rows: Sequence[SliceInfo], chunk_bytes: int = 0) -> SliceTable:
+        """A table of these rows, in this order (`index` and their `chunk_bytes` are ignored)."""
         table = cls(
             names=pa.array([row.name for row in rows], pa.string()),
             bytes=np.array([row.bytes for row in rows], np.int64),
             sha256=np.frombuffer(b"".join(bytes.fromhex(row.sha256) for row in rows), np.uint8).reshape(-1, 32),
             count=np.array([row.count for row in rows], np.int64),
             documents=np.array([row.documents for row in rows], np.int64),
+            chunk_bytes=chunk_bytes,
         )
         _check_table(table)
         return table
@@ -184,7 +206,7 @@ class SliceTable:
             raise UsageError(f"slice index: expected 0 to {len(self) - 1}, got {index}")
         sha256, count = self.sha256[index].tobytes().hex(), int(self.count[index])
         name, size = self.names[index].as_py(), int(self.bytes[index])
-        return SliceInfo(index, name, size, sha256, count, int(self.documents[index]))
+        return SliceInfo(index, name, size, sha256, count, int(self.documents[index]), self.chunk_bytes)
 
     def to_parquet(self) -> Bytes:
         """Parquet bytes; the same for the same table and version of pyarrow (which writes itself in)."""
@@ -198,7 +220,7 @@ class SliceTable:
         return sink.getvalue()
 
     @classmethod
-    def from_parquet(cls, data: Bytes) -> SliceTable:
+    def from_parquet(cls, data: Bytes, chunk_bytes: int = 0) -> SliceTable:
         """The table in `data`.
 
         DatasetError if it is not Parquet, lacks a column or has one of another type, holds nulls or negative numbers,
@@ -215,7 +237,7 @@ class SliceTable:
         names, sizes, hashes, count, documents = columns
         start = hashes.offset * 32
         raw = np.frombuffer(hashes.buffers()[1] or b"", np.uint8)[start : start + 32 * len(hashes)]
-        result = cls(names, sizes.to_numpy(), raw.reshape(-1, 32), count.to_numpy(), documents.to_numpy())
+        result = cls(names, sizes.to_numpy(), raw.reshape(-1, 32), count.to_numpy(), documents.to_numpy(), chunk_bytes)
         _check_table(result)
         return result
 
@@ -288,8 +310,8 @@ def _expands(expected: str, got: str) -> DatasetError:
 
 
 def dataset_id(data: bytes) -> str:
-    """The id of the dataset whose manifest.json holds `data`: its sha256 in hex."""
-    return hashlib.sha256(data).hexdigest()
+    """The id, in hex, of the dataset whose manifest.json holds `data`. Raises DatasetError if it is malformed."""
+    return Manifest.from_json(data).id
 
 
 def _canonical(plain: dict[str, Any]) -> bytes:
@@ -305,9 +327,17 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
+def _is_chunk_size(m: Manifest) -> bool:
+    size = m.chunk_bytes
+    return m.format > 1 and MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
+
+
 def _check_manifest(m: Manifest) -> None:
-    if m.format != FORMAT_VERSION:
+    if m.format not in _FORMATS:
         raise _manifest_error(f"format {FORMAT_VERSION}", repr(m.format))
+    if not _is_count(m.chunk_bytes) or (m.chunk_bytes and not _is_chunk_size(m)):
+        expected = f"chunk_bytes 0 or a power of two from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
+        raise _manifest_error(expected, repr(m.chunk_bytes))
     for name in ("name", "layout", "dtype", "tokenizer", "table_sha256"):
         if not isinstance(getattr(m, name), str):
             raise _manifest_error(f"{name}: a string", repr(getattr(m, name)))

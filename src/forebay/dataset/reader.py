@@ -16,11 +16,13 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlparse
 
 import numpy as np
+from numpy.typing import NDArray
 
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
 from forebay.dataset.documents import Document, Documents
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
 from forebay.dataset.slices import Slice, hash_file, open_slice
-from forebay.dataset.verified import VerifiedMarks
+from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
 
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
@@ -64,13 +66,13 @@ class Dataset:
     max_open_slices = 64
 
     def __init__(
-        self, path: Path, manifest: Manifest, table: SliceTable, id: str, marks: VerifiedMarks | None = None
+        self, path: Path, manifest: Manifest, table: SliceTable, id: str, verified: VerifiedChunks | None = None
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.table = table
         self.id = id
-        self._verified = marks
+        self._verified = verified
         self._open: OrderedDict[int, Slice] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -167,8 +169,64 @@ class Dataset:
         opened = open_slice(self.path / row.name)
         self.check_slice(row, opened)
         if self._verified is not None:
-            self._verified.verify(index, opened.path, row.sha256)
+            self._verified.verify(index, opened.path, row, lambda: self.leaves(index))
         return opened
+
+    def map_slice(self, index: int) -> Slice:
+        """As `read_slice`, without hashing any byte: `verify_chunks` does, of what is used."""
+        row = self.table.row(index)
+        opened = open_slice(self.path / row.name)
+        self.check_slice(row, opened)
+        return opened
+
+    @property
+    def verifies(self) -> bool:
+        """Whether bytes are hashed at their first use."""
+        return self._verified is not None
+
+    def is_verified(self, index: int) -> bool:
+        """Whether every byte of a slice was hashed since its file changed, or none is to be."""
+        return self._verified is None or self._verified.is_verified(
+            index, self.slice_path(index), self.table.row(index)
+        )
+
+    def verify_chunks(self, index: int, first: int, last: int) -> None:
+        """Hash chunks [first, last) of a slice unless they were. Raises DatasetError if one is damaged."""
+        if self._verified is not None:
+            row = self.table.row(index)
+            self._verified.verify(index, self.slice_path(index), row, lambda: self.leaves(index), first, last)
+
+    @cached_property
+    def first_chunks(self) -> NDArray[np.int64]:
+        """The number of each slice's first chunk among those of all slices, and their total: [S + 1]."""
+        return first_chunks(self.table.bytes, self.table.chunk_bytes)
+
+    def leaves(self, index: int) -> bytes:
+        """The hashes of the chunks of a slice, 32 bytes each, checked against its id.
+
+        Raises:
+            DatasetError: If `chunks.sha256` is missing or damaged.
+        """
+        first, last = (int(number) for number in self.first_chunks[index : index + 2])
+        row = self.table.row(index)
+        if last - first == 1:
+            return bytes.fromhex(row.sha256)
+        leaves = self._read_leaves(first, last - first)
+        if len(leaves) != (last - first) * HASH_BYTES or root_of(leaves) != row.sha256:
+            raise DatasetError(
+                f"{self.path}/{CHUNKS_FILE}: expected the hashes of {row.name}, got others. Fetch or prepare the file "
+                "again."
+            )
+        return leaves
+
+    def _read_leaves(self, first: int, count: int) -> bytes:
+        try:
+            with (self.path / CHUNKS_FILE).open("rb") as file:
+                return read_leaves(file, first, count)
+        except OSError as error:
+            raise DatasetError(
+                f"{self.path / CHUNKS_FILE}: cannot be read: {error.strerror or error}. Fetch it again."
+            ) from error
 
     def check_slice(self, row: SliceInfo, opened: Slice) -> None:
         size = opened.path.stat().st_size
@@ -217,16 +275,42 @@ class Dataset:
             (missing if state == "missing" else changed if state else []).append(name)
         with ThreadPoolExecutor(workers or 4) as pool:
             rows = map(self.table.row, range(self.num_slices))
-            for row, state in pool.map(lambda row: (row, _state_of(self.path / row.name, row.bytes, row.sha256)), rows):
+            for row, state in pool.map(lambda row: (row, self._state_of_slice(row)), rows):
                 (missing if state == "missing" else changed if state else []).append(row.name)
                 if on_progress is not None:
                     on_progress(row.bytes)
+        if self.table.chunk_bytes and not changed:
+            state = self._state_of_chunks()
+            (missing if state == "missing" else changed if state else []).append(CHUNKS_FILE)
         extra = self._extra()
         failed = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
         return VerifyReport(not failed, failed, changed, missing, extra)
 
+    def _state_of_slice(self, row: SliceInfo) -> str:
+        return _state_of(self.path / row.name, row.bytes, row.sha256, row.chunk_bytes)
+
+    def _state_of_chunks(self) -> str:
+        """ "", "changed" or "missing": whether `chunks.sha256` has the hashes of all slices."""
+        path = self.path / CHUNKS_FILE
+        if not path.is_file():
+            return "missing"
+        if path.stat().st_size != int(self.first_chunks[-1]) * HASH_BYTES:
+            return "changed"
+        try:
+            for index in range(self.num_slices):
+                self.leaves(index)
+        except DatasetError:
+            return "changed"
+        return ""
+
     def _extra(self) -> list[str]:
-        own_names = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *listed_files(self.manifest)}
+        own_names = {
+            MANIFEST_FILE,
+            TABLE_FILE,
+            *([CHUNKS_FILE] if self.table.chunk_bytes else []),
+            *_COMPANIONS,
+            *listed_files(self.manifest),
+        }
         # Files of a dataset below this one (a named subset) belong to that dataset.
         others = {p.parent for p in self.path.rglob(MANIFEST_FILE)} - {self.path}
         names = sorted(
@@ -261,10 +345,10 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
         raise DatasetError(
             f"{folder / TABLE_FILE}: expected sha256 {manifest.table_sha256}, got {got}. Fetch it again."
         )
-    table = SliceTable.from_parquet(table_bytes)
+    table = SliceTable.from_parquet(table_bytes, manifest.chunk_bytes)
     check_totals(manifest, table)
-    id = dataset_id(manifest_bytes)
-    return Dataset(folder, manifest, table, id, VerifiedMarks(folder, id) if verify == "once" else None)
+    id = manifest.id
+    return Dataset(folder, manifest, table, id, VerifiedChunks(folder, id, table) if verify == "once" else None)
 
 
 def check_totals(manifest: Manifest, table: SliceTable) -> None:
@@ -341,13 +425,13 @@ def listed_files(manifest: Manifest) -> dict[str, str]:
     return {name: str(sha) for name, sha in files.items() if "/" not in name and name not in ("", ".", "..")}
 
 
-def _state_of(path: Path, size: int | None, sha256: str) -> str:
+def _state_of(path: Path, size: int | None, sha256: str, chunk_bytes: int = 0) -> str:
     try:
         if not path.is_file():
             return "missing"
         if size is not None and path.stat().st_size != size:
             return "changed"
-        return "" if hash_file(path) == sha256 else "changed"
+        return "" if hash_slice(path, chunk_bytes)[0] == sha256 else "changed"
     except OSError:
         return "changed"
 

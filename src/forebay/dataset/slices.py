@@ -13,16 +13,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.chunks import ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
 
 MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
-_CHUNK = 1 << 20
+_PIECE = 1 << 20
 
 # BF16 and the 8-bit floats have no NumPy type: they are read as their bits.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -194,10 +195,19 @@ def _check_entry(name: str, entry: Any) -> _Entry:
 TOKEN_HEADER_BYTES = 256  # An upper bound of the bytes of a token slice beside tokens and document ends (8 bytes each).
 
 
+class WrittenSlice(NamedTuple):
+    """The size of a slice's file, its id, in hex, and the leaves of its tree (`chunks`)."""
+
+    size: int
+    sha256: str
+    leaves: bytes
+
+
 def write_token_slice(
-    path: Path, tokens: NDArray[np.uint16] | NDArray[np.uint32], document_ends: NDArray[np.uint64]
-) -> tuple[int, str]:
-    """Write a slice of layout `tokens`, atomically. Returns the file's size and sha256 (hex).
+    path: Path, tokens: NDArray[np.uint16] | NDArray[np.uint32], document_ends: NDArray[np.uint64],
+    chunk_bytes: int = 0,
+) -> WrittenSlice:  # fmt: skip
+    """Write a slice of layout `tokens`, atomically.
 
     `tokens` are U16 or U32 [T]; `document_ends` U64 [D], exclusive, rising, none above T.
     """
@@ -206,7 +216,7 @@ def write_token_slice(
     problem = check_document_ends(document_ends, len(tokens))
     if problem:
         raise UsageError(f"document_ends of a slice: {problem}")
-    return _write(path, {"document_ends": document_ends, "tokens": tokens})
+    return _write(path, {"document_ends": document_ends, "tokens": tokens}, chunk_bytes)
 
 
 def check_document_ends(document_ends: NDArray[Any], num_tokens: int) -> str:
@@ -220,9 +230,9 @@ def check_document_ends(document_ends: NDArray[Any], num_tokens: int) -> str:
 
 
 def write_rows_slice(
-    path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None
-) -> tuple[int, str]:
-    """Write a slice of layout `rows`, atomically. Returns the file's size and sha256 (hex).
+    path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None, chunk_bytes: int = 0
+) -> WrittenSlice:
+    """Write a slice of layout `rows`, atomically.
 
     All tensors share their first dimension N >= 0; any NumPy type with a SafeTensors name. `dtypes` are the
     container's type names of tensors whose arrays hold only bits: `BF16` for uint16.
@@ -230,10 +240,12 @@ def write_rows_slice(
     shapes = {name: array.shape for name, array in tensors.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values() or "__metadata__" in shapes:
         raise UsageError(f"rows slice: expected tensors that share their first dimension, got {shapes}")
-    return _write(path, tensors, dtypes)
+    return _write(path, tensors, chunk_bytes, dtypes)
 
 
-def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None) -> tuple[int, str]:
+def _write(
+    path: Path, tensors: Mapping[str, NDArray[Any]], chunk_bytes: int, dtypes: Mapping[str, str] | None = None
+) -> WrittenSlice:
     # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
     header: dict[str, Any] = {}
     arrays, offset = [], 0
@@ -250,21 +262,20 @@ def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str,
         offset += array.nbytes
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
-    digest, size = hashlib.sha256(), 0
+    hasher = ChunkHasher(chunk_bytes)
 
-    def chunks() -> Iterator[memoryview | bytes]:
-        nonlocal size
+    def pieces_of() -> Iterator[memoryview | bytes]:
         pieces: list[Any] = [len(raw).to_bytes(8, "little") + raw]
         pieces += [memoryview(array.reshape(-1).view(np.uint8).data) for array in arrays if array.nbytes]
         for piece in pieces:
-            for start in range(0, len(piece), _CHUNK):
-                chunk = piece[start : start + _CHUNK]
-                digest.update(chunk)
-                size += len(chunk)
-                yield chunk
+            for start in range(0, len(piece), _PIECE):
+                part = piece[start : start + _PIECE]
+                hasher.update(part)
+                yield part
 
-    atomic_write(path, chunks())
-    return size, digest.hexdigest()
+    atomic_write(path, pieces_of())
+    leaves = hasher.leaves()
+    return WrittenSlice(hasher.num_bytes, root_of(leaves), leaves)
 
 
 def hash_file(path: Path | str) -> str:

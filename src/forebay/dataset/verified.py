@@ -1,20 +1,25 @@
-"""Marks of slices whose files matched their hashes, kept in the user's cache directory.
+"""Chunks of local slices whose bytes matched their hashes, recorded in the user's cache directory.
 
-A mark (16 bytes a slice) is a hash of the slice's SHA-256 and its file's inode, size and times, so a modified file is
-hashed again. Threads and processes share a file of marks without locks: a lost or torn mark costs one more hash.
+The file has a mark for each slice (a hash of its id and of its file's inode, size and times) and a byte for each chunk,
+1 if it was verified; a slice with another mark is hashed again. Threads and processes share it without locks: a lost or
+torn byte costs one more hash. It is sparse: 16 bytes a slice and a byte a chunk that was read.
 """
 
-import contextlib
 import hashlib
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from forebay.dataset.slices import hash_file
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.chunks import HASH_BYTES, first_chunks, wrong_chunks
+from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
 
 _MARK_BYTES = 16
+_READ_CHUNKS = 64
 
 
 def user_cache() -> Path:
@@ -25,38 +30,77 @@ def user_cache() -> Path:
     )
 
 
-class VerifiedMarks:
-    """The marks of the dataset in one directory."""
+class VerifiedChunks:
+    """The verified chunks of the dataset in one directory. Threads may share it."""
 
-    def __init__(self, folder: Path, dataset_id: str) -> None:
+    def __init__(self, folder: Path, dataset_id: str, table: SliceTable) -> None:
         folder_hash = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-        self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}"
-        self._marks: dict[int, bytes] = {}  # By slice, of this process.
+        self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}-2"
+        self._first = first_chunks(table.bytes, table.chunk_bytes)
+        self._bytes: NDArray[np.uint8] | None = None
 
-    def verify(self, index: int, path: Path, sha256: str) -> None:
-        """Hash a slice's file if it changed since it was last hashed. Raises DatasetError if it is damaged."""
+    def is_verified(self, index: int, path: Path, row: SliceInfo) -> bool:
+        """Whether all chunks of a slice are. Raises DatasetError if its file is missing."""
+        return bool(self._flags(index, path, row).all())
+
+    def verify(
+        self, index: int, path: Path, row: SliceInfo, leaves: Callable[[], bytes], first: int = 0,
+        last: int | None = None,
+    ) -> None:  # fmt: skip
+        """Hash chunks [first, last) that were not verified since their file changed.
+
+        Args:
+            leaves: Returns the leaves of the slice's tree.
+
+        Raises:
+            DatasetError: If a chunk has other bytes, or the file cannot be read.
+        """
+        flags = self._flags(index, path, row)
+        missing = first + np.flatnonzero(flags[first:last] == 0)
+        if not len(missing):
+            return
+        expected, size = leaves(), row.chunk_bytes or row.bytes
+        for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+            for start in range(0, len(run), _READ_CHUNKS):
+                low, high = int(run[start]), int(run[min(len(run), start + _READ_CHUNKS) - 1]) + 1
+                data = _read(path, low * size, min(row.bytes, high * size))
+                if wrong := wrong_chunks(data, expected[low * HASH_BYTES : high * HASH_BYTES], row.chunk_bytes):
+                    begin = (low + wrong[0]) * size
+                    raise DatasetError(
+                        f"{path}: expected the dataset's bytes in [{begin}, {min(row.bytes, begin + size)}), got "
+                        f"others (slice {row.sha256[:12]}…). The dataset was changed, or its disk fails. Fetch or "
+                        "prepare this slice again."
+                    )
+                flags[low:high] = 1
+
+    def _flags(self, index: int, path: Path, row: SliceInfo) -> NDArray[np.uint8]:
+        """The flags of a slice's chunks, cleared if its file changed."""
+        data = self._open()
         try:
-            mark = _mark_of(path, sha256)
-            if mark in (self._marks.get(index), self._on_disk(index)):
-                return
-            got = hash_file(path)
+            mark = _mark_of(path, row.sha256)
         except OSError as error:
             raise DatasetError(f"{path}: cannot be read: {error.strerror or error}. Fetch it again.") from error
-        if got != sha256:
-            raise DatasetError(
-                f"{path}: expected bytes of sha256 {sha256}, got {got}. The dataset was changed, or its disk fails. "
-                "Fetch or prepare this slice again."
-            )
-        self._marks[index] = mark
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _opened(self._path, os.O_RDWR | os.O_CREAT) as file:
-                os.pwrite(file, mark, index * _MARK_BYTES)
+        stored = data[index * _MARK_BYTES : (index + 1) * _MARK_BYTES]
+        base = (len(self._first) - 1) * _MARK_BYTES
+        flags = data[base + int(self._first[index]) : base + int(self._first[index + 1])]
+        if stored.tobytes() != mark:
+            flags[:] = 0
+            stored[:] = np.frombuffer(mark, np.uint8)
+        return flags
 
-    def _on_disk(self, index: int) -> bytes:
-        with contextlib.suppress(OSError), _opened(self._path, os.O_RDONLY) as file:
-            return os.pread(file, _MARK_BYTES, index * _MARK_BYTES)
-        return b""
+    def _open(self) -> NDArray[np.uint8]:
+        if self._bytes is None:
+            size = (len(self._first) - 1) * _MARK_BYTES + int(self._first[-1])
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.touch(0o600)
+                with self._path.open("r+b") as file:
+                    if file.seek(0, os.SEEK_END) != size:
+                        file.truncate(size)
+                    self._bytes = np.memmap(file, np.uint8, "r+").view(np.ndarray) if size else np.zeros(0, np.uint8)
+            except (OSError, ValueError):  # read-only or full: this process remembers them alone
+                self._bytes = np.zeros(size, np.uint8)
+        return self._bytes
 
 
 def _mark_of(path: Path, sha256: str) -> bytes:
@@ -66,10 +110,14 @@ def _mark_of(path: Path, sha256: str) -> bytes:
     return hashlib.blake2b(bytes.fromhex(sha256) + identity, digest_size=_MARK_BYTES).digest()
 
 
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Any:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+def _read(path: Path, start: int, stop: int) -> memoryview:
     try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            buffer = memoryview(bytearray(stop - start))
+            count = 0
+            while count < len(buffer) and (read := file.readinto(buffer[count:])):
+                count += read
+            return buffer[:count]
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}. Fetch it again.") from error

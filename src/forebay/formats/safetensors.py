@@ -22,6 +22,7 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
 from forebay.dataset.slices import Slice, hash_file, open_slice, write_rows_slice, write_token_slice
@@ -87,15 +88,18 @@ class SafeTensors(Format):
         stream = build_stream(source, options, "keep")
         (out / "slices").mkdir(parents=True)
         rows: list[SliceInfo] = []
+        leaves: list[bytes] = []
         for index, part in enumerate(slices_of(stream, options.slice_bytes)):
             name = f"slices/{index:06d}.safetensors"
-            size, sha256 = write_token_slice(out / name, part.tokens, part.document_ends)
-            rows.append(SliceInfo(index, name, size, sha256, len(part.tokens), len(part.document_ends)))
+            written = write_token_slice(out / name, part.tokens, part.document_ends, chunk_size(options.slice_bytes))
+            rows.append(SliceInfo(index, name, *written[:2], len(part.tokens), len(part.document_ends)))
+            leaves.append(written.leaves)
         files = _copy_tokenizer(source, out)
-        table = SliceTable.from_rows(rows)
+        table = SliceTable.from_rows(rows, chunk_size(options.slice_bytes))
+        atomic_write(out / CHUNKS_FILE, leaves)
         atomic_write(out / TABLE_FILE, table.to_parquet())
         atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
-        paths = (*(Path(row.name) for row in rows), *map(Path, files), Path(TABLE_FILE), Path(MANIFEST_FILE))
+        paths = (*(Path(row.name) for row in rows), *map(Path, (*files, CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE)))
         return stream.written(paths)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
@@ -137,11 +141,12 @@ class SafeTensors(Format):
             "classes": table.metadata.get("classes"),
         }
         lineage = {"converted": {key: value for key, value in converted.items() if value}}
-        slices = SliceTable.from_rows(writer.infos)
+        slices = SliceTable.from_rows(writer.infos, chunk_size(options.slice_bytes))
         atomic_write(out / TABLE_FILE, slices.to_parquet())
+        atomic_write(out / CHUNKS_FILE, writer.leaves)
         manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
         atomic_write(out / MANIFEST_FILE, manifest.to_json())
-        files += [Path(TABLE_FILE), Path(MANIFEST_FILE)]
+        files += map(Path, (CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE))
         return Written(tuple(files), None, writer.digest.num_rows, 0, writer.digest.text(), tuple(notes))
 
     def check(self, path: Path, report: Report) -> None:
@@ -217,6 +222,7 @@ class _Writer:
     options: ConvertOptions
     kinds: dict[str, str]
     infos: list[SliceInfo] = field(default_factory=list)
+    leaves: list[bytes] = field(default_factory=list)
     digest: tables.TableDigest = field(default_factory=tables.TableDigest)
     _waiting: list[dict[str, Array]] = field(default_factory=list)
     _rows: int = 0
@@ -239,8 +245,9 @@ class _Writer:
             return
         tensors = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
         name = f"slices/{len(self.infos):06d}.safetensors"
-        size, sha256 = write_rows_slice(self.out / name, tensors, self.kinds)
-        self.infos.append(SliceInfo(len(self.infos), name, size, sha256, self._rows, 0))
+        written = write_rows_slice(self.out / name, tensors, self.kinds, chunk_size(self.options.slice_bytes))
+        self.infos.append(SliceInfo(len(self.infos), name, *written[:2], self._rows, 0))
+        self.leaves.append(written.leaves)
         fields = [tables.field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
         self.digest.add(tables.batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0

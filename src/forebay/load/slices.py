@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.chunks import hash_slice
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import Slice, hash_file, open_slice
+from forebay.dataset.slices import Slice, open_slice
 from forebay.dataset.verified import user_cache
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.formats import ExternalDataset
@@ -197,7 +198,7 @@ class SliceReader:
         is_new = self._verify and key not in self._verified
         if not self.is_cached(key):
             opened = dataset.open_slice(index)
-            if is_new and (sha256 := hash_file(opened.path)) != row.sha256:
+            if is_new and (sha256 := hash_slice(opened.path, row.chunk_bytes)[0]) != row.sha256:
                 raise DatasetError(
                     f"{opened.path}: expected bytes of sha256 {row.sha256}, got {sha256}. The dataset was changed, or "
                     "its disk fails. Fetch or prepare this slice again."
@@ -206,7 +207,7 @@ class SliceReader:
             return index, opened
         assert self._feed is not None
         path = self._feed.acquire(key, until)
-        if is_new and hash_file(path) != row.sha256:
+        if is_new and hash_slice(path, row.chunk_bytes)[0] != row.sha256:
             _log.warning("%s of %s was changed after it was verified. Fetching it again.", row.name, dataset.name)
             self._feed.reject(key)
             path = self._feed.acquire(key, until)

@@ -3,6 +3,7 @@
 Manifest and table are stored in the state directory and verified when read back: a restart needs no data node.
 """
 
+import hashlib
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forebay.dataset.manifest import Manifest, SliceTable, dataset_id
+from forebay.dataset.manifest import Manifest, SliceTable
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.ledger.chain import read_entries
@@ -65,14 +66,14 @@ def parse(expected_id: str, manifest: bytes, table: bytes, source: str) -> tuple
         IntegrityError: If they are not those of this dataset.
         DatasetError: If they are, and are malformed.
     """
-    if dataset_id(manifest) != expected_id:
-        raise IntegrityError(f"manifest of {expected_id}: expected that hash, got {dataset_id(manifest)} ({source}).")
     parsed = Manifest.from_json(manifest)
-    if dataset_id(table) != parsed.table_sha256:
+    if parsed.id != expected_id:
+        raise IntegrityError(f"manifest of {expected_id}: expected that id, got {parsed.id} ({source}).")
+    if (sha256 := hashlib.sha256(table).hexdigest()) != parsed.table_sha256:
         raise IntegrityError(
-            f"slice table of {expected_id}: expected sha256 {parsed.table_sha256}, got {dataset_id(table)} ({source})."
+            f"slice table of {expected_id}: expected sha256 {parsed.table_sha256}, got {sha256} ({source})."
         )
-    return parsed, SliceTable.from_parquet(table)
+    return parsed, SliceTable.from_parquet(table, parsed.chunk_bytes)
 
 
 def started_id(ledger: Path) -> str:
@@ -211,6 +212,7 @@ class Catalog:
         row, manifest = self.table.row(grant.slice), self.manifest
         return Lease(
             **vars(grant), job_id=job_id, name=row.name, sha256=row.sha256, bytes=row.bytes,
+            chunk_bytes=row.chunk_bytes,
             sample_base=int(self._bases[grant.slice]), seed=self.spec.seed, seq_len=self.seq_len,
             layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
         )  # fmt: skip

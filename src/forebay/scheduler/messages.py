@@ -205,6 +205,7 @@ class Lease(LeaseGrant):
     layout: str
     dtype: str
     vocab_size: Count
+    chunk_bytes: Count = 0
 
 
 @dataclass(frozen=True)

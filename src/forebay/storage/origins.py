@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
-from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, root_of
+from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files, local_path
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.storage.base import (
@@ -118,20 +119,20 @@ def open_remote(
 
 def _read_remote(origin: Origin, expected_id: str | None) -> RemoteDataset:
     data = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
-    id = dataset_id(data)
+    manifest = Manifest.from_json(data)
+    id = manifest.id
     if expected_id is not None and id != expected_id:
         raise DatasetError(
             f"{origin.url}: expected the dataset {expected_id}, got {id}. Its data differ. "
             "Check the URL, or ask for the id that is there."
         )
-    manifest = Manifest.from_json(data)
     table_data = read_small(origin, TABLE_FILE, _MAX_SMALL_BYTES)
     if (table_sha256 := hashlib.sha256(table_data).hexdigest()) != manifest.table_sha256:
         raise DatasetError(
             f"{origin.url}: expected a {TABLE_FILE} with sha256 {manifest.table_sha256}, got {table_sha256}. "
             "Publish it again."
         )
-    table = SliceTable.from_parquet(table_data)
+    table = SliceTable.from_parquet(table_data, manifest.chunk_bytes)
     check_totals(manifest, table)
     return RemoteDataset(origin, manifest, table, id)
 
@@ -155,6 +156,9 @@ class RemoteDataset(Dataset):
 
     open_slice = slice_path
 
+    def _read_leaves(self, first: int, count: int) -> bytes:
+        return read_small(self.origin, CHUNKS_FILE, count * HASH_BYTES, start=first * HASH_BYTES)
+
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
         """Read and hash every slice and listed file without storing them. See `Dataset.verify`."""
         table, on_progress = self.table, on_progress or (lambda num_bytes: None)
@@ -173,20 +177,20 @@ class RemoteDataset(Dataset):
         """The best state of a file at any source: "", "changed" or "missing"."""
         states = set[str]()
         for source in self.origin.sources():
-            states.add(_state_at(source, *file))
+            states.add(_state_at(source, *file, self.table.chunk_bytes))
             if "" in states:
                 return ""
         return "changed" if "changed" in states else "missing"
 
 
-def _state_at(source: Origin, name: str, size: int | None, sha256: str) -> str:
-    digest = hashlib.sha256()
+def _state_at(source: Origin, name: str, size: int | None, sha256: str, chunk_bytes: int) -> str:
+    hasher = ChunkHasher(0 if size is None else chunk_bytes)
     try:
         if size is None:
-            digest.update(retry_transient(lambda: source.get(name, _MAX_SMALL_BYTES), _MAX_TRIES, _MAX_WAIT_S))
+            hasher.update(retry_transient(lambda: source.get(name, _MAX_SMALL_BYTES), _MAX_TRIES, _MAX_WAIT_S))
         else:
-            read_range(source, name, 0, size, digest.update, _MAX_TRIES, _MAX_WAIT_S)
-        return "" if digest.hexdigest() == sha256 else "changed"
+            read_range(source, name, 0, size, hasher.update, _MAX_TRIES, _MAX_WAIT_S)
+        return "" if root_of(hasher.leaves()) == sha256 else "changed"
     except PermanentError:
         try:  # It exists, but is shorter, if some bytes can be read.
             return "changed" if any(True for _ in source.read(name, 0, 1)) else "missing"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from forebay.dataset.chunks import ChunkHasher, root_of
 from forebay.errors import UsageError
 
 EARLIER_RUN = "an earlier run"  # the source of bytes that were in the file when it was opened
@@ -41,20 +42,21 @@ class Check(Protocol):
 
 
 class Sha256Check(Check):
-    """Hashes a file; the caller compares the hash."""
+    """Hashes a slice; the caller compares its id. `chunk_bytes` as of the dataset."""
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
+    def __init__(self, chunk_bytes: int = 0) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._hasher = ChunkHasher(chunk_bytes)
 
     def advance(self, path: Path, start: int, stop: int) -> None:
         """Hash bytes [start, stop). Raises OSError."""
         if start == 0:
-            self._digest = hashlib.sha256()
-        _hash_range(self._digest, path, start, stop)
+            self._hasher = ChunkHasher(self._chunk_bytes)
+        _hash_range(self._hasher, path, start, stop)
 
     def hexdigest(self) -> str:
-        """Return the sha256 of the bytes so far."""
-        return self._digest.hexdigest()
+        """Return the id of the slice, whose bytes have all been passed."""
+        return root_of(self._hasher.leaves())
 
 
 class SizeCheck(Check):
@@ -226,7 +228,7 @@ class PartFile:
             view, offset = view[done:], offset + done
 
 
-def _hash_range(digest: "hashlib._Hash", path: Path, start: int, stop: int) -> None:
+def _hash_range(digest: "hashlib._Hash | ChunkHasher", path: Path, start: int, stop: int) -> None:
     buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
     with path.open("rb", buffering=0) as file:
         file.seek(start)

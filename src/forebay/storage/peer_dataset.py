@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
-from forebay.errors import NetworkError, ProtocolError, UsageError, install_command
+from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError, install_command
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
@@ -154,10 +154,14 @@ class PeerOrigin(Origin):
 
     def _is_valid(self, name: str, data: bytes, dataset_id: str) -> bool:
         """Whether a file belongs to the dataset: the manifest by its id, the table by the manifest."""
-        sha256 = hashlib.sha256(data).hexdigest()
-        if name == MANIFEST_FILE and sha256 == dataset_id:
-            self._table_sha256 = Manifest.from_json(data).table_sha256
-        return sha256 == {MANIFEST_FILE: dataset_id, TABLE_FILE: self._table_sha256 or sha256}.get(name, sha256)
+        if name == MANIFEST_FILE:
+            try:
+                manifest = Manifest.from_json(data)
+            except DatasetError:
+                return False
+            self._table_sha256 = manifest.table_sha256 if manifest.id == dataset_id else self._table_sha256
+            return manifest.id == dataset_id
+        return name != TABLE_FILE or self._table_sha256 in ("", hashlib.sha256(data).hexdigest())
 
     def _look_up_sha256(self, name: str) -> str:
         """Return the hash of a slice from the table, which is read at the first call."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
 
+from forebay.dataset.chunks import CHUNKS_FILE
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.addresses import check_url
@@ -55,7 +56,8 @@ class PeerSource(Origin):
         self.url = f"forebay-peer://{self.peer_id}@{self.address}"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        path, buffer = f"/v1/slices/{self.sha256_of(name)}", memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
+        path = self._file_path(name) if name == CHUNKS_FILE else f"/v1/slices/{self.sha256_of(name)}"
+        buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
         while start < stop:
             chunk, fault = buffer[: stop - start], None
             try:
@@ -74,11 +76,13 @@ class PeerSource(Origin):
                 raise converted
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        path = f"/v1/datasets/{self.dataset_id}/{urllib.parse.quote(name)}"
         try:
-            return self.client.get_bytes(self.address, path, max_bytes, self.peer_id, self.stall_s)
+            return self.client.get_bytes(self.address, self._file_path(name), max_bytes, self.peer_id, self.stall_s)
         except NetworkError as error:
             raise _classify_error(self.url, error) from error
+
+    def _file_path(self, name: str) -> str:
+        return f"/v1/datasets/{self.dataset_id}/{urllib.parse.quote(name)}"
 
 
 def _classify_error(url: str, error: NetworkError) -> NetworkError:

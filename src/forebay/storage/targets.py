@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from forebay.dataset.slices import hash_file
+from forebay.dataset.chunks import hash_slice
 from forebay.errors import UsageError
 from forebay.files import atomic_write, commit_files, remove_stale
 from forebay.storage.base import BUCKET_SCHEMES, PermanentError
@@ -36,11 +36,11 @@ class FolderTarget:
         self._mirror_lock = _lock(folder)
         remove_stale(folder)
 
-    def contains(self, name: str, num_bytes: int, sha256: str | None) -> bool:
-        """Whether the file exists with this size, and with this hash unless it is None."""
+    def contains(self, name: str, num_bytes: int, sha256: str | None, chunk_bytes: int = 0) -> bool:
+        """Whether the file exists with this size, and with this hash (of a slice its id) unless it is None."""
         path = self.folder / name
         try:
-            return path.stat().st_size == num_bytes and (sha256 is None or hash_file(path) == sha256)
+            return path.stat().st_size == num_bytes and (sha256 is None or hash_slice(path, chunk_bytes)[0] == sha256)
         except FileNotFoundError:
             return False
 
@@ -91,7 +91,7 @@ class BucketTarget(BucketOrigin):
         self._temporary = temporary
         self._mirror_lock = _lock(temporary)
 
-    def contains(self, name: str, num_bytes: int, sha256: str | None) -> bool:
+    def contains(self, name: str, num_bytes: int, sha256: str | None, chunk_bytes: int = 0) -> bool:
         """As of FolderTarget. An object without its hash in the metadata is copied again."""
 
         def compare(obstore: Any, store: Any) -> bool:

@@ -83,6 +83,7 @@ class Transfers(Closing):
             num_ranges = max(1, self.connections // (1 + len(self._active)))
             num_pieces = -(-info.bytes // (num_ranges * self.piece_bytes))
             range_bytes = min(PIECE_BYTES, num_pieces * self.piece_bytes)
+        check = check or Sha256Check(info.chunk_bytes)
         file = PartFile(part, info.bytes, self.piece_bytes, range_bytes=range_bytes, check=check)
         transfer = PoolTransfer(info, file, list(origins), on_source_fault, self._end)
         try:

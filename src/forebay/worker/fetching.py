@@ -231,7 +231,7 @@ class SliceFetcher:
     def _transfer(self, lease: ActiveLease, providers: Sequence[Provider]) -> None:
         """One transfer from all of these providers at once, for as long as it is fast enough."""
         grant = lease.grant
-        info = SliceInfo(grant.slice, grant.name, grant.bytes, grant.sha256, 0, 0)
+        info = SliceInfo(grant.slice, grant.name, grant.bytes, grant.sha256, 0, 0, grant.chunk_bytes)
         sources = self._sources(grant, providers)
         part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
         transfer = self._transfers.start(

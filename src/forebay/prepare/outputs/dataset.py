@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
@@ -23,7 +24,6 @@ from forebay.dataset.manifest import (
     TOKEN_DTYPES,
     Manifest,
     SliceTable,
-    dataset_id,
 )
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
@@ -93,9 +93,9 @@ class DatasetOutput(Output):
             tokenizer=tokenizer.description,
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
-        ).to_json()
-        commit = partial(atomic_write, run.out / MANIFEST_FILE, manifest)
-        return conclude(run, corpus, dataset_id(manifest), counts, commit)
+        )
+        commit = partial(atomic_write, run.out / MANIFEST_FILE, manifest.to_json())
+        return conclude(run, corpus, manifest.id, counts, commit)
 
 
 class ReportOutput(Output):
@@ -166,13 +166,15 @@ def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFi
     else:
         plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
     on_result = run.count_tasks("slice", plan.slices, " slices")
-    infos = run.map(write_slice, plan.tasks(run.out, shape), finished_slice, on_result)
+    tasks = plan.tasks(run.out, shape, chunk_size(size.bytes))
+    infos = run.map(write_slice, tasks, finished_slice, on_result)
     sync_directory(folder)
+    atomic_write(run.out / CHUNKS_FILE, (task.leaves.read_bytes() for task in tasks))
     names = {f"{index:06d}.safetensors" for index in range(len(infos))}
     for path in folder.iterdir():  # of another plan, or temporary files
         if path.name not in names:
             path.unlink()
-    return SliceTable.from_rows(infos)
+    return SliceTable.from_rows(infos, chunk_size(size.bytes))
 
 
 def write_documents(path: Path, corpus: Corpus, parts: Sequence[EncodedPart]) -> str:

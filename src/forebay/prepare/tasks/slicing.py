@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from forebay.dataset.chunks import root_of
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
@@ -97,6 +98,7 @@ class SliceTask:
     index: int
     out: str
     shape: RowShape | None = None
+    chunk_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -108,6 +110,11 @@ class SliceTask:
         """The file that commits it."""
         return Path(f"{self.plan}-{self.index:06d}.json")
 
+    @property
+    def leaves(self) -> Path:
+        """The file with the leaves of its tree, written before its mark."""
+        return self.mark.with_suffix(".chunks")
+
 
 @dataclass(frozen=True)
 class SlicePlan:
@@ -116,9 +123,9 @@ class SlicePlan:
     path: str
     slices: int
 
-    def tasks(self, out: Path | str, shape: RowShape | None = None) -> Sequence[SliceTask]:
+    def tasks(self, out: Path | str, shape: RowShape | None = None, chunk_bytes: int = 0) -> Sequence[SliceTask]:
         """One a slice, in order; into a dataset's directory."""
-        return [SliceTask(self.path, index, str(out), shape) for index in range(self.slices)]
+        return [SliceTask(self.path, index, str(out), shape, chunk_bytes) for index in range(self.slices)]
 
 
 def plan_slices(
@@ -256,21 +263,24 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
     path = Path(task.out) / task.name
     tokens, document_ends = read_range(task)
     if task.shape is None:
-        size, sha256 = write_token_slice(path, tokens, document_ends)
+        written = write_token_slice(path, tokens, document_ends, task.chunk_bytes)
         count, documents = len(tokens), len(document_ends)
     else:
         tensors = task.shape.tensors(tokens, document_ends.astype(np.int64))
-        size, sha256 = write_rows_slice(path, tensors)
+        written = write_rows_slice(path, tensors, chunk_bytes=task.chunk_bytes)
         count, documents = len(tensors["input_ids"]), 0
-    info = SliceInfo(task.index, task.name, size, sha256, count, documents)
+    info = SliceInfo(task.index, task.name, written.size, written.sha256, count, documents)
+    atomic_write(task.leaves, written.leaves)
     atomic_write(task.mark, json.dumps(asdict(info)).encode())
     return info
 
 
 def finished_slice(task: SliceTask) -> SliceInfo | None:
     """The slice if an earlier run of the same plan committed it, and its file has that size."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, IndexError):
         info = SliceInfo(**json.loads(task.mark.read_bytes()))
+        if root_of(task.leaves.read_bytes()) != info.sha256:
+            return None
         return info if (Path(task.out) / task.name).stat().st_size == info.bytes else None
     return None
 
