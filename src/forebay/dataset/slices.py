@@ -84,12 +84,26 @@ def open_slice(path: Path | str) -> Slice:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            entries = _read_header(file.read, os.fstat(file.fileno()).st_size)
-            memory = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
+            size = os.fstat(file.fileno()).st_size
+            memory = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray) if size else np.zeros(0, np.uint8)
     except OSError as error:
         raise DatasetError(
             f"{path}: cannot open slice: {error.strerror or error}. Fetch or prepare it again."
         ) from error
+    return slice_of(memory, path)
+
+
+def slice_of(memory: NDArray[np.uint8], path: Path) -> Slice:
+    """The slice in these bytes; only its header is read. Raises DatasetError if it is not valid SafeTensors."""
+    offset = 0
+
+    def read(count: int) -> bytes:
+        nonlocal offset
+        offset += count
+        return memory[offset - count : offset].tobytes()
+
+    try:
+        entries = _read_header(read, len(memory))
     except _HeaderError as error:
         raise DatasetError(f"{path}: {error}. The file is no slice or is damaged; fetch it again.") from error
     tensors = {name: memory[start:stop].view(DTYPES[kind]).reshape(shape) for name, kind, shape, start, stop in entries}

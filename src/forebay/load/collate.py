@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
@@ -181,6 +182,14 @@ class Collator(ABC):
                 "was opened; verify it."
             )
         self._opened[key] = opened
+
+    def num_open_bytes(self, slice_index: int, row: SliceInfo, token_bytes: int) -> int:
+        """How many of a slice's first bytes `open` reads."""
+        return row.bytes
+
+    def byte_ranges(self, key: int, samples: I64) -> tuple[I64, I64, I64]:
+        """Byte ranges [start, stop) of an open slice's file that samples read, and which sample each is of; all [R]."""
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
 
     def close(self, key: int) -> None:
         """Remove a slice. Plans made before remain usable."""
