@@ -1,5 +1,5 @@
 """Other people's data, tokenized while it is streamed."""
 
-from forebay.stream.text_stream import TextStream
+from forebay.stream.text_stream import StreamOptions, TextStream
 
-__all__ = ["TextStream"]
+__all__ = ["StreamOptions", "TextStream"]

@@ -1,32 +1,123 @@
-"""Documents of files of every format that `prepare` reads, in an order that the key of an epoch fixes.
+"""Documents of files of every format that `prepare` reads, in an order that the key of an epoch fixes, and in shares.
 
-Hides: which file of an epoch comes when, and how reading goes on where it stopped: at the very record in JSONL, lines,
-tar and TFRecord (compressed: after unpacking what stands before it), at the row group in Parquet, at the batch in
-Arrow, from the file's beginning in all others. Records that stand before the place are skipped, never yielded twice.
+Hides: which file of an epoch comes when, what each lane reads of it, and how reading goes on where it stopped: at the
+very record in JSONL, lines, tar and TFRecord (compressed: after unpacking what stands before it), at the row group in
+Parquet, at the batch in Arrow, from the file's beginning in all others. Records that stand before the place are
+skipped, never yielded twice.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import heapq
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from forebay.errors import PrepareError, StateError, UsageError
-from forebay.formats.inputs import InputFile, ReadOptions
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.order.bijection import permute
-from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.inputs import divide_file, find_inputs, read_split, resolve_format, split_files, text_format
 from forebay.storage.listing import describe_skipped
 
+MIN_SHARE_BYTES = 1 << 20
+"""Files with fewer bytes for each lane are read by all lanes, each of which takes every `lanes`-th record."""
+_MAX_LOAD = 1.05  # of a lane, over the mean, where whole files are dealt
 _log = logging.getLogger("forebay.stream")
 _START = (0, 0, -1, 0, 0)
+
+
+class Share(NamedTuple):
+    """The part of the records that a lane reads: number `lane` of `lanes` parts of about the same size."""
+
+    lane: int = 0
+    lanes: int = 1
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """What a lane reads of a file: between two borders (bytes from 0 to the file's size), and of that a share.
+
+    `number` is the file's among all, the same for each lane: files of one record are dealt by it.
+    """
+
+    file: InputFile
+    number: int = 0
+    borders: tuple[int, ...] = ()  # None: the file is not divided.
+    index: int = 0
+    share: Share = WHOLE
+
+    def splits(self, options: ReadOptions) -> tuple[list[InputSplit], Share]:
+        """What to read, and the records of it to take.
+
+        A file whose row groups are too large for its parts is read by all lanes, each of which takes its records.
+        """
+        file, borders = resolve_format(self.file, options), self.borders
+        if not borders and is_divisible(file) and text_format(file.format).is_plain_text:
+            borders = (0, file.bytes)  # in one response of a server
+        if not borders:
+            return split_files([file], options), self.share
+        parts = divide_file(file, options, borders)
+        sizes = np.diff(borders)
+        if any(part is None and 2 * size >= max(sizes) for part, size in zip(parts, sizes)):
+            return split_files([file], options), Share(self.index, len(parts))
+        part = parts[self.index]
+        return [] if part is None else [part], self.share
+
+
+def share_files(files: Sequence[InputFile], share: Share) -> list[FilePart]:
+    """What a lane reads of files: the lanes' parts are disjoint and together all, and of about the same size.
+
+    Whole files if these can be dealt evenly, or cannot be divided and are as many as the lanes. Else the files are laid
+    end to end and cut at `lanes` equal parts, where a file that cannot be divided goes to the part with its middle.
+    """
+    lane, lanes = share
+    everything = [FilePart(file, number, share=share) for number, file in enumerate(files)]
+    sizes = [max(1, file.bytes) for file in files]
+    if lanes == 1 or sum(sizes) < lanes * MIN_SHARE_BYTES:
+        return everything
+    whole = [replace(part, share=WHOLE) for part in everything]
+    loads, owners = [(0, number) for number in range(lanes)], [0] * len(files)
+    for index in sorted(range(len(files)), key=lambda index: (-sizes[index], index)):  # the largest first
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], owners[index]))
+    divisible = [is_divisible(file) for file in files]
+    is_even = max(loads)[0] * lanes <= _MAX_LOAD * sum(sizes)
+    if is_even or (len(files) >= lanes and not any(divisible)):
+        return [part for part, owner in zip(whole, owners) if owner == lane]
+    stops = np.cumsum(sizes).tolist()
+    cuts = [sum(sizes) * number // lanes for number in range(1, lanes)]
+    owned, parts = set[int](), list[FilePart]()
+    for part, size, stop, divides in zip(whole, sizes, stops, divisible):
+        start = stop - size
+        inside = [cut - start for cut in cuts if start < cut < stop] if divides else []
+        first = int(np.searchsorted(cuts, start if divides else start + size // 2, "right"))
+        owned.update(range(first, first + len(inside) + 1))
+        if first <= lane <= first + len(inside):
+            borders = (0, *inside, size) if inside else ()
+            parts.append(replace(part, borders=borders, index=lane - first))
+    if len(owned) == lanes:
+        return parts
+    _log.warning(
+        "stream: %d files that cannot be divided are too few for %d lanes: each lane reads all of them and takes its "
+        "share of the records. Write more files, or uncompressed ones.", len(files), lanes,
+    )  # fmt: skip
+    return everything
+
+
+def is_divisible(file: InputFile) -> bool:
+    """Whether parts of a file can be read alone."""
+    return bool(file.format) and not (file.compression or file.encoding) and text_format(file.format).is_divisible
 
 
 class FileRecords:
@@ -45,25 +136,22 @@ class FileRecords:
         fields = [(source.format, source.compression, source.bytes, source.sha256) for source in self._files]
         self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None) -> FileReading:
-        """Open an epoch's records from a position, or from the beginning; a key fixes the order of the files."""
-        order = np.arange(len(self._files), dtype=np.uint64)
-        if key is not None:
-            order = permute(order, len(order), key)
-        sources = [self._files[i] for i in order.tolist()]
-        start = check_position(position, len(sources))
-        return FileReading(lambda index: sources[index] if index < len(sources) else None, self._options, start)
+    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = WHOLE) -> FileReading:
+        """Open a share of an epoch's records from a position, or its beginning; a key fixes the order of the files."""
+        parts = share_files(shuffle_files(self._files, key), share)
+        start = check_position(position, len(parts))
+        return FileReading(lambda index: parts[index] if index < len(parts) else None, self._options, start)
 
 
 @dataclass
 class FileReading:
-    """The records of some sources, one source after the other; `source_at(index)` is None after the last.
+    """The records of parts of files, one part after the other; `part_at(index)` is None after the last.
 
-    Its position is five integers: the source; the piece of it; where in the piece to begin (-1: at its beginning) and
+    Its position is five integers: the part; the piece of it; where in the piece to begin (-1: at its beginning) and
     the number of the record there; how many records from there on were read.
     """
 
-    _source_at: Callable[[int], InputFile | None]
+    _part_at: Callable[[int], FilePart | None]
     _options: ReadOptions
     _position: tuple[int, int, int, int, int]
 
@@ -73,8 +161,8 @@ class FileReading:
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
         index, number, start, first, num_read = self._position
-        while (source := self._source_at(index)) is not None:
-            pieces = split_files([source], self._options)
+        while (part := self._part_at(index)) is not None:
+            pieces, share = part.splits(self._options)
             while number < len(pieces):
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
                 passed, num_read = num_read, 0
@@ -88,13 +176,22 @@ class FileReading:
                         passed -= 1
                         continue
                     self._position = (index, number, start, first, num_read)
+                    if (part.number + number + first + num_read) % share.lanes != share.lane:
+                        continue
                     if record.problem and not record.location:
                         location = f"record {first + num_read - 1}" + (f" of piece {number}" if number else "")
                         record = replace(record, location=location)
-                    yield record, source.name
+                    yield record, part.file.name
                 number, start, first, num_read = number + 1, -1, 0, 0
             index, number = index + 1, 0
         self._position = (index, *_START[1:])
+
+
+def shuffle_files(files: Sequence[InputFile], key: bytes | None) -> Sequence[InputFile]:
+    """The files in the order that a key fixes."""
+    if key is None:
+        return files
+    return [files[i] for i in permute(np.arange(len(files), dtype=np.uint64), len(files), key).tolist()]
 
 
 def check_position(position: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
