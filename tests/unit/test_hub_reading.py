@@ -131,7 +131,7 @@ def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle: boo
 def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.stream.hub.RUN_FILES", 8)
+    monkeypatch.setattr("forebay.stream.records.RUN_FILES", 8)
     hub.directory, hub.page_size = tmp_path / "hub", 6
     repo = write_repo(tmp_path / "hub/datasets/a/b")
     for number in range(20):

@@ -26,10 +26,13 @@ from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, StateError, UsageError
 from forebay.formats.inputs import InputFile, ReadOptions
+from forebay.storage import remote_file
 from forebay.stream import StreamOptions, TextStream
 from forebay.stream import records as stream_records
 from forebay.stream.hub import records_of
-from forebay.stream.records import FileRecords, Share, share_files
+from forebay.stream.records import Share, find_records, share_files
+from support.hub_repos import write_repo
+from support.hub_server import HubServer, make_hub
 
 ROWS = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(480)]
 
@@ -119,7 +122,7 @@ def test_shares_are_disjoint_and_together_everything(
     tmp_path: Path, kind: str, min_share_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
-    records = FileRecords([write(tmp_path / "files", kind)], ReadOptions())
+    records = find_records([write(tmp_path / "files", kind)], ReadOptions())
     for lanes in range(1, 8):
         for epoch in range(2):
             key = bytes([epoch] * 16)
@@ -410,3 +413,74 @@ def test_four_ranks_fetch_what_one_fetches(origin: Origin, kind: str, monkeypatc
     alone, together = fetch(1), fetch(4)
     print(f"{kind}: {alone} bytes by one, {together / alone:.3f} times as many by four")
     assert together <= 1.05 * alone
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_four_ranks_fetch_from_the_hub_what_one_fetches(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = write_repo(tmp_path / "datasets/a/b")
+    rows = long_rows(4000)
+    for i in range(2):
+        (repo / f"train-{i}.{kind}").write_bytes((parquet if kind == "parquet" else jsonl)(rows[i::2]))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+    def fetch(world_size: int) -> int:
+        hub.bytes_sent.clear()
+        for rank in range(world_size):
+            monkeypatch.setattr(remote_file, "_blocks", remote_file.BlockCache())  # as in a process of its own
+            created = stream("hf:a/b", rank=rank, world_size=world_size, seq_len=4096, steps=2800 // world_size)
+            assert {batch.epoch for batch in created} == {0}
+            created.close()
+        return sum(hub.bytes_sent.values())
+
+    with HubServer(tmp_path) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        alone, together = fetch(1), fetch(4)
+    print(f"hub, {kind}: {alone} bytes by one, {together / alone:.3f} times as many by four")
+    assert together <= 1.05 * alone
+
+
+def test_shares_of_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    repositories = make_hub(tmp_path / "hub")
+    names = ("winglian/tiny-shakespeare", "HuggingFaceFW/fineweb-edu/sample-10BT", "EleutherAI/pile")
+    with HubServer(repositories) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for min_share_bytes in (1, 1 << 20):
+            monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
+            for name in names:
+                records = records_of(f"hf:{name}", ReadOptions())
+                expected = Counter(record.text for record, _ in records.open(0, None))
+                for lanes in range(2, 8):
+                    shares = [
+                        [record.text for record, _ in records.open(1, bytes(16), share=Share(lane, lanes))]
+                        for lane in range(lanes)
+                    ]
+                    assert Counter(text for share in shares for text in share) == expected
+                    assert all(shares), (name, lanes)
+
+
+def test_helper_processes_of_a_rank_read_its_share(tmp_path: Path) -> None:
+    folder = write(tmp_path / "files", "jsonl")
+    ranks = [stream(folder, rank=rank, world_size=2, steps=21) for rank in range(2)]
+    helpers = [[rank.helper(index, 3) for index in range(3)] for rank in ranks]
+    expected = samples(stream(folder, lanes=6, batch_size=12, steps=7))
+    result = samples(batch for rank in helpers for helper in rank for batch in helper)
+    assert result == expected and len(result) == 84
+    assert all(len(list(helper)) == 0 and helper.step == 7 for rank in helpers for helper in rank)
+    assert len({tuple(helper.position.lanes) for rank in helpers for helper in rank}) == 6  # one lane each
+
+
+def test_helpers_of_a_dataloader(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    created = stream(write(tmp_path / "files", "jsonl"), steps=9)
+    expected = [facts(created.helper(index, 2)) for index in range(2)]
+
+    class Dataset(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            info = torch.utils.data.get_worker_info()
+            return (batch.inputs for batch in created.helper(info.id, info.num_workers))
+
+    loader = torch.utils.data.DataLoader(Dataset(), batch_size=None, num_workers=2)
+    assert [inputs.tolist() for inputs in loader] == [expected[step % 2][step // 2][0] for step in range(9)]

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, PrepareError, StateError, UnknownDatasetError, UsageError
-from forebay.stream.text_stream import StreamOptions, TextStream
+from forebay.stream.lane import StreamOptions
+from forebay.stream.text_stream import TextStream
 from forebay.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
 from forebay.worker.batches import Batches, dummy_samples
 from forebay.worker.catalog import CATALOG, CatalogEntry, find_entry

@@ -87,8 +87,7 @@ class Parquet(ColumnFormat):
         middles = [(start + stop) // 2 for start, stop in extents]
         first = np.searchsorted(middles, borders).tolist()
         if not extents or sorted(middles) != middles or (first[0], first[-1]) != (0, len(extents)):
-            whole = InputSplit((file,), bytes=file.bytes)
-            return [whole, *[None] * (len(borders) - 2)]
+            return [InputSplit((file,), bytes=file.bytes), *[None] * (len(borders) - 2)]
         parts: list[InputSplit | None] = []
         for i, j in pairwise(first):
             start, stop = (extents[i][0], extents[j - 1][1]) if i < j else (0, 0)

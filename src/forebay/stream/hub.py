@@ -1,6 +1,6 @@
 """Datasets of the hub, and those that other libraries stream, as records: WebDataset, MosaicML, any iterable.
 
-The hub's files are read like local ones where their format is one of ours (`HubRecords`).
+The hub's files are read like local ones where their format is one of ours (`hub_records`).
 
 Hides how each object continues at a position: by index (a map-style dataset, a MosaicML `StreamingDataset`, a list), by
 a state of its own (`datasets.IterableDataset`), or by skipping records from the start, which is exact if the object
@@ -18,26 +18,15 @@ from itertools import count, islice, takewhile
 from typing import Any, TypeAlias
 
 from forebay.errors import ForebayError, PrepareError, StateError, UsageError
-from forebay.formats.inputs import ReadOptions
+from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.formats.records import Record, to_record
 from forebay.prepare.inputs import resolve_format
 from forebay.prepare.sources import open_with_library, source_at
 from forebay.storage.hub_copies import HubCopy
 from forebay.storage.hub_splits import PREFIX, HubSplit, find_split
-from forebay.stream.records import (
-    WHOLE,
-    FilePart,
-    FileReading,
-    FileRecords,
-    Share,
-    check_position,
-    share_files,
-    shuffle_files,
-)
+from forebay.stream.records import ALL_RECORDS, FileRecords, Share
 
 HUB = "hf:"
-RUN_FILES = 1000
-"""Files of the hub are shuffled in runs of so many: a page of its listing, so that the first is known at once."""
 _ROWS = 256  # Read together by index: 0.3 us a row from Arrow where one by one takes 60.
 
 
@@ -50,7 +39,7 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
         url = dataset if dataset.startswith(PREFIX) else PREFIX + dataset.removeprefix(HUB)
         dataset = find_split(url) or open_with_library(url)
     if isinstance(dataset, HubSplit | HubCopy):
-        return HubRecords(dataset, options)
+        return hub_records(dataset, options)
     library = type(dataset).__module__.partition(".")[0]
     if getattr(dataset, "_distributed", None) is not None:
         raise UsageError(
@@ -75,36 +64,19 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
     return ObjectRecords(dataset, options, _skip_to, "replay")
 
 
-class HubRecords:
+def hub_records(split: HubSplit | HubCopy, options: ReadOptions) -> FileRecords:
     """The records of a split of the hub, or of a copy of one: the same, at the same positions.
 
-    Its identity is the split's URL with the commit, which can be opened again when the hub has a newer one.
+    Their identity is the split's URL with the commit, which can be opened again when the hub has a newer one.
     """
 
-    def __init__(self, split: HubSplit | HubCopy, options: ReadOptions) -> None:
-        self._split, self._options = split, options
-        self.identity = split.url
+    def runs(size: int) -> Iterator[list[InputFile]]:
+        sources = map(partial(source_at, split), count())
+        files = takewhile(lambda file: file is not None, sources)
+        while run := [file for file in islice(files, size) if file is not None]:
+            yield run if options.format == "auto" else [resolve_format(file, options) for file in run]
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = WHOLE) -> FileReading:
-        """As `FileRecords.open`; files are shuffled and shared within each run of `RUN_FILES`."""
-        parts: list[FilePart] = []
-        runs = self._runs(key, share)
-
-        def part_at(index: int) -> FilePart | None:
-            while index >= len(parts) and (run := next(runs, None)) is not None:
-                parts.extend(run)
-            return parts[index] if index < len(parts) else None
-
-        return FileReading(part_at, self._options, check_position(position))
-
-    def _runs(self, key: bytes | None, share: Share) -> Iterator[list[FilePart]]:
-        size = RUN_FILES if key or share.lanes > 1 else 1  # In the order of the files the first one is enough to begin.
-        files = map(partial(source_at, self._split), count())
-        sources = takewhile(lambda file: file is not None, files)
-        while run := [file for file in islice(sources, size) if file is not None]:
-            if self._options.format != "auto":
-                run = [resolve_format(file, self._options) for file in run]
-            yield share_files(shuffle_files(run, key), share)
+    return FileRecords(split.url, options, runs)
 
 
 class ObjectRecords:
@@ -131,12 +103,12 @@ class ObjectRecords:
         name = f"{type(dataset).__module__}.{type(dataset).__name__}"
         self.identity = f"{name}:{shards if isinstance(shards, int) else '?'}"
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = WHOLE) -> ObjectReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> ObjectReading:
         """As `FileRecords.open`; the order is the object's own, which is given the epoch if it takes one."""
         start, stop = 0, 0
         if self.kind == "index":
             start, stop = (self.size * number // share.lanes for number in (share.lane, share.lane + 1))
-            share = WHOLE
+            share = ALL_RECORDS
         position = [start, None] if position is None else position
         if not isinstance(position, list) or len(position) != 2 or type(position[0]) is not int or position[0] < 0:
             raise StateError(
@@ -244,4 +216,4 @@ def _check_not_shuffled(dataset: Any) -> None:
         examples, depth = getattr(examples, "ex_iterable", None), depth + 1
 
 
-Records: TypeAlias = FileRecords | HubRecords | ObjectRecords
+Records: TypeAlias = FileRecords | ObjectRecords

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
 from forebay.order.bijection import derive_key
+from forebay.order.step_index import check_integer
 from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer, TextEncoder
 from forebay.stream.hub import Records
 from forebay.stream.records import Share
@@ -21,28 +22,55 @@ from forebay.stream.state import LaneState
 
 
 @dataclass(frozen=True)
-class LaneOptions:
-    """What a lane's samples depend on, beside its share; see `StreamOptions`."""
+class StreamOptions:
+    """The settings of a TextStream that most runs leave alone.
 
-    seq_len: int
-    seed: int
-    shuffle: bool
-    shuffle_documents: int
-    shuffle_bytes: int
-    warmup_documents: int | None
-    drop_last: bool
+    Args:
+        lanes: Shares into which the documents are divided; sample k of the stream comes from lane k mod lanes. None:
+            the world size, so that each rank reads one. 1: one stream, of which every rank reads everything.
+        shuffle_documents: Documents of a lane that are mixed.
+        shuffle_bytes: Fewer are mixed if they are longer than this together.
+        warmup_documents: Documents after which the first goes out, for an early first batch; the buffer then grows by
+            one with each that does. None: all of shuffle_documents are read first.
+        text_key: The field or column with the text.
+        format: Of all files, if they should not be sniffed.
+        eos, bos: Whether a token ends and begins each document; or its name.
+        drop_last: Leave out the short batch at an epoch's end; of a stream of one lane.
+        dtype: int64 or int32, of `inputs` and `labels`.
+        prefetch_batches: Batches made ahead by a thread; 0 makes them in the caller's.
+    """
+
+    lanes: int | None = None
+    shuffle_documents: int = 10_000
+    shuffle_bytes: int = 256 << 20
+    warmup_documents: int | None = None
+    text_key: str = "text"
+    format: str = "auto"
+    eos: bool | str = True
+    bos: bool | str = False
+    drop_last: bool = False
+    dtype: Any = "int64"
+    prefetch_batches: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("shuffle_documents", "shuffle_bytes", "warmup_documents", "prefetch_batches"):
+            check_integer(name, getattr(self, name), 0)
+        check_integer("lanes", self.lanes, 1)
 
 
 class Lane:
-    """The samples of one share of the records from `state` on. `malformed` becomes the first records that are none."""
+    """The samples of one share of the records, of `seq_len` tokens, from `state` on.
+
+    `malformed` becomes the first records that are no text. Files are in the order of the input unless `shuffle`.
+    """
 
     def __init__(
-        self, records: Records, share: Share, encoder: TextEncoder, options: LaneOptions, state: LaneState,
-        malformed: list[Malformed],
+        self, records: Records, share: Share, encoder: TextEncoder, options: StreamOptions, state: LaneState, *,
+        seq_len: int, seed: int, shuffle: bool, malformed: list[Malformed],
     ) -> None:  # fmt: skip
         self.state = state
         self._records, self._share, self._encoder, self._options = records, share, encoder, options
-        self._malformed = malformed
+        self._seq_len, self._seed, self._shuffle, self._malformed = seq_len, seed, shuffle, malformed
         self._documents: DocumentSequence | None = None
 
     def take(self, count: int) -> tuple[NDArray[Any], int]:
@@ -54,18 +82,18 @@ class Lane:
         Raises:
             DatasetError: If an epoch has no sample (with `drop_last`, fewer than `count`).
         """
-        options, state = self._options, self.state
-        last = count if options.drop_last else 1
-        required = (count + last) * options.seq_len  # to know the last samples for the last
+        length, state = self._seq_len, self.state
+        last = count if self._options.drop_last else 1
+        required = (count + last) * length  # to know the last samples for the last
         if len(state.tokens) - state.offset < required:
             state = self._fill(required)
         num_tokens = len(state.tokens) - state.offset
-        size = min(count, num_tokens // options.seq_len)
+        size = min(count, num_tokens // length)
         if size < last:
             raise self._too_short(num_tokens, last)
-        stop = state.offset + size * options.seq_len
+        stop = state.offset + size * length
         tokens, tail = state.tokens[state.offset : stop + 1], len(state.tokens) - stop
-        if num_tokens < required and tail < options.seq_len * last:
+        if num_tokens < required and tail < length * last:
             counts = {**state.counts, "tail_tokens": state.counts["tail_tokens"] + tail}
             self.state = LaneState(state.epoch + 1, tokens=state.tokens[:0], counts=counts)
             self.close()
@@ -81,11 +109,11 @@ class Lane:
 
     def _open(self) -> DocumentSequence:
         options, state = self._options, self.state
-        key = derive_key(options.seed, "stream", "files", state.epoch) if options.shuffle else None
+        key = derive_key(self._seed, "stream", "files", state.epoch) if self._shuffle else None
         reading = self._records.open(state.epoch, key, state.position, self._share)
         buffer = ShuffleBuffer(
-            options.shuffle_documents if options.shuffle else 0, options.shuffle_bytes,
-            derive_key(options.seed, "stream", "documents", state.epoch, self._share.lane), state.draws, state.buffered,
+            options.shuffle_documents, options.shuffle_bytes,
+            derive_key(self._seed, "stream", "documents", state.epoch, self._share.lane), state.draws, state.buffered,
             options.warmup_documents,
         )  # fmt: skip
         return DocumentSequence(reading, buffer, dict(state.counts), self._malformed, state.records)
@@ -117,5 +145,5 @@ class Lane:
         lane = f" of lane {self._share.lane} of {self._share.lanes}" if self._share.lanes > 1 else ""
         return DatasetError(
             f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {self.state.records} records"
-            f"{lane} for {num_samples} samples of {self._options.seq_len}. {advice}"
+            f"{lane} for {num_samples} samples of {self._seq_len}. {advice}"
         )

@@ -13,7 +13,7 @@ import hashlib
 import heapq
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ from forebay.storage.listing import describe_skipped
 
 MIN_SHARE_BYTES = 1 << 20
 """Files with fewer bytes for each lane are read by all lanes, each of which takes every `lanes`-th record."""
+RUN_FILES = 1000
+"""Files of the hub are shuffled in runs of so many: a page of its listing, so that the first is known at once."""
 _MAX_LOAD = 1.05  # of a lane, over the mean, where whole files are dealt
 _log = logging.getLogger("forebay.stream")
 _START = (0, 0, -1, 0, 0)
@@ -41,7 +43,7 @@ class Share(NamedTuple):
     lanes: int = 1
 
 
-WHOLE = Share()
+ALL_RECORDS = Share()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class FilePart:
     number: int = 0
     borders: tuple[int, ...] = ()  # None: the file is not divided.
     index: int = 0
-    share: Share = WHOLE
+    share: Share = ALL_RECORDS
 
     def splits(self, options: ReadOptions) -> tuple[list[InputSplit], Share]:
         """What to read, and the records of it to take.
@@ -86,7 +88,7 @@ def share_files(files: Sequence[InputFile], share: Share) -> list[FilePart]:
     sizes = [max(1, file.bytes) for file in files]
     if lanes == 1 or sum(sizes) < lanes * MIN_SHARE_BYTES:
         return everything
-    whole = [replace(part, share=WHOLE) for part in everything]
+    undivided = [replace(part, share=ALL_RECORDS) for part in everything]
     loads, owners = [(0, number) for number in range(lanes)], [0] * len(files)
     for index in sorted(range(len(files)), key=lambda index: (-sizes[index], index)):  # the largest first
         load, owners[index] = loads[0]
@@ -94,11 +96,11 @@ def share_files(files: Sequence[InputFile], share: Share) -> list[FilePart]:
     divisible = [is_divisible(file) for file in files]
     is_even = max(loads)[0] * lanes <= _MAX_LOAD * sum(sizes)
     if is_even or (len(files) >= lanes and not any(divisible)):
-        return [part for part, owner in zip(whole, owners) if owner == lane]
+        return [part for part, owner in zip(undivided, owners) if owner == lane]
     stops = np.cumsum(sizes).tolist()
     cuts = [sum(sizes) * number // lanes for number in range(1, lanes)]
     owned, parts = set[int](), list[FilePart]()
-    for part, size, stop, divides in zip(whole, sizes, stops, divisible):
+    for part, size, stop, divides in zip(undivided, sizes, stops, divisible):
         start = stop - size
         inside = [cut - start for cut in cuts if start < cut < stop] if divides else []
         first = int(np.searchsorted(cuts, start if divides else start + size // 2, "right"))
@@ -121,26 +123,43 @@ def is_divisible(file: InputFile) -> bool:
 
 
 class FileRecords:
-    """The records of files: paths, directories, globs, URLs. What is left out of a directory is logged.
+    """The records of files, which come in runs: lists, each shuffled and shared by itself.
 
-    `identity`, which two machines must share for a position to mean the same, is that of each file's format, size and
-    first 4 KiB.
+    Args:
+        identity: What two machines must share for a position to mean the same.
+        runs: The runs of an epoch, which may be listed as they are read; of about so many files.
     """
 
-    def __init__(self, inputs: Sequence[str | Path], options: ReadOptions) -> None:
-        self._options = options
-        listed = find_inputs([path for name in inputs for path in _expand(name)], options)
-        for line in describe_skipped(listed.skipped):
-            _log.warning("stream: %s", line)
-        self._files = listed.files
-        fields = [(source.format, source.compression, source.bytes, source.sha256) for source in self._files]
-        self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    def __init__(self, identity: str, options: ReadOptions, runs: Callable[[int], Iterable[list[InputFile]]]) -> None:
+        self.identity, self._options, self._runs = identity, options, runs
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = WHOLE) -> FileReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> FileReading:
         """Open a share of an epoch's records from a position, or its beginning; a key fixes the order of the files."""
-        parts = share_files(shuffle_files(self._files, key), share)
-        start = check_position(position, len(parts))
-        return FileReading(lambda index: parts[index] if index < len(parts) else None, self._options, start)
+        parts: list[FilePart] = []
+        # In the order of the files the first one is enough to begin.
+        runs = iter(self._runs(RUN_FILES if key or share.lanes > 1 else 1))
+
+        def part_at(index: int) -> FilePart | None:
+            while index >= len(parts) and (run := next(runs, None)) is not None:
+                order = np.arange(len(run), dtype=np.uint64)
+                order = order if key is None else permute(order, len(run), key)
+                parts.extend(share_files([run[i] for i in order.tolist()], share))
+            return parts[index] if index < len(parts) else None
+
+        return FileReading(part_at, self._options, check_position(position))
+
+
+def find_records(inputs: Sequence[str | Path], options: ReadOptions) -> FileRecords:
+    """The records of paths, directories, globs, URLs. What is left out of a directory is logged.
+
+    Their identity is that of each file's format, size and first 4 KiB.
+    """
+    listed = find_inputs([path for name in inputs for path in _expand(name)], options)
+    for line in describe_skipped(listed.skipped):
+        _log.warning("stream: %s", line)
+    fields = [(source.format, source.compression, source.bytes, source.sha256) for source in listed.files]
+    identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    return FileRecords(identity, options, lambda size: [list(listed.files)])
 
 
 @dataclass
@@ -187,23 +206,15 @@ class FileReading:
         self._position = (index, *_START[1:])
 
 
-def shuffle_files(files: Sequence[InputFile], key: bytes | None) -> Sequence[InputFile]:
-    """The files in the order that a key fixes."""
-    if key is None:
-        return files
-    return [files[i] for i in permute(np.arange(len(files), dtype=np.uint64), len(files), key).tolist()]
-
-
-def check_position(position: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
-    """Return the position of a FileReading from JSON; None: the beginning. `sources`: how many there are, if known."""
+def check_position(position: Any) -> tuple[int, int, int, int, int]:
+    """Return the position of a FileReading from JSON; None: the beginning."""
     if position is None:
         return _START
     if not isinstance(position, list) or len(position) != 5 or not all(type(n) is int for n in position):
         raise StateError(f"stream state: expected five integers for the place in the files, got {position!r}.")
     index, number, start, first, num_read = position
-    if min(index, number, start + 1, first, num_read) < 0 or (sources is not None and index > sources):
-        many = "the" if sources is None else sources
-        raise StateError(f"stream state: expected a place in {many} files, got {position}. Take it from state_dict().")
+    if min(index, number, start + 1, first, num_read) < 0:
+        raise StateError(f"stream state: expected a place in the files, got {position}. Take it from state_dict().")
     return index, number, start, first, num_read
 
 

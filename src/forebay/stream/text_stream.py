@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from math import gcd
 from pathlib import Path
@@ -26,55 +26,19 @@ from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import Malformed, TextEncoder
 from forebay.stream.hub import HUB, Records, records_of
-from forebay.stream.lane import Lane, LaneOptions
-from forebay.stream.records import FileRecords, Share
+from forebay.stream.lane import Lane, StreamOptions
+from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
 
 _HUB_URL = "hf://datasets/"
+_IDENTITY = ("lanes", "text_key", "shuffle_documents", "shuffle_bytes", "warmup_documents", "drop_last")
 _log = logging.getLogger("forebay.stream")
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """The settings of a TextStream that most runs leave alone.
-
-    Args:
-        lanes: Shares into which the documents are divided; sample k of the stream comes from lane k mod lanes. None:
-            the world size, so that each rank reads one. 1: one stream, of which every rank reads everything.
-        shuffle_documents: Documents of a lane that are mixed.
-        shuffle_bytes: Fewer are mixed if they are longer than this together.
-        warmup_documents: Documents after which the first goes out, for an early first batch; the buffer then grows by
-            one with each that does. None: all of shuffle_documents are read first.
-        text_key: The field or column with the text.
-        format: Of all files, if they should not be sniffed.
-        eos, bos: Whether a token ends and begins each document; or its name.
-        drop_last: Leave out the short batch at an epoch's end; of a stream of one lane.
-        dtype: int64 or int32, of `inputs` and `labels`.
-        prefetch_batches: Batches made ahead by a thread; 0 makes them in the caller's.
-    """
-
-    lanes: int | None = None
-    shuffle_documents: int = 10_000
-    shuffle_bytes: int = 256 << 20
-    warmup_documents: int | None = None
-    text_key: str = "text"
-    format: str = "auto"
-    eos: bool | str = True
-    bos: bool | str = False
-    drop_last: bool = False
-    dtype: Any = "int64"
-    prefetch_batches: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("shuffle_documents", "shuffle_bytes", "warmup_documents", "prefetch_batches"):
-            check_integer(name, getattr(self, name), 0)
-        check_integer("lanes", self.lanes, 1)
 
 
 class TextStream(Closing):
     """Batches of one rank out of text files or somebody's streaming dataset, as an iterable.
 
-    The documents are divided into lanes: disjoint, together everything, divided anew in each epoch. Each lane is a run
+    The documents are divided into lanes: disjoint, together everything, and others in each epoch. Each lane is a run
     of samples, and sample k of the stream is the next one of lane k mod lanes. A global batch is the next
     global_batch_size samples, of which rank r of W takes every W-th from number r. A rank reads the lanes of its
     samples: where W divides `lanes`, 1 / W of all bytes and tokenizing; with one lane everything.
@@ -124,11 +88,17 @@ class TextStream(Closing):
         steps: int | None = None,
         options: StreamOptions | None = None,
     ) -> None:
+        self._arguments = {"inputs": inputs, "tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
+        self._arguments |= {"shuffle": shuffle, "epochs": epochs}
         for name, value in (("seq_len", seq_len), ("epochs", epochs), ("steps", steps)):
             check_integer(name, value, 1)
-        self.options = options = options or StreamOptions()
+        options = options or StreamOptions()
         self.rank, self.world_size = rank_of_world(rank, world_size)
-        self.lanes = options.lanes or self.world_size
+        self.lanes = lanes = options.lanes or self.world_size
+        self.options = options = replace(
+            options, lanes=lanes, drop_last=bool(options.drop_last) and lanes == 1,
+            shuffle_documents=options.shuffle_documents if shuffle else 0,
+        )  # fmt: skip
         check_integer("global_batch_size", global_batch_size, 1)
         self._global_batch = size = batch_sizes(batch_size, global_batch_size, self.world_size).largest
         if self.lanes > 1 and size % self.world_size:
@@ -145,13 +115,9 @@ class TextStream(Closing):
         self.tokenizer = (
             load_tokenizer(tokenizer, eos=options.eos, bos=options.bos) if isinstance(tokenizer, str) else tokenizer
         )
-        self.seq_len, self.seed = seq_len, int(seed)
+        self.seq_len, self.seed, self.shuffle = seq_len, int(seed), bool(shuffle)
         self._dtype = token_dtype(options.dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
         self._epochs, self._steps = epochs, steps
-        self._lane_options = LaneOptions(
-            seq_len, self.seed, bool(shuffle), options.shuffle_documents, options.shuffle_bytes,
-            options.warmup_documents, bool(options.drop_last) and self.lanes == 1,
-        )  # fmt: skip
         self._own_lanes = range(
             self.rank % gcd(self.world_size, self.lanes), self.lanes, gcd(self.world_size, self.lanes)
         )
@@ -159,7 +125,7 @@ class TextStream(Closing):
         if isinstance(inputs, str | Path):
             paths = [] if str(inputs).startswith((HUB, _HUB_URL)) else [inputs]
         is_files = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
-        self._records: Records = FileRecords(paths, read) if is_files else records_of(inputs, read)
+        self._records: Records = find_records(paths, read) if is_files else records_of(inputs, read)
         self._encoder = TextEncoder(self.tokenizer)
         self.position = StreamState()
         self._malformed: list[Malformed] = []
@@ -238,6 +204,25 @@ class TextStream(Closing):
         batches = self._batches(start, position.epoch + 1)
         return (batch for batch, _ in islice(batches, count))
 
+    def helper(self, index: int, count: int) -> TextStream:
+        """Return the stream of one of `count` processes that make this rank's batches in turn, as a DataLoader's do.
+
+        Batch t of helper h is the rank's batch t * count + h. Together they read this rank's share of the input,
+        divided into `count` times as many lanes; the state is the helper's own.
+        """
+        check_integer("index", index, 0)
+        if index >= min(count, self._steps or count):
+            raise UsageError(
+                f"helper: expected an index below {count} and a step for each, got {index} and steps={self._steps}. "
+                "Use fewer processes."
+            )
+        return TextStream(
+            **self._arguments, batch_size=self._global_batch // self.world_size,
+            rank=self.rank + self.world_size * index, world_size=self.world_size * count,
+            steps=None if self._steps is None else len(range(index, self._steps, count)),
+            options=replace(self.options, lanes=self.lanes * count),
+        )  # fmt: skip
+
     def close(self) -> None:
         """End the thread that makes batches ahead, close files. The state stays; iterating goes on from it."""
         source, self._source = self._source, None
@@ -269,30 +254,23 @@ class TextStream(Closing):
                 self.close()
 
     def _identity(self) -> dict[str, Any]:
-        options = self._lane_options
         return {
             "inputs": self._records.identity,
-            "text_key": self.options.text_key,
             "tokenizer": self.tokenizer.sha256,
             "eos_id": self.tokenizer.eos_id,
             "bos_id": self.tokenizer.bos_id,
-            "seq_len": self.seq_len,
-            "lanes": self.lanes,
             "global_batch_size": self._global_batch,
-            "seed": self.seed,
-            "shuffle": options.shuffle,
-            "shuffle_documents": options.shuffle_documents,
-            "shuffle_bytes": options.shuffle_bytes,
-            "warmup_documents": options.warmup_documents,
-            "drop_last": options.drop_last,
+            **{name: getattr(self, name) for name in ("seq_len", "seed", "shuffle")},
+            **{name: getattr(self.options, name) for name in _IDENTITY},
         }
 
     def _batches(self, state: StreamState, stop_epoch: int | None) -> Generator[tuple[Batch, StreamState], None, None]:
         """The batches after `state`, each with the state after it; of one lane up to an epoch."""
         lanes = {
             number: Lane(
-                self._records, Share(number, self.lanes), self._encoder, self._lane_options,
-                state.lanes.get(number, LaneState()), self._malformed,
+                self._records, Share(number, self.lanes), self._encoder, self.options,
+                state.lanes.get(number, LaneState()), seq_len=self.seq_len, seed=self.seed, shuffle=self.shuffle,
+                malformed=self._malformed,
             )
             for number in self._own_lanes
         }  # fmt: skip
@@ -307,18 +285,17 @@ class TextStream(Closing):
                 lane.close()
 
     def _batch(self, state: StreamState, lanes: dict[int, Lane]) -> tuple[Batch, StreamState]:
-        """The next batch: this rank's samples, each next to its lane's place in the global batch."""
+        """The next batch: this rank's samples, each next to its lane's slot in the global batch."""
         size, world_size, epoch = self._global_batch, self.world_size, state.epoch
         rows = np.empty((max(1, len(range(self.rank, size, world_size))), self.seq_len + 1), self._dtype)
         for number, lane in lanes.items():
-            places = np.arange((number - state.samples_taken) % self.lanes, size, self.lanes)
-            while len(places):
-                tokens, count = lane.take(len(places))
-                self._fill(rows, places[:count], tokens)
-                places = places[count:]
+            slot = (number - state.samples_taken) % self.lanes
+            while slot < size:
+                tokens, count = lane.take(len(range(slot, size, self.lanes)))
+                self._fill(rows, slot, count, tokens)
+                slot += count * self.lanes
                 if self.lanes == 1:  # A batch ends with the epoch.
-                    size -= len(places)
-                    break
+                    size = slot
         places = np.arange(self.rank, size, world_size)
         weight = len(places) * world_size / size
         # A rank without a sample in an epoch's last step gets another one, which does not count.
@@ -333,15 +310,16 @@ class TextStream(Closing):
         numbers = (epoch, state.step)
         return Batch(rows[:, :-1], rows[:, 1:], ids, *numbers, run_step=state.run_step, weight=weight), after
 
-    def _fill(self, rows: Any, places: Any, tokens: Any) -> None:
-        """Write those samples of a lane that are this rank's; `places` of its samples in the global batch, in order."""
-        length, count = self.seq_len, len(places)
-        own = np.flatnonzero(places % self.world_size == self.rank)
-        if not len(own) and self.lanes == 1:
-            own, places = np.zeros(1, np.int64), np.full(1, self.rank)
-        targets = places[own] // self.world_size
-        rows[targets, :length] = tokens[: count * length].reshape(count, length)[own]
-        stops = (own + 1) * length
-        inside = stops < len(tokens)  # Not so for the last sample of an epoch without a tail.
-        rows[targets[inside], length] = tokens[stops[inside]]
-        rows[targets[~inside], length] = IGNORE_INDEX
+    def _fill(self, rows: Any, slot: int, count: int, tokens: Any) -> None:
+        """Write this rank's samples of a lane, which has every `lanes`-th slot of a global batch from `slot` on."""
+        length, common = self.seq_len, gcd(self.lanes, self.world_size)
+        step = self.world_size // common
+        start = next(i for i in range(step) if (slot + i * self.lanes) % self.world_size == self.rank)
+        if self.lanes == 1 and start >= count:
+            start, step = 0, count  # the sample of a rank that has none
+        number, target = len(range(start, count, step)), (slot + start * self.lanes) // self.world_size
+        own = rows[target :: self.lanes // common][:number]
+        own[:, :length] = tokens[: count * length].reshape(count, length)[start::step]
+        labels = tokens[(start + 1) * length :: step * length][:number]
+        own[: len(labels), length] = labels
+        own[len(labels) :, length] = IGNORE_INDEX  # of an epoch's last sample, without a tail

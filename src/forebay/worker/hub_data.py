@@ -21,8 +21,9 @@ from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
+from forebay.stream.lane import StreamOptions
 from forebay.stream.state import StreamState
-from forebay.stream.text_stream import StreamOptions, TextStream
+from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
 from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
 
