@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import gcd
 from pathlib import Path
@@ -191,18 +191,14 @@ class TextStream(Closing):
         self.close()
         self.position = position
 
-    def take(self, count: int | None = None) -> Iterator[Batch]:
+    def take(self, count: int | None = None) -> FirstBatches:
         """Return the first `count` batches of the current epoch (of several lanes: of the run), from its beginning.
 
-        It does not move the stream: for a look at the data, or an evaluation that is the same each time. None: all of
-        the epoch; with several lanes, of `steps`.
+        They can be iterated again and do not move the stream: for a look at the data, or an evaluation that is the same
+        each time. None: all of the epoch; with several lanes, of `steps`.
         """
         check_integer("count", count, 1)
-        self.close()  # One iteration at a time: a running `for` goes on from its position.
-        position = self.position
-        start = StreamState(lanes={0: LaneState(position.epoch)} if self.lanes == 1 else {})
-        batches = self._batches(start, position.epoch + 1)
-        return (batch for batch, _ in islice(batches, count))
+        return FirstBatches(self, self.epoch, count)
 
     def helper(self, index: int, count: int) -> TextStream:
         """Return the stream of one of `count` processes that make this rank's batches in turn, as a DataLoader's do.
@@ -323,3 +319,17 @@ class TextStream(Closing):
         labels = tokens[(start + 1) * length :: step * length][:number]
         own[: len(labels), length] = labels
         own[len(labels) :, length] = IGNORE_INDEX  # of an epoch's last sample, without a tail
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """The first batches of an epoch of a stream, at most `count`, each time from the beginning."""
+
+    stream: TextStream
+    epoch: int
+    count: int | None
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.stream.close()  # One iteration at a time: a running `for` goes on from its position.
+        start = StreamState(lanes={0: LaneState(self.epoch)} if self.stream.lanes == 1 else {})
+        return (batch for batch, _ in islice(self.stream._batches(start, self.epoch + 1), self.count))
