@@ -137,6 +137,18 @@ def test_every_record_of_a_divided_file_is_in_one_part(
             assert records == [r.text for split in split_files([file], options) for r in read_split(split, options)]
 
 
+def test_a_damaged_file_is_reported_by_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
+    folder = write(tmp_path / "files", "parquet")
+    (folder / "damaged.parquet").write_bytes((folder / "0.parquet").read_bytes()[:-100])
+    records = find_records([folder], ReadOptions())
+    for lanes in range(1, 5):
+        shares = [list(records.open(0, None, share=Share(lane, lanes))) for lane in range(lanes)]
+        problems = [record.problem for share in shares for record, _ in share if record.problem]
+        assert len(problems) == 1 and "Parquet" in problems[0]
+        assert sum(map(len, shares)) == 480 + 1
+
+
 KINDS = ("parquet", "one-group.parquet", "jsonl", "jsonl.gz", "few.jsonl.gz", "text", "csv")
 
 

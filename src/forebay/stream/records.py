@@ -15,13 +15,14 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from forebay.errors import PrepareError, StateError, UsageError
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.order.bijection import permute
 from forebay.prepare.inputs import divide_file, find_inputs, read_split, resolve_format, split_files, text_format
@@ -55,7 +56,7 @@ class FilePart:
 
     file: InputFile
     number: int = 0
-    borders: tuple[int, ...] = ()  # None: the file is not divided.
+    borders: tuple[int, ...] = ()  # (): the file is not divided.
     index: int = 0
     share: Share = ALL_RECORDS
 
@@ -65,16 +66,24 @@ class FilePart:
         A file whose row groups are too large for its parts is read by all lanes, each of which takes its records.
         """
         file, borders = resolve_format(self.file, options), self.borders
-        if not borders and is_divisible(file) and text_format(file.format).is_plain_text:
-            borders = (0, file.bytes)  # in one response of a server
-        if not borders:
+        is_text = is_divisible(file) and text_format(file.format).is_plain_text
+        if not borders and not is_text:
             return split_files([file], options), self.share
-        parts = divide_file(file, options, borders)
-        sizes = np.diff(borders)
+        borders = borders or (0, file.bytes)
+        parts, sizes = divide_file(file, options, borders), np.diff(borders)
         if any(part is None and 2 * size >= max(sizes) for part, size in zip(parts, sizes)):
             return split_files([file], options), Share(self.index, len(parts))
         part = parts[self.index]
-        return [] if part is None else [part], self.share
+        if part is None:
+            return [], self.share
+        if not part.stop:  # empty, or damaged so that it is read as one
+            return split_files([file], options), self.share
+        count, length = max(1, part.bytes // SPLIT_BYTES), part.stop - part.start
+        edges = [part.start + length * number // count for number in range(count + 1)]
+        pieces = divide_file(file, options, edges) if is_text else [
+            replace(part, start=start, stop=stop, bytes=part.bytes // count) for start, stop in pairwise(edges)
+        ]  # fmt: skip
+        return [piece for piece in pieces if piece is not None and piece.start < piece.stop], self.share
 
 
 def share_files(files: Sequence[InputFile], share: Share) -> list[FilePart]:

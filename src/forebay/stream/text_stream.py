@@ -213,7 +213,7 @@ class TextStream(Closing):
                 "Use fewer processes."
             )
         return TextStream(
-            **self._arguments, batch_size=self._global_batch // self.world_size,
+            **self._arguments, global_batch_size=self._global_batch * count,
             rank=self.rank + self.world_size * index, world_size=self.world_size * count,
             steps=None if self._steps is None else len(range(index, self._steps, count)),
             options=replace(self.options, lanes=self.lanes * count),
