@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import Batch
-from forebay.load.collate import ChunkCollator, Collator
-from forebay.load.documents import DocumentCollator
+from forebay.load.collate import Collator
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
+from forebay.load.tokens import TokenCollator
 from forebay.order.run import Run
 
 I64 = NDArray[np.int64]
@@ -42,16 +42,14 @@ def make_collator(
         raise UsageError(
             f"datasets of a mixture: expected one layout, seq_len and packing, got {sorted(map(str, kinds))}."
         )
-    layout, _, packing = kinds.pop()
+    ((layout, *_),) = kinds
     if layout == "rows":
         if document_masks:
             raise UsageError("document_masks: expected a dataset of layout 'tokens', got 'rows'. Leave it out.")
         return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
     if trim_padding:
         raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")
-    if packing == "chunk" and not document_masks and all(index.documents is None for index in indexes):
-        return ChunkCollator(indexes, dtype=dtype)
-    return DocumentCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
+    return TokenCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
 
 
 @dataclass(frozen=True)
