@@ -64,18 +64,19 @@ def flat(lists: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
-def kept_tokens(documents: DocumentSubset | None) -> list[list[int]]:
+def kept_tokens(documents: DocumentSubset | None, slices: Any = SLICES) -> list[list[int]]:
     """The tokens of each slice that a filter leaves, by the definition."""
-    owners = documents_of()
+    owners = documents_of(slices)
     sizes: dict[int, int] = {}
     for owner in flat(owners):
         sizes[owner] = sizes.get(owner, 0) + 1
+    excluded = set() if documents is None else set(documents.numbers.tolist())
     result, token = [], 0
     for mine in owners:
         retained = []
         for owner in mine:
             invalid = documents is not None and (
-                owner in documents.numbers
+                owner in excluded
                 or sizes[owner] < documents.min_tokens
                 or (documents.max_tokens is not None and sizes[owner] > documents.max_tokens)
             )
@@ -109,7 +110,32 @@ filters = st.builds(
 def test_chunk_is_the_kept_stream_of_each_slice(
     dataset: Dataset, documents: DocumentSubset | None, masks: bool
 ) -> None:
-    retained = kept_tokens(documents)
+    check_chunk(dataset, SLICES, documents, masks)
+
+
+MANY = tuple(
+    (np.random.default_rng(seed).integers(0, 20, num_documents).tolist(), rest)
+    for seed, (num_documents, rest) in enumerate(((300, 3), (0, 40), (65, 0)))
+)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Slices of more documents than are read at once; some are empty."""
+    return write(tmp_path_factory.mktemp("data") / "many", slices=MANY)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.none() | st.builds(DocumentSubset, st.lists(st.integers(0, 370), max_size=60), st.integers(0, 9)), st.booleans()
+)
+def test_chunk_of_many_documents(many: Dataset, documents: DocumentSubset | None, masks: bool) -> None:
+    check_chunk(many, MANY, documents, masks)
+
+
+def check_chunk(dataset: Dataset, slices: Any, documents: DocumentSubset | None, masks: bool) -> None:
+    """All samples, against a loop over lists of tokens."""
+    retained = kept_tokens(documents, slices)
     try:
         sample_index = plan_samples(dataset, SEQ_LEN, documents=documents)
     except UsageError:
@@ -118,7 +144,7 @@ def test_chunk_is_the_kept_stream_of_each_slice(
     assert sample_index.counts.tolist() == [len(tokens) // SEQ_LEN for tokens in retained]
     assert sample_index.tail_tokens == sum(len(tokens) % SEQ_LEN for tokens in retained)
     inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index, document_masks=masks)
-    owners = flat(documents_of())
+    owners = flat(documents_of(slices))
     row = 0
     for tokens in retained:
         for i in range(len(tokens) // SEQ_LEN):
@@ -129,14 +155,16 @@ def test_chunk_is_the_kept_stream_of_each_slice(
             assert (inputs[row].tolist(), labels[row].tolist()) == (chunk, following)
             row += 1
     if masks:
-        check_masks(inputs, labels, numbers, positions, edges, pad_id=0)
+        check_masks(inputs, labels, numbers, positions, edges, pad_id=0, slices=slices)
     else:
         assert numbers is positions is edges is None
 
 
-def check_masks(inputs: Any, labels: Any, numbers: Any, positions: Any, edges: Any, pad_id: int) -> None:
+def check_masks(
+    inputs: Any, labels: Any, numbers: Any, positions: Any, edges: Any, pad_id: int, slices: Any = SLICES
+) -> None:
     """Document numbers, positions and edges tell the same of where documents are."""
-    owners = flat(documents_of())
+    owners = flat(documents_of(slices))
     assert edges.dtype == np.int32 and edges[0] == 0 and edges[-1] == inputs.size
     assert numbers.dtype == positions.dtype == np.int32 and inputs.dtype == labels.dtype
     begins = [

@@ -177,18 +177,21 @@ class Collator(ABC):
                 "dataset again."
             )
         distinct, which = np.unique(keys, return_inverse=True)
-        for key in distinct.tolist():
-            if key not in self._opened:
-                raise DatasetError(f"sample of slice {key}: expected an open slice. Open it first.")
         in_slices = samples if self._offsets is None else samples + self._offsets.take(keys)
-        return self._plan([self._opened[key] for key in distinct.tolist()], which, in_slices)
+        return self._plan([self._get(key) for key in distinct.tolist()], which, in_slices)
+
+    def _get(self, key: int) -> Any:
+        if key not in self._opened:
+            raise DatasetError(f"sample of slice {key}: expected an open slice. Open it first.")
+        return self._opened[key]
 
     def byte_ranges(self, key: int, samples: I64) -> tuple[I64, I64]:
         """The bytes [starts[i], stops[i]) of an open slice's file that its samples are made of, int64 [G]; may overlap.
 
-        `samples` [K] as in `plan`, which reads the file's first `num_open_bytes` besides; so does this.
+        `samples` [K] as in `plan`, which reads the file's first `num_open_bytes` besides; so does this. Raises
+        DatasetError as `plan` does.
         """
-        return self._byte_ranges(self._opened[key], samples if self._offsets is None else samples + self._offsets[key])
+        return self._byte_ranges(self._get(key), samples if self._offsets is None else samples + self._offsets[key])
 
     @abstractmethod
     def num_open_bytes(self, key: int, row: SliceInfo, itemsize: int) -> int:

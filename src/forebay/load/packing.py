@@ -186,15 +186,16 @@ def _best_fit(lengths: Sequence[int], items: Sequence[int], seq_len: int) -> tup
     rows: list[int] = []  # That are not full, as free tokens << 32 | row: ascending.
     placed, taken, num_rows = [], [], 0
     for length, remaining in zip(lengths, items):
+        shifted = length << 32
         while remaining:
-            i = bisect_left(rows, length << 32)
+            i = bisect_left(rows, shifted)
             if i == len(rows):
                 row = seq_len << 32 | num_rows
                 num_rows += 1
             else:
                 row = rows.pop(i)
-            count = min(remaining, (row >> 32) // length)
-            row -= count * length << 32
+            count = 1 if remaining == 1 else min(remaining, (row >> 32) // length)
+            row -= count * shifted
             placed.append(row & 0xFFFFFFFF)
             taken.append(count)
             remaining -= count

@@ -3,12 +3,13 @@
 A plan has, for each row, the ranges of tokens that it consists of; padding is a range of an array of padding. With
 masks it has the parts of documents, too, by a search of the document ends. No Python code runs per token or document,
 except that `fit` packs each section once. 8 x 2048 U16 tokens to int64 take some 15 us, with masks 35 us. An open slice
-with masks has half a byte a document in memory, with a filter 16 bytes a run of documents.
+with masks has 8 bytes for 64 documents in memory, with a filter 16 bytes a run of documents.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from forebay.load.packing import (
 )
 from forebay.load.samples import I64, SampleIndex
 
-_BLOCK = 16  # Document ends that are read at once.
+_BLOCK = 64  # Document ends.
 _READ_TOKENS = 1 << 17  # Copied at once, if a batch has not more.
 _CACHED_RANGES = 1 << 22  # Of packed sections, 12 bytes each.
 
@@ -41,7 +42,7 @@ class _OpenSlice:
     tokens: MappedArray
     padding: MappedArray  # [L + 1], of the tokens' type.
     document_ends: MappedArray | None = None
-    marks: I64 | None = None  # Every _BLOCK-th document end.
+    marks: I64 | None = None  # Every _BLOCK-th document end, [M].
     # With a document filter: where each run of tokens begins in the filtered stream [R + 1], and less than there [R].
     stream_edges: I64 | None = None
     shifts: I64 | None = None
@@ -54,9 +55,9 @@ class _OpenSlice:
 class _Ranges(NamedTuple):
     """Ranges of tokens of rows, int64 [G] each: of L + 1 tokens a row, or fewer with padding."""
 
-    rows: I64  # Ascending.
+    rows: I64
     starts: I64
-    lengths: I64
+    lengths: NDArray[Any]
 
 
 class _Documents(NamedTuple):
@@ -172,21 +173,22 @@ class TokenCollator(Collator):
         return starts, starts + ranges.lengths * itemsize
 
     def _token_ranges(self, opened: list[_OpenSlice], which: I64, samples: I64) -> _Ranges:
-        """The tokens of samples `samples[i]` of slices `opened[which[i]]`."""
+        """The tokens of samples `samples[i]` of slices `opened[which[i]]`, by row."""
         if not self._fit and all(slice_.stream_edges is None for slice_ in opened):
             starts = samples * self._seq_len
             remaining = np.array([len(slice_.tokens.array) for slice_ in opened], np.int64)[which] - starts
             return _Ranges(np.arange(len(samples)), starts, np.minimum(self._seq_len + 1, remaining))
-        by_slice, edges = np.argsort(which, kind="stable"), _edges_of(which, len(opened)).tolist()
-        parts = [np.empty((3, 0), np.int64)]
+        by_slice, edges = np.lexsort((samples, which)), _edges_of(which, len(opened)).tolist()
+        parts = [_Ranges(*np.empty((3, 0), np.int64))]
         for slice_, low, high in zip(opened, edges, edges[1:]):
             rows = by_slice[low:high]
             parts += (self._packed_ranges if self._fit else self._stream_ranges)(slice_, rows, samples[rows])
-        ranges = np.concatenate(parts, axis=1)
-        return _Ranges(*ranges[:, np.argsort(ranges[0], kind="stable")])
+        rows, starts, lengths = (np.concatenate(columns) for columns in zip(*parts))
+        order = np.argsort(rows, kind="stable")
+        return _Ranges(rows[order], starts[order], lengths[order])
 
-    def _stream_ranges(self, opened: _OpenSlice, rows: I64, samples: I64) -> Iterator[NDArray[np.int64]]:
-        """Arrays of rows, starts and lengths, [3, G]: consecutive tokens of the documents that a filter leaves."""
+    def _stream_ranges(self, opened: _OpenSlice, rows: I64, samples: I64) -> Iterator[_Ranges]:
+        """Consecutive tokens of the documents that a filter leaves, for ascending `samples`."""
         edges, shifts = opened.stream_edges, opened.shifts
         if edges is None or shifts is None:  # This dataset of the mixture has no filter.
             edges, shifts = np.array([0, len(opened.tokens.array)]), np.zeros(1, np.int64)
@@ -196,20 +198,20 @@ class TokenCollator(Collator):
         counts = edges.searchsorted(stops) - first
         runs, of = _spread(first, counts), np.repeat(np.arange(len(rows)), counts)
         starts = np.maximum(starts[of], edges[runs])
-        yield np.stack([rows[of], starts + shifts[runs], np.minimum(stops[of], edges[runs + 1]) - starts])
+        yield _Ranges(rows[of], starts + shifts[runs], np.minimum(stops[of], edges[runs + 1]) - starts)
 
-    def _packed_ranges(self, opened: _OpenSlice, rows: I64, samples: I64) -> Iterator[NDArray[np.int64]]:
+    def _packed_ranges(self, opened: _OpenSlice, rows: I64, samples: I64) -> Iterator[_Ranges]:
         """As `_stream_ranges`, for each section: the documents of its rows."""
         assert opened.first_samples is not None
         sections = opened.first_samples.searchsorted(samples, "right") - 1
-        for section in np.unique(sections).tolist():
-            chosen = np.flatnonzero(sections == section)
-            packed = self._section(opened, section)
-            local = samples[chosen] - opened.first_samples[section]
-            first = packed.first_ranges[local]
-            counts = packed.first_ranges[local + 1] - first
+        samples = samples - opened.first_samples[sections]
+        edges = [*np.flatnonzero(np.diff(sections, prepend=-1)).tolist(), len(samples)]
+        for low, high in pairwise(edges):
+            packed = self._section(opened, int(sections[low]))
+            first = packed.first_ranges[samples[low:high]]
+            counts = packed.first_ranges[samples[low:high] + 1] - first
             ranges = _spread(first, counts)
-            yield np.stack([np.repeat(rows[chosen], counts), packed.starts[ranges], packed.lengths[ranges]])
+            yield _Ranges(rows[low:high].repeat(counts), packed.starts[ranges], packed.lengths[ranges])
 
     def _section(self, opened: _OpenSlice, section: int) -> PackedRows:
         key = opened.key, section
@@ -317,24 +319,27 @@ class TokenCollator(Collator):
 
 def _ends_inside(opened: list[_OpenSlice], which: I64, starts: I64, stops: I64) -> tuple[I64, I64]:
     """Document ends inside of ranges of slices `opened[which[i]]`, not at start or stop; and of which range."""
-    order = np.lexsort((starts, which))  # Neighbours read the same pages.
+    order = np.lexsort((starts, which))
     which, starts, stops = which[order], starts[order], stops[order]
-    blocks = np.stack([starts, stops], axis=1)
-    edges = _edges_of(which, len(opened)).tolist()
-    for slice_, low, high in zip(opened, edges, edges[1:]):
-        assert slice_.marks is not None
-        blocks[low:high] = slice_.marks.searchsorted(blocks[low:high], "right")
+    # Of each slice the blocks from its first range to its last are copied.
+    edges, blocks = _edges_of(which, len(opened)).tolist(), np.empty((len(opened), 2), np.int64)
     sources = [slice_.document_ends for slice_ in opened if slice_.document_ends is not None]
-    num_ends = np.array([len(source.array) for source in sources], np.int64)[which]
+    for i, slice_ in enumerate(opened):
+        assert slice_.marks is not None
+        bounds = starts[edges[i]], stops[edges[i] : edges[i + 1]].max()
+        blocks[i] = slice_.marks.searchsorted(bounds, "right")
     first = np.maximum(blocks[:, 0] - 1, 0) * _BLOCK
+    num_ends = np.array([len(source.array) for source in sources], np.int64)
     counts = np.minimum(blocks[:, 1] * _BLOCK, num_ends) - first
     document_ends = np.empty(int(counts.sum()), np.int64)  # The stored type is uint64.
-    RangeCopier(sources, which, first * 8, counts * 8).copy(0, len(which), document_ends.ctypes.data)
-    inside = (document_ends > starts.repeat(counts)) & (document_ends < stops.repeat(counts))
-    counts = np.bincount(np.arange(len(which)).repeat(counts)[inside], minlength=len(which))
-    first = np.empty_like(counts)
-    first[order], counts[order] = np.cumsum(counts) - counts, counts.copy()  # In the order of the ranges.
-    return document_ends[inside][_spread(first, counts)], np.arange(len(which)).repeat(counts)
+    RangeCopier(sources, np.arange(len(opened)), first * 8, counts * 8).copy(0, len(opened), document_ends.ctypes.data)
+    offsets = np.arange(len(opened)) << 40  # So that the ends of all slices ascend.
+    document_ends += offsets.repeat(counts)
+    first = document_ends.searchsorted(starts + offsets[which], "right")
+    counts = document_ends.searchsorted(stops + offsets[which]) - first
+    first[order], counts[order], which[order] = first.copy(), counts.copy(), which.copy()
+    inside = document_ends[_spread(first, counts)] - offsets[which].repeat(counts)
+    return inside, np.arange(len(which)).repeat(counts)
 
 
 def _edges_of(groups: I64, num_groups: int) -> I64:
