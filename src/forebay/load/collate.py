@@ -58,21 +58,23 @@ class RangeCopier:
         addresses = np.array([source.address for source in sources], np.int64)
         self._vector = np.ascontiguousarray(np.stack([addresses[which] + offsets, sizes], axis=1))  # struct iovec [K]
         self._address: int = self._vector.ctypes.data
-        self.edges: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._edges = np.append(0, np.cumsum(sizes))
         self._target = (ctypes.c_int64 * 2)()  # One struct iovec.
 
     def copy(self, start: int, stop: int, out_address: int) -> None:
         """Copy the ranges [start, stop), concatenated, to an address. Raises DatasetError if a file was truncated."""
-        edges, target, call = self.edges, self._target, _writev
+        target, call = self._target, _writev
         for i in range(start, stop, _MAX_RANGES):
             end = min(stop, i + _MAX_RANGES)
-            target[0], target[1] = out_address + edges[i] - edges[start], edges[end] - edges[i]
-            if call is None or call(_pid(), self._address + 16 * i, end - i, target, 1, 0) != target[1]:
-                self._copy_each(i, end, target[0])
+            size = int(self._edges[end] - self._edges[i])
+            target[0], target[1] = out_address, size
+            if call is None or call(_pid(), self._address + 16 * i, end - i, target, 1, 0) != size:
+                self._copy_each(i, end, out_address)
+            out_address += size
 
     def _copy_each(self, start: int, stop: int, out_address: int) -> None:
         for i in range(start, stop):
-            size = self.edges[i + 1] - self.edges[i]
+            size = int(self._edges[i + 1] - self._edges[i])
             source, offset = self._sources[self._which[i]], int(self._offsets[i])
             if _writev is None:
                 ctypes.memmove(out_address, source.address + offset, size)

@@ -184,7 +184,9 @@ class TokenCollator(Collator):
             rows = by_slice[low:high]
             parts += (self._packed_ranges if self._fit else self._stream_ranges)(slice_, rows, samples[rows])
         rows, starts, lengths = (np.concatenate(columns) for columns in zip(*parts))
-        order = np.argsort(rows, kind="stable")
+        order = np.argsort(
+            rows.astype(np.min_scalar_type(len(samples))), kind="stable"
+        )  # Small integers: a radix sort.
         return _Ranges(rows[order], starts[order], lengths[order])
 
     def _stream_ranges(self, opened: _OpenSlice, rows: I64, samples: I64) -> Iterator[_Ranges]:
