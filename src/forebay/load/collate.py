@@ -199,7 +199,8 @@ class Collator(ABC):
     def num_open_bytes(self, key: int, row: SliceInfo, itemsize: int) -> int:
         """How many first bytes of a slice's file `open` and `plan` read; `itemsize` bytes a token.
 
-        Of layout `rows` it is an upper bound for headers of less than 64 KiB.
+        For files with `document_ends` before `tokens`, as Forebay and safetensors write them, and for headers of layout
+        `rows` of at most 64 KiB.
         """
 
     @abstractmethod
