@@ -112,14 +112,25 @@ def slice_of(memory: NDArray[np.uint8], path: Path) -> Slice:
 
 def release_pages(array: NDArray[Any]) -> None:
     """Release the pages of an array in a file's memory map; views stay valid and are read again on access."""
+    base = _base(array)
+    if isinstance(base, mmap.mmap) and array.nbytes:
+        first = file_offset(array)
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+
+
+def file_offset(array: NDArray[Any]) -> int:
+    """The byte of its file at which an array of an open slice begins."""
+    base = _base(array)
+    assert isinstance(base, mmap.mmap)
+    return int(array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data)
+
+
+def _base(array: NDArray[Any]) -> Any:
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
-    base = base.obj if isinstance(base, memoryview) else base
-    if isinstance(base, mmap.mmap) and array.nbytes:
-        first = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
-        start = first // mmap.PAGESIZE * mmap.PAGESIZE
-        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+    return base.obj if isinstance(base, memoryview) else base
 
 
 def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:

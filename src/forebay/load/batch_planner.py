@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import Batch
-from forebay.load.collate import ChunkCollator, Collator
-from forebay.load.documents import DocumentCollator
+from forebay.load.collate import Collator
 from forebay.load.needs import PlanNeeds
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
+from forebay.load.tokens import TokenCollator
 from forebay.order.run import Run
 
 I64 = NDArray[np.int64]
@@ -47,16 +47,14 @@ def make_collator(
         raise UsageError(
             f"datasets of a mixture: expected one layout, seq_len and packing, got {sorted(map(str, kinds))}."
         )
-    layout, _, packing = kinds.pop()
+    ((layout, *_),) = kinds
     if layout == "rows":
         if document_masks:
             raise UsageError("document_masks: expected a dataset of layout 'tokens', got 'rows'. Leave it out.")
         return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
     if trim_padding:
         raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")
-    if packing == "chunk" and not document_masks and all(index.documents is None for index in indexes):
-        return ChunkCollator(indexes, dtype=dtype)
-    return DocumentCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
+    return TokenCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
 
 
 @dataclass(eq=False)
@@ -155,7 +153,7 @@ class BatchPlanner:
         distinct, first = np.unique(plan.keys, return_index=True)
         plan.distinct = set(distinct.tolist())
         reader.add(plan.needs)
-        if isinstance(self._collator, ChunkCollator):
+        if isinstance(self._collator, TokenCollator) and self._collator.is_plain:
             starts, stops = self._token_ranges(plan.keys, plan.samples)
             if self._is_running:
                 reader.read_ahead(plan.keys, starts, stops)
@@ -174,7 +172,7 @@ class BatchPlanner:
             return
         keys = distinct[waiting]
         plan.unresolved = dict(zip(keys.tolist(), steps[first[waiting]].tolist()))
-        sizes = [self._collator.num_open_bytes(*reader.describe(key)) for key in keys.tolist()]
+        sizes = [self._collator.num_open_bytes(key, *reader.describe(key)) for key in keys.tolist()]
         reader.need(plan.needs, keys, np.zeros(len(keys), np.int64), np.array(sizes, np.int64), steps[first[waiting]])
         self._resolve(plan)
 
@@ -192,12 +190,9 @@ class BatchPlanner:
                 continue
             if key not in self._open:
                 self._open_map(key)
-            rows = np.flatnonzero(plan.keys == key)
-            steps = np.repeat(np.arange(len(plan.steps)), np.diff(plan.bounds))[rows]
-            starts, stops, which = self._collator.byte_ranges(key, plan.samples[rows])
-            if len(starts):
-                keys = np.full(len(starts), key, np.int64)
-                self._slices.need(plan.needs, keys, starts, stops, steps[which])
+            starts, stops = self._collator.byte_ranges(key, plan.samples[plan.keys == key])
+            steps = np.full(len(starts), plan.unresolved[key], np.int64)
+            self._slices.need(plan.needs, np.full(len(starts), key, np.int64), starts, stops, steps)
             del plan.unresolved[key]
 
     def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:

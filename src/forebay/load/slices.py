@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from forebay.cache.cache import ChunkCache, NotReserved
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import Slice, slice_of
+from forebay.dataset.slices import Slice, file_offset, slice_of
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.load.arguments import ranks_per_node
 from forebay.load.chunk_source import CacheSettings, ChunkSource
@@ -144,9 +144,9 @@ class SliceReader:
             self._verified.add(key)
         return False
 
-    def describe(self, key: int) -> tuple[int, SliceInfo, int]:
-        """(index in its dataset, row of the table, bytes of a token) of a slice."""
-        return self.find(key)[1], self._row(key), int(self.chunks.token_bytes[key])
+    def describe(self, key: int) -> tuple[SliceInfo, int]:
+        """(row of the table, bytes of a token) of a slice."""
+        return self._row(key), int(self.chunks.token_bytes[key])
 
     @property
     def ahead_bytes(self) -> int:
@@ -306,6 +306,8 @@ class SliceReader:
         try:
             opened = slice_of(entry.data, entry.path)
             dataset.check_slice(row, opened)
+            if opened.layout == "tokens" and file_offset(opened.tokens) != int(self.chunks.token_starts[key]):
+                raise DatasetError("expected the tokens behind all other tensors.")
         except DatasetError as error:
             raise DatasetError(
                 f"slice {row.name} of {dataset.name} ({dataset.path}): its bytes have the hash of the dataset's table, "
