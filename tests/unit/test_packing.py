@@ -15,7 +15,7 @@ from forebay.load.packing import (
     DocumentSpans,
     DocumentSubset,
     SampleSegments,
-    chunk_segments,
+    concat_segments,
     count_fit,
     document_spans,
     fit_segments,
@@ -139,7 +139,7 @@ def test_fit_does_not_depend_on_anything_else() -> None:
 def test_chunk_is_the_stream_of_what_is_kept(found: DocumentSpans, seq_len: int, masks: bool) -> None:
     stream = [token for start, stop in spans(found) for token in range(start, stop)]
     stops = {stop for _, stop in spans(found)}
-    rows = chunk_segments(found, seq_len, masks=masks)
+    rows = concat_segments(found, seq_len, masks=masks)
     assert len(rows) == found.num_tokens // seq_len == len(stream) // seq_len
     for i, row in enumerate(segments(rows)):
         tokens, labels, documents = [], [], 0
@@ -181,7 +181,7 @@ def test_empty_documents_and_empty_slices() -> None:
         assert result.num_tokens == tokens and (result.stops > result.starts).all()
         assert len(fit_segments(result, 4)) == count_fit(result, 4) == -(-tokens // 4)
         for masks in (True, False):
-            assert len(chunk_segments(result, 4, masks=masks)) == tokens // 4
+            assert len(concat_segments(result, 4, masks=masks)) == tokens // 4
 
 
 @pytest.mark.parametrize("ends", [[3, 2], [9], [1 << 63]])

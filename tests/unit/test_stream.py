@@ -39,7 +39,7 @@ def stream(inputs: Any, **changes: Any) -> TextStream:
 
 
 def facts(given: Any) -> list[Any]:
-    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.step, b.run_step) for b in given]
+    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.epoch_step, b.step) for b in given]
 
 
 def tokens_of(texts: list[str]) -> list[int]:
@@ -84,7 +84,7 @@ def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch: int) -> None:
     full = stream(TEXTS, **settings)
     expected = facts(full)
     assert len({str(epoch) for *_, epoch, _, _ in expected}) == 3
-    for stop in range(len(expected) + 1):
+    for stop in range(len(expected)):
         first = stream(TEXTS, prefetch=prefetch, **settings)
         batches = iter(first)
         for _ in range(stop):
@@ -97,6 +97,19 @@ def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch: int) -> None:
         assert second.stats() == full.stats()
         if stop % 5 == 0:
             assert facts(first) == expected[stop:]  # leaving a loop and going on
+
+
+def test_a_loop_after_a_full_pass_begins_the_next_epoch() -> None:
+    full = facts(stream(TEXTS, epochs=3))
+    item = stream(TEXTS)
+    epochs = [facts(item) for _ in range(3)]
+    assert epochs[0] + epochs[1] + epochs[2] == full and (item.epoch, item.step) == (3, len(full))
+    last = stream(TEXTS)
+    for _ in last:
+        state = last.state_dict()
+    other = stream(TEXTS)
+    other.load_state_dict(state)
+    assert facts(other) == epochs[1]
 
 
 def test_epochs_differ_and_seeds_too() -> None:

@@ -26,7 +26,8 @@ def open_windows_bytes(folder: Path) -> int:
     """The most bytes of slices that the lanes' windows keep open at any step of the epoch."""
     import forebay
 
-    order = forebay.Loader(folder, **LOADER).order
+    settings = {name: value for name, value in LOADER.items() if name != "lanes"}
+    order = forebay.Loader(folder, order=forebay.OrderOptions(lanes=LANES), **settings).order
     largest = max(path.stat().st_size for path in folder.glob("*.safetensors"))
     return node_spans(order, (0, 1), 1).peak(np.ones(len(order.samples_per_slice), np.int64))[0] * largest
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, UsageError
-from forebay.load.batch import Batch
-from forebay.load.collate import ChunkCollator, Collator
+from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
+from forebay.load.collate import Collator, ConcatCollator
 from forebay.load.documents import DocumentCollator
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
@@ -35,7 +35,7 @@ def make_collator(
 ) -> Collator:  # fmt: skip
     """The collator for one index a dataset, all of one layout, seq_len and packing; arguments as the Loader's.
 
-    Packing `fit` always has document masks.
+    Packing `best_fit` always has document masks.
     """
     kinds = {(index.layout, index.seq_len, index.packing) for index in indexes}
     if len(kinds) != 1:
@@ -49,8 +49,8 @@ def make_collator(
         return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
     if trim_padding:
         raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")
-    if packing == "chunk" and not document_masks and all(index.documents is None for index in indexes):
-        return ChunkCollator(indexes, dtype=dtype)
+    if packing == "concat" and not document_masks and all(index.documents is None for index in indexes):
+        return ConcatCollator(indexes, dtype=dtype)
     return DocumentCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
 
 
@@ -64,7 +64,7 @@ class _Plan:
     sources: I64 | None
     epochs: list[int]
     steps_in_epoch: list[int]
-    weights: list[float]  # As in Batch; 0 for a substitute sample.
+    weights: list[float]  # As in a batch; 0 for a substitute sample.
 
 
 class BatchPlanner:
@@ -91,7 +91,7 @@ class BatchPlanner:
         self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
         self.num_opened = 0  # Slices.
 
-    def batches(self, step: int) -> Generator[Batch, None, None]:
+    def batches(self, step: int) -> Generator[NumpyTokens | NumpyRows, None, None]:
         """The batches from run step `step` to the end of the run."""
         self._slices.seek(step)
         plan = self._plan(step)
@@ -113,7 +113,7 @@ class BatchPlanner:
     def close(self) -> None:
         self._close_except(())
 
-    def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:
+    def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[NumpyTokens | NumpyRows]:
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
         first = bounds[start]
         clock, faults, make_s = time.perf_counter, _major_faults(), 0.0
@@ -123,10 +123,10 @@ class BatchPlanner:
             low, high = bounds[i], bounds[i + 1]
             arrays = self._collator.make(rows, low - first, high - first)
             end = high if plan.weights[i] else low
-            batch = Batch(
-                arrays.inputs, arrays.labels, ids[low:end], plan.epochs[i], plan.steps_in_epoch[i], arrays.tensors,
-                arrays.document_ids, arrays.position_ids, arrays.cu_seqlens,
-                None if sources is None else sources[low:end], plan.steps[i], plan.weights[i],
+            batch = new_batch(
+                *arrays, sample_ids=ids[low:end], epoch=plan.epochs[i], step=plan.steps[i],
+                epoch_step=plan.steps_in_epoch[i], weight=plan.weights[i],
+                _dataset_index=None if sources is None else sources[low:end],
             )  # fmt: skip
             make_s += clock() - started_at
             yield batch

@@ -2,7 +2,7 @@
 
 A plan keeps the arrays that it reads alive. A page of a mapped file that was truncated, or whose disk fails, kills the
 process that reads it, so the kernel copies (`process_vm_writev`, up to 1024 ranges a call) and reports EFAULT instead;
-where it cannot (not Linux, a sandbox), `memmove` copies. 8 x 2048 U16 tokens to int64 take `ChunkCollator` 10 us,
+where it cannot (not Linux, a sandbox), `memmove` copies. 8 x 2048 U16 tokens to int64 take `ConcatCollator` 10 us,
 `DocumentCollator` some 50 us.
 """
 
@@ -143,7 +143,7 @@ _writev = _find_writev()
 
 
 class BatchArrays(NamedTuple):
-    """The arrays of a batch; see `Batch`."""
+    """The arrays of a batch; see `TokenBatch` and `RowBatch`."""
 
     inputs: Array | None
     labels: Array | None
@@ -219,7 +219,7 @@ class Collator(ABC):
         """The batch of samples [start, stop) of a plan, in new arrays."""
 
 
-class ChunkCollator(Collator):
+class ConcatCollator(Collator):
     """Consecutive tokens: inputs and labels are two views of one array [B, L + 1], so each token is written once."""
 
     def __init__(self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64) -> None:

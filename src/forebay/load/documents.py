@@ -16,7 +16,7 @@ from forebay.dataset.slices import Slice
 from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX
 from forebay.load.collate import BatchArrays, Collator, MappedArray, TokenCopier, copy_array
-from forebay.load.packing import SampleSegments, chunk_segments, document_spans, fit_segments
+from forebay.load.packing import SampleSegments, concat_segments, document_spans, fit_segments
 from forebay.load.samples import I64, SampleIndex
 
 
@@ -53,7 +53,7 @@ class DocumentCollator(Collator):
         assert indexes[0].seq_len is not None
         self._seq_len = indexes[0].seq_len
         self._dtype = np.dtype(dtype)
-        self._masks = document_masks or indexes[0].packing == "fit"
+        self._masks = document_masks or indexes[0].packing == "best_fit"
         self._pad_id = pad_id
         self._padding: dict[tuple[np.dtype[Any], int], MappedArray] = {}
         self._arange = np.empty(0, np.int64)
@@ -63,10 +63,10 @@ class DocumentCollator(Collator):
         document_ends, first = copy_array(slice_.document_ends, slice_.path), int(index.first_documents[slice_index])
         beyond = index.tokens_beyond[:, slice_index].tolist()
         spans = document_spans(document_ends, len(tokens), index.documents, first, *beyond)
-        if index.packing == "fit":
+        if index.packing == "best_fit":
             segments = fit_segments(spans, self._seq_len)
         else:
-            segments = chunk_segments(spans, self._seq_len, masks=self._masks)
+            segments = concat_segments(spans, self._seq_len, masks=self._masks)
         pad_id = index.pad_id if self._pad_id is None else self._pad_id
         padding = self._padding_array(tokens.dtype, pad_id)
         return len(segments), _OpenSlice(MappedArray(tokens, slice_.path), padding, segments)

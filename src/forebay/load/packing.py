@@ -1,8 +1,8 @@
 """Which tokens of a slice make each of its samples: consecutive tokens, or whole documents that fit together.
 
-`chunk` cuts the stream of the remaining documents every seq_len tokens. `fit` puts whole documents into rows by best
-fit, longest first, and pads the rest; a longer document is cut into whole rows and a remainder. A document that
-continues in the next slice counts as two. Cost of `fit`: O(n log n), 65 000 documents at seq_len 2048 in 30 ms.
+`concat` cuts the stream of the remaining documents every seq_len tokens. `best_fit` puts whole documents into rows by
+best fit, longest first, and pads the rest; a longer document is cut into whole rows and a remainder. A document that
+continues in the next slice counts as two. Cost of `best_fit`: O(n log n), 65 000 documents at seq_len 2048 in 30 ms.
 Source: best fit decreasing, Johnson 1973; at most 11/9 of the least number of rows and 1.
 """
 
@@ -116,8 +116,8 @@ def document_spans(
     return DocumentSpans(starts[chosen], stops[chosen])
 
 
-def chunk_segments(spans: DocumentSpans, seq_len: int, *, masks: bool) -> SampleSegments:
-    """Packing `chunk`: the stream of all spans, cut every seq_len tokens.
+def concat_segments(spans: DocumentSpans, seq_len: int, *, masks: bool) -> SampleSegments:
+    """Packing `concat`: the stream of all spans, cut every seq_len tokens.
 
     With masks each span is a segment of its own, whose last token has no label; without, adjacent spans are one
     segment, and the label is the next token of the stream.
@@ -143,7 +143,7 @@ def chunk_segments(spans: DocumentSpans, seq_len: int, *, masks: bool) -> Sample
 
 
 def fit_segments(spans: DocumentSpans, seq_len: int) -> SampleSegments:
-    """Packing `fit`: whole spans, fitted together; padding is the last segment of a row that is not full."""
+    """Packing `best_fit`: whole spans, fitted together; padding is the last segment of a row that is not full."""
     full, rest = np.divmod(spans.stops - spans.starts, seq_len)
     short = np.flatnonzero(rest)
     bins, num_bins = _best_fit(rest[short], seq_len)

@@ -55,7 +55,7 @@ class RunSpec:
     connections: int = 16
     prefetch: int = 0
     piece_bytes: int = 8 << 20
-    whole_in_memory: bool = False  # The cache is in memory (`cache_dir="ram"`).
+    whole_in_memory: bool = False  # The cache is in memory (`cache="ram"`).
     max_fetch_ratio: float | None = MAX_RATIO  # Limit of bytes fetched by all nodes in an epoch / the dataset's; or 0.
     swarm: bool = False  # Nodes fetch from each other: slices that several nodes read are fetched once.
 
@@ -246,7 +246,7 @@ def _advice(spec: RunSpec, nodes: list[NodeNeeds], ratio: float) -> str:
         if (new_ratio := fetch_ratio(spec, nodes, size)) <= WARN_RATIO:
             choices.append(f"cache_bytes={size} ({new_ratio:.3g} times)")
             break
-    choices = choices or ["sharding='hash', smaller slices (--slice-bytes) or fewer nodes: no lanes fetch less"]
+    choices = choices or ["assignment='owned', smaller slices (--slice-bytes) or fewer nodes: no lanes fetch less"]
     return f"Use {', or '.join(choices)}; or allow it with max_fetch_ratio={np.ceil(10 * ratio) / 10:g}."
 
 

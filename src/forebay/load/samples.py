@@ -1,8 +1,8 @@
 """Which samples a run reads of a dataset: how many each slice has, for a packing, a document subset and a split.
 
 Consecutive tokens of whole slices need the table only; excluded documents need the document ends of their slices, and
-packing `fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that depends
-on their number only, with at most one cut: a larger validation split contains a smaller one.
+packing `best_fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that
+depends on their number only, with at most one cut: a larger validation split contains a smaller one.
 """
 
 import contextlib
@@ -30,9 +30,8 @@ from forebay.storage.origins import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]
-PACKINGS = ("chunk", "fit")
+PACKINGS = ("concat", "best_fit")
 SPLITS = (None, "train", "validation")
-SHARDINGS = ("order", "hash")
 MAX_IMBALANCE = 0.1
 """A worker owns at most this fraction more slices than the mean, rounded up to a whole slice: with few slices much more
 than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
@@ -48,7 +47,7 @@ class SampleIndex:
 
     layout: str  # `tokens` or `rows`.
     seq_len: int | None  # L; None for rows.
-    packing: str  # `chunk` or `fit`.
+    packing: str  # `concat` or `best_fit`.
     documents: DocumentSubset | None  # None for all.
     counts: I64  # Samples of each slice that the run reads.
     offsets: I64  # The first of them, counted in the slice.
@@ -74,7 +73,7 @@ class SampleIndex:
 
 
 def plan_samples(
-    dataset: Dataset, seq_len: int | None, *, packing: str = "chunk", documents: DocumentSubset | None = None,
+    dataset: Dataset, seq_len: int | None, *, packing: str = "concat", documents: DocumentSubset | None = None,
     split: str | None = None, validation: float = 0.0, read_ends: ReadEnds | None = None, cache_dir: Path | None = None,
 ) -> SampleIndex:  # fmt: skip
     """The index of a dataset's samples. Depends on the dataset and these settings, those of the Loader, only.
@@ -98,7 +97,8 @@ def plan_samples(
         reader = read_ends or ends_reader(dataset)
         counted = _count_samples(dataset, seq_len, packing, documents, first_documents, reader, cache_dir)
         counts, tokens, beyond = counted[0], counted[1], counted[2:]
-        tail = max(0, int(tokens.sum()) - int(counts.sum()) * seq_len)  # Samples of `fit` hold padding and all tokens.
+        # Samples of `best_fit` hold padding and all tokens.
+        tail = max(0, int(tokens.sum()) - int(counts.sum()) * seq_len)
     bases = np.cumsum(counts) - counts
     offsets = np.zeros(len(counts), np.int64)
     if split is not None and len(counts):
@@ -135,9 +135,9 @@ def owned_samples(
     owned = np.bincount(owners, weights=index.counts, minlength=world_size).astype(np.int64)
     if not owned.all():
         raise UsageError(
-            f"sharding='hash': expected samples for each of {world_size} workers, got none for "
+            f"assignment='owned': expected samples for each of {world_size} workers, got none for "
             f"{names[int(owned.argmin())]!r}: {np.count_nonzero(index.counts)} slices are too few. Prepare smaller "
-            "slices (--slice-bytes), or use sharding='order'."
+            "slices (--slice-bytes), or use assignment='global'."
         )
     return replace(index, counts=np.where(owners == rank, index.counts, 0)), owned.tolist(), names
 
@@ -147,7 +147,7 @@ def _check_settings(
 ) -> None:
     if packing not in PACKINGS:
         raise UsageError(f"packing: expected one of {PACKINGS}, got {packing!r}.")
-    if layout == "rows" and (packing != "chunk" or documents is not None):
+    if layout == "rows" and (packing != "concat" or documents is not None):
         raise UsageError("packing, documents: expected a dataset of layout 'tokens', got 'rows'. Leave them out.")
     if documents is not None and not isinstance(documents, DocumentSubset):
         raise UsageError(f"documents: expected a DocumentSubset, got {type(documents).__name__}.")
@@ -155,9 +155,11 @@ def _check_settings(
         raise UsageError(f"split: expected 'train', 'validation' or None, got {split!r}.")
     is_number = isinstance(validation, (int, float, np.floating)) and not isinstance(validation, bool)
     if not is_number or not 0 <= validation <= 1:
-        raise UsageError(f"validation: expected a fraction in [0, 1], got {validation!r}.")
+        raise UsageError(f"validation_fraction: expected a fraction in [0, 1], got {validation!r}.")
     if split is None and validation:
-        raise UsageError(f"validation: expected a split with it, got {validation} and none. Add split='train'.")
+        raise UsageError(
+            f"validation_fraction: expected a split with it, got {validation} and none. Add split='train'."
+        )
 
 
 def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
@@ -178,7 +180,7 @@ def _count_samples(
     """int64 [4, S], for layout `tokens`: samples, tokens of the subset, and `SampleIndex.tokens_beyond`."""
     table, by_length = dataset.table, documents is not None and documents.by_length
     counts = np.stack([table.count // seq_len, table.count, np.zeros_like(table.count), np.zeros_like(table.count)])
-    affected = np.arange(len(table)) if packing == "fit" or by_length else np.empty(0, np.int64)
+    affected = np.arange(len(table)) if packing == "best_fit" or by_length else np.empty(0, np.int64)
     if not len(affected) and documents is not None:
         first = np.searchsorted(documents.numbers, first_documents)
         # The document after a slice's last end may begin in it, too.
@@ -186,7 +188,7 @@ def _count_samples(
         affected = np.flatnonzero(last > first)
     if not len(affected):
         return counts
-    settings = f"{seq_len};{packing == 'fit'};{'' if documents is None else documents.digest()}"
+    settings = f"{seq_len};{packing == 'best_fit'};{'' if documents is None else documents.digest()}"
     digest = hashlib.sha256(f"{_COUNTING_VERSION};{dataset.id};{settings}".encode()).hexdigest()
     path = None if cache_dir is None else cache_dir / f"samples-{digest}.counts"
     with contextlib.suppress(FileNotFoundError):
@@ -202,7 +204,7 @@ def _count_samples(
     def count(index: int) -> tuple[int, int]:
         first, beyond = int(first_documents[index]), counts[2:, index].tolist()
         spans = document_spans(read_ends(index), int(table.count[index]), documents, first, *beyond)
-        return count_fit(spans, seq_len) if packing == "fit" else spans.num_tokens // seq_len, spans.num_tokens
+        return count_fit(spans, seq_len) if packing == "best_fit" else spans.num_tokens // seq_len, spans.num_tokens
 
     with ThreadPoolExecutor(_READERS) as pool:
         if by_length:

@@ -128,11 +128,13 @@ def open_dataset(
     return open_local(source, verify=verify)
 
 
-def open_datasets(sources: Sequence[DatasetSource], identity: Any = None, from_urls: Any = "") -> list[Dataset]:
+def open_datasets(
+    sources: Sequence[DatasetSource], identity: Any = None, from_urls: Any = "", verify: Verify = "once"
+) -> list[Dataset]:
     """Open several datasets, in threads. Raises DatasetError unless all have one layout and one type of tokens."""
 
     def open_one(source: DatasetSource) -> Dataset:
-        return open_dataset(source, identity, from_urls=from_urls)
+        return open_dataset(source, identity, verify=verify, from_urls=from_urls)
 
     if len(sources) == 1:
         return [open_one(sources[0])]

@@ -7,7 +7,7 @@ document), one document as its format holds it, 1 MiB of text being encoded and 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from forebay.closing import Closing
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
-from forebay.load.batch import IGNORE_INDEX, Batch
-from forebay.load.loader import prefetch_in_thread
+from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
+from forebay.load.batch_source import BatchSource
+from forebay.load.prefetch import Prefetcher
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
@@ -31,11 +32,12 @@ from forebay.stream.state import StreamState
 _HUB_URL = "hf://datasets/"
 
 
-class TextStream(Closing):
+class TextStream(Closing, BatchSource[NumpyTokens]):
     """Batches of one rank out of text files or somebody's streaming dataset, as an iterable.
 
-    Iterating goes on from the stream's state and ends after the last epoch; leaving the loop early and iterating again
-    goes on with the next batch. One iteration at a time. Same arguments, same batches, on any machine.
+    One `for` gives what remains of the current pass of `epochs` epochs. After a full pass the next `for` begins the
+    next epoch; after `break` or `load_state_dict` it continues with the next batch. One iteration at a time. Same
+    arguments, same batches, on any machine.
 
     With partition "samples" every rank reads and encodes everything and takes its samples of each global batch: the
     state of any rank may be loaded by any rank of any world. With "records" a rank encodes every world_size-th record:
@@ -54,7 +56,7 @@ class TextStream(Closing):
         shuffle_start: Documents after which the first goes out, for an early first batch; the buffer then grows by
             one with each that does. None: all of shuffle_buffer is filled first.
         buffer_bytes: The buffer holds fewer if they are longer than this together.
-        epochs: How many in all; None for no end. Samples do not reach over an epoch's end.
+        epochs: Epochs of a pass, which is one `for`; None for no end. Samples do not reach over an epoch's end.
         drop_last: Leave out the short batch at an epoch's end.
         partition: "samples" or "records", as above.
         text_key: The field or column with the text.
@@ -122,7 +124,22 @@ class TextStream(Closing):
         self.position = StreamState(tokens=np.zeros(0, self.tokenizer.numpy_dtype))
         self._malformed: list[Malformed] = []
         self._turn = 0
-        self._source: Generator[tuple[Batch, StreamState], None, None] | None = None
+        self._source: Prefetcher[tuple[Any, StreamState]] | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps of the run so far: of batches that iterating returned."""
+        return self.position.run_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self.position.epoch
+
+    @property
+    def global_batch_sizes(self) -> list[tuple[int, int]]:
+        """(0, samples of all ranks' batches together)."""
+        return [(0, self._global_batch)]
 
     @property
     def vocab_size(self) -> int:
@@ -174,17 +191,24 @@ class TextStream(Closing):
         if source is not None:
             source.close()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def iterate(
+        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
+    ) -> Generator[Any, None, None]:
+        if num_workers:
+            raise UsageError(f"num_workers: expected 0 for a TextStream, got {num_workers}. Leave it out.")
         self.close()
         self._turn += 1
-        turn = self._turn
+        turn, depth = self._turn, self._prefetch if prefetch is None else prefetch
+
+        def finish(item: tuple[NumpyTokens, StreamState]) -> tuple[Any, StreamState]:
+            return (item[0] if convert is None else convert(item[0])), item[1]
+
         try:
             while True:
                 if turn != self._turn:
                     raise UsageError("TextStream: this iteration ended when another began. Open another for two.")
                 if self._source is None:
-                    batches = self._batches(self.position)
-                    self._source = prefetch_in_thread(batches, self._prefetch) if self._prefetch else batches
+                    self._source = Prefetcher(self._batches(self.position), depth, finish)
                 item = next(self._source, None)
                 if item is None:
                     return
@@ -214,8 +238,9 @@ class TextStream(Closing):
             fields.update(rank=self.rank, world_size=self.world_size)
         return fields
 
-    def _batches(self, state: StreamState) -> Generator[tuple[Batch, StreamState], None, None]:
-        while self._epochs is None or state.epoch < self._epochs:
+    def _batches(self, state: StreamState) -> Generator[tuple[NumpyTokens, StreamState], None, None]:
+        stop = None if self._epochs is None else (state.epoch // self._epochs + 1) * self._epochs
+        while stop is None or state.epoch < stop:
             documents = self._open(state)
             try:
                 for batch, state in self._epoch(state, documents):  # noqa: B020 - each goes on from the one before
@@ -233,7 +258,7 @@ class TextStream(Closing):
         share = (self.rank, self.world_size) if self.partition == "records" else (0, 1)
         return DocumentSequence(reading, buffer, dict(state.counts), self._malformed, share, state.records)
 
-    def _epoch(self, state: StreamState, documents: DocumentSequence) -> Iterator[tuple[Batch, StreamState]]:
+    def _epoch(self, state: StreamState, documents: DocumentSequence) -> Iterator[tuple[NumpyTokens, StreamState]]:
         size = self._global_batch
         if self.partition == "records":
             size = len(range(self.rank, size, self.world_size))
@@ -285,7 +310,7 @@ class TextStream(Closing):
             counts=dict(documents.counts),
         )  # fmt: skip
 
-    def _batch(self, state: StreamState, count: int) -> Batch:
+    def _batch(self, state: StreamState, count: int) -> NumpyTokens:
         tokens, length = state.tokens[state.offset :], self.seq_len
         rank, world_size = (self.rank, self.world_size) if self.partition == "samples" else (0, 1)
         numbers = np.arange(rank, count, world_size)
@@ -299,4 +324,6 @@ class TextStream(Closing):
         if self.partition == "records":
             ids = ids * self.world_size + self.rank
         inputs, labels = buffer[:, :-1], buffer[:, 1:]
-        return Batch(inputs, labels, ids, state.epoch, state.step, run_step=state.run_step)
+        return TokenBatch(
+            inputs=inputs, labels=labels, sample_ids=ids, epoch=state.epoch, step=state.run_step, epoch_step=state.step
+        )
