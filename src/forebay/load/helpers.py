@@ -15,7 +15,8 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Generator, Iterator
-from itertools import chain, count, islice
+from functools import partial
+from itertools import chain, count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -163,7 +164,7 @@ def main() -> None:
                 except (EOFError, BrokenPipeError, ConnectionResetError):
                     raise
                 except Exception as error:  # noqa: BLE001  The parent raises it.
-                    writer.send((command[0], _portable(error), 0.0, 0.0), [])
+                    writer.send([], 0, partial(_failure, command[0], error))
                     command = _next_command(connection)
 
 
@@ -175,33 +176,16 @@ def _serve(
     num_sent = 0
     batches = loader.raw_batches(start, stop, (index, num_helpers))
     with contextlib.closing(batches):
-        for bundle in _bundles(batches, max_bundled):
+        for size in chain([1], (min(1 << i, max_bundled) for i in count())):  # The first batches do not wait.
             while num_sent == _MAX_SENT or connection.poll():
                 message = connection.recv()
                 if message != _CREDIT:
                     return message
                 num_sent -= 1
-            writer.send((iteration, None, loader.network_s, loader.disk_s), bundle)
-            num_sent += 1
-            if not bundle:
+            if not writer.send(batches, size, lambda: (iteration, None, loader.network_s, loader.disk_s)):
                 return _next_command(connection)
-    raise AssertionError("bundles end with an empty one")
-
-
-def _bundles(batches: Iterator[Any], max_batches: int) -> Iterator[list[Any]]:
-    """Lists of 1, 1, 2, 4, ... `max_batches`, and an empty one. An error comes after the batches before it."""
-    for size in chain([1], (min(1 << i, max_batches) for i in count())):
-        bundle: list[Any] = []
-        try:
-            for batch in islice(batches, size):
-                bundle.append(batch)
-        except Exception:
-            if bundle:
-                yield bundle
-            raise
-        yield bundle
-        if not bundle:
-            return
+            num_sent += 1
+    raise AssertionError("messages end with an empty one")
 
 
 def _next_command(connection: Connection) -> Any:
@@ -210,9 +194,10 @@ def _next_command(connection: Connection) -> Any:
     return message
 
 
-def _portable(error: Exception) -> Exception:
+def _failure(iteration: int, error: Exception) -> tuple[Any, ...]:
+    """The head of a message with an error; one that cannot be pickled is replaced by its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001
-        return ForebayError(f"{type(error).__name__}: {error}")
-    return error
+        error = ForebayError(f"{type(error).__name__}: {error}")
+    return iteration, error, 0.0, 0.0

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
-_BUSY_S = 5e-4
+_BUSY_S = 1e-3
+_MAX_DELAY_S = 8e-3
 _T = TypeVar("_T")
 
 
@@ -41,6 +42,7 @@ class Prefetcher(Generic[_T]):
         self._ready: deque[_T | _End] = deque()
         self._making = threading.Lock()
         self._calls = 0  # Odd while the caller waits.
+        self._returned_at = 0.0
         self._is_full = False
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,6 +60,7 @@ class Prefetcher(Generic[_T]):
             with self._making:
                 item = self._ready.popleft() if self._ready else self._make()
         self._calls += 1
+        self._returned_at = time.perf_counter()
         if isinstance(item, _End):
             raise StopIteration if item.error is None else item.error
         if self._is_full:
@@ -90,15 +93,19 @@ class Prefetcher(Generic[_T]):
             return _End(error)
 
     def _run(self) -> None:
+        delay_s = _BUSY_S
         while not self._stop.is_set():
             self._is_full = True
             if len(self._ready) >= self._depth:
                 self._wake.wait()
+                delay_s = _BUSY_S
             self._wake.clear()
             self._is_full = False
+            time.sleep(delay_s)
             calls = self._calls
-            while not self._stop.wait(_BUSY_S) and (calls != self._calls or calls % 2):
-                calls = self._calls
+            if calls % 2 or time.perf_counter() - self._returned_at < _BUSY_S:
+                delay_s = min(2 * delay_s, _MAX_DELAY_S)  # Looking costs the caller time, too.
+                continue
             while len(self._ready) < self._depth and calls == self._calls and not self._stop.is_set():
                 with self._making:
                     item = self._make()

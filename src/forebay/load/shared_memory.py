@@ -1,41 +1,30 @@
 """Sends batches between processes through shared memory that is mapped once and used again.
 
-A message in the socket is a few hundred bytes: arrays are pickled out of band, into a segment that both processes keep
-mapped, and that is free when the last array that the reader made of it is deleted. A writer without a free segment, at
-its limit of memory, sends the bytes themselves. Segments have no name in the file system, so a kill leaks none.
+A message in the socket is a few hundred bytes: arrays are copied into a segment that both processes keep mapped, and
+that is free when the last array that the reader made of it is deleted. A writer without a free segment, at its limit of
+memory, sends the bytes themselves. Segments have no name in the file system, so a kill leaks none.
 """
 
-import io
 import mmap
 import os
-import pickle
 import socket
 import tempfile
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.load.batch import owner_of, pack_batch, unpack_batch
+
 U8 = NDArray[np.uint8]
+_Spec: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # Name, type, shape, strides, offset.
 
 _HEADER = 64  # Byte 0: 1 while a reader holds the segment, or a message is on its way.
 _ALIGN = 64
 _MIN_SEGMENT_BYTES = 1 << 16
 _MAX_BYTES = 512 << 20  # Of a writer's segments; pages that no batch reached cost nothing.
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a view of a contiguous array as that array and a position; NumPy would copy inputs and labels."""
-
-    def reducer_override(self, value: Any) -> Any:
-        base = getattr(value, "base", None)
-        if type(value) is not np.ndarray or value.flags.c_contiguous or type(base) is not np.ndarray:
-            return NotImplemented
-        if not base.flags.c_contiguous or base.nbytes > 2 * value.nbytes:
-            return NotImplemented
-        offset = value.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-        return np.ndarray, (value.shape, value.dtype, base, offset, value.strides)
 
 
 class _HeldSegment(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -48,53 +37,84 @@ class _HeldSegment(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class SegmentWriter:
-    """Sends objects with arrays. For one thread, and one end of a pair of Unix sockets."""
+    """Sends lists of batches. For one thread, and one end of a pair of Unix sockets."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._connection = end, Connection(os.dup(end.fileno()))
         self._segments: list[U8] = []
+        self._new: list[int] = []  # Descriptors of the last segments, which the reader does not have.
         self._free_bytes = _MAX_BYTES
 
-    def send(self, head: Any, items: Any) -> None:
-        """Send `head` (pickled), and `items`, whose arrays are copied once."""
-        buffers: list[pickle.PickleBuffer] = []
-        file = io.BytesIO()
-        _Pickler(file, 5, buffer_callback=buffers.append).dump(items)
-        arrays = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
-        stops = [_HEADER]
-        starts = []
-        for array in arrays:
-            starts.append(-(-stops[-1] // _ALIGN) * _ALIGN)
-            stops.append(starts[-1] + len(array))
-        number, descriptor = self._acquire(stops[-1])
-        segment = np.empty(stops[-1], np.uint8) if number is None else self._segments[number]
-        for array, start in zip(arrays, starts):
-            segment[start : start + len(array)] = array
-        ranges = [(start - _HEADER, stop - _HEADER) for start, stop in zip(starts, stops[1:])]
-        location = segment if number is None else (number, 0 if descriptor is None else len(segment))
-        self._connection.send((head, location, stops[-1], ranges, file.getvalue()))
-        if descriptor is not None:
-            socket.send_fds(self._socket, [b"\0"], [descriptor])
-            os.close(descriptor)
+    def send(self, items: Iterable[Any], max_items: int, head: Callable[[], Any]) -> int:
+        """Send at most `max_items`, each copied as soon as it is made, and then `head()`; return how many.
 
-    def _acquire(self, size: int) -> tuple[int | None, int | None]:
-        """The number of a free segment, and its descriptor if it is new; None if there is none."""
+        An error of `items` is raised after the items before it were sent.
+        """
+        number, segment, stop = None, np.empty(0, np.uint8), _HEADER
+        parts: list[tuple[Any, list[_Spec]]] = []
+        error: Exception | None = None
+        iterator = iter(items)
+        while len(parts) < max_items:
+            try:
+                item = next(iterator, None)
+            except Exception as failure:  # noqa: BLE001  It is raised below.
+                item, error = None, failure
+            if item is None:
+                break
+            fields, arrays = pack_batch(item)
+            del item  # Its memory is used for the next one.
+            views = [(name, array, owner_of(array)) for name, array in arrays.items()]
+            owners = {id(owner): owner for _, _, owner in views}
+            size = sum(owner.nbytes + _ALIGN for owner in owners.values())
+            if stop + size > len(segment):  # Usually for the first item only: the others have its size.
+                last, last_number, capacity = segment, number, stop + size * (max_items - len(parts))
+                number = self._acquire(capacity)
+                segment = np.empty(capacity, np.uint8) if number is None else self._segments[number]
+                segment[_HEADER:stop] = last[_HEADER:stop]
+                if last_number is not None:
+                    last[0] = 0
+            offsets = {}
+            for key, owner in owners.items():
+                segment[stop : stop + owner.nbytes] = np.ascontiguousarray(owner).reshape(-1).view(np.uint8)
+                offsets[key] = stop - _HEADER - _address(owner)
+                stop += -(-owner.nbytes // _ALIGN) * _ALIGN
+            specs = [
+                (name, array.dtype.str, array.shape, array.strides, offsets[id(owner)] + _address(array))
+                for name, array, owner in views
+            ]
+            del arrays, views, owners, owner
+            parts.append((fields, specs))
+        if parts or error is None:
+            location = segment[:stop] if number is None else number
+            new = [len(segment) for segment in self._segments[len(self._segments) - len(self._new) :]]
+            self._connection.send((head(), new, location, stop, parts))
+            for descriptor in self._new:
+                socket.send_fds(self._socket, [b"\0"], [descriptor])
+                os.close(descriptor)
+            self._new = []
+        if error is not None:
+            raise error
+        return len(parts)
+
+    def _acquire(self, size: int) -> int | None:
+        """The number of a free segment; None if there is none."""
         for number, segment in enumerate(self._segments):
             if segment[0] == 0 and len(segment) >= size:
                 segment[0] = 1
-                return number, None
+                return number
         capacity = max(_MIN_SEGMENT_BYTES, 1 << (size - 1).bit_length())
         if capacity > self._free_bytes:
-            return None, None
+            return None
         try:
             descriptor = create_shared_memory(capacity)
             segment = np.frombuffer(mmap.mmap(descriptor, capacity), np.uint8)
         except OSError:
-            return None, None  # No descriptors or no memory left: the bytes are sent in the message.
+            return None  # No descriptors or no memory left: the bytes are sent in the message.
         self._free_bytes -= capacity
         segment[0] = 1
         self._segments.append(segment)
-        return len(self._segments) - 1, descriptor
+        self._new.append(descriptor)
+        return len(self._segments) - 1
 
 
 class SegmentReader:
@@ -104,25 +124,29 @@ class SegmentReader:
         self._socket, self._connection = end, Connection(os.dup(end.fileno()))
         self._segments: list[mmap.mmap] = []
 
-    def receive(self) -> tuple[Any, Any]:
+    def receive(self) -> tuple[Any, list[Any]]:
         """(head, items); arrays of the items are views of a segment, which is free when all are deleted.
 
         Raises:
             EOFError, OSError: If the writer's process has ended.
         """
-        head, location, size, ranges, pickled = self._connection.recv()
+        head, new, location, stop, parts = self._connection.recv()
+        for capacity in new:
+            _, (descriptor,), _, _ = socket.recv_fds(self._socket, 1, 1)
+            self._segments.append(mmap.mmap(descriptor, capacity))
+            os.close(descriptor)
         if isinstance(location, np.ndarray):
-            raw = location[_HEADER:size]
+            raw = location[_HEADER:]
         else:
-            number, capacity = location
-            if capacity:
-                _, (descriptor,), _, _ = socket.recv_fds(self._socket, 1, 1)
-                self._segments.append(mmap.mmap(descriptor, capacity))
-                os.close(descriptor)
-            raw = _HeldSegment((size - _HEADER,), np.uint8, self._segments[number], _HEADER)
-            raw.flag = np.frombuffer(self._segments[number], np.uint8, 1)
-        view = raw.data
-        return head, pickle.loads(pickled, buffers=[view[a:b] for a, b in ranges])
+            raw = _HeldSegment((stop - _HEADER,), np.uint8, self._segments[location], _HEADER)
+            raw.flag = np.frombuffer(self._segments[location], np.uint8, 1)
+        return head, [
+            unpack_batch(
+                fields,
+                {name: np.ndarray(shape, kind, raw, start, strides) for name, kind, shape, strides, start in specs},
+            )
+            for fields, specs in parts
+        ]
 
     def close(self) -> None:
         """Close the connection; arrays stay valid."""
@@ -138,3 +162,7 @@ def create_shared_memory(size: int) -> int:
         os.unlink(name)  # noqa: PTH108  mkstemp returns a string.
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
-from forebay.load.batch import STYLES, TokenBatch
+from forebay.load.batch import STYLES, TokenBatch, owner_of
 from forebay.order.step_index import check_integer
 
 BatchT = TypeVar("BatchT", covariant=True)
@@ -117,7 +117,7 @@ class _CudaCopies:
         on_device: dict[int, Any] = {}
         tensors = {}
         for name, array in arrays.items():
-            owner = _owner(array)
+            owner = owner_of(array)
             if id(owner) not in on_device:
                 host = torch.from_numpy(owner if owner.flags.writeable else owner.copy())
                 on_device[id(owner)] = host.pin_memory().to(self._device, non_blocking=True)
@@ -129,14 +129,6 @@ class _CudaCopies:
                 tensor = tensor.as_strided(array.shape, [stride // size for stride in array.strides], offset // size)
             tensors[name] = tensor
         return tensors
-
-
-def _owner(array: NDArray[Any]) -> NDArray[Any]:
-    """The array of which `array` is a view, if that is contiguous, of its type, and little larger; else `array`."""
-    base = array.base
-    if not isinstance(base, np.ndarray) or base.dtype != array.dtype or not base.flags.c_contiguous:
-        return array
-    return base if base.nbytes <= 2 * array.nbytes and all(stride >= 0 for stride in array.strides) else array
 
 
 def _tensors(arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
