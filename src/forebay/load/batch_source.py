@@ -11,7 +11,7 @@ from forebay.load.batch import NumpyRows, NumpyTokens, RowBatch, Style, TokenBat
 
 if TYPE_CHECKING:
     from forebay.load.jax import JaxBatches
-    from forebay.load.torch import TorchBatches
+    from forebay.load.torch import TorchBatches, TorchRows, TorchTokens
 
 BatchT = TypeVar("BatchT", covariant=True)
 
@@ -38,12 +38,12 @@ class BatchSource(ABC, Generic[BatchT]):
     def to_torch(
         self: BatchSource[NumpyTokens], device: Any = None, prefetch: int = 2, num_workers: int = 0,
         style: Literal["batch"] = "batch",
-    ) -> TorchBatches[TokenBatch[Any]]: ...  # fmt: skip
+    ) -> TorchBatches[TorchTokens]: ...  # fmt: skip
     @overload
     def to_torch(
         self: BatchSource[NumpyRows], device: Any = None, prefetch: int = 2, num_workers: int = 0,
         style: Literal["batch"] = "batch",
-    ) -> TorchBatches[RowBatch[Any]]: ...  # fmt: skip
+    ) -> TorchBatches[TorchRows]: ...  # fmt: skip
     @overload
     def to_torch(
         self, device: Any = None, prefetch: int = 2, num_workers: int = 0, *, style: Literal["plain", "transformers"]

@@ -11,7 +11,8 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,6 +51,26 @@ class DocumentSubset:
         check_integer("min_tokens", -1 if min_tokens is None else min_tokens, 0)
         check_integer("max_tokens", max_tokens, min_tokens)
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
+
+    @classmethod
+    def from_file(cls, path: str | Path, min_tokens: int = 0, max_tokens: int | None = None) -> Self:
+        """Leave out the documents whose numbers a file lists: a `.npy` file of integers, or text with one a line.
+
+        Raises:
+            UsageError: If the file cannot be read, or has other contents.
+        """
+        try:
+            if str(path).endswith(".npy"):
+                numbers = np.load(path, allow_pickle=False)
+            else:
+                lines = Path(path).read_text(encoding="utf-8").split()
+                numbers = np.array([int(line) for line in lines], np.int64)
+        except (OSError, ValueError, OverflowError) as error:
+            raise UsageError(f"{path}: expected document numbers, one a line, or a .npy file, got: {error}.") from error
+        return cls(numbers, min_tokens, max_tokens)
+
+    def __repr__(self) -> str:
+        return f"DocumentSubset({len(self.numbers):,} excluded, tokens {self.min_tokens} to {self.max_tokens})"
 
     @property
     def by_length(self) -> bool:

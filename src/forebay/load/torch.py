@@ -7,7 +7,7 @@ Inputs and labels that are views of one array cross as that array. Cost without 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
-from forebay.load.batch import STYLES, TokenBatch, owner_of
+from forebay.load.batch import STYLES, RowBatch, TokenBatch, owner_of
 from forebay.order.step_index import check_integer
 
 BatchT = TypeVar("BatchT", covariant=True)
+TorchTokens: TypeAlias = TokenBatch[torch.Tensor]
+TorchRows: TypeAlias = RowBatch[torch.Tensor]
 
 
 class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # PyTorch is not checked
