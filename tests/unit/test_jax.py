@@ -126,5 +126,6 @@ def test_shapes_never_change_and_padding_has_no_labels(data: Path, monkeypatch: 
     assert len(plain[-1]) < 4 and loader.step == len(plain) == 8
     with pytest.raises(UsageError, match="expected a multiple of 2 processes, got 7"):
         Loader(data, global_batch_size=7, **arguments).to_jax(object())
+    assert [batch.step for batch in loader.take(2).to_jax()] == [8, 9] and loader.step == 8
     assert {len(batch.inputs) for batch in Loader(data, global_batch_size=7, **arguments).to_jax()} == {4}
     monkeypatch.delitem(sys.modules, "forebay.load.jax", raising=False)

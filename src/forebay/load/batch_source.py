@@ -19,6 +19,13 @@ BatchT = TypeVar("BatchT", covariant=True)
 class BatchSource(ABC, Generic[BatchT]):
     """An iterable of batches of NumPy arrays, which PyTorch and JAX can read as well."""
 
+    world_size: int
+
+    @property
+    @abstractmethod
+    def global_batch_sizes(self) -> list[tuple[int, int]]:
+        """(run step, samples of all ranks' batches together) of each change."""
+
     @abstractmethod
     def iterate(
         self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
@@ -95,8 +102,13 @@ class BatchSource(ABC, Generic[BatchT]):
 class Take(BatchSource[BatchT]):
     """The first batches of an epoch, given again by each iteration; the loader that they are of does not move."""
 
-    def __init__(self, open_loader: Callable[[], Any], num_batches: int) -> None:
-        self._open_loader, self._num_batches = open_loader, num_batches
+    def __init__(self, loader: BatchSource[BatchT], open_view: Callable[[], Any], num_batches: int) -> None:
+        self._open_view, self._num_batches = open_view, num_batches
+        self.world_size, self._sizes = loader.world_size, loader.global_batch_sizes
+
+    @property
+    def global_batch_sizes(self) -> list[tuple[int, int]]:
+        return self._sizes
 
     def __len__(self) -> int:
         return self._num_batches
@@ -106,7 +118,7 @@ class Take(BatchSource[BatchT]):
     ) -> Generator[Any, None, None]:
         if num_workers:
             raise UsageError(f"num_workers: expected 0 for batches of take(), got {num_workers}. Leave it out.")
-        with self._open_loader() as loader:
+        with self._open_view() as loader:
             batches = loader.iterate(convert, prefetch)
             for _ in range(self._num_batches):
                 yield next(batches)

@@ -156,7 +156,6 @@ class Loader(Closing, BatchSource[BatchT]):
 
     @property
     def global_batch_sizes(self) -> list[tuple[int, int]]:
-        """(run step, samples of all ranks together) of each change."""
         return [
             (step, size * (self.world_size if self.plan.is_owned else 1)) for step, size in self.run.batches.changes
         ]
@@ -202,14 +201,14 @@ class Loader(Closing, BatchSource[BatchT]):
         if n is None and stop is None:
             raise TypeError("take: expected a number of batches of a mixture without an end. Give n, or steps=.")
 
-        def open_loader() -> Loader[BatchT]:
+        def open_view() -> Loader[BatchT]:
             view = copy.copy(other)
             view._step, view._shares = start, False
             view._reset()
             return view
 
         batches = [size for size in (n, None if stop is None else stop - start) if size is not None]
-        return Take(open_loader, min(batches))
+        return Take(self, open_view, min(batches))
 
     def iterate(
         self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0

@@ -138,7 +138,6 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
 
     @property
     def global_batch_sizes(self) -> list[tuple[int, int]]:
-        """(0, samples of all ranks' batches together)."""
         return [(0, self._global_batch)]
 
     @property
