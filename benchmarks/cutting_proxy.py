@@ -50,6 +50,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
 from forebay.load.loader import Loader
+from forebay.load.options import NetworkOptions
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
@@ -287,7 +288,7 @@ def _read(
     identity = Identity.load(node)
     dataset = open_remote(f"forebay://bench/{NAME}", identity=node, discovery=_discovery(identity, data_address))
     ids: Counter[int] = Counter()
-    settings = {"cache_dir": cache, "share": True} if cache else {}
+    settings = {"cache_dir": cache, "network": NetworkOptions(listen="auto")} if cache else {}
     with Loader(
         dataset if cache else data,
         seq_len=SEQ_LEN,

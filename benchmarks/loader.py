@@ -15,6 +15,7 @@ from benchmarks.measure import Figure, interleaved, median, show
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
+from forebay.load.options import SampleOptions
 
 NUM_SLICES = 24
 SLICE_TOKENS = 4 << 20  # 8 MiB of U16: 192 MiB in all.
@@ -37,7 +38,7 @@ def measure(rounds: int = 7) -> list[Figure]:
     """The figures. Takes about ten seconds."""
     with tempfile.TemporaryDirectory() as name:
         make_dataset(Path(name))
-        plan = Loader(name, seq_len=SEQ_LEN, batch_size=BATCH, prefetch=0)
+        plan = Loader(name, seq_len=SEQ_LEN, batch_size=BATCH)
         tokens = [plan.dataset.open_slice(i).tokens for i in range(NUM_SLICES)]
         steps = []
         for step in range(plan.order.steps_per_epoch):
@@ -52,7 +53,8 @@ def measure(rounds: int = 7) -> list[Figure]:
                     buffer[row, : len(piece)] = piece
 
         def loader(prefetch: int) -> None:
-            for _ in Loader(plan.dataset, seq_len=SEQ_LEN, batch_size=BATCH, prefetch=prefetch):
+            samples = SampleOptions(prefetch_batches=prefetch)
+            for _ in Loader(plan.dataset, seq_len=SEQ_LEN, batch_size=BATCH, samples=samples):
                 pass
 
         for _ in range(2):

@@ -19,7 +19,7 @@ try:
 except ImportError:
     sys.exit("hf_trainer: transformers is not installed. Run: pip install transformers accelerate torch")
 
-from forebay.load.torch import DataLoader, dataloader
+import forebay
 
 PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
@@ -27,29 +27,30 @@ PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", 
 class DataState(TrainerCallback):
     """Saves where the loader will be after the trained steps: the Trainer itself is a batch ahead of them."""
 
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader, self.start = loader, loader.state_dict()
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.start = loader, loader.step
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         steps = state.global_step * args.gradient_accumulation_steps
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        (folder / "data.json").write_text(json.dumps(self.loader.dataset.state_after(self.start, steps)))
+        (folder / "data.json").write_text(json.dumps(self.loader.state_at(self.start + steps)))
 
 
 class ForebayTrainer(Trainer):
     """Takes batches as they come: they are the rank's own already, so that nothing may deal them out once more."""
 
-    def __init__(self, loader: DataLoader, **arguments: Any) -> None:
+    def __init__(self, loader: Any, **arguments: Any) -> None:
         super().__init__(callbacks=[DataState(loader)], **arguments)
         self.loader = loader
 
-    def get_train_dataloader(self) -> DataLoader:
-        return self.loader
+    def get_train_dataloader(self) -> Any:
+        return self.loader.to_torch(style="transformers")
 
 
 def train(dataset: Path, out: Path, steps: int, resume: Path | None) -> list[float]:
     torch.manual_seed(0)
-    loader = dataloader(dataset, style="transformers", seq_len=32, batch_size=4, seed=1, drop_last=True)
+    options = forebay.SampleOptions(drop_last=True)
+    loader = forebay.Loader(dataset, seq_len=32, batch_size=4, seed=1, samples=options)
     config = GPT2Config(vocab_size=512, n_positions=32, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0)
     config.attn_pdrop = 0
     arguments = TrainingArguments(

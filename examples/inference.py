@@ -40,7 +40,7 @@ def run(dataset: Path, rank: int) -> None:
     with outputs.open("ab") as file:
         file.truncate(size)
         for batch in loader:
-            results = np.where(batch.tensors["attention_mask"], batch.inputs, 0).sum(1)  # The model.
+            results = np.where(batch["attention_mask"], batch.inputs, 0).sum(1)  # The model.
             for sample, result in zip(batch.sample_ids.tolist(), results.tolist()):
                 file.write(json.dumps({"sample": sample, "output": result}).encode() + b"\n")
             file.flush()

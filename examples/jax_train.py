@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from forebay.load.jax import JaxLoader
+import forebay
 
 PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
@@ -45,13 +45,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
         subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
-        loader = JaxLoader(dataset, seq_len=32, global_batch_size=8, seed=1, epochs=2, sharding=sharding)
+        loader = forebay.Loader(dataset, seq_len=32, global_batch_size=8, seed=1, epochs=2)
         weights, losses = jnp.zeros((512, 512)), []
-        for batch in loader:
-            weights, loss = step(weights, batch["inputs"], batch["labels"])
+        for batch in loader.to_jax(sharding):
+            weights, loss = step(weights, batch.inputs, batch.labels)
             losses.append(loss)
         print(f"{len(jax.devices())} devices, {len(losses)} steps: loss {losses[0]:.2f} to {losses[-1]:.2f}")
-        print(f"state: {loader.state_dict()['samples_taken']} samples of epoch {loader.state_dict()['epoch']} taken")
+        print(f"the next epoch is {loader.epoch}, after step {loader.step}")
 
 
 if __name__ == "__main__":

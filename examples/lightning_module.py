@@ -20,7 +20,7 @@ except ImportError:
 import torch
 from torch import nn
 
-from forebay.load.torch import DataLoader, dataloader
+import forebay
 
 PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
@@ -33,9 +33,9 @@ class Bigram(lightning.LightningModule):
         self.dataset, self.model = dataset, nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512))
         self.seen: list[list[int]] = []
 
-    def train_dataloader(self) -> DataLoader:
-        # Made here, where the ranks know each other, it takes its rank from torch.distributed.
-        return dataloader(self.dataset, seq_len=32, batch_size=8, seed=1, num_workers=1, persistent_workers=True)
+    def train_dataloader(self) -> Any:
+        # Made here, where the process group exists, it takes its rank from torch.distributed.
+        return forebay.Loader(self.dataset, seq_len=32, batch_size=8, seed=1).to_torch(style="plain")
 
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
         self.seen.append(batch["sample_ids"].tolist())

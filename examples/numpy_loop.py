@@ -25,19 +25,20 @@ def main(inputs: list[str]) -> None:
         counts = np.ones((512, 512))
         losses = []
         loader = forebay.Loader(dataset, **SETTINGS)
+        length = len(loader)
         for _ in range(2):
             for batch in loader:
                 has_label = batch.labels >= 0  # -100: there is no next token.
                 pairs = batch.inputs[has_label], batch.labels[has_label]
                 losses.append(-np.log(counts[pairs] / counts[pairs[0]].sum(-1)).mean())
                 np.add.at(counts, pairs, 1)
-                if batch.step == len(loader) // 2:
+                if batch.step == length // 2:
                     break  # Iterating again goes on with the next batch; so does another loader, given the state:
             state = loader.state_dict()
             loader = forebay.Loader(dataset, **SETTINGS)
             loader.load_state_dict(state)
-        print(f"{len(losses)} of {len(loader)} batches; loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
-        if len(losses) != len(loader):
+        print(f"{len(losses)} of {length} batches; loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
+        if len(losses) != length:
             sys.exit("a batch is missing or came twice")
 
 

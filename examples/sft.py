@@ -48,7 +48,7 @@ def main(inputs: list[str]) -> None:
             losses.append(-np.log(counts[pairs] / counts[pairs[0]].sum(-1)).mean())
             np.add.at(counts, pairs, 1)
             learnt += int(is_learnt.sum())
-            tokens += int(batch.tensors["attention_mask"].sum())
+            tokens += int(batch["attention_mask"].sum())
         print(f"{learnt} of {tokens} tokens are learnt; loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
         if not 0 < learnt < tokens or losses[-1] >= losses[0]:
             sys.exit("either nothing is masked or nothing was learnt")

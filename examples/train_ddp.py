@@ -3,7 +3,7 @@
     python examples/train_ddp.py                                                  starts two ranks itself
     torchrun --nproc-per-node 8 examples/train_ddp.py DATASET CHECKPOINT.pt       or as you start yours
 
-The loader reads rank and world size from what torchrun sets. The checkpoint may be loaded on any number of ranks.
+The loader reads rank and world size from the process group. The checkpoint may be loaded on any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from forebay.load.torch import dataloader
+import forebay
 
 PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
@@ -33,22 +33,23 @@ def train(dataset: str, checkpoint: Path) -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     # The one line: each rank reads its part, and all have as many steps. The global batch is what a run keeps.
-    loader = dataloader(dataset, seq_len=32, global_batch_size=6, seed=1, drop_last=True)
+    loader = forebay.Loader(dataset, seq_len=32, global_batch_size=6, seed=1)
+    length = len(loader)
     saved = torch.load(checkpoint) if checkpoint.exists() else None
     if saved is not None:
         model.module.load_state_dict(saved["model"])
         loader.load_state_dict(saved["data"])
-    for batch in loader:
-        logits = model(batch["inputs"])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        loss = loss * batch["weight"]  # Ranks may have unequally many samples at an epoch's end.
+    for batch in loader.to_torch():  # device="cuda": pinned, and copied ahead
+        logits = model(batch.inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss = loss * batch.weight  # Ranks may have unequally many samples at an epoch's end.
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if saved is None and batch["step"] + 1 == STOP:
+        if saved is None and loader.step == STOP:
             break
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, up to step {batch['step'] + 1} of {len(loader)}: loss {loss.item():.2f}")
+        print(f"{dist.get_world_size()} ranks, up to step {loader.step} of {length}: loss {loss.item():.2f}")
         torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, checkpoint)
     dist.barrier()
     dist.destroy_process_group()

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from forebay.errors import ForebayError
 
 if TYPE_CHECKING:
+    from forebay import callbacks
+    from forebay.load.batch import RowBatch, TokenBatch
     from forebay.load.loader import Loader
+    from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions
     from forebay.load.packing import DocumentSubset
     from forebay.load.shards import SharedShardedDatasetManager
     from forebay.load.sources import Mixture, open_dataset
@@ -21,24 +24,38 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CacheOptions",
     "DocumentSubset",
     "ForebayError",
     "Loader",
     "Mixture",
+    "NetworkOptions",
+    "OrderOptions",
+    "RowBatch",
+    "SampleOptions",
     "SharedShardedDatasetManager",
     "TextStream",
+    "TokenBatch",
     "__version__",
+    "callbacks",
     "open_dataset",
     "prepare_dataset",
     "text_filter",
 ]  # fmt: skip
 
 _HOME = {
+    "CacheOptions": "forebay.load.options",
     "DocumentSubset": "forebay.load.packing",
     "Loader": "forebay.load.loader",
     "Mixture": "forebay.load.sources",
+    "NetworkOptions": "forebay.load.options",
+    "OrderOptions": "forebay.load.options",
+    "RowBatch": "forebay.load.batch",
+    "SampleOptions": "forebay.load.options",
     "SharedShardedDatasetManager": "forebay.load.shards",
     "TextStream": "forebay.stream.text_stream",
+    "TokenBatch": "forebay.load.batch",
+    "callbacks": "forebay.callbacks",
     "open_dataset": "forebay.load.sources",
     "prepare_dataset": "forebay.prepare.driver",
     "text_filter": "forebay.prepare.documents",
@@ -48,7 +65,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = import_module("forebay.callbacks") if name == "callbacks" else getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -52,7 +52,7 @@ def getting_started(page: Page, made: Corpora) -> None:
 def loading(page: Page, made: Corpora) -> None:
     made.copy(page.directory / "wiki", page.directory / "books")
     page.environment |= made.s3_environment
-    page.names |= {"step": consume}
+    page.names |= {"step": lambda inputs, labels: float(inputs.shape[0]), "evaluate": list, "device": "cpu"}
     page.replace |= {r"https://data.example": made.web, r"examples/": f"{ROOT}/examples/"}
 
 
@@ -164,6 +164,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/decontaminate.md": preparing,
     "docs/how-to/doctor.md": doctor,
     "docs/how-to/extend.md": preparing,
+    "docs/how-to/frameworks.md": loading,
     "docs/how-to/lease.md": leasing,
     "docs/how-to/load.md": loading,
     "docs/how-to/look.md": preparing,

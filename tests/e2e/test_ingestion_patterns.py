@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +13,9 @@ import pytest
 from forebay.cache.cache import cache_directory
 from forebay.dataset.slices import hash_file
 from forebay.errors import StateError, UsageError
+from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
+from forebay.load.options import CacheOptions, OrderOptions, SampleOptions
 from support.feeding import make_dataset
 from support.origin_server import OriginServer
 
@@ -31,11 +33,12 @@ def server(data: Path) -> Iterator[OriginServer]:
         yield server
 
 
-def by_hash(url: str, rank: int, world: int, **more: Any) -> Loader:
-    return Loader(url, seq_len=SEQ_LEN, batch_size=4, rank=rank, world_size=world, sharding="hash", epochs=2, **more)
+def owned(url: str, rank: int, world: int, worker_names: Sequence[str] = (), **more: Any) -> Loader[NumpyTokens]:
+    order = OrderOptions(assignment="owned", worker_names=tuple(worker_names))
+    return Loader(url, seq_len=SEQ_LEN, batch_size=4, rank=rank, world_size=world, order=order, epochs=2, **more)
 
 
-def epochs_of(loader: Loader) -> list[list[int]]:
+def epochs_of(loader: Loader[NumpyTokens]) -> list[list[int]]:
     result: list[list[int]] = [[], []]
     for batch in loader:
         result[batch.epoch].extend(batch.sample_ids.tolist())
@@ -48,7 +51,7 @@ def slices_of(server: OriginServer) -> list[Path]:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Where `cache_dir="ram"` keeps slices; another's, if it is there, is left alone."""
+    """Where `cache="ram"` keeps slices; another's, if it is there, is left alone."""
     folder = cache_directory("ram")
     if any(path.is_file() for path in folder.iterdir()):
         pytest.skip(f"{folder} is in use")
@@ -56,10 +59,10 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def epoch_two(server: OriginServer, rank: int, cache_dir: str | None) -> list[int]:
+def epoch_two(server: OriginServer, rank: int, tier: Literal["disk", "ram"]) -> list[int]:
     """Two epochs of a worker whose cache is smaller than the dataset: the first epoch's samples."""
     total = sum(path.stat().st_size for path in slices_of(server))
-    with by_hash(server.url, rank, 2, cache_bytes=int(total * 0.7), cache_dir=cache_dir) as loader:
+    with owned(server.url, rank, 2, cache_bytes=int(total * 0.7), cache=tier) as loader:
         first, second = epochs_of(loader)
         assert loader.stats()["repeated_fetches"] == 0
     assert sorted(first) == sorted(second) and first != second
@@ -73,7 +76,7 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
     seen: set[int] = set()
     for rank in range(2):
         monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / f"host-{rank}"))
-        first = epoch_two(server, rank, None)
+        first = epoch_two(server, rank, "disk")
         assert seen.isdisjoint(first)
         seen.update(first)
         current = [path for path in (tmp_path / f"host-{rank}/slices").iterdir() if path.is_file()]
@@ -95,10 +98,10 @@ def test_shards_stay_and_their_insides_are_shuffled_anew(data: Path) -> None:
     """A sample's shard is the same in all epochs; a shard is whole at one worker; orders come from the seed alone."""
     homes: dict[int, int] = {}
     for rank in range(3):
-        loader = by_hash(str(data), rank, 3)
+        loader = owned(str(data), rank, 3)
         first, second = epochs_of(loader)
-        assert (first, second) == tuple(epochs_of(by_hash(str(data), rank, 3)))
-        assert first != epochs_of(by_hash(str(data), rank, 3, seed=1))[0]
+        assert (first, second) == tuple(epochs_of(owned(str(data), rank, 3)))
+        assert first != epochs_of(owned(str(data), rank, 3, seed=1))[0]
         for number in first:
             assert homes.setdefault(number // SAMPLES, rank) == rank
         for shard in {number // SAMPLES for number in first}:
@@ -108,28 +111,28 @@ def test_shards_stay_and_their_insides_are_shuffled_anew(data: Path) -> None:
 
 
 def test_ranks_take_equally_many_steps_and_go_on_where_they_stood(data: Path) -> None:
-    loaders = [by_hash(str(data), rank, 3) for rank in range(3)]
+    loaders = [owned(str(data), rank, 3) for rank in range(3)]
     assert len({len(loader) for loader in loaders}) == 1
     sizes = [[len(batch) for batch in loader] for loader in loaders]
     assert max(map(max, sizes)) == 4 and min(map(min, sizes)) >= 2
     for rank in range(3):
-        full = [batch.sample_ids.tolist() for batch in by_hash(str(data), rank, 3)]
-        half = by_hash(str(data), rank, 3)
+        full = [batch.sample_ids.tolist() for batch in owned(str(data), rank, 3)]
+        half = owned(str(data), rank, 3)
         for batch in half:
-            if batch.run_step == len(full) // 3:
+            if batch.step == len(full) // 3:
                 break
-        rest = by_hash(str(data), rank, 3)
+        rest = owned(str(data), rank, 3)
         rest.load_state_dict(half.state_dict())
         assert [batch.sample_ids.tolist() for batch in rest] == full[len(full) // 3 + 1 :]
     with pytest.raises(StateError, match="expected rank 0"):
-        by_hash(str(data), 0, 3).load_state_dict(half.state_dict())
+        owned(str(data), 0, 3).load_state_dict(half.state_dict())
 
 
 def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
     """Named workers: whoever stays keeps its shards but for what the new one takes."""
     names = ["north", "east", "south", "west"]
-    before = [set(epochs_of(by_hash(str(data), rank, 3, worker_names=names[:3]))[0]) for rank in range(3)]
-    after = [set(epochs_of(by_hash(str(data), rank, 4, worker_names=names))[0]) for rank in range(4)]
+    before = [set(epochs_of(owned(str(data), rank, 3, worker_names=names[:3]))[0]) for rank in range(3)]
+    after = [set(epochs_of(owned(str(data), rank, 4, worker_names=names))[0]) for rank in range(4)]
     retained = sum(len(old & new) for old, new in zip(before, after))
     assert retained >= (1 - 1 / 4 - 0.1) * SLICES * SAMPLES  # 24 shards: a hundredth is not a shard.
     assert sum(map(len, after)) == len(set().union(*after)) == SLICES * SAMPLES
@@ -138,17 +141,17 @@ def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"drop_last": True}, "no drop_last"),
+        ({"samples": SampleOptions(drop_last=True)}, "no drop_last"),
         ({"worker_names": ["one"]}, "a name for each of 2 ranks"),
     ],
 )
 def test_what_cannot_be_is_refused(data: Path, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        by_hash(str(data), 0, 2, **arguments)
-    with pytest.raises(UsageError, match="sharding: expected one of 'order', 'hash'"):
-        Loader(str(data), seq_len=8, batch_size=1, sharding="random")
+        owned(str(data), 0, 2, **arguments)
+    with pytest.raises(UsageError, match="assignment: expected one of 'global', 'owned'"):
+        OrderOptions(assignment="random")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=f"{SLICES} slices are too few"):
-        by_hash(str(data), 0, 200)
+        owned(str(data), 0, 200)
 
 
 def test_arrays_are_the_samples_of_their_numbers(data: Path) -> None:
@@ -156,7 +159,7 @@ def test_arrays_are_the_samples_of_their_numbers(data: Path) -> None:
     for batch in Loader(str(data), seq_len=SEQ_LEN, batch_size=8, shuffle=False):
         plain.update(zip(batch.sample_ids.tolist(), batch.inputs.copy()))
     for rank in range(2):
-        for batch in by_hash(str(data), rank, 2):
+        for batch in owned(str(data), rank, 2):
             assert all(np.array_equal(plain[n], row) for n, row in zip(batch.sample_ids.tolist(), batch.inputs))
 
 
@@ -165,7 +168,8 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
     """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more."""
     item = max(path.stat().st_size for path in slices_of(server))
     with Loader(
-        server.url, seq_len=SEQ_LEN, batch_size=4, epochs=5, lanes=1, window=SAMPLES, head=0, readahead_bytes=0,
+        server.url, seq_len=SEQ_LEN, batch_size=4, epochs=5,
+        order=OrderOptions(lanes=1, window_bytes=SAMPLES * SEQ_LEN * 4), cache=CacheOptions(readahead_bytes=0),
         cache_dir=tmp_path, cache_bytes=int((held + 0.3) * item),
     ) as loader:  # fmt: skip
         for _ in loader:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from forebay.load.options import OrderOptions
 from support.feeding import (
     MIB,
     Watcher,
@@ -33,7 +34,11 @@ KILLS = int(os.environ.get("FOREBAY_LOADER_KILLS", "4"))
 SEED = int(os.environ.get("FOREBAY_LOADER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 SLICES, SAMPLES, SEQ_LEN = 12, 96, 1024  # 384 KiB a slice.
 BUDGET = 5 * MIB // 2  # Six of them and a little.
-ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 12, "lanes": 3, "window": SAMPLES}
+ORDER = {
+    "seq_len": SEQ_LEN,
+    "global_batch_size": 12,
+    "order": OrderOptions(lanes=3, window_bytes=SAMPLES * SEQ_LEN * 4),
+}
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,14 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
+from forebay.load.options import OrderOptions, SampleOptions
 from support.calibration import scaled
 from support.feeding import are_whole, check_cache, ended, lines_of, make_dataset, start_rank, until
 from support.origin_server import OriginServer
 
 TIMES = int(os.environ.get("FOREBAY_LOADER_OPENS", "60"))
 SAMPLES, SEQ_LEN = 32, 256
-ORDER = {"seq_len": SEQ_LEN, "batch_size": 4, "lanes": 2, "window": SAMPLES}
+ORDER = {"seq_len": SEQ_LEN, "batch_size": 4, "order": OrderOptions(lanes=2, window_bytes=SAMPLES * SEQ_LEN * 4)}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tm
     ours = str(data if kind == "local" else tmp_path)
     early = {}
     for time_ in range(TIMES):
-        with Loader(**arguments, prefetch=2 * (kind == "ahead")) as loader:
+        with Loader(**arguments, samples=SampleOptions(prefetch_batches=2 * (kind == "ahead"))) as loader:
             batches = iter(loader)
             next(batches)
             next(batches)
@@ -106,7 +107,8 @@ def test_an_interrupt_ends_a_wait_within_two_seconds(
     server: OriginServer, tmp_path: Path, fault: str, prefetch: int
 ) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
-    arguments = {"dataset": server.url, "cache_dir": cache, "rank": 0, "world_size": 1, "prefetch": prefetch, **ORDER}
+    arguments = {"dataset": server.url, "cache_dir": cache, "rank": 0, "world_size": 1, **ORDER}
+    arguments["samples"] = SampleOptions(prefetch_batches=prefetch)
     server.faults.bytes_per_s = 300_000
     rank = start_rank(out, arguments, state=None, samples=SAMPLES)
     until(lambda: lines_of(out), "it begins")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forebay.load.options import OrderOptions
 from support.feeding import (
     MIB,
     Watcher,
@@ -25,7 +26,7 @@ from support.origin_server import OriginServer
 TIMES = int(os.environ.get("FOREBAY_LOADER_TIMES", "20"))
 SAMPLES, SEQ_LEN = 64, 2048  # 512 KiB a slice.
 BUDGET = 13 * MIB // 2  # Twelve of them and a little.
-ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 8, "lanes": 4, "window": SAMPLES}
+ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 8, "order": OrderOptions(lanes=4, window_bytes=SAMPLES * SEQ_LEN * 4)}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ import pytest
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.load import loader_plan
 from forebay.load.loader import Loader
+from forebay.load.options import CacheOptions, OrderOptions
 from forebay.load.sources import Mixture
+from forebay.order.plan import Order
 from support.calibration import scaled
 from support.feeding import (
     MIB,
@@ -41,7 +45,18 @@ from support.origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 6, 32, 2048  # 256 KiB a slice.
 SLICE_BYTES = 262_500
-ONE_BY_ONE = {"seq_len": SEQ_LEN, "batch_size": 4, "lanes": 1, "window": SAMPLES, "head": 0}  # 8 steps a slice.
+ONE_BY_ONE = {
+    "seq_len": SEQ_LEN,
+    "batch_size": 4,
+    "order": OrderOptions(lanes=1, window_bytes=SAMPLES * SEQ_LEN * 4),
+}  # 8 steps a slice.
+
+
+@pytest.fixture(autouse=True)
+def without_head(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order without the head of its first epoch: with one lane, slice after slice."""
+    if "first_batch" not in request.node.name:
+        monkeypatch.setattr(loader_plan, "Order", partial(Order, head=0))
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +198,10 @@ def test_silent_changes_are_found_by_hashing(data: Path, own: Path, server: Orig
         flip(path)
         os.utime(path, ns=(result.st_atime_ns, result.st_mtime_ns))  # As a failing disk would.
     server.reset()
-    assert ids_of(Loader(verify=True, **arguments)) == expected
+    assert ids_of(Loader(cache=CacheOptions(verify="open"), **arguments)) == expected
     assert len([name for name in server.bytes_sent if "safetensors" in name]) == 1
     check_cache(tmp_path / "cache")
-    local = Loader(own, verify=True, **ONE_BY_ONE)
+    local = Loader(own, cache=CacheOptions(verify="open"), **ONE_BY_ONE)
     assert ids_of(local, 8) == expected[:32]
     with pytest.raises(DatasetError, match=rf"{files_of(own, expected)[1].name}: expected bytes of sha256 .* again"):
         ids_of(local)
@@ -213,18 +228,19 @@ def test_each_slice_is_fetched_about_once_an_epoch(many: Path, tmp_path: Path, p
         ratio, stats = fetched()
         assert ratio <= 1.1 * 2 and stats["refetched_slices"] <= 8
         with pytest.raises(UsageError, match=r"lanes=16, window=128 keep open\)\. Use lanes=") as refused:
-            fetched(lanes=16)
+            fetched(order=OrderOptions(lanes=16))
         advice = re.search(r"Use lanes=(\d+)(, head=0)? .*cache_bytes=(\d+)", str(refused.value))
         assert advice is not None
-        assert fetched(lanes=int(advice[1]), **({"head": 0} if advice[2] else {}))[0] <= 1.1 * 2
+        assert fetched(order=OrderOptions(lanes=int(advice[1])))[0] <= 1.1 * 2
         value["cache_bytes"] = int(advice[3])
-        assert fetched(lanes=16)[0] <= 1.1 * 2
+        assert fetched(order=OrderOptions(lanes=16))[0] <= 1.1 * 2
 
 
 def test_second_fetches_are_counted_and_their_cause_is_said(
     many: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": 16, "steps": 100, "max_fetch_ratio": None}
+    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "epochs": None, "steps": 100}
+    value["order"] = OrderOptions(lanes=16, max_fetch_ratio=0)
     with OriginServer(many) as server:
         capacity = 20 * 66_000
         with Loader(server.url, cache_dir=tmp_path, cache_bytes=capacity, rank=0, world_size=1, **value) as loader:
@@ -241,7 +257,8 @@ def test_second_fetches_of_a_mixture_are_counted_in_the_epochs_of_each_dataset(
     many: Path, server: OriginServer, tmp_path: Path, lanes: int, steps: int
 ) -> None:
     """The small dataset is read some three times, and a slice of it fetched as often: that alone is no second fetch."""
-    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": lanes, "steps": steps, "max_fetch_ratio": None}
+    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "steps": steps}
+    value["order"] = OrderOptions(lanes=lanes, max_fetch_ratio=0)
     with OriginServer(many) as other:
         mixture = Mixture({"many": other.url, "small": server.url}, {"many": 0.5, "small": 0.5})
         capacity = (30 if lanes == 16 else 20) * 66_000
@@ -294,7 +311,12 @@ def test_fetching_takes_less_than_a_tenth_of_a_processor(tmp_path: Path) -> None
     folder = make_dataset(tmp_path / "data", 24, 32, 8192)  # 1 MiB a slice.
     with OriginServer(folder) as server:
         server.faults.bytes_per_s = 12 * MIB
-        arguments = {"dataset": server.url, "seq_len": 8192, "batch_size": 4, "lanes": 1, "window": 32, "head": 0}
+        arguments = {
+            "dataset": server.url,
+            "seq_len": 8192,
+            "batch_size": 4,
+            "order": OrderOptions(lanes=1, window_bytes=32 * 8192 * 4),
+        }
         arguments |= {"cache_dir": tmp_path / "cache", "cache_bytes": 6 * MIB, "rank": 0, "world_size": 1}
         rank = start_rank(tmp_path / "out", arguments, state=None, samples=32, step_s=0.01)
         assert ended([rank]) == [0] and len(steps_of(tmp_path / "out")) == 24 * 8
@@ -332,7 +354,11 @@ def test_the_first_batch_takes_one_slice(server: OriginServer, tmp_path: Path, w
 
 
 def test_resuming_fetches_only_what_its_step_reads(data: Path, server: OriginServer, tmp_path: Path) -> None:
-    arguments = {"seq_len": SEQ_LEN, "batch_size": 2, "lanes": 2, "window": SAMPLES}
+    arguments = {
+        "seq_len": SEQ_LEN,
+        "batch_size": 2,
+        "order": OrderOptions(lanes=2, window_bytes=SAMPLES * SEQ_LEN * 4),
+    }
     expected = Loader(data, **arguments)
     ids_of(expected, 40)
     state = expected.state_dict()

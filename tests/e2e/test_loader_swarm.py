@@ -16,6 +16,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
+from forebay.load.options import NetworkOptions, OrderOptions
 from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import RemoteDataset, open_remote
@@ -25,7 +26,10 @@ from support.local_discovery import LocalDiscovery
 
 SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4
 READ: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 16, "seed": 3, "epochs": 2, "world_size": RANKS}
-READ |= {"lanes": 16}  # So that ranks read different slices at a time, of few.
+READ |= {"order": OrderOptions(lanes=16)}  # So that ranks read different slices at a time, of few.
+
+
+SHARED = NetworkOptions(listen="auto")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,9 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
 ) -> None:
     table = open_dataset(world / "c4").table
     budget = int(table.bytes.sum()) * 5 // 8
-    stats = run_ranks(world, tmp_path, node.address, [f"rank{i}" for i in range(RANKS)], cache_bytes=budget, share=True)
+    stats = run_ranks(
+        world, tmp_path, node.address, [f"rank{i}" for i in range(RANKS)], cache_bytes=budget, network=SHARED
+    )
     fetched, origins = (sum(int(item[name]) for item in stats) for name in ("fetched_slices", "from_origins"))
     print(f"fetched {fetched} slices of {SLICES}, {origins} from the origin; it sent {node.status()['bytes_sent']}")
     assert fetched >= 2 * SLICES and sum(int(item["from_peers"]) for item in stats) == fetched - origins
@@ -92,14 +98,14 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
 def test_processes_of_one_node_share_a_cache_and_each_slice_comes_once(
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
-    stats = run_ranks(world, tmp_path, node.address, ["rank0"] * RANKS, cache_dir=tmp_path / "one", share=True)
+    stats = run_ranks(world, tmp_path, node.address, ["rank0"] * RANKS, cache_dir=tmp_path / "one", network=SHARED)
     assert sum(int(item["fetched_slices"]) for item in stats) == SLICES
     assert sum(int(item["from_origins"]) for item in stats) == SLICES
 
 
 def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, node: DataNode, tmp_path: Path) -> None:
     with Loader(
-        remote(world, "rank0", node.address), **READ, rank=0, cache_dir=tmp_path, cache_bytes=1 << 20, share=True
+        remote(world, "rank0", node.address), **READ, rank=0, cache_dir=tmp_path, cache_bytes=1 << 20, network=SHARED
     ) as loader:
         batches = iter(loader)
         next(batches)
@@ -130,7 +136,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
 
 def test_only_datasets_of_a_network_can_be_shared(world: Path) -> None:
     with pytest.raises(UsageError, match="forebay://"):
-        Loader(world / "c4", seq_len=SEQ_LEN, batch_size=1, share=True)
+        Loader(world / "c4", seq_len=SEQ_LEN, batch_size=1, network=SHARED)
 
 
 def test_a_port_that_another_process_has_leaves_this_one_to_get_only(
@@ -140,6 +146,11 @@ def test_a_port_that_another_process_has_leaves_this_one_to_get_only(
     local = [batch.inputs for batch in Loader(world / "c4", **settings)]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         location = f"127.0.0.1:{taken.getsockname()[1]}"
-        with Loader(remote(world, "rank1", node.address), **settings, cache_dir=tmp_path, share=location) as loader:
+        with Loader(
+            remote(world, "rank1", node.address),
+            **settings,
+            cache_dir=tmp_path,
+            network=NetworkOptions(listen=location),
+        ) as loader:
             assert all(np.array_equal(batch.inputs, other) for batch, other in zip(loader, local, strict=True))
             assert loader.stats()["from_origins"] == SLICES and loader.stats()["shared_bytes"] == 0

@@ -105,12 +105,12 @@ def test_shards_cycle_and_swap_at_their_step(server: S3Server) -> None:
         assert shards.num_shards == SHARDS
         for batch in shards.batches(0, 3 * 3 * SHARDS, batch_size=8):
             assert batch.inputs is not None and batch.labels is not None
-            index = int(batch.sources[0])  # type: ignore[index]
+            index = int(batch.dataset_index[0])
             trace.append(index)
             rows = tokens_of(index).reshape(-1, L)[batch.sample_ids]
             assert (batch.inputs == rows).all() and (batch.labels[:, :-1] == rows[:, 1:]).all()
             assert (batch.labels[:, -1] == -100).all()
-            if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
+            if batch.step % 3 == 2 and shards.upcoming_dataset is not None:
                 assert arrived(shards.upcoming_dataset)
             full = {name for name in files() if name.startswith("train")}
             peak = max(peak, len(full))
@@ -136,7 +136,7 @@ def test_the_disk_of_a_used_shard_is_free_at_once(
                 pytest.skip("no file system may be mounted here")
             with SharedShardedDatasetManager(**QUICK, folder=volume) as shards:
                 for batch in shards.batches(0, 3 * 12, batch_size=8):
-                    if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
+                    if batch.step % 3 == 2 and shards.upcoming_dataset is not None:
                         assert arrived(shards.upcoming_dataset), shards.upcoming_dataset.error
                     maps = Path("/proc/self/maps").read_text().splitlines()
                     assert not [line for line in maps if str(volume) in line and "(deleted)" in line]
@@ -203,8 +203,8 @@ def test_a_bad_network_changes_no_byte(server: S3Server) -> None:
     server.faults.corrupt = 0.1
     with SharedShardedDatasetManager(**QUICK) as shards:
         for batch in shards.batches(0, 6, batch_size=64):
-            assert batch.inputs is not None and batch.sources is not None
-            assert (batch.inputs == tokens_of(int(batch.sources[0])).reshape(-1, L)[batch.sample_ids]).all()
+            assert batch.inputs is not None
+            assert (batch.inputs == tokens_of(int(batch.dataset_index[0])).reshape(-1, L)[batch.sample_ids]).all()
 
 
 def test_a_shard_that_is_bad_at_its_origin_is_never_served(server: S3Server, bucket: Path) -> None:
@@ -242,10 +242,10 @@ def test_a_network_cut_is_not_felt_before_the_swap(
         if shards.upcoming_dataset is not None:
             shards.upcoming_dataset.stop()
             shards.upcoming_dataset = None
-        assert [next(steps).run_step, next(steps).run_step] == [1, 2]
+        assert [next(steps).step, next(steps).step] == [1, 2]
         threading.Timer(0.8, setattr, (server.faults, "refuse", False)).start()
         began = time.monotonic()
-        assert next(steps).run_step == 3
+        assert next(steps).step == 3
         waited_s = time.monotonic() - began
         stats = shards.stats()
     assert waited_s >= stats["stall_s"] > 0.3 and stats["late_swaps"] == 1

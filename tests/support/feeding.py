@@ -81,7 +81,7 @@ def read(
         os.write(descriptor, b'{"ready": true}\n')
         began, began_cpu = time.monotonic(), time.process_time() - time.thread_time()
         for done, batch in enumerate(loader, 1):
-            line = {"step": batch.run_step, "ids": batch.sample_ids.tolist(), "state": loader.state_dict()}
+            line = {"step": batch.step, "ids": batch.sample_ids.tolist(), "state": loader.state_dict()}
             line["whole"] = are_whole(batch, samples)
             del batch
             if memory_every and done % memory_every == 0:

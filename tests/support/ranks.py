@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from forebay.load.torch import dataloader
+from forebay.load.loader import Loader
 
 VOCAB, SEQ_LEN = 32, 8
 
@@ -38,15 +38,12 @@ def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
     if state is not None:
         model.load_state_dict(state["model"])
     model = fully_shard(model) if run.get("wrap") == "fsdp" else DistributedDataParallel(model)
-    loader = dataloader(
-        run["data"], seq_len=SEQ_LEN, global_batch_size=6, seed=9, num_workers=run.get("helpers", 0),
-        persistent_workers=run.get("helpers", 0) > 0,
-    )  # fmt: skip
+    loader = Loader(run["data"], seq_len=SEQ_LEN, global_batch_size=6, seed=9)
     if state is not None:
         loader.load_state_dict(state["data"])
     seen: list[dict[str, Any]] = []
     while len(seen) < run["steps"]:
-        for batch in loader:
+        for batch in loader.to_torch(num_workers=run.get("helpers", 0)):
             seen.append(step(model, batch))
             if len(seen) == run["steps"]:
                 break
@@ -57,14 +54,15 @@ def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
     if rank == 0:
         report = {"ids": list(zip(*gathered)), "losses": [item["loss"] for item in seen]}
         Path(run["out"]).write_text(json.dumps(report))
+    loader.close()
     done.wait()
     os._exit(0)  # Nobody talks any more: there is nothing to take down, and gloo may wait for peers that are gone.
 
 
-def step(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+def step(model: Any, batch: Any) -> dict[str, Any]:
     """One step on the mean over the global batch, whatever a rank's part of it: even none, which has weight 0."""
-    logits = model(batch["inputs"])
-    labels = batch["labels"] if batch["weight"] else torch.full_like(batch["labels"], -100)
+    logits = model(batch.inputs)
+    labels = batch.labels if batch.weight else torch.full_like(batch.labels, -100)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     count = (labels != -100).sum()
     dist.all_reduce(count)
@@ -75,7 +73,7 @@ def step(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     model.zero_grad()
     total = loss.detach().clone()
     dist.all_reduce(total)
-    return {"ids": batch["sample_ids"].tolist(), "loss": (total / count).item()}
+    return {"ids": batch.sample_ids.tolist(), "loss": (total / count).item()}
 
 
 def main() -> None:

@@ -46,10 +46,10 @@ def main(out: str, text: str) -> None:
             ]
             assert own == data.sample_ids[batch_.sample_ids].tolist()
             first = data[int(np.int64(0))]
-            tell(step=batch_.run_step, shard=data.index, ids=own, first=first[:4].tolist(), stats=shards.stats())
+            tell(step=batch_.step, shard=data.index, ids=own, first=first[:4].tolist(), stats=shards.stats())
             time.sleep(step_s)
             while any(
-                not other.exists() or other.read_text().count('"step"') <= batch_.run_step - start for other in others
+                not other.exists() or other.read_text().count('"step"') <= batch_.step - start for other in others
             ):
                 time.sleep(0.01)  # as ranks that exchange gradients
         tell(ended=True, stats=shards.stats())

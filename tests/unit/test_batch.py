@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import timeit
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.load.batch import Batch, make_batch
+from forebay.load.batch import NumpyTokens, RowBatch, TokenBatch, make_batch, new_batch
 from forebay.load.batch_planner import make_collator
 from forebay.load.collate import BatchArrays, MappedArray
 from forebay.load.rows import plan_rows, stack_rows
@@ -23,29 +24,78 @@ from forebay.load.samples import plan_samples
 Tensors = dict[str, NDArray[Any]]
 
 
-def test_the_order_of_a_batch_s_fields() -> None:
-    ids = np.arange(2)
+FIELDS: dict[str, Any] = {"epoch": 4, "step": 25, "epoch_step": 5, "sample_ids": np.arange(2)}
+
+
+def test_the_fields_of_a_batch_of_tokens() -> None:
     inputs = np.zeros((2, 3), np.int64)
-    batch = Batch(inputs, None, ids, 4, 5, {"x": inputs})
-    assert batch.inputs is inputs and batch.sample_ids is ids and batch.weight == 1
-    with pytest.raises(UsageError, match=r"expected a tensor labels, got \['x'\]"):
-        _ = batch.labels
-    assert (batch.epoch, batch.step, batch.tensors, len(batch), batch.run_step) == (4, 5, {"x": inputs}, 2, 0)
-    assert batch.document_ids is batch.position_ids is batch.cu_seqlens is batch.sources is None
-    assert Batch(inputs, None, ids, 0, 0).tensors == {} and "inputs=(2, 3)" in repr(batch)
-    named = Batch(inputs, inputs, ids, epoch=1, step=2, cu_seqlens=np.zeros(1, np.int32), sources=ids, run_step=9)
-    assert (named.run_step, named.sources is ids) == (9, True)
+    labels = np.array([[1, 2, -100], [3, -100, -100]])
+    batch = TokenBatch(inputs=inputs, labels=labels, **FIELDS)
+    assert (
+        batch.inputs is inputs and batch.labels is labels and (batch.weight, len(batch), batch.num_labels) == (1, 2, 3)
+    )
+    assert (batch.epoch, batch.step, batch.epoch_step) == (4, 25, 5) and batch.dataset_index.tolist() == [0, 0]
+    for name in ("position_ids", "document_ids", "cu_seqlens", "max_seqlen"):
+        with pytest.raises(UsageError, match=f"{name}: .* Open it with document_masks=True"):
+            getattr(batch, name)
     with pytest.raises(AttributeError):
         batch.other = 1  # type: ignore[attr-defined]
+    plain = batch.as_dict()
+    assert plain["inputs"] is inputs and set(plain) == {
+        "inputs", "labels", "sample_ids", "dataset_index", "epoch", "step", "epoch_step", "weight"
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="style: expected one of"):
+        batch.as_dict("other")
+    copy = pickle.loads(pickle.dumps(batch))
+    assert (copy.inputs == inputs).all() and copy.step == 25
+
+
+def masked(edges: list[int]) -> NumpyTokens:
+    inputs = np.arange(8).reshape(2, 4)
+    ids = np.array([[0, 0, 1, 1], [0, -1, -1, -1]], np.int32)
+    positions = np.array([[0, 1, 0, 1], [0, 0, 1, 2]])
+    labels = np.array([[1, -100, 3, -100], [-100, -100, -100, -100]])
+    batch = new_batch(inputs, labels, {}, ids, positions, np.array(edges, np.int32), **FIELDS)
+    assert isinstance(batch, TokenBatch)
+    return batch
+
+
+def test_document_masks_and_the_names_of_transformers() -> None:
+    batch = masked([0, 2, 4, 5, 8])
+    assert batch.max_seqlen == 3 and batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8] and batch.num_labels == 2
+    assert batch.as_dict()["max_seqlen"] == 3 and batch.as_dict()["document_ids"] is batch.document_ids
+    named = batch.as_dict("transformers")
+    assert named.pop("labels").tolist() == [[-100, 1, -100, 3], [-100, -100, -100, -100]]
+    assert named == {
+        "input_ids": batch.inputs, "position_ids": batch.position_ids, "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens, "max_length_q": 3, "max_length_k": 3,
+    }  # fmt: skip
+
+
+def test_cu_seqlens_of_a_fixed_length() -> None:
+    batch = masked([0, 2, 4, 5, 8]).pad_documents(6)
+    assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8, 8, 8] and batch.cu_seqlens.dtype == np.int32
+    with pytest.raises(UsageError, match=r"max_documents: expected at least 4, .* got 3\. Give more"):
+        masked([0, 2, 4, 5, 8]).pad_documents(3)
+
+
+def test_the_fields_of_a_batch_of_rows() -> None:
+    images = np.zeros((2, 3, 3), np.uint8)
+    batch = new_batch(None, None, {"images": images}, **FIELDS)
+    assert isinstance(batch, RowBatch) and batch["images"] is batch.inputs is images
+    with pytest.raises(UsageError, match=r"batch\['labels'\]: expected one of \['images'\]"):
+        _ = batch.labels
+    labels = np.array([1, -100])
+    learned = new_batch(images, labels, {"images": images}, **FIELDS)
+    assert learned.labels is labels and learned.num_labels == 1
+    assert "images=(2, 3, 3)" in repr(learned) and learned.as_dict("transformers").keys() == {"images", "labels"}
 
 
 def test_a_batch_costs_little() -> None:
     ids = np.arange(2)
     number = 20_000
-    best = min(
-        timeit.repeat(lambda: Batch(ids, ids, ids, 0, 1, {}, None, None, None, None, 1), number=number, repeat=9)
-    )
-    assert best / number < 3e-6  # 0.4 us where nothing else runs.
+    best = min(timeit.repeat(lambda: new_batch(ids, ids, {}, **FIELDS), number=number, repeat=9))
+    assert best / number < 6e-6  # 1 us where nothing else runs.
 
 
 def test_samples_of_one_slice() -> None:

@@ -74,7 +74,8 @@ for batch in batches:
 
 @pytest.mark.skipif(copying._writev is None, reason="this system cannot copy without a signal")
 @pytest.mark.parametrize(
-    "options", [{"seq_len": 2048}, {"seq_len": 2048, "document_masks": True}, {"seq_len": 2048, "packing": "fit"}, {}]
+    "options",
+    [{"seq_len": 2048}, {"seq_len": 2048, "document_masks": True}, {"seq_len": 2048, "packing": "best_fit"}, {}],
 )
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path, options: dict) -> None:
     for index in range(2):

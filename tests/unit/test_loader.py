@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import forebay
+from forebay import CacheOptions, NetworkOptions, OrderOptions, SampleOptions
 from forebay.dataset.import_slices import import_slices
 from forebay.errors import DatasetError, StateError, UsageError
-from forebay.load.batch import Batch
+from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
 
 SEQ_LEN = 8
 LENGTHS = (83, 160, 7, 64, 131)  # Samples 10, 20, 0, 8, 16; only slices 1 and 3 end with a sample's last token.
+
+
+def ahead(batches: int) -> SampleOptions:
+    return SampleOptions(prefetch_batches=batches)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def oracle(folder: Path, seq_len: int) -> dict[int, tuple[list[int], list[int]]]
     return result
 
 
-def check(batches: Iterator[Batch] | Loader, expected: dict[int, tuple[list[int], list[int]]]) -> list[list[int]]:
+def check(batches: Iterable[NumpyTokens], expected: dict[int, tuple[list[int], list[int]]]) -> list[list[int]]:
     ids = []
     for batch in batches:
         assert batch.inputs is not None and batch.labels is not None
@@ -61,7 +67,9 @@ def check(batches: Iterator[Batch] | Loader, expected: dict[int, tuple[list[int]
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_sample_once_an_epoch(tokens_dir: Path, prefetch: int, shuffle: bool) -> None:
     expected = oracle(tokens_dir, SEQ_LEN)
-    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, seed=3, epochs=3, prefetch=prefetch, shuffle=shuffle)
+    loader = Loader(
+        tokens_dir, seq_len=SEQ_LEN, batch_size=5, seed=3, epochs=3, shuffle=shuffle, samples=ahead(prefetch)
+    )
     ids = check(loader, expected)
     assert len(ids) == len(loader) == 3 * loader.order.steps_per_epoch == 33
     epochs = [list(chain(*ids[index : index + 11])) for index in (0, 11, 22)]
@@ -71,7 +79,6 @@ def test_every_sample_once_an_epoch(tokens_dir: Path, prefetch: int, shuffle: bo
         assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != sorted(expected)
     else:
         assert epochs == [sorted(expected)] * 3
-    assert list(loader) == []
     assert loader.tail_tokens == sum(LENGTHS) - len(expected) * SEQ_LEN
 
 
@@ -86,10 +93,12 @@ def test_resuming_at_any_step_on_any_world_size_equals_never_stopping(tokens_dir
     expected = oracle(tokens_dir, SEQ_LEN)
 
     def loaders(world_size: int) -> list[Loader]:
-        same = {"seq_len": SEQ_LEN, "global_batch_size": 9, "seed": 5, "epochs": 2, "prefetch": 0}
+        same: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 9, "seed": 5, "epochs": 2}
         return [Loader(tokens_dir, rank=r, world_size=world_size, **same) for r in range(world_size)]
 
-    full = [batch.sample_ids.tolist() for batch in loaders(1)[0]]
+    alone = loaders(1)[0]
+    full = [batch.sample_ids.tolist() for _ in range(2) for batch in alone]
+    end = len(full) // 2
     for before in (1, 2, 3, 7):
         last_rank = loaders(before)[-1]
         states = [last_rank.state_dict()]
@@ -101,12 +110,12 @@ def test_resuming_at_any_step_on_any_world_size_equals_never_stopping(tokens_dir
                 for loader in ranks:
                     loader.load_state_dict(json.loads(json.dumps(state)))
                 parts = [check(loader, expected) for loader in ranks]
-                assert [list(chain(*batch)) for batch in zip(*parts)] == full[step:]
-                assert {len(part) for part in parts} == {len(full) - step}
+                assert [list(chain(*batch)) for batch in zip(*parts)] == (full[step:end] or full[end:])
+                assert {len(part) for part in parts} == {end - step or end}
 
 
 def test_state_counts_batches_given_out_not_batches_made(tokens_dir: Path) -> None:
-    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, prefetch=4)
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, samples=ahead(4))
     full = [b.sample_ids.tolist() for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)]
     seen = []
     for batch in loader:
@@ -137,7 +146,7 @@ def test_loading_a_state_in_the_middle_moves_the_iteration(tokens_dir: Path) -> 
 
 def test_closing_leaves_no_thread(tokens_dir: Path) -> None:
     before = threading.active_count()
-    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, prefetch=2)
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, samples=ahead(2))
     for _ in loader:
         break
     batches = iter(loader)
@@ -157,12 +166,14 @@ def test_batches_that_are_kept_are_not_overwritten(tokens_dir: Path) -> None:
 
 
 def test_drop_last_leaves_the_short_batch_out(tokens_dir: Path) -> None:
-    ids = [b.sample_ids for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, drop_last=True)]
+    ids = [
+        b.sample_ids for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, samples=SampleOptions(drop_last=True))
+    ]
     assert [len(item) for item in ids] == [5] * 10
 
 
 def test_int32(tokens_dir: Path) -> None:
-    batch = next(iter(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, dtype=np.int32)))
+    batch = next(iter(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, samples=SampleOptions(dtype=np.int32))))
     assert batch.inputs is not None and batch.inputs.dtype == np.int32
 
 
@@ -191,25 +202,51 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
         {"world_size": 5000},
         {"seed": "x"},
         {"epochs": 0},
-        {"prefetch": -1},
-        {"dtype": np.uint16},
-        {"dtype": "no such"},
+        {"samples": SampleOptions(dtype=np.uint16)},
+        {"samples": SampleOptions(dtype="no such")},
+        {"samples": SampleOptions(max_documents=3)},
+        {"samples": {"drop_last": True}},
+        {"cache": "tape"},
+        {"cache": "ram", "cache_dir": "x"},
+        {"cache_dir": "ram"},
+        {"order": {"lanes": 3}},
+        {"packing": "fit"},
         {"cache_bytes": -1},
         {"cache_bytes": "much"},
         {"cache_bytes": 1 << 30},
-        {"connections": 0},
         {"steps": 0},
-        {"split": "train", "validation": 2.0},
+        {"split": "train", "samples": SampleOptions(validation_fraction=2.0)},
+        {"samples": SampleOptions(validation_fraction=0.1)},
+        {"split": "test"},
         {"global_batch_size": [(0, 4)], "batch_size": 4},
         {"seq_len": 10_000},
-        {"lanes": 0},
-        {"window": -3},
     ],
 )
 def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
     with pytest.raises(UsageError):
         Loader(tokens_dir, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (OrderOptions, {"lanes": 0}),
+        (OrderOptions, {"window_bytes": -3}),
+        (OrderOptions, {"assignment": "hash"}),
+        (OrderOptions, {"worker_names": ("a",)}),
+        (OrderOptions, {"max_fetch_ratio": None}),
+        (CacheOptions, {"verify": True}),
+        (CacheOptions, {"readahead_bytes": -1}),
+        (NetworkOptions, {"connections": 0}),
+        (NetworkOptions, {"listen": True}),
+        (SampleOptions, {"prefetch_batches": -1}),
+        (SampleOptions, {"max_documents": 0}),
+    ],
+)
+def test_wrong_options_are_refused_when_they_are_made(kind: Callable[..., object], wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        kind(**wrong)
 
 
 def test_state_of_something_else(tokens_dir: Path) -> None:
@@ -225,7 +262,8 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
         "drop_last": True,
         "lanes": 3,
         "window": 1,
-        "packing": "fit",
+        "head": 1,
+        "packing": "best_fit",
         "split": ["train", 0.5],
         "step": 1,
         "epoch": -1,
@@ -245,7 +283,7 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
         tokens = np.arange(64, dtype=np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")
     import_slices(tmp_path, "three")
-    loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, prefetch=prefetch)
+    loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, samples=ahead(prefetch))
     data = (tmp_path / "1.safetensors").read_bytes()
     (tmp_path / "1.safetensors").write_bytes(data[:-9])
     with pytest.raises(DatasetError, match=r"1\.safetensors"):
@@ -312,4 +350,4 @@ def test_the_public_name(tokens_dir: Path) -> None:
 
 def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path) -> None:
     with pytest.raises(UsageError, match="expected at most this machine's memory"):
-        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache_dir="ram", cache_bytes=10**14)
+        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache="ram", cache_bytes=10**14)

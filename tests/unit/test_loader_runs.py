@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, StateError, UsageError
 from forebay.load.loader import Loader
+from forebay.load.options import OrderOptions, SampleOptions
 from forebay.load.packing import DocumentSubset
 from forebay.load.sources import Mixture, open_dataset
 
@@ -43,18 +45,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tokens(base / name, first, slices) for name, (first, slices) in sizes.items()}
 
 
-def of(loader: Loader, most: int | None = None) -> list[list[tuple[int, int]]]:
+def of(loader: Iterable[Any], most: int | None = None) -> list[list[tuple[int, int]]]:
     """(source, sample id) of each sample of each batch."""
     result = []
     for batch in loader:
-        sources = [0] * len(batch) if batch.sources is None else batch.sources.tolist()
-        result.append(list(zip(sources, batch.sample_ids.tolist())))
+        result.append(list(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist())))
         if len(result) == most:
             break
     return result
 
 
-def ranks_of(arguments: dict[str, Any], world: int, state: dict[str, Any] | None) -> list[Loader]:
+def ranks_of(arguments: dict[str, Any], world: int, state: dict[str, Any] | None) -> list[Loader[Any]]:
     loaders = [Loader(rank=rank, world_size=world, **arguments) for rank in range(world)]
     for loader in loaders if state is not None else []:
         assert state is not None
@@ -88,13 +89,16 @@ def test_a_checkpoint_of_any_world_resumes_on_any_other(folders: dict[str, Path]
             assert [list(chain(*batch)) for batch in zip(*parts)] == full[stop:]
 
 
-@pytest.mark.parametrize(("world", "sharding"), [(7, "order"), (3, "hash")])
+@pytest.mark.parametrize(("world", "assignment"), [(7, "global"), (3, "owned")])
 def test_every_rank_has_a_sample_at_every_step_and_weights_make_up(
-    folders: dict[str, Path], world: int, sharding: str
+    folders: dict[str, Path], world: int, assignment: Literal["global", "owned"]
 ) -> None:
     num_samples = Loader(folders["web"], rank=0, world_size=1, seq_len=SEQ_LEN, batch_size=1).order.num_samples
-    size = next(size for size in range(1, 20) if 0 < num_samples % (world * size) < world) if sharding == "order" else 1
-    value: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": size, "sharding": sharding, "epochs": 2}
+    size = (
+        next(size for size in range(1, 20) if 0 < num_samples % (world * size) < world) if assignment == "global" else 1
+    )
+    order = OrderOptions(assignment=assignment)
+    value: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": size, "order": order, "epochs": 2}
     ranks = [list(Loader(folders["web"], rank=rank, world_size=world, **value)) for rank in range(world)]
     seen: dict[int, list[int]] = {0: [], 1: []}
     for batches in zip(*ranks, strict=True):
@@ -104,7 +108,7 @@ def test_every_rank_has_a_sample_at_every_step_and_weights_make_up(
             assert (batch.labels >= 0).any()  # A mean over its labels is a number, also of a stand-in.
             seen[batch.epoch] += batch.sample_ids.tolist()
     assert sorted(seen[0]) == sorted(seen[1]) == list(range(num_samples))
-    if sharding == "order":
+    if assignment == "global":
         assert any(batch.weight == 0 for batches in ranks for batch in batches)
     with pytest.raises(UsageError, match="at least a sample for each of 7 ranks, got 6"):
         Loader(folders["web"], seq_len=SEQ_LEN, global_batch_size=6, rank=0, world_size=7)
@@ -113,9 +117,10 @@ def test_every_rank_has_a_sample_at_every_step_and_weights_make_up(
 def test_a_second_loop_over_a_finished_run_is_warned_of(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = Loader(folders["web"], seq_len=SEQ_LEN, batch_size=4)
-    assert len(list(loader)) == len(loader) and not caplog.records
-    assert list(loader) == [] and "this loop gets no batch. For more passes give epochs=N" in caplog.text
+    loader = Loader(folders["web"], seq_len=SEQ_LEN, batch_size=4, steps=40)
+    assert len(loader) == 30 and len(list(loader)) == 30
+    assert len(loader) == 10 and len(list(loader)) == 10 and not caplog.records
+    assert list(loader) == [] and "this loop gets no batch. Give more steps=" in caplog.text
 
 
 def test_four_then_three_then_five_ranks_are_exactly_an_epoch(folders: dict[str, Path]) -> None:
@@ -135,8 +140,7 @@ def test_a_mixture_reads_each_source_in_its_own_epochs(folders: dict[str, Path])
     loader = Loader(Mixture(folders, weights), seq_len=SEQ_LEN, batch_size=10, steps=100)
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for batch in loader:
-        assert batch.sources is not None and batch.inputs is not None and batch.labels is not None
-        for source, sample, row in zip(batch.sources.tolist(), batch.sample_ids.tolist(), batch.inputs):
+        for source, sample, row in zip(batch.dataset_index.tolist(), batch.sample_ids.tolist(), batch.inputs):
             seen[source].append(sample)
             slice_index, within = divmod(sample, 20)
             lengths = sum(20 * SEQ_LEN + i for i in range(slice_index))
@@ -148,7 +152,7 @@ def test_a_mixture_reads_each_source_in_its_own_epochs(folders: dict[str, Path])
 
 
 def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str, Path]) -> None:
-    def loader(changes: list[tuple[int, dict[str, float]]]) -> Loader:
+    def loader(changes: list[tuple[int, dict[str, float]]]) -> Loader[Any]:
         return Loader(Mixture(folders, changes), seq_len=SEQ_LEN, batch_size=8, steps=40)
 
     first = loader([(0, {"web": 1, "books": 1})])
@@ -218,9 +222,9 @@ def test_a_hundred_datasets_open_quickly(tmp_path: Path) -> None:
 
 def test_a_batch_that_grows(folders: dict[str, Path]) -> None:
     loader = Loader(folders["web"], seq_len=SEQ_LEN, global_batch_size=[(0, 4), (5, 10), (8, 32)], epochs=2)
-    batches = list(loader)
+    length, batches = len(loader), list(loader)
     assert [len(batch) for batch in batches[:10]] == [4] * 5 + [10] * 3 + [32, 32]
-    assert [batch.run_step for batch in batches] == list(range(len(loader))) and batches[-1].epoch == 1
+    assert [batch.step for batch in batches] == list(range(length)) and batches[-1].epoch == 1
     for epoch in (0, 1):
         ids = chain(*(batch.sample_ids.tolist() for batch in batches if batch.epoch == epoch))
         assert sorted(ids) == list(range(120))
@@ -229,8 +233,9 @@ def test_a_batch_that_grows(folders: dict[str, Path]) -> None:
 def test_splits_share_nothing_and_are_everything(folders: dict[str, Path]) -> None:
     def ids(split: str, seed: int = 0) -> set[int]:
         loader = Loader(
-            folders["web"], seq_len=SEQ_LEN, batch_size=7, split=split, validation=0.2, seed=seed, lanes=2, window=9
-        )
+            folders["web"], seq_len=SEQ_LEN, batch_size=7, split=split, seed=seed,
+            order=OrderOptions(lanes=2, window_bytes=9 * SEQ_LEN * 4), samples=SampleOptions(validation_fraction=0.2),
+        )  # fmt: skip
         return {sample for _, sample in chain(*of(loader))}
 
     train, validation = ids("train"), ids("validation")
@@ -238,13 +243,17 @@ def test_splits_share_nothing_and_are_everything(folders: dict[str, Path]) -> No
     assert ids("validation", seed=9) == validation
 
 
-@pytest.mark.parametrize("packing", ["chunk", "fit"])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_documents_that_are_left_out_never_come(folders: dict[str, Path], packing: str, prefetch: int) -> None:
+def test_documents_that_are_left_out_never_come(
+    folders: dict[str, Path], packing: Literal["concat", "best_fit"], prefetch: int
+) -> None:
     gone = [0, 3, 4, 20]
     loader = Loader(
-        folders["web"], seq_len=SEQ_LEN, batch_size=4, packing=packing, document_masks=True, prefetch=prefetch,
-        documents=DocumentSubset(exclude=np.array(gone)), pad_id=999_999,
+        folders["web"], seq_len=SEQ_LEN, batch_size=4, packing=packing, document_masks=True,
+        samples=SampleOptions(
+            documents=DocumentSubset(exclude=np.array(gone)), pad_id=999_999, prefetch_batches=prefetch
+        ),
     )  # fmt: skip
     dataset = loader.dataset
     documents: list[range] = []
@@ -263,23 +272,23 @@ def test_documents_that_are_left_out_never_come(folders: dict[str, Path], packin
         assert np.array_equal(batch.labels[learnt], batch.inputs[learnt] + 1)
         assert batch.cu_seqlens is not None and batch.cu_seqlens[-1] == batch.inputs.size
     assert not seen & forbidden
-    assert len(seen) == sum(map(len, documents)) - len(forbidden) - (loader.tail_tokens if packing == "chunk" else 0)
+    assert len(seen) == sum(map(len, documents)) - len(forbidden) - (loader.tail_tokens if packing == "concat" else 0)
 
 
 def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]) -> None:
     mixture = Mixture(folders, {"web": 1, "books": 1})
     gone = DocumentSubset(exclude=np.array([0, 1]))
     arguments: dict[str, Any] = {"dataset": mixture, "seq_len": SEQ_LEN, "batch_size": 8, "steps": 40}
-    loader = Loader(**arguments, documents={"web": gone})
+    loader = Loader(**arguments, samples=SampleOptions(documents={"web": gone}))
     tokens = {int(token) for batch in loader if batch.inputs is not None for token in batch.inputs.flat}
     assert not tokens & set(range(74)) and tokens >= set(range(100_000, 100_074))
     with pytest.raises(StateError, match="documents"):
         Loader(**arguments).load_state_dict(loader.state_dict())
     for wrong in (gone, {"nobody": gone}):
         with pytest.raises(UsageError, match="documents"):
-            Loader(**arguments, documents=wrong)
+            Loader(**arguments, samples=SampleOptions(documents=wrong))
     with pytest.raises(UsageError, match="documents"):
-        Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8, documents={"web": gone})
+        Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8, samples=SampleOptions(documents={"web": gone}))
 
 
 def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None:
@@ -300,14 +309,9 @@ def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None
 def test_helpers_make_every_nth_step(folders: dict[str, Path], helpers: int) -> None:
     arguments: dict[str, Any] = {"dataset": folders["web"], "seq_len": SEQ_LEN, "batch_size": 7, "epochs": 2}
     full = of(Loader(**arguments))
-    state = Loader(**arguments).state_at(3)
     for start in (0, 3):
-        parts = []
-        for k in range(helpers):
-            loader = Loader(**arguments, every=(k, helpers))
-            if start:
-                loader.load_state_dict(state)
-            parts.append(of(loader))
+        loader = Loader(**arguments)
+        parts = [of(loader.raw_batches(start, len(full), (k, helpers))) for k in range(helpers)]
         turns = [parts[i % helpers][i // helpers] for i in range(len(full) - start)]
         assert turns == full[start:]
 

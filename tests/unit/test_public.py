@@ -13,8 +13,9 @@ import forebay
 
 def test_the_names() -> None:
     assert set(forebay.__all__) == {
-        "DocumentSubset", "Loader", "ForebayError", "Mixture", "SharedShardedDatasetManager", "TextStream",
-        "__version__", "open_dataset", "prepare_dataset", "text_filter",
+        "CacheOptions", "DocumentSubset", "ForebayError", "Loader", "Mixture", "NetworkOptions", "OrderOptions",
+        "RowBatch", "SampleOptions", "SharedShardedDatasetManager", "TextStream", "TokenBatch", "__version__",
+        "callbacks", "open_dataset", "prepare_dataset", "text_filter",
     }  # fmt: skip
     assert set(forebay.__all__) <= set(dir(forebay))
     for name in forebay.__all__:

@@ -69,7 +69,7 @@ def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() 
 BARE_THREADS = {
     "threads.py": "SupervisedThread itself",
     "network/retry.py": "writes log lines, nothing waits for it",
-    "load/loader.py": "hands its exception to the iterator",
+    "load/prefetch.py": "hands its exception to the iterator",
     "load/shard_download.py": "hands its exception to whoever waits for the shard",
     "cache/prefetch.py": "hands its exception to whoever waits for a slice",
     "prepare/engines/local.py": "ends the process with its parent",

@@ -59,26 +59,16 @@ class Feed:
         return batch
 
 
-class TorchFeed:
-    """Through a torch DataLoader with helper processes."""
+class TorchFeed(Feed):
+    """Tensors, from helper processes."""
 
     def __init__(self, folder: Path, ask: Ask) -> None:
-        from forebay.load.torch import dataloader
-
-        self.loader = dataloader(
-            folder, seq_len=SEQ_LEN, global_batch_size=ask.batch, seed=ask.seed, epochs=None if ask.endless else 1,
-            num_workers=ask.workers, persistent_workers=True,
-        )  # fmt: skip
+        super().__init__(folder, ask)
+        self.batches = self.loader.to_torch(num_workers=ask.workers)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def rows(self, batch: Any) -> NDArray[Any]:
-        return np.asarray(batch["inputs"])
-
-    def cast(self, batch: Any) -> Any:
-        return batch
+        return iter(self.batches)
 
 
-def open_feed(folder: Path, ask: Ask) -> Feed | TorchFeed:
+def open_feed(folder: Path, ask: Ask) -> Feed:
     return TorchFeed(folder, ask) if ask.workers else Feed(folder, ask)

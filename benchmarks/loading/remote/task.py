@@ -78,7 +78,9 @@ def open_loader(what: dict[str, Any]) -> Any:
     """The Loader of what was asked for; `state` is loaded."""
     import forebay
 
-    loader = forebay.Loader(what["url"], cache_dir=what["cache"], **what["loader"])
+    settings = dict(what["loader"])
+    order = forebay.OrderOptions(lanes=settings.pop("lanes", None))
+    loader = forebay.Loader(what["url"], cache_dir=what["cache"], order=order, **settings)
     if what.get("state"):
         loader.load_state_dict(what["state"])
     return loader

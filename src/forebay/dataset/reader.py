@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay import html
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
 from forebay.dataset.documents import Document, Documents
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
@@ -82,6 +83,15 @@ class Dataset:
             totals = f"{self.num_tokens:,} tokens in {len(self):,} documents"
         location = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, path={str(self.path)!r}"
         return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {location})"
+
+    def _repr_html_(self) -> str:
+        """Totals, and the first documents of a local dataset."""
+        try:
+            documents = self.head() if self.manifest.layout == "tokens" else []
+        except (DatasetError, UsageError):  # Remote, or a slice is missing; a card must not fail.
+            documents = []
+        texts = [[document.text or " ".join(map(str, document.tokens[:64].tolist()))] for document in documents]
+        return html.card(self.name, {**self.describe(), "path": self.path}, html.coloured(texts))
 
     def __len__(self) -> int:
         return self.manifest.documents if self.manifest.layout == "tokens" else self.manifest.rows

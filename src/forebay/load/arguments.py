@@ -1,6 +1,7 @@
 """Checks of the Loader's arguments that need no dataset: rank and world size, batch sizes, types."""
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,13 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size): the arguments, else the environment's, else (0, 1). Raises UsageError if they are wrong."""
+    """(rank, world size): the arguments, else the process group's, the environment's, or (0, 1).
+
+    Raises:
+        UsageError: If they are wrong, or disagree with an initialized group of torch.distributed.
+    """
+    if rank is None and world_size is None and (group := process_group()) is not None:
+        return group
     names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
     if names[0] not in os.environ and _POD_INDEX in os.environ:
         names = (_POD_INDEX, names[1])
@@ -52,12 +59,31 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
                 f"{argument}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
             ) from None
     rank, world_size = values
+    _check_group(rank, world_size)
     if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
         raise UsageError(
             f"rank, world_size: expected 0 <= rank < world_size <= {MAX_WORLD_SIZE}, got rank {rank} of {world_size} "
             f"(arguments, or {names[0]} and {names[1]} in the environment)."
         )
     return rank, world_size
+
+
+def process_group() -> tuple[int, int] | None:
+    """(rank, world size) of the default group of torch.distributed, if the caller initialized it."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)  # PyTorch is not imported for this.
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _check_group(rank: int, world_size: int) -> None:
+    """Raises UsageError unless they may be a data axis of the process group: a divisor of its size, or the same."""
+    group = process_group()
+    if group is not None and (group[1] % world_size or (world_size == group[1] and rank != group[0])):
+        raise UsageError(
+            f"rank, world_size: expected those of the process group, {group[0]} of {group[1]}, or of an axis of it, "
+            f"got {rank} of {world_size}. Leave them out, or give the data axis' (with tensor parallelism)."
+        )
 
 
 def ranks_per_node(world_size: int) -> int:

@@ -1,116 +1,320 @@
-"""A batch, as the Loader returns it.
+"""Batches, as the Loader returns them: `TokenBatch` and `RowBatch`, of NumPy, PyTorch or JAX arrays.
 
-In layout `tokens` inputs and labels are usually two views of one [B, L + 1] array: 8 bytes a token are written instead
-of 16, and the views are not contiguous from row to row.
+In layout `tokens` inputs and labels of NumPy are usually two views of one [B, L + 1] array: 8 bytes a token are written
+instead of 16, and the views are not contiguous from row to row.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay import html
 from forebay.errors import DatasetError, UsageError
 
 IGNORE_INDEX = -100  # The label that torch's cross entropy ignores by default.
-STYLES = ("plain", "transformers")  # Of `Batch.as_dict`.
+STYLES = ("batch", "plain", "transformers")  # Of `to_torch`; the last two of `as_dict`.
+Style: TypeAlias = Literal["batch", "plain", "transformers"]
+Array = TypeVar("Array")
+_MAX_ROWS_SHOWN = 8
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Batch:
-    """A rank's part of a global batch. Its arrays are not reused for later batches.
+class DocumentMasks(NamedTuple):
+    """The fields of a TokenBatch that need document masks."""
+
+    position_ids: Any
+    document_ids: Any
+    cu_seqlens: Any
+    max_seqlen: int
+
+
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class _Batch(Generic[Array]):
+    """What all batches have.
 
     Attributes:
-        sample_ids: int64 [B], global sample numbers, each of its own dataset. Empty if this rank has no sample of an
-            epoch's last step: the arrays then hold one sample of another step, and `weight` is 0.
-        epoch: From 0.
-        step: Of the epoch, from 0.
-        tensors: Every tensor of layout `rows` by name, each [B, ...]; empty in layout `tokens`.
-        document_ids: int32 [B, L], from 0 within a row, -1 on padding; None without document masks.
-        position_ids: Integers [B, L], from 0 within each document of a row, and within its padding; or None.
-        cu_seqlens: int32 [n + 1], edges of the n documents (padding counts as one) in the B * L positions of the
-            flattened batch, from 0 to B * L; or None.
-        sources: int64 [B], index of each sample's dataset in a mixture; None without a mixture.
-        run_step: Of the run, over all epochs, from 0.
+        sample_ids: int64 [B] of NumPy, global sample numbers, each of its own dataset. Empty if this rank has no sample
+            of an epoch's last step: the arrays then hold one sample of another step, and `weight` is 0.
+        epoch: From 0; 0 for a mixture.
+        step: Of the run, over all epochs, from 0.
+        epoch_step: Of the epoch, from 0.
         weight: Samples of this rank * world size / samples of the step: 1 where all ranks have equally many. The mean
             of `weight * loss` over ranks (as DDP computes it of gradients) is the mean over samples.
     """
 
-    _inputs: NDArray[Any] | None
-    _labels: NDArray[Any] | None
     sample_ids: NDArray[np.int64]
     epoch: int
     step: int
-    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    document_ids: NDArray[np.int32] | None = None
-    position_ids: NDArray[Any] | None = None
-    cu_seqlens: NDArray[np.int32] | None = None
-    sources: NDArray[np.int64] | None = None
-    run_step: int = 0
+    epoch_step: int
     weight: float = 1.0
+    _dataset_index: NDArray[np.int64] | None = None
+    _num_labels: int | None = None
+    _text: Any = None  # Decodes tokens to text; used by the display of notebooks only.
 
     @property
-    def inputs(self) -> NDArray[Any]:
-        """Token ids [B, L]; in layout `rows` the tensor `input_ids`, else `images`. Read only.
-
-        Raises:
-            UsageError: If a batch of layout `rows` has neither.
-        """
-        return self._array(self._inputs, "input_ids or images")
+    def dataset_index(self) -> NDArray[np.int64]:
+        """int64 [B] of NumPy: the index of each sample's dataset in the mixture; 0 without a mixture."""
+        return np.zeros(len(self.sample_ids), np.int64) if self._dataset_index is None else self._dataset_index
 
     @property
-    def labels(self) -> NDArray[Any]:
-        """The next tokens [B, L], -100 where there is none to learn; in layout `rows` the tensor `labels`. Read only.
+    def labels(self) -> Array:
+        raise NotImplementedError
 
-        Raises:
-            UsageError: If a batch of layout `rows` has none.
-        """
-        return self._array(self._labels, "labels")
-
-    def as_dict(self, style: str = "plain") -> dict[str, Any]:
-        """The batch as a dict; the arrays are not copied.
-
-        "plain": `inputs`, `labels` and, if present, `position_ids`, `document_ids`, `cu_seqlens`, `sources`, or the
-        tensors of layout `rows` by name; `sample_ids`; and the numbers `epoch`, `step`, `run_step`, `weight`.
-        "transformers": `input_ids`, `labels`, `position_ids` if present, or the tensors of layout `rows`. Models of
-        Hugging Face shift labels themselves, so `labels` are not shifted: the last of L predictions is not trained.
-        """
-        plain = style == "plain"
-        if self.tensors:
-            arrays = dict(self.tensors)
-            if self._labels is not None:
-                arrays.setdefault("labels", self._labels)
-        elif plain:
-            arrays = {"inputs": self.inputs, "labels": self.labels}
-        else:
-            arrays = {"input_ids": self.inputs, "labels": self._unshifted_labels()}
-        for name in ("position_ids", "document_ids", "cu_seqlens", "sources") if plain else ("position_ids",):
-            if (value := getattr(self, name)) is not None:
-                arrays[name] = value
-        if not plain:
-            return arrays
-        numbers = {"epoch": self.epoch, "step": self.step, "run_step": self.run_step, "weight": self.weight}
-        return {**arrays, "sample_ids": self.sample_ids, **numbers}
-
-    def _unshifted_labels(self) -> NDArray[Any]:
-        if self.document_ids is None:
-            return self.inputs
-        labels = np.full_like(self.labels, IGNORE_INDEX)
-        labels[:, 1:] = self.labels[:, :-1]
-        return labels
-
-    def _array(self, array: NDArray[Any] | None, names: str) -> NDArray[Any]:
-        if array is None:
-            raise UsageError(f"batch: expected a tensor {names}, got {sorted(self.tensors)}. Use batch.tensors[NAME].")
-        return array
+    @property
+    def num_labels(self) -> int:
+        """How many labels are not -100. Costs a pass over the labels, for those of another device before the copy."""
+        if self._num_labels is None:
+            self._num_labels = int((self.labels != IGNORE_INDEX).sum())  # type: ignore[attr-defined]
+        return self._num_labels
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
+    def _others(self) -> dict[str, Any]:
+        """The fields that are no arrays of a batch; `dataclasses.replace` takes four times as long."""
+        return {
+            "sample_ids": self.sample_ids, "epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step,
+            "weight": self.weight, "_dataset_index": self._dataset_index, "_num_labels": self._num_labels,
+            "_text": self._text,
+        }  # fmt: skip
+
+    def _numbers(self) -> dict[str, Any]:
+        names = ("sample_ids", "dataset_index", "epoch", "step", "epoch_step", "weight")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class TokenBatch(_Batch[Array]):
+    """A rank's part of a global batch of layout `tokens`. Its arrays are not reused for later batches.
+
+    Attributes:
+        inputs: Token ids [B, L]. Read only.
+        labels: The next tokens [B, L], -100 where there is none to learn. Read only.
+        sample_ids, epoch, step, epoch_step, weight: As the Loader's documentation of batches says.
+    """
+
+    inputs: Array
+    labels: Array
+    _masks: DocumentMasks | None = None
+
+    @property
+    def position_ids(self) -> Array:
+        """Integers [B, L], from 0 within each document of a row, and within its padding. UsageError without masks."""
+        return self._mask("position_ids")  # type: ignore[no-any-return]
+
+    @property
+    def document_ids(self) -> Array:
+        """int32 [B, L], from 0 within a row, -1 on padding. UsageError without masks."""
+        return self._mask("document_ids")  # type: ignore[no-any-return]
+
+    @property
+    def cu_seqlens(self) -> Array:
+        """int32 [n + 1], edges of the n documents in the B * L positions of the flattened batch, from 0 to B * L.
+
+        Padding counts as a document. With `max_documents` it is int32 [max_documents + 1], and the last edges are
+        equal. UsageError without masks.
+        """
+        return self._mask("cu_seqlens")  # type: ignore[no-any-return]
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document in a row. UsageError without masks."""
+        return self._mask("max_seqlen")  # type: ignore[no-any-return]
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name: inputs, labels and, with masks, position_ids, document_ids, cu_seqlens."""
+        masks = {} if self._masks is None else self._masks._asdict()
+        masks.pop("max_seqlen", None)
+        return {"inputs": self.inputs, "labels": self.labels, **masks}
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> TokenBatch[Any]:
+        """This batch with other arrays, of the names of `arrays()`."""
+        masks = self._masks
+        if masks is not None:
+            changed = {name: arrays[name] for name in ("position_ids", "document_ids", "cu_seqlens")}
+            masks = masks._replace(**changed)
+        return TokenBatch(inputs=arrays["inputs"], labels=arrays["labels"], _masks=masks, **self._others())
+
+    def as_dict(self, style: str = "plain") -> dict[str, Any]:
+        """The batch as a dict; the arrays are not copied.
+
+        "plain": `inputs`, `labels`, with masks `position_ids`, `document_ids`, `cu_seqlens`, `max_seqlen`;
+        `sample_ids`, `dataset_index`, and the numbers `epoch`, `step`, `epoch_step`, `weight`.
+        "transformers": `input_ids`, `labels`, with masks `position_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`,
+        `max_length_q`, `max_length_k`. Models of Hugging Face shift labels themselves, so `labels` are not shifted: the
+        last of L predictions is not trained.
+        """
+        _check_style(style)
+        masks = self._masks
+        if style == "plain":
+            longest = {} if masks is None else {"max_seqlen": masks.max_seqlen}
+            return {**self.arrays(), **longest, **self._numbers()}
+        if masks is None:
+            return {"input_ids": self.inputs, "labels": self.inputs}
+        return {
+            "input_ids": self.inputs, "labels": self._unshifted_labels(), "position_ids": masks.position_ids,
+            "cu_seq_lens_q": masks.cu_seqlens, "cu_seq_lens_k": masks.cu_seqlens,
+            "max_length_q": masks.max_seqlen, "max_length_k": masks.max_seqlen,
+        }  # fmt: skip
+
+    def pad_documents(self, max_documents: int) -> Self:
+        """Make `cu_seqlens` [max_documents + 1], in place. Raises UsageError if the batch has more documents."""
+        if self._masks is not None:
+            edges = self._masks.cu_seqlens
+            if len(edges) > max_documents + 1:
+                raise UsageError(
+                    f"max_documents: expected at least {len(edges) - 1}, the documents of step {self.step}'s batch, "
+                    f"got {max_documents}. Give more."
+                )
+            padded = np.full(max_documents + 1, edges[-1], np.int32)
+            padded[: len(edges)] = edges
+            self._masks = self._masks._replace(cu_seqlens=padded)
+        return self
+
+    def _mask(self, name: str) -> Any:
+        if self._masks is None:
+            raise UsageError(f"{name}: expected a loader with document masks. Open it with document_masks=True.")
+        return getattr(self._masks, name)
+
+    def _unshifted_labels(self) -> Any:
+        labels: Any = self.labels
+        shifted = labels.clone() if hasattr(labels, "clone") else np.array(labels)
+        shifted[:, 1:] = labels[:, :-1]
+        shifted[:, 0] = IGNORE_INDEX
+        return shifted
+
     def __repr__(self) -> str:
-        shape = None if self._inputs is None else self._inputs.shape
-        return f"Batch(epoch={self.epoch}, step={self.step}, inputs={shape}, samples={len(self)})"
+        shape = tuple(self.inputs.shape)  # type: ignore[attr-defined]
+        return f"TokenBatch(step={self.step}, epoch={self.epoch}, inputs={shape}, samples={len(self)})"
+
+    def _repr_html_(self) -> str:
+        """The text of the first rows, a colour for each document; token ids if the dataset has no tokenizer."""
+        inputs: Any = self.inputs
+        rows = [np.asarray(row.cpu() if hasattr(row, "cpu") else row) for row in inputs[:_MAX_ROWS_SHOWN]]
+        edges = [[0, len(row)] for row in rows]
+        if self._masks is not None:
+            ids: Any = self._masks.document_ids
+            changes = [np.flatnonzero(np.diff(np.asarray(row.cpu() if hasattr(row, "cpu") else row))) for row in ids]
+            edges = [[0, *(change + 1).tolist(), len(row)] for change, row in zip(changes, rows)]
+        body = [
+            [self._decode(row[start:stop]) for start, stop in pairwise(stops)]
+            for row, stops in zip(rows, edges)
+        ]  # fmt: skip
+        return html.card(repr(self), {}, html.coloured(body))
+
+    def _decode(self, tokens: NDArray[Any]) -> str:
+        text = self._text(tokens) if self._text is not None else ""
+        return text or " ".join(map(str, tokens.tolist()))
+
+
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class RowBatch(_Batch[Array]):
+    """A rank's part of a global batch of layout `rows`; `batch["images"]` is a tensor. Its arrays are not reused.
+
+    Attributes:
+        tensors: Every tensor of the dataset by name, each [B, ...]; and `labels`, made of `input_ids` if it has none.
+    """
+
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Array:
+        """A tensor [B, ...]. Raises UsageError if the rows have none of that name."""
+        if name not in self.tensors:
+            raise UsageError(f"batch[{name!r}]: expected one of {sorted(self.tensors)}. Use one of these names.")
+        return self.tensors[name]
+
+    @property
+    def inputs(self) -> Array:
+        """The tensor `input_ids`, else `images`."""
+        return self["input_ids" if "input_ids" in self.tensors else "images"]
+
+    @property
+    def labels(self) -> Array:
+        """The tensor `labels`; of rows with `input_ids` and no labels, these with -100 on padding."""
+        return self["labels"]
+
+    def arrays(self) -> dict[str, Array]:
+        """The tensors by name."""
+        return dict(self.tensors)
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> RowBatch[Any]:
+        """This batch with other tensors."""
+        return RowBatch(tensors=arrays, **self._others())
+
+    def as_dict(self, style: str = "plain") -> dict[str, Any]:
+        """The tensors by name; of style "plain" also `sample_ids`, `epoch`, ... as of a TokenBatch."""
+        _check_style(style)
+        return {**self.tensors, **(self._numbers() if style == "plain" else {})}
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}={tuple(array.shape)}" for name, array in self.tensors.items())  # type: ignore[attr-defined]
+        return f"RowBatch(step={self.step}, epoch={self.epoch}, {shapes}, samples={len(self)})"
+
+    def _repr_html_(self) -> str:
+        dtypes: dict[str, Any] = {name: f"{a.dtype} {list(a.shape)}" for name, a in self.tensors.items()}  # type: ignore[attr-defined]
+        return html.card(repr(self).partition(", ")[0] + ")", dtypes)
+
+
+NumpyTokens: TypeAlias = TokenBatch[NDArray[Any]]
+NumpyRows: TypeAlias = RowBatch[NDArray[Any]]
+
+
+def new_batch(
+    inputs: NDArray[Any] | None, labels: NDArray[Any] | None, tensors: Mapping[str, NDArray[Any]],
+    document_ids: NDArray[np.int32] | None = None, position_ids: NDArray[Any] | None = None,
+    cu_seqlens: NDArray[np.int32] | None = None, **numbers: Any,
+) -> NumpyTokens | NumpyRows:  # fmt: skip
+    """A batch of the arrays of a collator, `BatchArrays`, and the fields that all batches have."""
+    if tensors:
+        return RowBatch(tensors=tensors if labels is None else {"labels": labels, **tensors}, **numbers)
+    assert inputs is not None and labels is not None
+    masks = None
+    if cu_seqlens is not None:
+        masks = DocumentMasks(position_ids, document_ids, cu_seqlens, int(np.diff(cu_seqlens).max()))
+    return TokenBatch(inputs=inputs, labels=labels, _masks=masks, **numbers)
+
+
+def pack_batch(batch: NumpyTokens | NumpyRows) -> tuple[tuple[Any, ...], dict[str, NDArray[Any]]]:
+    """(numbers, arrays by name): what `unpack_batch` makes an equal batch of."""
+    arrays = {**batch.arrays(), " sample_ids": batch.sample_ids}
+    if batch._dataset_index is not None:
+        arrays[" dataset_index"] = batch._dataset_index
+    longest = batch._masks.max_seqlen if isinstance(batch, TokenBatch) and batch._masks is not None else None
+    is_tokens = isinstance(batch, TokenBatch)
+    return (is_tokens, longest, batch.epoch, batch.step, batch.epoch_step, batch.weight), arrays
+
+
+def unpack_batch(numbers: tuple[Any, ...], arrays: dict[str, NDArray[Any]]) -> NumpyTokens | NumpyRows:
+    """The batch that `pack_batch` took apart."""
+    is_tokens, longest, epoch, step, epoch_step, weight = numbers
+    common: dict[str, Any] = {
+        "sample_ids": arrays.pop(" sample_ids"), "_dataset_index": arrays.pop(" dataset_index", None), "epoch": epoch,
+        "step": step, "epoch_step": epoch_step, "weight": weight,
+    }  # fmt: skip
+    if not is_tokens:
+        return RowBatch(tensors=arrays, **common)
+    masks = None
+    if longest is not None:
+        masks = DocumentMasks(arrays["position_ids"], arrays["document_ids"], arrays["cu_seqlens"], longest)
+    return TokenBatch(inputs=arrays["inputs"], labels=arrays["labels"], _masks=masks, **common)
+
+
+def owner_of(array: NDArray[Any]) -> NDArray[Any]:
+    """The array of which `array` is a view, if that is contiguous, of its type, and little larger; else `array`."""
+    base = array.base
+    if type(base) is not np.ndarray or base.dtype != array.dtype or not base.flags.c_contiguous:
+        return array
+    return base if base.nbytes <= 2 * array.nbytes and min(array.strides, default=0) >= 0 else array
+
+
+def _check_style(style: str) -> None:
+    if style not in STYLES[1:]:
+        raise UsageError(f"style: expected one of {STYLES[1:]}, got {style!r}.")
 
 
 def make_batch(

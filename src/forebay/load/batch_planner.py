@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, UsageError
-from forebay.load.batch import Batch
+from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
 from forebay.load.needs import PlanNeeds
 from forebay.load.rows import RowCollator
@@ -40,7 +40,7 @@ def make_collator(
 ) -> Collator:  # fmt: skip
     """The collator for one index a dataset, all of one layout, seq_len and packing; arguments as the Loader's.
 
-    Packing `fit` always has document masks.
+    Packing `best_fit` always has document masks.
     """
     kinds = {(index.layout, index.seq_len, index.packing) for index in indexes}
     if len(kinds) != 1:
@@ -105,7 +105,7 @@ class BatchPlanner:
         self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
         self.num_opened = 0  # Slices.
 
-    def batches(self, step: int) -> Generator[Batch, None, None]:
+    def batches(self, step: int) -> Generator[NumpyTokens | NumpyRows, None, None]:
         """The batches from run step `step` to the end of the run."""
         self._next_step, self._num_steps = step, self._every[1] if self._slices.cached else self._plan_steps
         while True:
@@ -195,7 +195,7 @@ class BatchPlanner:
             self._slices.need(plan.needs, np.full(len(starts), key, np.int64), starts, stops, steps)
             del plan.unresolved[key]
 
-    def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:
+    def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[NumpyTokens | NumpyRows]:
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
         first = bounds[start]
         clock, faults, make_s = time.perf_counter, _major_faults(), 0.0
@@ -205,10 +205,10 @@ class BatchPlanner:
             low, high = bounds[i], bounds[i + 1]
             arrays = self._collator.make(rows, low - first, high - first)
             end = high if plan.weights[i] else low
-            batch = Batch(
-                arrays.inputs, arrays.labels, ids[low:end], plan.epochs[i], plan.steps_in_epoch[i], arrays.tensors,
-                arrays.document_ids, arrays.position_ids, arrays.cu_seqlens,
-                None if sources is None else sources[low:end], plan.steps[i], plan.weights[i],
+            batch = new_batch(
+                *arrays, sample_ids=ids[low:end], epoch=plan.epochs[i], step=plan.steps[i],
+                epoch_step=plan.steps_in_epoch[i], weight=plan.weights[i],
+                _dataset_index=None if sources is None else sources[low:end],
             )  # fmt: skip
             make_s += clock() - started_at
             yield batch

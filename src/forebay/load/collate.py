@@ -114,7 +114,7 @@ _writev = _find_writev()
 
 
 class BatchArrays(NamedTuple):
-    """The arrays of a batch; see `Batch`."""
+    """The arrays of a batch; see `TokenBatch` and `RowBatch`."""
 
     inputs: Array | None
     labels: Array | None

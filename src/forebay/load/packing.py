@@ -1,9 +1,9 @@
 """Which tokens of a slice make each of its samples: consecutive tokens, or whole documents that fit together.
 
-`chunk` cuts the stream of the remaining documents every seq_len tokens. `fit` puts whole documents into rows by best
-fit, longest first, and pads the rest; a longer document is cut into whole rows and a remainder. A document that
-continues in the next slice counts as two. `fit` packs each section of a slice by itself, so that a sample reads some
-MiB at most, and numbers samples section after section. Cost of `fit`: about 0.5 us a document.
+`concat` cuts the stream of the remaining documents every seq_len tokens. `best_fit` puts whole documents into rows by
+best fit, longest first, and pads the rest; a longer document is cut into whole rows and a remainder. A document that
+continues in the next slice counts as two. `best_fit` packs each section of a slice by itself, so that a sample reads
+some MiB at most, and numbers samples section after section. Cost of `best_fit`: about 0.5 us a document.
 Source: best fit decreasing, Johnson 1973; at most 11/9 of the least number of rows and 1.
 """
 
@@ -11,7 +11,8 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -53,6 +54,26 @@ class DocumentSubset:
         check_integer("min_tokens", -1 if min_tokens is None else min_tokens, 0)
         check_integer("max_tokens", max_tokens, min_tokens)
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
+
+    @classmethod
+    def from_file(cls, path: str | Path, min_tokens: int = 0, max_tokens: int | None = None) -> Self:
+        """Leave out the documents whose numbers a file lists: a `.npy` file of integers, or text with one a line.
+
+        Raises:
+            UsageError: If the file cannot be read, or has other contents.
+        """
+        try:
+            if str(path).endswith(".npy"):
+                numbers = np.load(path, allow_pickle=False)
+            else:
+                lines = Path(path).read_text(encoding="utf-8").split()
+                numbers = np.array([int(line) for line in lines], np.int64)
+        except (OSError, ValueError, OverflowError) as error:
+            raise UsageError(f"{path}: expected document numbers, one a line, or a .npy file, got: {error}.") from error
+        return cls(numbers, min_tokens, max_tokens)
+
+    def __repr__(self) -> str:
+        return f"DocumentSubset({len(self.numbers):,} excluded, tokens {self.min_tokens} to {self.max_tokens})"
 
     @property
     def by_length(self) -> bool:
@@ -140,7 +161,7 @@ def section_tokens(seq_len: int) -> int:
 
 
 def count_sections(spans: DocumentSpans, num_tokens: int, seq_len: int) -> I64:
-    """The rows of each section of a slice of `num_tokens`, by packing `fit`."""
+    """The rows of each section of a slice of `num_tokens`, by packing `best_fit`."""
     size = section_tokens(seq_len)
     full, rest = np.divmod(spans.stops - spans.starts, seq_len)
     section = (spans.stops - 1) // size
@@ -156,7 +177,7 @@ def count_sections(spans: DocumentSpans, num_tokens: int, seq_len: int) -> I64:
 
 
 def pack_section(spans: DocumentSpans, seq_len: int) -> PackedRows:
-    """Packing `fit` of the spans of one section: rows by their first token."""
+    """Packing `best_fit` of the spans of one section: rows by their first token."""
     full, rest = np.divmod(spans.stops - spans.starts, seq_len)
     # Rows that a long span fills, then the fitted remainders.
     owner = np.repeat(np.arange(len(full)), full)

@@ -52,7 +52,7 @@ class RunSpec:
     step_s: float | None = None  # A step of training, without waiting.
     connections: int = 16
     prefetch: int = 0
-    whole_in_memory: bool = False  # The cache is in memory (`cache_dir="ram"`).
+    whole_in_memory: bool = False  # The cache is in memory (`cache="ram"`).
     max_fetch_ratio: float | None = MAX_RATIO  # Limit of bytes fetched by all nodes in an epoch / the dataset's; or 0.
     swarm: bool = False  # Nodes fetch from each other: what several nodes read is fetched once.
     mixture: bool = False  # Every node reads all lanes, as a batch takes other numbers of a dataset's samples.

@@ -1,8 +1,8 @@
 """Which samples a run reads of a dataset: how many each slice has, for a packing, a document subset and a split.
 
 Consecutive tokens of whole slices need the table only; excluded documents need the document ends of their slices, and
-packing `fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that depends
-on their number only, with at most one cut: a larger validation split contains a smaller one.
+packing `best_fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that
+depends on their number only, with at most one cut: a larger validation split contains a smaller one.
 """
 
 import contextlib
@@ -30,9 +30,8 @@ from forebay.storage.origins import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]
-PACKINGS = ("chunk", "fit")
+PACKINGS = ("concat", "best_fit")
 SPLITS = (None, "train", "validation")
-SHARDINGS = ("order", "hash")
 MAX_IMBALANCE = 0.1
 """A worker owns at most this fraction more slices than the mean, rounded up to a whole slice: with few slices much more
 than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
@@ -48,15 +47,15 @@ class SampleIndex:
 
     layout: str  # `tokens` or `rows`.
     seq_len: int | None  # L; None for rows.
-    packing: str  # `chunk` or `fit`.
+    packing: str  # `concat` or `best_fit`.
     documents: DocumentSubset | None  # None for all.
     counts: I64  # Samples of each slice that the run reads.
     offsets: I64  # The first of them, counted in the slice.
     bases: I64  # Global number of each slice's sample 0, over the whole dataset: splits share no number.
     first_documents: I64  # Global number of the document in which each slice begins.
     tokens_beyond: I64  # [2, S], tokens of its first and last document in other slices; 0 unless lengths decide.
-    sections: NDArray[np.int32]  # [C], samples of each section of `fit`, slice after slice.
-    first_sections: I64  # [S + 1], each slice's first in `sections`; zeros without `fit`.
+    sections: NDArray[np.int32]  # [C], samples of each section of `best_fit`, slice after slice.
+    first_sections: I64  # [S + 1], each slice's first in `sections`; zeros without `best_fit`.
     pad_id: int  # EOS, or 0.
     split: tuple[str, float] | None  # (name, validation fraction).
     tail_tokens: int  # Tokens of the whole dataset in no sample, fewer than seq_len at a slice's end.
@@ -76,7 +75,7 @@ class SampleIndex:
 
 
 def plan_samples(
-    dataset: Dataset, seq_len: int | None, *, packing: str = "chunk", documents: DocumentSubset | None = None,
+    dataset: Dataset, seq_len: int | None, *, packing: str = "concat", documents: DocumentSubset | None = None,
     split: str | None = None, validation: float = 0.0, read_ends: ReadEnds | None = None, cache_dir: Path | None = None,
 ) -> SampleIndex:  # fmt: skip
     """The index of a dataset's samples. Depends on the dataset and these settings, those of the Loader, only.
@@ -84,7 +83,7 @@ def plan_samples(
     Args:
         validation: Fraction of all samples in the split `validation`: round(validation * N) samples.
         read_ends: Reads the document ends of a slice, U64 [D]; called from several threads. By default `ends_reader`.
-        cache_dir: Directory for the counts, 32 bytes a slice and, for `fit`, 4 a section; None: they are not cached.
+        cache_dir: Directory for the counts, 32 bytes a slice and, for `best_fit`, 4 a section; None: none are cached.
 
     Raises:
         UsageError: If a setting is wrong, or no sample remains.
@@ -99,13 +98,15 @@ def plan_samples(
     if layout == "tokens":
         assert seq_len is not None
         reader = read_ends or ends_reader(dataset)
-        if packing == "fit":
+        if packing == "best_fit":
             first_sections[1:] = np.cumsum(-(-table.count // section_tokens(seq_len)))
         counted, sections = _count_samples(
             dataset, seq_len, documents, first_documents, first_sections, reader, cache_dir
         )
         counts, tokens, beyond = counted[0], counted[1], counted[2:]
-        tail = max(0, int(tokens.sum()) - int(counts.sum()) * seq_len)  # Samples of `fit` hold padding and all tokens.
+        tail = max(
+            0, int(tokens.sum()) - int(counts.sum()) * seq_len
+        )  # Samples of `best_fit` hold padding and all tokens.
     bases = np.cumsum(counts) - counts
     offsets = np.zeros(len(counts), np.int64)
     if split is not None and len(counts):
@@ -143,9 +144,9 @@ def owned_samples(
     owned = np.bincount(owners, weights=index.counts, minlength=world_size).astype(np.int64)
     if not owned.all():
         raise UsageError(
-            f"sharding='hash': expected samples for each of {world_size} workers, got none for "
+            f"assignment='owned': expected samples for each of {world_size} workers, got none for "
             f"{names[int(owned.argmin())]!r}: {np.count_nonzero(index.counts)} slices are too few. Prepare smaller "
-            "slices (--slice-bytes), or use sharding='order'."
+            "slices (--slice-bytes), or use assignment='global'."
         )
     return replace(index, counts=np.where(owners == rank, index.counts, 0)), owned.tolist(), names
 
@@ -155,7 +156,7 @@ def _check_settings(
 ) -> None:
     if packing not in PACKINGS:
         raise UsageError(f"packing: expected one of {PACKINGS}, got {packing!r}.")
-    if layout == "rows" and (packing != "chunk" or documents is not None):
+    if layout == "rows" and (packing != "concat" or documents is not None):
         raise UsageError("packing, documents: expected a dataset of layout 'tokens', got 'rows'. Leave them out.")
     if documents is not None and not isinstance(documents, DocumentSubset):
         raise UsageError(f"documents: expected a DocumentSubset, got {type(documents).__name__}.")
@@ -163,9 +164,11 @@ def _check_settings(
         raise UsageError(f"split: expected 'train', 'validation' or None, got {split!r}.")
     is_number = isinstance(validation, (int, float, np.floating)) and not isinstance(validation, bool)
     if not is_number or not 0 <= validation <= 1:
-        raise UsageError(f"validation: expected a fraction in [0, 1], got {validation!r}.")
+        raise UsageError(f"validation_fraction: expected a fraction in [0, 1], got {validation!r}.")
     if split is None and validation:
-        raise UsageError(f"validation: expected a split with it, got {validation} and none. Add split='train'.")
+        raise UsageError(
+            f"validation_fraction: expected a split with it, got {validation} and none. Add split='train'."
+        )
 
 
 def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
@@ -185,7 +188,7 @@ def _count_samples(
 ) -> tuple[I64, NDArray[np.int32]]:  # fmt: skip
     """Of layout `tokens`, int64 [4, S]: samples, tokens of the subset, `tokens_beyond`; and `sections`, as SampleIndex.
 
-    Packing is `fit` if there are sections.
+    Packing is `best_fit` if there are sections.
     """
     table, by_length = dataset.table, documents is not None and documents.by_length
     counts = np.stack([table.count // seq_len, table.count, np.zeros_like(table.count), np.zeros_like(table.count)])

@@ -19,7 +19,7 @@ import numpy as np
 
 from forebay.closing import Closing
 from forebay.errors import UsageError
-from forebay.load.batch import IGNORE_INDEX, Batch
+from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.shard_download import (
     MIN_PROCESS_BYTES,
     ShardDataset,
@@ -145,11 +145,12 @@ class SharedShardedDatasetManager(Closing):
     def batches(
         self, start_step: int = 0, stop_step: int | None = None, *, batch_size: int, inner_steps: int = 1, uid: int = 0,
         mode: Sampler = "forebay", seed: int = 42,
-    ) -> Iterator[Batch]:  # fmt: skip
+    ) -> Iterator[NumpyTokens]:  # fmt: skip
         """This rank's batches of global steps [start_step, stop_step); endless without `stop_step`.
 
-        A global step is a window of `inner_steps` batches. In `Batch`, `sample_ids` are positions in the shard,
-        `sources` the shard; `active_dataset.sample_ids` has the ids. The label after a sample's last token is -100.
+        A global step is a window of `inner_steps` batches. In a batch, `sample_ids` are positions in the shard,
+        `dataset_index` the shard; `active_dataset.sample_ids` has the ids. The label after a sample's last token
+        is -100.
 
         Args:
             batch_size: Global; a multiple of the world size.
@@ -168,9 +169,9 @@ class SharedShardedDatasetManager(Closing):
             for inner, part in enumerate(np.split(positions, inner_steps)):
                 rows = np.full((len(part), self.sequence_length + 1), IGNORE_INDEX, np.int64)
                 rows[:, :-1] = dataset[part]
-                yield Batch(
-                    rows[:, :-1], rows[:, 1:], part, turn // self.num_shards, inner,
-                    sources=np.full(len(part), dataset.index, np.int64), run_step=step,
+                yield TokenBatch(
+                    inputs=rows[:, :-1], labels=rows[:, 1:], sample_ids=part, epoch=turn // self.num_shards, step=step,
+                    epoch_step=inner, _dataset_index=np.full(len(part), dataset.index, np.int64),
                 )  # fmt: skip
             step += 1
 

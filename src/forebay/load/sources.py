@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from forebay import html
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
@@ -58,6 +59,11 @@ class Mixture:
         return Weights(
             tuple((step, tuple(float(w.get(name, 0.0)) for name in self.datasets)) for step, w in self.changes)
         )
+
+    def _repr_html_(self) -> str:
+        """The datasets, and their weights by step."""
+        weights = {f"from step {step:,}": ", ".join(f"{k} {v:g}" for k, v in by.items()) for step, by in self.changes}
+        return html.card("Mixture", {**self.datasets, **weights})
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Mixture:
@@ -128,11 +134,13 @@ def open_dataset(
     return open_local(source, verify=verify)
 
 
-def open_datasets(sources: Sequence[DatasetSource], identity: Any = None, from_urls: Any = "") -> list[Dataset]:
+def open_datasets(
+    sources: Sequence[DatasetSource], identity: Any = None, from_urls: Any = "", verify: Verify = "once"
+) -> list[Dataset]:
     """Open several datasets, in threads. Raises DatasetError unless all have one layout and one type of tokens."""
 
     def open_one(source: DatasetSource) -> Dataset:
-        return open_dataset(source, identity, from_urls=from_urls)
+        return open_dataset(source, identity, verify=verify, from_urls=from_urls)
 
     if len(sources) == 1:
         return [open_one(sources[0])]

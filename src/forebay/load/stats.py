@@ -6,19 +6,21 @@ Costs less than a microsecond a batch. Causes:
 - `network`: a slice in transfer from its origin.
 - `disk`: pages of a slice that were not in memory.
 - `decode`: computing the order, gathering, casting and packing, on the processor.
+- `device`: making tensors, pinning them and starting their copies to a device (`to_torch`, `to_jax`).
 - `queue`: a batch that was ready in a thread or a helper process.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _ADVICE = {
     "scheduler": "Use a scheduler nearby, or lease larger slices",
-    "network": "Use a nearer origin, more connections (connections=…), or a larger cache",
-    "disk": "Use a faster disk for the data or the cache, or the RAM tier (cache_dir='ram')",
-    "decode": "Make batches ahead (prefetch=2), or in helper processes (num_workers)",
+    "network": "Use a nearer origin, more connections (NetworkOptions.connections), or a larger cache",
+    "disk": "Use a faster disk for the data or the cache, or the RAM tier (cache='ram')",
+    "decode": "Make batches ahead (SampleOptions.prefetch_batches=2), or in helper processes (num_workers)",
+    "device": "Copy batches ahead (prefetch=2 of to_torch or to_jax), or send fewer bytes (dtype int32)",
     "queue": "Use fewer helper processes, or none: the loader's own thread is cheaper",
 }
 CAUSES = tuple(_ADVICE)
@@ -70,14 +72,19 @@ class WaitTimes:
         self._every_s = every_s
         self._checked: dict[str, float] | None = None
 
-    def add(self, wait_s: float, network_s: float, disk_s: float, rest: str) -> None:
-        """Record the wait for a batch: its length, the parts for network and disk, and the cause of the rest."""
+    def add(self, wait_s: float, network_s: float, disk_s: float, device_s: float, rest: str) -> None:
+        """Record the wait for a batch: its length, the parts for network, disk and device, and the cause of the rest.
+
+        A part may be longer than the wait, as it may be of a thread that worked ahead.
+        """
         seconds = self.seconds
         network_s = min(network_s, wait_s)
         disk_s = min(disk_s, wait_s - network_s)
         seconds["network"] += network_s
+        device_s = min(device_s, wait_s - network_s - disk_s)
         seconds["disk"] += disk_s
-        seconds[rest] += wait_s - network_s - disk_s
+        seconds["device"] += device_s
+        seconds[rest] += wait_s - network_s - disk_s - device_s
 
     def check(self, now: float) -> Bottleneck | None:
         """Log and return the bottleneck since the last call; None in the first interval, which includes the start."""
@@ -89,3 +96,32 @@ class WaitTimes:
         if bottleneck is not None:
             _log.warning("%s", bottleneck)
         return bottleneck
+
+
+class Callbacks:
+    """The functions that a loader calls every some steps; see `Loader.add_callback`."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.functions: list[tuple[Callable[[dict[str, float], int], object], int, list[Any]]] = []
+
+    def add(self, fn: Callable[[dict[str, float], int], object], every_steps: int) -> None:
+        self.functions.append((fn, every_steps, [time.perf_counter(), self._loader.stats()]))
+
+    def call(self, step: int) -> None:
+        """Call the functions that are due after run step `step`, counted from 1."""
+        for fn, every_steps, last in self.functions:
+            if step % every_steps == 0:
+                now, stats = time.perf_counter(), self._loader.stats()
+                metrics = _metrics(last[1], stats, now - last[0])
+                last[:] = now, stats
+                fn({"epoch": float(self._loader.epoch), **metrics}, step)
+
+
+def _metrics(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> dict[str, float]:
+    """Rates and shares between two results of `Loader.stats()`, and counts of the run."""
+    elapsed_s, unit = max(elapsed_s, 1e-9), "tokens" if after["tokens"] else "samples"
+    waits = {f"wait_{cause}_share": (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
+    counts = {name: value for name, value in after.items() if name.partition(".")[0] in ("samples", "tokens")}
+    rate = (after[unit] - before[unit]) / elapsed_s
+    return {f"{unit}_per_s": rate, "wait_share": sum(waits.values()), **waits, **counts}

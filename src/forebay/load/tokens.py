@@ -2,8 +2,8 @@
 
 A plan has, for each row, the ranges of tokens that it consists of; padding is a range of an array of padding. With
 masks it has the parts of documents, too, by a search of the document ends. No Python code runs per token or document,
-except that `fit` packs each section once. 8 x 2048 U16 tokens to int64 take some 15 us, with masks 35 us. An open slice
-with masks has 8 bytes for 64 documents in memory, with a filter 16 bytes a run of documents.
+except that `best_fit` packs each section once. 8 x 2048 U16 tokens to int64 take some 15 us, with masks 35 us. An open
+slice with masks has 8 bytes for 64 documents in memory, with a filter 16 bytes a run of documents.
 """
 
 from bisect import bisect_left
@@ -46,7 +46,7 @@ class _OpenSlice:
     # With a document filter: where each run of tokens begins in the filtered stream [R + 1], and less than there [R].
     stream_edges: I64 | None = None
     shifts: I64 | None = None
-    # With packing `fit`: the first sample and document of each section [C + 1], and arguments of `document_spans`.
+    # With packing `best_fit`: the first sample and document of each section [C + 1], and arguments of `document_spans`.
     first_samples: I64 | None = None
     first_documents: I64 | None = None
     subset: tuple[DocumentSubset | None, int, int, int] = (None, 0, 0, 0)
@@ -122,7 +122,7 @@ class TokenCollator(Collator):
         assert indexes[0].seq_len is not None
         self._seq_len = indexes[0].seq_len
         self._dtype = np.dtype(dtype)
-        self._fit = indexes[0].packing == "fit"
+        self._fit = indexes[0].packing == "best_fit"
         self._masks = document_masks or self._fit
         self._pad_id = pad_id
         self._padding: dict[tuple[np.dtype[Any], int], MappedArray] = {}

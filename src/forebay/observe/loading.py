@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from forebay.load.batch_source import BatchT
 from forebay.load.stats import CAUSES, find_bottleneck
 
 if TYPE_CHECKING:
-    from forebay.load.batch import Batch
     from forebay.load.loader import Loader
 
 _INTERVAL_S = 0.5
@@ -30,17 +30,17 @@ _COUNTERS = {
 """Counts of `Loader.stats()` and the names of their metrics."""
 
 
-def progress(loader: Loader, *, enabled: bool = True) -> Iterator[Batch]:
+def progress(loader: Loader[BatchT], *, enabled: bool = True) -> Iterator[BatchT]:
     """The loader's batches, with a line on stderr: steps, tokens per second, and what it waits for.
 
         12%|███▋      | 1.20k/10.0k [02:10<15:52, 9.2step/s] 151 k tokens/s, waits 3 % (network)
 
     Silent where stderr is no terminal.
     """
-    done = int(loader.state_dict()["step"])
+    start, stop = loader.pass_of(loader.step)
     bar = tqdm(
-        total=loader.run.num_steps, initial=done, unit="step", unit_scale=True, file=sys.stderr, dynamic_ncols=True,
-        disable=not enabled or not sys.stderr.isatty(),
+        total=None if stop is None else stop - start, initial=loader.step - start, unit="step", unit_scale=True,
+        file=sys.stderr, dynamic_ncols=True, disable=not enabled or not sys.stderr.isatty(),
     )  # fmt: skip
     read_at, before = time.monotonic(), loader.stats()
     with bar:
@@ -83,7 +83,7 @@ class LoaderCollector:
         labels: Labels of every metric, such as `{"rank": "3"}`; by default the loader's rank.
     """
 
-    def __init__(self, loader: Loader, labels: dict[str, str] | None = None) -> None:
+    def __init__(self, loader: Loader[Any], labels: dict[str, str] | None = None) -> None:
         self._loader = loader
         self._labels = {"rank": str(loader.rank)} if labels is None else labels
 
@@ -112,7 +112,7 @@ class LoaderCollector:
             yield gauge
 
 
-def serve_metrics(loader: Loader, port: int, host: str = "127.0.0.1", labels: dict[str, str] | None = None) -> Any:
+def serve_metrics(loader: Loader[Any], port: int, host: str = "127.0.0.1", labels: dict[str, str] | None = None) -> Any:
     """Serve a loader's metrics at `http://HOST:PORT/metrics`, from a thread. Needs the extra `metrics`.
 
     Returns:

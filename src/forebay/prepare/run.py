@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay import html
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.prepare.engines.base import Engine
 from forebay.prepare.engines.local import cores
@@ -57,6 +58,11 @@ class PrepareResult:
     dropped: dict[str, int] = field(default_factory=dict)
     already_exists: bool = False
     skipped: dict[str, int] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """What was written, and why documents were dropped."""
+        fields = {name: getattr(self, name) for name in ("path", "id", "documents_in", "documents_out", "tokens")}
+        return html.card(self.dataset, {**fields, **{f"dropped: {k}": f"{n:,}" for k, n in self.dropped.items()}})
 
     def open(self) -> Dataset:
         """The dataset that was written."""

@@ -7,8 +7,8 @@ its format holds it, 1 MiB of text being encoded; and `prefetch_batches` + 2 bat
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import gcd
 from pathlib import Path
@@ -20,8 +20,9 @@ from forebay.closing import Closing
 from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
-from forebay.load.batch import IGNORE_INDEX, Batch
-from forebay.load.loader import prefetch_in_thread
+from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
+from forebay.load.batch_source import BatchSource
+from forebay.load.prefetch import Prefetcher
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import Malformed, TextEncoder
@@ -35,7 +36,7 @@ _IDENTITY = ("lanes", "text_key", "shuffle_documents", "shuffle_bytes", "warmup_
 _log = logging.getLogger("forebay.stream")
 
 
-class TextStream(Closing):
+class TextStream(Closing, BatchSource[NumpyTokens]):
     """Batches of one rank out of text files or somebody's streaming dataset, as an iterable.
 
     The documents are divided into lanes: disjoint, together everything, and others in each epoch. Each lane is a run
@@ -130,7 +131,11 @@ class TextStream(Closing):
         self.position = StreamState()
         self._malformed: list[Malformed] = []
         self._turn = 0
-        self._source: Generator[tuple[Batch, StreamState], None, None] | None = None
+        self._source: Prefetcher[tuple[Any, StreamState]] | None = None
+
+    @property
+    def global_batch_sizes(self) -> list[tuple[int, int]]:
+        return [(0, self._global_batch)]
 
     @property
     def vocab_size(self) -> int:
@@ -225,10 +230,18 @@ class TextStream(Closing):
         if source is not None:
             source.close()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def iterate(
+        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
+    ) -> Generator[Any, None, None]:
+        if num_workers:
+            raise UsageError(f"num_workers: expected 0 for a TextStream, got {num_workers}. Leave it out.")
         self.close()
         self._turn += 1
-        turn = self._turn
+        turn, depth = self._turn, self.options.prefetch_batches if prefetch is None else prefetch
+
+        def finish(item: tuple[NumpyTokens, StreamState]) -> tuple[Any, StreamState]:
+            return (item[0] if convert is None else convert(item[0])), item[1]
+
         if self._steps is not None and self.position.run_step >= self._steps:
             _log.warning("stream: all %d steps of the run were given out: no batch is left.", self._steps)
         try:
@@ -238,8 +251,7 @@ class TextStream(Closing):
                 if self._source is None:
                     epochs = self._epochs
                     stop_epoch = None if epochs is None else (self.position.epoch // epochs + 1) * epochs
-                    batches, depth = self._batches(self.position, stop_epoch), self.options.prefetch_batches
-                    self._source = prefetch_in_thread(batches, depth) if depth else batches
+                    self._source = Prefetcher(self._batches(self.position, stop_epoch), depth, finish)
                 item = next(self._source, None)
                 if item is None:
                     return
@@ -260,7 +272,9 @@ class TextStream(Closing):
             **{name: getattr(self.options, name) for name in _IDENTITY},
         }
 
-    def _batches(self, state: StreamState, stop_epoch: int | None) -> Generator[tuple[Batch, StreamState], None, None]:
+    def _batches(
+        self, state: StreamState, stop_epoch: int | None
+    ) -> Generator[tuple[NumpyTokens, StreamState], None, None]:
         """The batches after `state`, each with the state after it; of one lane up to an epoch."""
         lanes = {
             number: Lane(
@@ -280,7 +294,7 @@ class TextStream(Closing):
             for lane in lanes.values():
                 lane.close()
 
-    def _batch(self, state: StreamState, lanes: dict[int, Lane]) -> tuple[Batch, StreamState]:
+    def _batch(self, state: StreamState, lanes: dict[int, Lane]) -> tuple[NumpyTokens, StreamState]:
         """The next batch: this rank's samples, each next to its lane's slot in the global batch."""
         size, world_size, epoch = self._global_batch, self.world_size, state.epoch
         rows = np.empty((max(1, len(range(self.rank, size, world_size))), self.seq_len + 1), self._dtype)
@@ -303,8 +317,11 @@ class TextStream(Closing):
         if self.lanes == 1 and after.epoch > epoch:
             after = StreamState(run_step=after.run_step, lanes=after.lanes)
         ids = state.samples_taken + places
-        numbers = (epoch, state.step)
-        return Batch(rows[:, :-1], rows[:, 1:], ids, *numbers, run_step=state.run_step, weight=weight), after
+        batch = TokenBatch(
+            inputs=rows[:, :-1], labels=rows[:, 1:], sample_ids=ids, epoch=epoch, step=state.run_step,
+            epoch_step=state.step, weight=weight,
+        )  # fmt: skip
+        return batch, after
 
     def _fill(self, rows: Any, slot: int, count: int, tokens: Any) -> None:
         """Write this rank's samples of a lane, which has every `lanes`-th slot of a global batch from `slot` on."""
@@ -321,15 +338,23 @@ class TextStream(Closing):
         own[len(labels) :, length] = IGNORE_INDEX  # of an epoch's last sample, without a tail
 
 
-@dataclass(frozen=True)
-class FirstBatches:
+class FirstBatches(BatchSource[NumpyTokens]):
     """The first batches of an epoch of a stream, at most `count`, each time from the beginning."""
 
-    stream: TextStream
-    epoch: int
-    count: int | None
+    def __init__(self, stream: TextStream, epoch: int, count: int | None) -> None:
+        self._stream, self._epoch, self._count = stream, epoch, count
+        self.world_size = stream.world_size
 
-    def __iter__(self) -> Iterator[Batch]:
-        self.stream.close()  # One iteration at a time: a running `for` goes on from its position.
-        start = StreamState(lanes={0: LaneState(self.epoch)} if self.stream.lanes == 1 else {})
-        return (batch for batch, _ in islice(self.stream._batches(start, self.epoch + 1), self.count))
+    @property
+    def global_batch_sizes(self) -> list[tuple[int, int]]:
+        return self._stream.global_batch_sizes
+
+    def iterate(
+        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
+    ) -> Generator[Any, None, None]:
+        if num_workers:
+            raise UsageError(f"num_workers: expected 0 for batches of take(), got {num_workers}. Leave it out.")
+        self._stream.close()  # One iteration at a time: a running `for` goes on from its position.
+        start = StreamState(lanes={0: LaneState(self._epoch)} if self._stream.lanes == 1 else {})
+        for batch, _ in islice(self._stream._batches(start, self._epoch + 1), self._count):
+            yield batch if convert is None else convert(batch)

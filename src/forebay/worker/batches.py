@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import StateError
 from forebay.load.arguments import rank_of_world
-from forebay.load.batch import Batch
+from forebay.load.batch import NumpyTokens, TokenBatch
 from forebay.order.bijection import derive_key, permute, random_words
 from forebay.order.step_index import check_integer
 
@@ -74,7 +74,7 @@ class Batches(ABC):
         """The same samples from the same position on, for a rank of another world. This object is closed."""
 
     @abstractmethod
-    def endless(self) -> Generator[Batch, None, None]:
+    def endless(self) -> Generator[NumpyTokens, None, None]:
         """This rank's batches from the position on, without end."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Batches(ABC):
     def __len__(self) -> int:
         return self.num_batches
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[NumpyTokens]:
         """The batches as NumPy arrays, with `sample_ids`, `epoch` and `step`."""
         if not self._resumes:
             self._num_yielded = 0
@@ -177,14 +177,17 @@ class DummyDataset(Batches):
         other._num_yielded, other._resumes = 0, False
         return other
 
-    def endless(self) -> Generator[Batch, None, None]:
+    def endless(self) -> Generator[NumpyTokens, None, None]:
         while True:
             start, step = self._position, self.effective_batch_size
             ids = self._ids(start + np.arange(self.rank, step, self.world_size, dtype=np.int64))
             tokens = dummy_samples(ids, seed=self._seed, seq_len=self.seq_len, vocab_size=self._vocab_size)
             self._position = start + step
             epoch = start // self._num_samples if self._num_samples else 0
-            yield Batch(tokens[:, :-1], tokens[:, 1:], ids, epoch, start // step, run_step=start // step)
+            yield TokenBatch(
+                inputs=tokens[:, :-1], labels=tokens[:, 1:], sample_ids=ids, epoch=epoch, step=start // step,
+                epoch_step=start // step,
+            )  # fmt: skip
 
     def _ids(self, positions: Integers) -> Integers:
         if not self._num_samples:

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from forebay.errors import MissingPackageError, UsageError, install_command
-from forebay.load.batch import Batch
+from forebay.load.batch import NumpyTokens
 from forebay.threads import SupervisedThread
 from forebay.worker.batches import DummyDataset
 from forebay.worker.config import WorkerConfig
@@ -142,7 +142,7 @@ class DistributedRun:
             self._holds_state = False
             return self.membership.join()
 
-    def _learn(self, batch: Batch) -> tuple[float, bool | None]:
+    def _learn(self, batch: NumpyTokens) -> tuple[float, bool | None]:
         """The loss over all ranks, and whether they agreed to stop after this step (None: nothing was agreed)."""
         training, trainer = self.training, self.training.trainer
         if self.collective is None:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
-from forebay.load.batch import Batch
+from forebay.load.batch import NumpyTokens
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
@@ -157,7 +157,7 @@ class HubDataset(Batches):
         other._logged_epoch = self._logged_epoch
         return other
 
-    def endless(self) -> Generator[Batch, None, None]:
+    def endless(self) -> Generator[NumpyTokens, None, None]:
         with closing(iter(self._stream)) as batches:  # type: ignore[type-var]  # a generator
             for batch in batches:
                 if batch.epoch > self._logged_epoch:

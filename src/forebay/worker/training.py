@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from forebay.errors import StateError, UsageError
-from forebay.load.batch import Batch
+from forebay.load.batch import NumpyTokens
 from forebay.worker.batches import Batches, DummyDataset
 from forebay.worker.config import WorkerConfig
 from forebay.worker.hub_data import create_huggingface_dataset
@@ -16,7 +16,7 @@ from forebay.worker.trainer import Integers, Trainer, trainer_class
 
 PROGRESS_S = 2.0
 Log = Callable[[str], None]
-OnStep = Callable[[int, Batch, float], None]
+OnStep = Callable[[int, NumpyTokens, float], None]
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Training:
         self.report = TrainingReport(worker_id=config.worker_id or "")
         self.samples_taken = 0
         self._trainer: Trainer | None = None
-        self._batches: Generator[Batch, None, None] | None = None
+        self._batches: Generator[NumpyTokens, None, None] | None = None
         self._waited_s = self._started_at = self._logged_at = 0.0
         self._described = False
 
@@ -141,7 +141,7 @@ class Training:
             self._described = True
         self._started_at = self._logged_at = time.monotonic()
 
-    def next_batch(self) -> Batch:
+    def next_batch(self) -> NumpyTokens:
         """This rank's part of the next step."""
         requested_at = time.monotonic()
         if self._batches is None:
@@ -155,7 +155,7 @@ class Training:
             self.log(f"first batch after {self.report.first_batch_s:.2f} s")
         return batch
 
-    def learn(self, step: Callable[[Integers, Integers], float], batch: Batch) -> float:
+    def learn(self, step: Callable[[Integers, Integers], float], batch: NumpyTokens) -> float:
         """Call `step` with a batch; if memory is short, the error names settings that need less."""
         try:
             return step(batch.inputs, batch.labels)
@@ -164,7 +164,7 @@ class Training:
                 raise out_of_memory(error, self.config) from error
             raise
 
-    def record_step(self, batch: Batch, loss: float) -> None:
+    def record_step(self, batch: NumpyTokens, loss: float) -> None:
         """Count a step, and log the progress if it is due."""
         if not math.isfinite(loss):
             raise StateError(

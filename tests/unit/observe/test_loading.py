@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import urllib.request
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from benchmarks import machine
 
+import forebay
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
+from forebay.errors import MissingPackageError
 from forebay.load.loader import Loader
+from forebay.load.options import SampleOptions
+from forebay.load.sources import Mixture
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
 from forebay.observe.loading import progress, serve_metrics, words
 from support.calibration import scaled
@@ -63,7 +70,7 @@ def test_metrics_are_served(folder: Path) -> None:
 
 def test_every_wait_is_attributed(folder: Path) -> None:
     for prefetch in (0, 2):
-        loader = Loader(folder, seq_len=10, batch_size=7, prefetch=prefetch)
+        loader = Loader(folder, seq_len=10, batch_size=7, samples=SampleOptions(prefetch_batches=prefetch))
         total = 0.0
         for _ in loader:
             assert sum(loader.waits.seconds.values()) > total
@@ -78,18 +85,19 @@ def test_every_wait_is_attributed(folder: Path) -> None:
 
 def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
     waits = WaitTimes()
-    waits.add(1.0, 0.5, 0.2, "decode")
-    assert waits.seconds == dict.fromkeys(CAUSES, 0.0) | {"network": 0.5, "disk": 0.2, "decode": pytest.approx(0.3)}
-    waits.add(1.0, 4.0, 1.0, "queue")  # A thread waited longer than its consumer did.
+    waits.add(1.0, 0.5, 0.2, 0.1, "decode")
+    parts = {"network": 0.5, "disk": 0.2, "device": 0.1, "decode": pytest.approx(0.2)}
+    assert waits.seconds == dict.fromkeys(CAUSES, 0.0) | parts
+    waits.add(1.0, 4.0, 1.0, 1.0, "queue")  # A thread waited longer than its consumer did.
     assert waits.seconds["network"] == 1.5 and waits.seconds["queue"] == 0
 
 
 def test_the_bottleneck_is_told_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     waits = WaitTimes(lambda: now, every_s=30.0)
-    waits.add(20.0, 20.0, 0.0, "decode")
+    waits.add(20.0, 20.0, 0.0, 0.0, "decode")
     assert waits.check(30.0) is None  # The beginning.
-    waits.add(10.0, 9.0, 0.0, "decode")
+    waits.add(10.0, 9.0, 0.0, 0.0, "decode")
     with caplog.at_level(logging.WARNING, "forebay"):
         result = waits.check(60.0)
     assert result is not None and result.cause == "network" and result.speedup == pytest.approx(30 / 21)
@@ -111,3 +119,40 @@ def test_what_a_loader_reaches_of_this_machine(folder: Path, capsys: pytest.Capt
     assert report["loader_tokens_per_s"] > 0 and report["of_bare"] > 0 and report["resume_s"] > 0
     machine.main(arguments)
     assert "of the bare gather" in capsys.readouterr().out
+
+
+def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path) -> None:
+    loader = Loader(folder, seq_len=10, batch_size=10, epochs=2)
+    calls: list[tuple[dict[str, float], int]] = []
+    loader.add_callback(lambda metrics, step: calls.append((metrics, step)), every_steps=20)
+    total = sum(len(batch) for batch in loader)
+    assert total == 600 and [step for _, step in calls] == [20, 40, 60]
+    for metrics, step in calls:
+        assert metrics["tokens"] == 100 * step and metrics["tokens_per_s"] > 0 and 0 <= metrics["wait_share"] <= 1
+        causes = sum(metrics[f"wait_{cause}_share"] for cause in CAUSES)
+        assert metrics["wait_share"] == pytest.approx(causes)
+    assert [metrics["epoch"] for metrics, _ in calls] == [0, 1, 2]
+
+
+def test_callbacks_of_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[Any, ...]] = []
+    run = SimpleNamespace(log=lambda metrics, step: logged.append(("wandb", metrics["data/tokens"], step)))
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: logged.append((name, value, step)))
+    module: Any = ModuleType("mlflow")
+    module.log_metrics = lambda metrics, step: logged.append(("mlflow", metrics["data/tokens"], step))
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    loader = Loader(folder, seq_len=10, batch_size=10, steps=4)
+    for callback in (forebay.callbacks.wandb(run), forebay.callbacks.tensorboard(writer), forebay.callbacks.mlflow()):
+        loader.add_callback(callback, every_steps=4)
+    list(loader)
+    assert {("wandb", 400, 4), ("data/tokens", 400, 4), ("mlflow", 400, 4)} <= set(logged)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(MissingPackageError, match="pip install mlflow"):
+        forebay.callbacks.mlflow()
+
+
+def test_tokens_of_each_dataset_of_a_mixture(folder: Path) -> None:
+    loader = Loader(Mixture({"a": folder, "b": folder}, {"a": 3, "b": 1}), seq_len=10, batch_size=8, steps=10)
+    list(loader)
+    stats = loader.stats()
+    assert (stats["tokens.a"], stats["tokens.b"], stats["tokens"]) == (600, 200, 800)

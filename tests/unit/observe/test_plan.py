@@ -18,6 +18,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
+from forebay.load.options import OrderOptions
 from forebay.load.resources import RunSpec
 from forebay.load.sources import open_dataset
 from forebay.observe.plan import Fetches, bandwidth_needed, fetches_of, format_plan, make_plan, times_of
@@ -212,12 +213,15 @@ def make_dataset(folder: Path, num_slices: int, samples: int, seq_len: int) -> P
     return folder
 
 
-def run_it(server: OriginServer, cache: Path, budget: int, **given) -> tuple[dict[str, float], int]:
+def run_it(
+    server: OriginServer, cache: Path, budget: int, lanes: int, window: int, **given
+) -> tuple[dict[str, float], int]:
     """A loader's stats, and the most bytes that its cache held."""
     server.reset()
     max_value = 0
     position = {"cache_dir": cache, "cache_bytes": budget, "rank": 0, "world_size": 1}
-    with Loader(server.url, max_fetch_ratio=None, **position, **given) as loader:
+    order = OrderOptions(lanes=lanes, window_bytes=window * given["seq_len"] * 2, max_fetch_ratio=0)
+    with Loader(server.url, order=order, **position, **given) as loader:
         for _ in loader:
             current = 0
             for file in cache.iterdir():

@@ -1,0 +1,40 @@
+"""Functions for `Loader.add_callback`, which log its metrics as `data/NAME`: one for each logger.
+
+loader.add_callback(forebay.callbacks.wandb(wandb.init()), every_steps=50)
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from forebay.errors import MissingPackageError
+
+Callback: TypeAlias = Callable[[dict[str, float], int], object]
+
+
+def wandb(run: Any) -> Callback:
+    """Log to a run of Weights & Biases, as `wandb.init()` returns it."""
+    return lambda metrics, step: run.log(_named(metrics), step=step)
+
+
+def tensorboard(writer: Any) -> Callback:
+    """Log to a `torch.utils.tensorboard.SummaryWriter`."""
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        for name, value in _named(metrics).items():
+            writer.add_scalar(name, value, step)
+
+    return log
+
+
+def mlflow() -> Callback:
+    """Log to the active run of MLflow. Raises MissingPackageError without MLflow."""
+    try:
+        import mlflow as module  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise MissingPackageError("mlflow: expected the package mlflow, got none. Run: pip install mlflow") from error
+    log_metrics = module.log_metrics
+    return lambda metrics, step: log_metrics(_named(metrics), step=step)
+
+
+def _named(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"data/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,130 @@
+"""What a loader shows of itself: a description in lines, cards for notebooks, and the documents behind a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay import html
+from forebay.dataset.documents import Document, Documents
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import file_offset
+from forebay.errors import UsageError
+from forebay.load.resources import fetch_ratio
+from forebay.load.tokens import TokenCollator
+from forebay.units import format_bytes
+
+
+class TokenText:
+    """Decodes tokens with a dataset's tokenizer; pickled without it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._documents = Documents(dataset)
+
+    def __call__(self, tokens: NDArray[Any]) -> str:
+        return self._documents.text(tokens)
+
+    def __reduce__(self) -> Any:
+        return str, ()
+
+
+def describe(loader: Any) -> dict[str, str]:
+    """The description of a loader by name; see `Loader.describe`."""
+    run, order, options = loader.run, loader.order, loader.plan.options
+    unit = "rows" if loader.seq_len is None else f"samples of {loader.seq_len} tokens"
+    fields: dict[str, str] = {}
+    for name, dataset, index in zip(loader.datasets, loader.datasets.values(), loader.plan.indexes):
+        size = format_bytes(int(dataset.table.bytes.sum()))
+        fields[f"dataset {name}".strip()] = (
+            f"{dataset.name} ({dataset.path}), id {dataset.id[:12]}, {dataset.num_slices:,} slices, {size}; "
+            f"{index.num_samples:,} {unit}"
+        )
+    sizes = ", then ".join(f"{size:,} from step {step:,}" for step, size in loader.global_batch_sizes)
+    fields["global batch"] = sizes.removesuffix(" from step 0") if "then" not in sizes else sizes
+    fields["rank"] = f"{loader.rank} of {loader.world_size}"
+    fields["position"] = f"epoch {loader.epoch}, step {loader.step:,} of {_limit(run.num_steps)}"
+    if loader.mixture is None:
+        fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; {_limit(options.epochs)} epochs in a pass"
+    elif run.num_steps is not None:
+        fields["repeats"] = ", ".join(f"{name} {n:.2f} times" for name, n in _repeats(loader).items())
+    fields["order"] = (
+        f"seed {order.seed}, {order.num_lanes} lanes, windows of {order.window_samples:,} samples, assignment "
+        f"{options.order.assignment}" if order.shuffle else "as in the dataset"
+    )  # fmt: skip
+    fields["packing"] = f"{options.packing}, document masks {'on' if loader.plan.has_masks else 'off'}"
+    tail = loader.tail_tokens
+    if tail:
+        fields["tail"] = f"{tail:,} tokens an epoch in no sample"
+    return fields | _traffic(loader)
+
+
+def _limit(number: int | None) -> str:
+    return "unlimited" if number is None else f"{number:,}"
+
+
+def _repeats(loader: Any) -> dict[str, float]:
+    """How often the run reads each dataset of its mixture by its last step."""
+    run = loader.run
+    changes = run.weights.changes
+    stops = [step for step, _ in changes[1:]] + [run.num_steps]
+    samples = np.zeros(len(loader.datasets))
+    for (step, weights), stop in zip(changes, stops):
+        if step < run.num_steps:
+            taken = run.progress(min(stop, run.num_steps)).samples_taken - run.progress(step).samples_taken
+            samples += taken * np.array(weights) / sum(weights)
+    return {name: float(n / index.num_samples) for name, n, index in zip(loader.datasets, samples, loader.plan.indexes)}
+
+
+def _traffic(loader: Any) -> dict[str, str]:
+    """What a node fetches in an epoch and must keep."""
+    settings = loader.plan.cache
+    if settings is None:
+        return {"reading": "in place, from the dataset's directory; nothing is fetched"}
+    parts = loader.plan.needs(settings)
+    needs = [nodes[0] for _, _, nodes in parts]
+    ratio = max(fetch_ratio(spec, nodes, settings.budget_bytes) for spec, _, nodes in parts)
+    fetched, opened = sum(need.epoch_bytes for need in needs), sum(need.open_bytes for need in needs)
+    verified = loader.plan.options.cache.verify
+    return {
+        "fetched": f"{format_bytes(fetched)} by a node in an epoch; by all {ratio:.2f} times the dataset",
+        "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}; {format_bytes(opened)} of it "
+        f"are read at once; slices hashed: {verified}",
+    }  # fmt: skip
+
+
+def loader_card(loader: Any) -> str:
+    """The description as HTML."""
+    return html.card("Loader", describe(loader))
+
+
+def documents_of(loader: Any, batch: Any) -> list[list[Document]]:
+    """The documents of each sample of a batch; see `Loader.documents`."""
+    datasets = list(loader.datasets.values())
+    rows = []
+    for source, sample in zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()):
+        dataset = datasets[source]
+        rows.append([dataset.document(number) for number in _numbers(dataset, loader.plan.indexes[source], sample)])
+    return rows
+
+
+def _numbers(dataset: Dataset, index: Any, sample: int) -> list[int]:
+    if index.seq_len is None:
+        raise UsageError(f"documents: expected a dataset of layout tokens, got rows in {dataset.path}. Use dataset[i].")
+    key = int(np.searchsorted(index.bases, sample, "right")) - 1
+    collator = TokenCollator([index], document_masks=True)
+    opened = dataset.open_slice(key)
+    collator.open(key, key, opened)
+    starts, stops = collator.byte_ranges(key, np.array([sample - int(index.bases[key])]))
+    document_ends = np.asarray(opened.document_ends).astype(np.int64)
+    lengths, first, remaining = np.diff(document_ends, prepend=0), int(index.first_documents[key]), index.seq_len
+    offset, width = file_offset(opened.tokens), opened.tokens.itemsize
+    numbers: list[int] = []
+    for start, stop in zip(((starts - offset) // width).tolist(), ((stops - offset) // width).tolist()):
+        size = min(stop - start, remaining)  # The last token is a label only.
+        remaining -= size
+        if size:
+            low, high = np.searchsorted(document_ends, [start, start + size - 1], "right").tolist()
+            numbers += [n for n in range(low, high + 1) if n >= len(lengths) or lengths[n]]
+    return [first + number for number in dict.fromkeys(numbers)]

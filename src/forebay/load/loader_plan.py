@@ -1,0 +1,231 @@
+"""The plan of a loader's run: its datasets, samples, order and cache, from the Loader's arguments, checked.
+
+Opens the datasets' descriptions, and reads document ends where packing or lengths decide; no slice otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+
+from forebay.dataset.reader import Dataset
+from forebay.dataset.verified import user_cache
+from forebay.errors import UsageError
+from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
+from forebay.load.batch_planner import BatchPlanner, make_collator
+from forebay.load.chunk_source import CacheSettings, resolve_cache
+from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions, as_options
+from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, needs_of_nodes, sample_size
+from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
+from forebay.load.slices import SliceReader
+from forebay.load.sources import as_mixture, open_datasets, subsets_of
+from forebay.load.state import run_identity
+from forebay.order.bijection import derive_key
+from forebay.order.plan import Order
+from forebay.order.run import OwnedRun, Run
+from forebay.order.step_index import check_integer
+
+_log = logging.getLogger("forebay")
+
+
+class LoaderPlan:
+    """What a run reads; `arguments` and errors are the Loader's.
+
+    Attributes:
+        options: The arguments, with options objects in place of None.
+        datasets: By name in the mixture; of one dataset, "".
+        indexes: The samples of each dataset that the run reads.
+        run: The samples of each step; without an end except `steps`.
+        identity: What decides the samples; part of a state.
+        cached, cache: Whether each dataset is cached, and the settings if one is.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        for name in ("seq_len", "epochs", "steps", "cache_bytes"):
+            check_integer(name, arguments[name], 1)
+        options = self.options = SimpleNamespace(**arguments)
+        options.order = as_options("order", options.order, OrderOptions)
+        options.cache = as_options("cache", options.cache, CacheOptions)
+        options.network = as_options("network", options.network, NetworkOptions)
+        options.samples = as_options("samples", options.samples, SampleOptions)
+        _check(options)
+        self.rank, self.world_size = rank_of_world(options.rank, options.world_size)
+        self.is_owned = options.order.assignment == "owned"
+        self.has_masks = bool(options.document_masks) or options.packing == "best_fit"
+        self._open_datasets(options)
+        self._plan_run(options)
+        self._plan_batches(options)
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset, or the first of a mixture."""
+        return next(iter(self.datasets.values()))
+
+    def _open_datasets(self, options: SimpleNamespace) -> None:
+        self.mixture = as_mixture(options.dataset)
+        sources: Mapping[str, Any] = {"": options.dataset} if self.mixture is None else self.mixture.datasets
+        verify: Literal["once", "never"] = "never" if options.cache.verify == "never" else "once"
+        network = options.network
+        opened = open_datasets(list(sources.values()), network.identity, network.from_urls, verify)
+        self.datasets = dict(zip(sources, opened))
+        is_tokens = self.dataset.manifest.layout == "tokens"
+        if is_tokens == (options.seq_len is None):
+            raise UsageError(
+                f"seq_len: expected a number for a dataset of layout 'tokens' and none for 'rows', got "
+                f"{options.seq_len} for {self.dataset.manifest.layout!r} ({self.dataset.path})."
+            )
+        self.seq_len: int | None = options.seq_len
+        if self.mixture is not None and options.epochs not in (1, None):
+            raise UsageError(f"epochs: expected none for a mixture, got {options.epochs}. Give steps= instead.")
+
+    def _plan_run(self, options: SimpleNamespace) -> None:
+        sizes = batch_sizes(options.batch_size, options.global_batch_size, self.world_size)
+        smallest = min(size for _, size in sizes.changes)
+        if self.world_size > smallest:
+            raise UsageError(
+                f"global_batch_size: expected at least a sample for each of {self.world_size} ranks, got {smallest}. "
+                "Use larger batches, or fewer ranks."
+            )
+        drop_last, shuffle, seed = bool(options.samples.drop_last), bool(options.shuffle), int(options.seed)
+        self.indexes = [
+            plan_samples(
+                dataset, self.seq_len, packing=options.packing, documents=documents, split=options.split,
+                validation=options.samples.validation_fraction, cache_dir=user_cache() / "counts",
+            )
+            for dataset, documents in zip(self.datasets.values(), subsets_of(self.mixture, options.samples.documents))
+        ]  # fmt: skip
+        batch, owner = sizes.largest, {}
+        if self.is_owned:
+            if self.mixture is not None or drop_last or len(sizes.changes) > 1:
+                raise UsageError(
+                    "assignment='owned': expected one dataset, one batch size and no drop_last, got others. Use "
+                    "assignment='global' for these."
+                )
+            batch = -(-batch // self.world_size)
+            self.indexes[0], num_samples, names = owned_samples(
+                self.dataset, self.indexes[0], self.rank, self.world_size, options.order.worker_names or None
+            )
+            owner = {"rank": self.rank, "workers": names}
+        # Datasets of a mixture have seeds of their own: datasets of equal size must not have equal orders.
+        seeds = [seed]
+        if self.mixture is not None:
+            seeds = [int.from_bytes(derive_key(seed, "source", name), "little") for name in self.datasets]
+        orders = [
+            Order(
+                index.counts,
+                key,
+                batch,
+                options.order.lanes,
+                window,
+                shuffle,
+                drop_last,
+                sample_size(dataset.table.bytes, index.counts, dataset.table.chunk_bytes),
+            )
+            for dataset, index, key, window in zip(self.datasets.values(), self.indexes, seeds, self._windows())
+        ]
+        for index, dataset in zip(self.indexes, self.datasets.values()):
+            if index.num_samples < (batch if drop_last and self.mixture is None else 1):
+                raise UsageError(
+                    f"{dataset.path}: expected at least one batch an epoch, got {index.num_samples} samples of "
+                    f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
+                )
+        if self.is_owned:
+            self.run: Run = OwnedRun(orders[0], batch, num_samples, epochs=None, num_steps=options.steps)
+        else:
+            weights = None if self.mixture is None else self.mixture.plan
+            self.run = Run(orders, sizes, weights=weights, drop_last=drop_last, epochs=None, num_steps=options.steps)
+        self.identity = owner | run_identity(self.run, self.datasets, self.indexes, seed, drop_last)
+
+    def _windows(self) -> list[int | None]:
+        """The window of each dataset's order in samples."""
+        window_bytes = self.options.order.window_bytes
+        if window_bytes is None:
+            return [None] * len(self.datasets)
+        tables = [dataset.table for dataset in self.datasets.values()]
+        if self.seq_len is not None:
+            sample_bytes = [self.seq_len * (2 if self.dataset.manifest.dtype == "U16" else 4)] * len(tables)
+        else:
+            sample_bytes = [max(1, int(table.bytes.sum()) // max(1, int(table.count.sum()))) for table in tables]
+        return [max(1, window_bytes // size) for size in sample_bytes]
+
+    def _plan_batches(self, options: SimpleNamespace) -> None:
+        manifest, samples = self.dataset.manifest, options.samples
+        self._collation = {
+            "dtype": token_dtype(samples.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64,
+            "document_masks": options.document_masks, "pad_id": samples.pad_id,
+            "trim_padding": bool(samples.trim_padding),
+        }  # fmt: skip
+        make_collator(self.indexes, **self._collation)  # Checks its arguments.
+        listen = options.network.listen
+        self.cached, self.cache = resolve_cache(
+            list(self.datasets.values()), cache_dir="ram" if options.cache.tier == "ram" else options.cache_dir,
+            cache_bytes=options.cache_bytes, connections=options.network.connections,
+            readahead_bytes=options.cache.readahead_bytes, share=listen == "auto" or listen or False,
+            verify=options.cache.verify == "open",
+        )  # fmt: skip
+        if self.cache is not None:
+            self.cache = self._check_traffic(self.cache)
+
+    def open_slices(self, run: Run, every: tuple[int, int], shares: bool) -> tuple[SliceReader, BatchPlanner]:
+        """New readers of slices and batches of `run`: of steps k, k + n, ... from where they start, for `every` (k, n).
+
+        Args:
+            shares: False: do not serve slices to peers.
+        """
+        cache, verify = self.cache, self.options.cache.verify == "open"
+        if cache is not None and not shares:
+            cache = replace(cache, share=False)
+        datasets = list(self.datasets.values())
+        slices = SliceReader(datasets, self.cached, run, self.rank, self.world_size, cache, verify)
+        collator = make_collator(self.indexes, **self._collation)
+        return slices, BatchPlanner(run, self.indexes, collator, slices, self.rank, self.world_size, every)
+
+    def needs(self, settings: CacheSettings) -> list[tuple[RunSpec, Order, list[NodeNeeds]]]:
+        """The needs of each kind of node, `needs_of_nodes`, for each dataset that is cached."""
+        alone, order_options, parts = self.is_owned, self.options.order, []  # Owners have orders of their own.
+        for dataset, index, order, window, is_cached in zip(
+            self.datasets.values(), self.indexes, self.run.orders, self._windows(), self.cached
+        ):
+            spec = RunSpec(
+                name=dataset.name, slice_bytes=dataset.table.bytes, slice_samples=index.counts, seq_len=self.seq_len,
+                global_batch=order.global_batch, world_size=1 if alone else self.world_size, seed=order.seed,
+                ranks_per_node=1 if alone else ranks_per_node(self.world_size), lanes=order_options.lanes,
+                window=window, shuffle=order.shuffle, drop_last=order.drop_last, cache_bytes=settings.budget_bytes,
+                chunk_bytes=dataset.table.chunk_bytes, mixture=self.mixture is not None,
+                max_fetch_ratio=order_options.max_fetch_ratio, swarm=bool(settings.share),
+            )  # fmt: skip
+            if is_cached:
+                parts.append((spec, order, needs_of_nodes(spec, order)))
+        return parts
+
+    def _check_traffic(self, settings: CacheSettings) -> CacheSettings:
+        parts = self.needs(settings)
+        open_bytes = [nodes[0].open_bytes for _, _, nodes in parts]
+        for (spec, order, nodes), opened in zip(parts, open_bytes):
+            if self.mixture is not None:  # Its datasets share the cache; ranks read parts of all lanes.
+                ratio = spec.max_fetch_ratio if self.world_size == 1 else None
+                share = settings.budget_bytes * opened // max(1, sum(open_bytes))
+                spec = replace(spec, cache_bytes=share, max_fetch_ratio=ratio)
+            warning = check_traffic(spec, order, nodes)
+            if warning is not None:
+                _log.warning("%s: %s", spec.name, warning)
+        return replace(settings, open_bytes=sum(open_bytes))
+
+
+def _check(options: SimpleNamespace) -> None:
+    """Check what needs no dataset. Raises UsageError."""
+    check_choice("packing", options.packing, PACKINGS)
+    check_choice("split", options.split, SPLITS)
+    if isinstance(options.seed, bool) or not isinstance(options.seed, (int, np.integer)):
+        raise UsageError(f"seed: expected an integer, got {options.seed!r}.")
+    if options.cache.tier == "ram" and options.cache_dir is not None:
+        raise UsageError(f"cache_dir: expected none for a cache in memory, got {options.cache_dir}. Leave it out.")
+    if str(options.cache_dir) == "ram":
+        raise UsageError("cache_dir: expected a directory, got 'ram'. Use cache='ram' for a cache in memory.")
+    if options.samples.max_documents and not options.document_masks and options.packing != "best_fit":
+        raise UsageError("max_documents: expected document_masks=True with it. Add that, or leave it out.")

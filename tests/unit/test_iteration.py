@@ -1,0 +1,215 @@
+"""What one `for` over a loader gives: the rest of a pass, the next pass, a view that moves nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forebay
+from forebay import Loader, Mixture, OrderOptions, SampleOptions
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import UsageError
+from forebay.load.prefetch import Prefetcher
+from support.calibration import scaled
+
+SEQ_LEN = 8
+ARGUMENTS: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 7, "seed": 3}
+SAMPLES = 50  # 8 steps an epoch.
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(5):
+        tokens = np.arange(i * 100, i * 100 + SEQ_LEN * SAMPLES // 5, dtype=np.uint16)
+        write_token_slice(folder / f"{i}.safetensors", tokens, np.array([30, len(tokens)], np.uint64))
+    import_slices(folder, "tiny")
+    return folder
+
+
+def ids(batches: Any, count: int | None = None) -> list[list[int]]:
+    result = []
+    for batch in batches:
+        result.append(batch.sample_ids.tolist())
+        if len(result) == count:
+            break
+    return result
+
+
+def test_three_loops_give_what_one_of_three_epochs_gives(data: Path) -> None:
+    full = ids(Loader(data, epochs=3, **ARGUMENTS))
+    loader = Loader(data, **ARGUMENTS)
+    epochs = []
+    for epoch in range(3):
+        assert (loader.epoch, loader.step, len(loader)) == (epoch, 8 * epoch, 8)
+        epochs.append(ids(loader))
+    assert epochs[0] + epochs[1] + epochs[2] == full and len({str(epoch) for epoch in epochs}) == 3
+    assert loader.steps_per_epoch == 8 and loader.epoch == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    epochs=st.integers(1, 3), breaks=st.lists(st.tuples(st.integers(1, 26), st.booleans()), max_size=5),
+    owned=st.booleans(), drop_last=st.booleans(),
+)  # fmt: skip
+def test_any_breaks_and_resumes_give_the_same_batches(
+    data: Path, epochs: int, breaks: list[tuple[int, bool]], owned: bool, drop_last: bool
+) -> None:
+    arguments = {**ARGUMENTS, "epochs": epochs, "samples": SampleOptions(drop_last=drop_last and not owned)}
+    if owned:
+        arguments["order"] = OrderOptions(assignment="owned")
+    full = ids(Loader(data, **{**arguments, "epochs": 3 * epochs}))
+    per_pass, loader, seen = len(full) // 3, Loader(data, **arguments), []
+    for count, resume in breaks:
+        remaining = per_pass - len(seen) % per_pass
+        batches = ids(loader, count)
+        assert len(batches) == min(count, remaining)
+        seen += batches
+        if resume:
+            state = json.loads(json.dumps(loader.state_dict()))
+            loader = Loader(data, **arguments)
+            loader.load_state_dict(state)
+        assert loader.step == len(seen) and loader.epoch == len(seen) // (per_pass // epochs)
+    seen += ids(loader)
+    assert len(seen) % per_pass == 0 and seen[: len(full)] == full[: len(seen)]
+
+
+def test_a_state_of_the_last_batch_begins_the_next_epoch(data: Path) -> None:
+    loader = Loader(data, **ARGUMENTS)
+    states = [loader.state_dict() for _ in loader]
+    other = Loader(data, **ARGUMENTS)
+    other.load_state_dict(states[-1])
+    assert other.epoch == 1 and ids(other) == ids(loader) == ids(Loader(data, epochs=2, **ARGUMENTS))[8:]
+
+
+def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = Loader(data, steps=11, **ARGUMENTS)
+    assert [len(ids(loader)), len(loader), len(ids(loader))] == [8, 3, 3] and not caplog.records
+    assert ids(loader) == [] and "all 11 steps of the run are done" in caplog.text
+    assert len(Loader(data, steps=11, epochs=None, **ARGUMENTS)) == 11
+
+
+def test_a_length_is_exact_or_a_type_error(data: Path) -> None:
+    assert len(Loader(data, epochs=2, **ARGUMENTS)) == len(ids(Loader(data, epochs=2, **ARGUMENTS))) == 16
+    growing = Loader(data, seq_len=SEQ_LEN, global_batch_size=[(0, 5), (4, 10), (9, 25)], epochs=1)
+    for _ in range(3):
+        assert len(growing) == len(ids(growing))
+    endless = Loader(data, epochs=None, **ARGUMENTS)
+    assert len(ids(endless, 30)) == 30 and endless.epoch == 3
+    mixture = Mixture({"a": data, "b": data}, {"a": 1, "b": 2})
+    for loader in (endless, Loader(mixture, **ARGUMENTS)):
+        with pytest.raises(TypeError, match="Give steps="):
+            len(loader)
+    with pytest.raises(TypeError, match="no epochs"):
+        _ = Loader(mixture, **ARGUMENTS).steps_per_epoch
+    with pytest.raises(UsageError, match="epochs: expected none for a mixture"):
+        Loader(mixture, epochs=2, **ARGUMENTS)
+
+
+def test_take_gives_the_same_batches_and_moves_nothing(data: Path) -> None:
+    full = ids(Loader(data, epochs=2, **ARGUMENTS))
+    loader = Loader(data, samples=SampleOptions(prefetch_batches=2), **ARGUMENTS)
+    first = loader.take(3)
+    assert ids(first) == ids(first) == full[:3] and len(first) == 3 and loader.step == 0
+    seen = []
+    for batch in loader:
+        seen.append(batch.sample_ids.tolist())
+        if len(seen) < 8:  # After the last batch the loader is at the next epoch.
+            assert ids(loader.take(2)) == full[:2]
+    assert seen == full[:8]
+    assert ids(loader.take()) == ids(loader.take(100)) == full[8:] and ids(loader) == full[8:]
+    assert ids(loader.take(0)) == []
+    mixed = Loader(Mixture({"a": data, "b": data}, {"a": 1, "b": 2}), **ARGUMENTS)
+    assert ids(mixed.take(4)) == ids(mixed, 4)
+    with pytest.raises(TypeError, match="Give n"):
+        mixed.take()
+    assert not [thread for thread in threading.enumerate() if thread.name == "forebay-loader"]
+
+
+def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path) -> None:
+    loader = Loader(data, cache_dir=tmp_path, cache_bytes=1 << 20, **ARGUMENTS)
+    ids(loader)
+    assert loader.stats()["fetched_slices"] == 5
+    ids(loader)
+    assert loader.stats()["fetched_slices"] == 5 and loader.stats()["slices_opened"] >= 10
+
+
+def test_ranks_of_a_process_group(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
+    for name, value in {"is_available": True, "is_initialized": True, "get_rank": 2, "get_world_size": 4}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    sizes = {"seq_len": SEQ_LEN, "global_batch_size": 8}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # Of the machines, as some launchers set it: the group decides.
+    loader = Loader(data, **sizes)
+    assert (loader.rank, loader.world_size) == (2, 4)
+    tensor_parallel = Loader(data, rank=1, world_size=2, **sizes)  # An axis of the group.
+    assert (tensor_parallel.rank, tensor_parallel.world_size) == (1, 2)
+    for wrong in ({"rank": 1, "world_size": 4}, {"rank": 0, "world_size": 3}, {"rank": 0, "world_size": 8}):
+        with pytest.raises(UsageError, match="those of the process group, 2 of 4"):
+            Loader(data, **wrong, **sizes)
+
+
+def _numbers(count: int, made: list[int]) -> Iterator[int]:
+    for i in range(count):
+        made.append(i)
+        yield i
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
+    made: list[int] = []
+    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, made)), depth, lambda n: 10 * n)
+    got = []
+    for item in prefetcher:
+        got.append(item)
+        if item % 70 == 0:
+            time.sleep(0.004)  # The caller is busy: the thread works ahead.
+    assert got == list(range(0, 500, 10))
+    prefetcher.close()
+
+
+def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
+    made: list[int] = []
+    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, made)), 3)
+    assert next(prefetcher) == 0
+    deadline = time.monotonic() + scaled(5)
+    while len(made) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.01)
+    assert made == [0, 1, 2, 3] and [next(prefetcher) for _ in range(5)] == [1, 2, 3, 4, 5]
+    prefetcher.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "forebay-loader"]
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise ValueError("broken")
+
+    prefetcher: Prefetcher[int] = Prefetcher((n for n in source()), 4)
+    assert next(prefetcher) == 1
+    time.sleep(0.01)
+    assert next(prefetcher) == 2
+    with pytest.raises(ValueError, match="broken"):
+        next(prefetcher)
+    prefetcher.close()
+
+
+def test_the_arguments_are_fifteen_and_four_objects() -> None:
+    import inspect
+
+    names = list(inspect.signature(Loader.__init__).parameters)[1:]
+    assert names[-4:] == ["order", "cache", "network", "samples"] and len(names) == 15 + 4
+    assert {"OrderOptions", "CacheOptions", "NetworkOptions", "SampleOptions"} <= set(forebay.__all__)
