@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from starlette.responses import Response
 
-from forebay.cache.cache import SliceCache
+from forebay.cache.cache import ChunkCache
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
@@ -136,8 +136,8 @@ def test_the_door_keeps_out_whom_the_access_file_does(world: Path, tmp_path: Pat
 
 def test_a_slice_that_vanished_from_a_cache_is_answered_404(world: Path, tmp_path: Path) -> None:
     row = open_dataset(world / "c4").table.row(0)
-    cache = SliceCache(tmp_path / "cache", 1 << 20)
-    assert put(cache, (world / "c4" / row.name).read_bytes()) == row.sha256
+    cache = ChunkCache(tmp_path / "cache", 1 << 20)
+    assert put(cache, (world / "c4" / row.name).read_bytes(), row.chunk_bytes) == row.sha256
     path = f"/v1/slices/{row.sha256}"
     with (
         SliceShare(Identity.load(world / "a"), cache, {row.sha256: (row.bytes, "c4")}, "127.0.0.1", 0) as share,

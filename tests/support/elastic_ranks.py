@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forebay.cache.planned_use import PlannedUses
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
 from forebay.simulate.network import STALL_S, SimNetwork
@@ -30,6 +29,7 @@ from forebay.worker.membership_state import (
     Request,
     T,
 )
+from support.planned_use import PlannedUses
 from support.swarm_readers import Reader
 
 _AHEAD = 8

@@ -245,9 +245,9 @@ class CacheFill(Scenario):
     contents = (b"a" * 3000, b"b" * 3000)
 
     def cache(self, folder: Path) -> Any:
-        from forebay.cache.cache import SliceCache
+        from forebay.cache.cache import ChunkCache
 
-        return SliceCache(folder / "cache", 10_000)
+        return ChunkCache(folder / "cache", 30_000)
 
     def act(self, folder: Path) -> None:
         from support.cached import put
@@ -256,7 +256,7 @@ class CacheFill(Scenario):
         for data in self.contents:
             sha256 = put(cache, data)
             os.utime(cache.path_of(sha256))
-            assert cache.pin_all([sha256])
+            assert cache.get(sha256, pin=True)
 
     def see(self, folder: Path) -> State:
         cache = self.cache(folder) if (folder / "cache").exists() else None

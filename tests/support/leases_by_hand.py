@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forebay.cache.cache import SliceCache
+from forebay.cache.cache import ChunkCache
 from forebay.network.client import Client
 from forebay.scheduler.messages import ExchangeReply
 from forebay.storage.peer_source import FromUrls
@@ -25,8 +25,8 @@ class FetchingWorker:
     def __init__(
         self, client: Client, directory: Path, cache_bytes: int = 1_000_000, from_urls: FromUrls = "any"
     ) -> None:
-        self.cache = SliceCache(directory, cache_bytes)
-        state = LeaseState(4, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
+        self.cache = ChunkCache(directory, cache_bytes)
+        state = LeaseState(4, cache_bytes, 0.1, lambda grant: self.cache.unpin_slice(grant.sha256))
         self.leases = LeaseBuffer(state)
         self.index = CacheIndex(self.cache)
         self.fetcher = SliceFetcher(client, self.cache, self.index, self.leases, 0.2, from_urls=from_urls)

@@ -96,7 +96,8 @@ def test_a_fetch_counts_in_full_until_it_ends(tmp_path: Path) -> None:
     other.pin([(same, chunks)])
     claimed_twice, reason = other.claim(same, chunks)
     assert not len(claimed_twice) and not reason  # One fetch of a chunk.
-    assert "no room" in str(pytest.raises(UsageError, put_chunks, other, content(1), CHUNK, [0]).value)
+    with pytest.raises(UsageError, match="no room"):
+        put_chunks(other, content(1), CHUNK, [0])
     entry.marks[0] = PRESENT
     cache.complete(entry, claimed)  # The others failed.
     assert cache.used_bytes() == 2 * MAP + CHUNK and same.marks.tolist() == [PRESENT, ABSENT, ABSENT, ABSENT]

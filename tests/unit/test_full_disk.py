@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 from test_journal import lease, open_journal, use
 
-from forebay.cache.cache import SliceCache
+from forebay.cache.cache import ChunkCache
 from forebay.coordinator.messages import LogLine, Rules, RunState
 from forebay.coordinator.server import Coordinator
 from forebay.coordinator.store import RunStore
@@ -30,7 +29,7 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.journal import JOURNAL_NAME, Journal, lock_state
 from forebay.scheduler.server import SchedulerService
-from support.cached import put, reserve
+from support.cached import info_of, put, reserve
 from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
@@ -221,14 +220,13 @@ def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
 
 
 def test_the_cache_takes_slices_again(small_disk: Path) -> None:
-    cache, data = SliceCache(small_disk, 1 << 20), b"x" * 100_000
+    cache, data = ChunkCache(small_disk, 1 << 20), b"x" * 100_000
     sha256 = put(cache, data)
     filler = fill(small_disk)
-    assert cache.get(sha256) and SliceCache(small_disk, 1 << 20).get(sha256)
-    other = hashlib.sha256(b"y" * 100_000).hexdigest()
-    cache.pin(sha256)
+    assert cache.get(sha256, pin=True) and ChunkCache(small_disk, 1 << 20).get(sha256)
+    other = info_of(b"y" * 100_000)
     with pytest.raises(UsageError, match=rf"{small_disk}: its disk is full"):
-        reserve(cache, other, 100_000)
+        reserve(cache, other)
     filler.unlink()
-    assert put(cache, b"y" * 100_000) == other
-    assert cache.get(other) and cache.get(sha256)
+    assert put(cache, b"y" * 100_000) == other.sha256
+    assert cache.get(other.sha256) and cache.get(sha256)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from forebay.cache.eviction import part_bytes
 from forebay.errors import NetworkError, UsageError
 from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
@@ -23,7 +22,7 @@ from forebay.storage.part_file import PartFile
 from forebay.worker import fetching
 from forebay.worker.fetching import CacheIndex
 from forebay.worker.lease_state import ActiveLease
-from support.cached import reserve
+from support.cached import put
 from support.calibration import scaled
 from support.handlers import Request, serve
 from support.leases_by_hand import DATASET, FetchingWorker, answer
@@ -248,13 +247,10 @@ def test_a_full_disk_ends_the_work_only_once_it_lasts(
 
 def test_a_slice_waits_for_room_until_others_are_used(worker: FetchingWorker, make_node: Nodes) -> None:
     """The cache is full of pinned slices: nothing fails, and what is let go makes room."""
-    other = hashlib.sha256(b"other").hexdigest()
-    reserved = reserve(worker.cache, other, part_bytes(800_000))
-    reserved.part.write_bytes(bytes(800_000))
-    reserved.commit()
-    worker.cache.pin(other)
+    other = put(worker.cache, bytes(800_000))
+    assert worker.cache.get(other, pin=True)
     current = lease(worker, make_node("a"))
     time.sleep(0.2)
     assert current.path is None and not current.ended
-    threading.Timer(0.05, worker.cache.unpin, [other]).start()
+    threading.Timer(0.05, worker.cache.unpin_slice, [other]).start()
     assert worker.fetched(current) == CONTENT
