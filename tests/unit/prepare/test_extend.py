@@ -109,7 +109,7 @@ def test_a_child_is_extended_again(old: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kinds", [["exact"], ["exact", "minhash"], ["lines"], ["sentences"], ["substring"]])
 def test_new_documents_are_compared_with_the_parents(tmp_path: Path, kinds: list[str]) -> None:
-    dedup = {"dedup": {kind: True for kind in kinds}}
+    dedup = {"dedup": dict.fromkeys(kinds, True)}
     before = write_texts(tmp_path / "first", 0, 40)
     parent = prepare(tmp_path / "first", tmp_path / "old", **dedup).open()
     assert texts_of(parent) == before
@@ -213,7 +213,7 @@ def test_what_cannot_be_is_refused_before_any_work(old: Path, tmp_path: Path) ->
         prepare(tmp_path / "second", old, old)
     with pytest.raises(UsageError, match="expected --to dataset, got text"):
         prepare_dataset([tmp_path / "second"], tmp_path / "new", extend=old, to="text")
-    with pytest.raises(UsageError, match="got format 1. Upgrade it: forebay import"):
+    with pytest.raises(UsageError, match=r"got format 1\. Upgrade it: forebay import"):
         prepare(tmp_path / "second", tmp_path / "new", FORMAT_1)
     shutil.copytree(FORMAT_1, tmp_path / "imported")
     import_slices(tmp_path / "imported")
