@@ -252,5 +252,11 @@ def _opened(path: str) -> Dataset:
 
 
 def parent_of(parent: Dataset | None) -> dict[str, Any]:
-    """The part of a lineage that names the parent."""
-    return {} if parent is None else {"parent": {"id": parent.id, "slices": parent.num_slices}}
+    """The part of a lineage that names the parent, and the datasets that this extends, the nearest first."""
+    if parent is None:
+        return {}
+    own, earlier = {"id": parent.id, "slices": parent.num_slices}, parent.manifest.lineage.get("parent")
+    if not earlier:
+        return {"parent": own}
+    ancestors = [{name: earlier[name] for name in own}, *earlier.get("ancestors", [])]
+    return {"parent": {**own, "ancestors": ancestors}}

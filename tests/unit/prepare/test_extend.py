@@ -104,7 +104,11 @@ def test_a_child_is_extended_again(old: Path, tmp_path: Path) -> None:
     child = prepare(tmp_path / "second", tmp_path / "new", old).open()
     grandchild = prepare(tmp_path / "third", tmp_path / "newer", tmp_path / "new").open()
     assert rows_of(grandchild)[: child.num_slices] == rows_of(child) and len(grandchild) == 60
-    assert grandchild.manifest.lineage["parent"]["id"] == child.id and verify_dataset(grandchild.path).ok
+    parent = open_dataset(old)
+    assert grandchild.manifest.lineage["parent"] == {
+        "id": child.id, "slices": child.num_slices, "ancestors": [{"id": parent.id, "slices": parent.num_slices}]
+    }  # fmt: skip
+    assert verify_dataset(grandchild.path).ok
 
 
 @pytest.mark.parametrize("kinds", [["exact"], ["exact", "minhash"], ["lines"], ["sentences"], ["substring"]])
