@@ -127,6 +127,21 @@ def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_i
     assert verify_dataset(tmp_path / "copy", dataset.id).ok
 
 
+def test_a_directory_gets_the_hashes_where_no_peer_has_them(
+    dataset: Dataset, make_identity: Make, tmp_path: Path
+) -> None:
+    expected = (dataset.path / CHUNKS_FILE).read_bytes()
+    (dataset.path / CHUNKS_FILE).unlink()
+    discovery = LocalDiscovery()
+    with DataNode(make_identity("node"), [dataset], HOST, 0, discovery):
+        remote = open_remote(URL, identity=make_identity("reader"), discovery=discovery)
+        opened = open_target(tmp_path / "copy", tmp_path / "tmp")
+        assert mirror(remote, opened).complete
+        opened.close()
+    assert (tmp_path / "copy" / CHUNKS_FILE).read_bytes() == expected
+    assert verify_dataset(tmp_path / "copy", dataset.id).ok
+
+
 @pytest.mark.parametrize("change", ["lineage", "chunk_bytes", "table_sha256"])
 def test_a_peer_that_sends_another_manifest_is_refused(
     dataset: Dataset, make_identity: Make, tmp_path: Path, change: str
