@@ -87,7 +87,7 @@ def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
         return rows_of(
             create_huggingface_dataset(
                 "tiny_shakespeare", rank, world_size, num_batches=4, batch_size=batch_size, seq_len=32,
-                streaming=streaming,
+                streaming=streaming, lanes=3,
             )
         )  # fmt: skip
 

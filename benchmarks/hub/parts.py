@@ -149,7 +149,7 @@ def ranks(hub: ServerProcess, folder: Path, ask: argparse.Namespace) -> Iterator
     files = len(list(hub.folder.rglob("*.parquet")))
     for world in (2, 6):
         figures: list[Figure] = []
-        for subject in ("stream", "records", "datasets"):
+        for subject in ("stream", "one lane", "datasets"):
             name = SUBJECTS[subject].label
             try:
                 results = [run(subject, hub, folder, rank=rank, world=world) for rank in range(world)]

@@ -27,16 +27,20 @@ class Subject:
 
 
 class TextStreamFeed:
-    def __init__(self, tokenizer: str, shuffle: int, rank: int, world: int, partition: str = "samples") -> None:
+    def __init__(self, tokenizer: str, shuffle: int, rank: int, world: int, lanes: int | None = None) -> None:
         import forebay
+        from forebay.stream import StreamOptions
 
         self.stream = forebay.TextStream(
             f"hf:{NAME}", tokenizer=tokenizer, seq_len=SEQ_LEN, batch_size=BATCH, rank=rank, world_size=world,
-            shuffle_buffer=shuffle, seed=1, partition=partition,
+            shuffle=shuffle > 0, seed=1, epochs=1 if (lanes or world) == 1 else None,
+            options=StreamOptions(lanes=lanes, shuffle_documents=shuffle),
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.stream:
+            if batch.epoch:
+                return  # of several lanes: this rank's share was read
             yield batch.inputs
 
     def state(self) -> Any:
@@ -46,9 +50,9 @@ class TextStreamFeed:
         self.stream.load_state_dict(state)
 
 
-class RecordsFeed(TextStreamFeed):
+class OneLaneFeed(TextStreamFeed):
     def __init__(self, tokenizer: str, shuffle: int, rank: int, world: int) -> None:
-        super().__init__(tokenizer, shuffle, rank, world, "records")
+        super().__init__(tokenizer, shuffle, rank, world, 1)
 
 
 class GuideFeed:
@@ -141,7 +145,7 @@ class CollectedFeed:
 
 SUBJECTS = {
     "stream": Subject("forebay.TextStream", "", TextStreamFeed),
-    "records": Subject("forebay.TextStream, partition='records'", "", RecordsFeed),
+    "one lane": Subject("forebay.TextStream, lanes=1", "", OneLaneFeed),
     "guide": Subject("create_huggingface_dataset", "", GuideFeed),
     "datasets": Subject("HF datasets, batched map", "hf", DatasetsFeed),
     "collected": Subject("the guide's first code: a list of 100 batches", "hf", CollectedFeed),

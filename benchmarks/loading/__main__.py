@@ -5,6 +5,7 @@
     cold     from starting an interpreter to the first batch
     resume   a state loaded in mid-epoch by a fresh process
     elastic  a change of world size in mid-epoch
+    documents  our loader alone: document masks, packing and a filter beside the default
 
 All parts by default: half an hour for 200 M tokens on two cores. scripts/peers.sh loaders installs the peers in
 .venv-peers-loaders; set FOREBAY_LOADER_PEERS to use another folder.
@@ -20,10 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.loading import cold, corpus, elastic, fleet, peers, resume, speed
+from benchmarks.loading import cold, corpus, documents, elastic, fleet, peers, resume, speed
 from benchmarks.measure import Figure, show, working_folder
 
-PARTS = ("speed", "torch", "cold", "resume", "elastic")
+PARTS = ("speed", "torch", "cold", "resume", "elastic", "documents")
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -54,9 +55,11 @@ def prepare_peers() -> None:
 
 def measure(ask: argparse.Namespace, folder: Path) -> None:
     """Write the formats, measure the parts, print a table of each."""
-    large = folder / f"corpus-{int(ask.tokens)}"
-    corpus.make(large, int(ask.tokens) // corpus.SEQ_LEN)
-    entries = fleet.prepare(ask.peers, large)
+    large, entries = folder / f"corpus-{int(ask.tokens)}", []
+    if ask.parts != ["documents"]:
+        prepare_peers()
+        corpus.make(large, int(ask.tokens) // corpus.SEQ_LEN)
+        entries = fleet.prepare(ask.peers, large)
     for entry in (entry for entry in entries if not entry.failed):
         print(f"  {entry.label}: {entry.versions}, {entry.stored_bytes / 1e6:.0f} MB", flush=True)
     scratch = folder / "scratch"
@@ -75,6 +78,9 @@ def measure(ask: argparse.Namespace, folder: Path) -> None:
         "cold": lambda: cold.measure(large, entries, ask.rounds),
         "resume": lambda: resume.measure(large, entries, ask.rounds, scratch),
         "elastic": changed,
+        "documents": lambda: documents.measure(
+            documents.write(folder / f"documents-{int(ask.tokens)}", int(ask.tokens)), ask.rounds, ask.seconds
+        ),
     }
     for name in ask.parts:
         started = time.perf_counter()
@@ -89,7 +95,6 @@ def measure(ask: argparse.Namespace, folder: Path) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the requested parts."""
     ask = arguments(argv)
-    prepare_peers()
     with working_folder(ask.folder) as folder:
         measure(ask, folder)
     return 0

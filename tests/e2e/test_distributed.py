@@ -179,8 +179,8 @@ def test_control_c_ends_a_worker_after_its_step() -> None:
 def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
     with pytest.raises(CoordinatorUnreachableError, match="forebay coordinator"):
         alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", timeout_s=0.3), [])
-    with pytest.raises(UsageError, match="partition"):
-        alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", partition="records"), [])
+    with pytest.raises(UsageError, match="lanes: expected 1 with a coordinator, got 2"):
+        alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", lanes=2), [])
 
 
 def test_a_worker_that_waits_for_others_can_be_stopped() -> None:

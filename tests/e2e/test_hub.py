@@ -23,8 +23,10 @@ STREAM = """
 import json, re, sys, time
 from pathlib import Path
 from forebay import TextStream
+from forebay.stream import StreamOptions
 began = time.process_time()
-stream = TextStream("hf:a/large", tokenizer="bytes", seq_len=1024, batch_size=8, shuffle_buffer=100)
+options = StreamOptions(shuffle_documents=100)
+stream = TextStream("hf:a/large", tokenizer="bytes", seq_len=1024, batch_size=8, options=options)
 batch = next(iter(stream))
 first_s = time.process_time() - began  # A processor's seconds: the clock tells how busy the machine is.
 # Not ru_maxrss, which begins with that of the process that forked this one.

@@ -12,6 +12,7 @@ import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import zstandard
 from forebay.errors import PrepareError
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from forebay.stream import TextStream
+from forebay.stream import StreamOptions, TextStream
 from support.shared_data import shared_data
 
 ROWS = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(240)]
@@ -101,10 +102,12 @@ WRITERS: dict[str, Callable[[list[dict[str, str]]], bytes]] = {
 
 def stream(inputs: Any, **changes: Any) -> TextStream:
     defaults: dict[str, Any] = {
-        "tokenizer": "bytes", "seq_len": 64, "global_batch_size": 12, "rank": 0, "world_size": 1, "shuffle_buffer": 20,
-        "prefetch": 0,
+        "tokenizer": "bytes", "seq_len": 64, "global_batch_size": 12, "rank": 0, "world_size": 1, "lanes": 1,
+        "shuffle_documents": 20, "prefetch_batches": 0,
     }  # fmt: skip
-    return TextStream(inputs, **{**defaults, **changes})
+    arguments = {**defaults, **changes}
+    options = {field.name: arguments.pop(field.name) for field in fields(StreamOptions) if field.name in arguments}
+    return TextStream(inputs, options=StreamOptions(**options), **arguments)
 
 
 def facts(value: Any) -> list[Any]:
@@ -141,14 +144,14 @@ def test_each_document_once(folder: Path) -> None:
     assert documents(folder) == Counter(row["text"] for row in ROWS)
 
 
-@pytest.mark.parametrize("shuffle_buffer", [0, 20])
-def test_resume_is_exact(folder: Path, shuffle_buffer: int) -> None:
-    settings = {"epochs": 2, "shuffle_buffer": shuffle_buffer}
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_resume_is_exact(folder: Path, shuffle: bool) -> None:
+    settings = {"epochs": 2, "shuffle": shuffle}
     full = facts(stream(folder, **settings))
     running = stream(folder, **settings)
     states = [running.state_dict(), *(running.state_dict() for _ in running)]
     assert len(states) == len(full) + 1
-    for stop in range(0, len(states), 3 if shuffle_buffer else 7):
+    for stop in range(0, len(states), 3 if shuffle else 7):
         second = stream(str(folder / "*"), **settings)
         second.load_state_dict(json.loads(json.dumps(states[stop])))
         assert facts(second) == full[stop:]
@@ -188,13 +191,6 @@ def test_four_ranks_resume_on_three_and_five(tmp_path: Path) -> None:
         assert {len(rank) for rank in ranks} == {len(full) - 17}
 
 
-def test_ranks_part_the_records_of_fewer_files(folder: Path) -> None:
-    result: Counter[str] = Counter()
-    for rank in range(5):
-        result += documents(folder, partition="records", rank=rank, world_size=5)
-    assert result == Counter(row["text"] for row in ROWS)
-
-
 def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     lines = jsonl(ROWS[:40]).splitlines(keepends=True)
     lines[7] = b'{"text": "broken\n'
@@ -203,7 +199,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_bytes(b"".join(lines))
     full = gzip.compress(jsonl(ROWS[40:]))
     (tmp_path / "cut.jsonl.gz").write_bytes(full[: len(full) * 3 // 4])
-    settings = {"shuffle_buffer": 0}
+    settings = {"shuffle": False}
     created = stream(tmp_path, **settings)
     expected = facts(created)
     assert created.stats()["malformed"] == 3
@@ -221,7 +217,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
 def test_a_file_that_goes_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl(ROWS))
-    created = stream(path, prefetch=2)
+    created = stream(path, prefetch_batches=2)
     path.unlink()
     with pytest.raises(PrepareError, match=r"a\.jsonl"):
         list(created)
@@ -276,7 +272,12 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
 )
 def test_real_files(name: str, key: str) -> None:
     path, options = shared_data(name), ReadOptions(text_key=key)
-    settings = {"text_key": key, "seq_len": 256, "global_batch_size": 4 if path.is_file() else 512, "shuffle_buffer": 5}
+    settings = {
+        "text_key": key,
+        "seq_len": 256,
+        "global_batch_size": 4 if path.is_file() else 512,
+        "shuffle_documents": 5,
+    }
     records = [
         r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)
     ]

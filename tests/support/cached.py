@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
-import hashlib
+from pathlib import Path
 
-from forebay.cache.cache import NotReserved, Reservation, SliceCache
+import numpy as np
+
+from forebay.cache.cache import ChunkCache, NotReserved, Reservation
+from forebay.dataset.chunks import ChunkHasher, root_of
+from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
+from forebay.storage.chunk_file import PRESENT, ChunkFile
 
 
-def reserve(cache: SliceCache, sha256: str, num_bytes: int) -> Reservation:
-    """Room for a slice, whatever must go for it. Raises UsageError with the cache's reason if there is none."""
-    reserved = cache.try_reserve(sha256, num_bytes, evict="any")
+def info_of(content: bytes, chunk_bytes: int = 0) -> SliceInfo:
+    """What a table says of a slice with these bytes."""
+    return SliceInfo(0, "slice", len(content), root_of(leaves_of(content, chunk_bytes)), 0, 0, chunk_bytes)
+
+
+def leaves_of(content: bytes, chunk_bytes: int = 0) -> bytes:
+    hasher = ChunkHasher(chunk_bytes)
+    hasher.update(content)
+    return hasher.leaves()
+
+
+def reserve(cache: ChunkCache, info: SliceInfo) -> Reservation:
+    """Space for a slice. Raises UsageError with the cache's reason if there is none."""
+    reserved = cache.try_reserve(info)
     if isinstance(reserved, NotReserved):
         raise UsageError(reserved.detail or reserved.reason)
     return reserved
 
 
-def put(cache: SliceCache, content: bytes) -> str:
-    """The name of a slice that is in the cache from now on."""
-    sha256 = hashlib.sha256(content).hexdigest()
-    if cache.get(sha256) is None:
-        reserved = reserve(cache, sha256, len(content))
+def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 0) -> str:
+    """The id of a slice that is in the cache from now on, complete."""
+    info = info_of(content, chunk_bytes)
+    if cache.get(info.sha256) is None:
+        reserved = reserve(cache, info)
         assert cache.used_bytes() <= cache.budget_bytes
-        try:
-            reserved.part.write_bytes(content)
-            reserved.commit()
-        finally:
-            reserved.release()
-    return sha256
+        reserved.part.write_bytes(content)
+        reserved.commit()
+        cache.unpin_slice(info.sha256)
+    return info.sha256
+
+
+def put_chunks(cache: ChunkCache, content: bytes, chunk_bytes: int, chunks: list[int]) -> ChunkFile:
+    """The file of a slice of which these chunks are in the cache from now on, and pinned."""
+    info = info_of(content, chunk_bytes)
+    entry = cache.open(info)
+    if not entry.has_leaves:
+        entry.set_leaves(leaves_of(content, chunk_bytes))
+    cache.pin([(entry, np.array(chunks))])
+    claimed, reason = cache.claim(entry, np.array(chunks))
+    if reason:
+        cache.unpin([(entry, np.array(chunks))])
+        raise UsageError(reason)
+    write(entry.path, content, chunk_bytes, claimed.tolist())
+    entry.marks[claimed] = PRESENT
+    cache.complete(entry, claimed)
+    return entry
+
+
+def write(path: Path, content: bytes, chunk_bytes: int, chunks: list[int]) -> None:
+    with path.open("r+b") as file:
+        for chunk in chunks:
+            file.seek(chunk * chunk_bytes)
+            file.write(content[chunk * chunk_bytes : (chunk + 1) * chunk_bytes])

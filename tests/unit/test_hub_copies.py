@@ -27,6 +27,7 @@ from forebay.prepare.inputs import find_inputs
 from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
 from forebay.storage.hub_copies import download_hub, fetch_tokenizer
 from forebay.storage.hub_splits import HubSplit, find_split
+from forebay.stream import StreamOptions
 from support.hub_repos import write_jsonl, write_repo
 from support.hub_server import TOKEN, HubServer
 
@@ -50,7 +51,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def stream(inputs: object) -> TextStream:
-    return TextStream(inputs, tokenizer="bytes", seq_len=512, batch_size=4, shuffle_buffer=20, prefetch=0)
+    options = StreamOptions(shuffle_documents=20, prefetch_batches=0)
+    return TextStream(inputs, tokenizer="bytes", seq_len=512, batch_size=4, options=options)
 
 
 def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer) -> None:

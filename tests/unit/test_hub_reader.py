@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
 from forebay.storage import remote_file
-from forebay.storage.remote_file import BlockCache, HubStream
+from forebay.storage.remote_file import BlockCache, BlockStream
 
 
 class _File:
@@ -28,7 +28,7 @@ class _File:
         self.under_way, self.most, self.ranges = 0, 0, list[tuple[int, int]]()
         self.refuse: Callable[[int], bool] = lambda start: False
         self.blocks = BlockCache()
-        self.reader = HubStream("url", size, self.blocks)
+        self.reader = BlockStream("hf://url", size, "", self.blocks)
         _File.current = self
         self._lock = threading.Lock()
 

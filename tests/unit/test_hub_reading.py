@@ -26,6 +26,7 @@ from forebay.errors import (
 from forebay.formats.inputs import ReadOptions
 from forebay.storage.http import retry_delay_s
 from forebay.storage.hub_splits import find_split
+from forebay.stream import StreamOptions
 from forebay.stream.hub import records_of
 from support.cuttable import CuttableServer
 from support.hub_repos import write_jsonl, write_parquet, write_repo
@@ -102,18 +103,18 @@ def batches_of(stream: TextStream) -> list[tuple[list[list[int]], dict[str, Any]
     return [(batch.inputs.tolist(), stream.state_dict()) for batch in stream]
 
 
-@pytest.mark.parametrize("shuffle_buffer", [0, 7])
+@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("name", ["HuggingFaceFW/fineweb-edu", "EleutherAI/pile"])
-def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle_buffer: int) -> None:
+def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle: bool) -> None:
     def make() -> TextStream:
         return TextStream(
             f"hf:{name}",
             tokenizer="bytes",
             seq_len=4096,
             batch_size=8,
-            shuffle_buffer=shuffle_buffer,
+            shuffle=shuffle,
             epochs=2,
-            prefetch=0,
+            options=StreamOptions(shuffle_documents=7, prefetch_batches=0),
         )
 
     full = batches_of(make())
@@ -130,7 +131,7 @@ def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle_buff
 def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.stream.hub.RUN_FILES", 8)
+    monkeypatch.setattr("forebay.stream.records.RUN_FILES", 8)
     hub.directory, hub.page_size = tmp_path / "hub", 6
     repo = write_repo(tmp_path / "hub/datasets/a/b")
     for number in range(20):
@@ -262,7 +263,7 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
 
 def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
     def stream(name: str) -> TextStream:
-        return TextStream(name, tokenizer="bytes", seq_len=64, batch_size=2, shuffle_buffer=0)
+        return TextStream(name, tokenizer="bytes", seq_len=64, batch_size=2, shuffle=False)
 
     first = stream("hf:HuggingFaceFW/fineweb")
     next(iter(first))

@@ -21,12 +21,19 @@ from forebay.order.bijection import (
     random_words,
     subkeys,
 )
-from forebay.order.plan import Order, default_lanes, lease_order, samples_per_slice
+from forebay.order.plan import (
+    MAX_LANES,
+    Order,
+    SampleSize,
+    default_lanes,
+    default_window,
+    lease_order,
+    samples_per_slice,
+)
 from forebay.order.run import BatchSizes, Run
-from forebay.order.windows import node_spans
 from support.calibration import scaled
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "order_v3.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "order_v4.json"
 WORLDS = (1, 2, 3, 5, 7, 8, 13, 64, 100, 1000, 4095, 4096)
 
 law = settings(deadline=None, max_examples=60)  # A busy machine is no failure.
@@ -40,7 +47,6 @@ orders = st.builds(
     lanes=st.none() | st.integers(1, 90),
     window=st.none() | st.integers(1, 70),
     shuffle=st.booleans(),
-    head=st.none() | st.integers(0, 60),
 )
 
 
@@ -48,7 +54,7 @@ def copy_of(order: Order) -> Order:
     """The same order, with no table of an epoch yet."""
     return Order(
         order.samples_per_slice, order.seed, order.global_batch, order.num_lanes, order.window_samples,
-        order.shuffle, order.drop_last, order.head_samples,
+        order.shuffle, order.drop_last,
     )  # fmt: skip
 
 
@@ -69,7 +75,7 @@ def first_uses(order: Order, epoch: int, rank: int, world_size: int) -> tuple[np
 
 def test_lanes_come_to_new_slices_in_turn() -> None:
     """No step after the first windows waits for many new slices: each lane begins its windows at another time."""
-    order = Order(np.full(400, 96), 5, 8, lanes=8, window=192, head=0)
+    order = Order(np.full(400, 96), 5, 8, lanes=8, window=192)
     _, steps = first_uses(order, 0, 0, 1)
     later = steps[steps > 192]
     assert len(later) > 300
@@ -81,8 +87,9 @@ def test_lanes_come_to_new_slices_in_turn() -> None:
 
 
 def vectors() -> dict[str, object]:
-    """What tests/golden/order_v3.json holds. It changes only with a new version of the order."""
+    """What tests/golden/order_v4.json holds. It changes only with a new version of the order."""
     big = (1 << 62, (1 << 62) - 1, (1 << 40) + 15)
+    shapes = [(8, 10**4), (512, 10**6), (512, 10**9), (4096, 10**9), (6000, 10**9)]
     some = Order(np.array([30, 0, 17, 64, 5, 41]), 11, 12, lanes=5, window=9)
     return {
         "derive_key": {"1,a,2": derive_key(1, "a", 2).hex(), "-5,12": derive_key(-5, "12").hex()},
@@ -94,7 +101,7 @@ def vectors() -> dict[str, object]:
             str(n): permute(np.array([0, 1, n // 2, n - 1], np.uint64), n, derive_key(7)).tolist() for n in big
         },
         "global_batches": [some.share(e, s, 0, 1).tolist() for e in (0, 1) for s in (0, 7, 13)],
-        "head": [Order(np.full(9, 50), 3, 12, head=h).share(0, 2, 0, 1).tolist() for h in (None, 0, 30)],
+        "default_shape": [[default_lanes(b, n, SampleSize()), default_window(b, n, SampleSize())] for b, n in shapes],
         "default_order": Order(np.full(9, 50), 3, 96).share(2, 1, 0, 1).tolist(),
         "lease_order": lease_order(5, 1, 3, 100, 90, 100).tolist(),
     }
@@ -275,7 +282,6 @@ def test_promise_local(num_slices: int, size: int, shape: tuple[int, int], world
 
     Bound: a rank's run of ceil(b / W) slots covers at most ceil((ceil(b / W) - 1) / k) + 1 lanes of k = b / C slots,
     and a lane of n samples lies in at most (n - 2) // m + 2 slices of m samples. The short last batch is left out.
-    Every rank reads the one slice of the first epoch's head too.
     """
     batch, lanes = shape
     order = Order(np.full(num_slices, size), 4, batch, lanes=lanes, drop_last=True)
@@ -284,51 +290,51 @@ def test_promise_local(num_slices: int, size: int, shape: tuple[int, int], world
     lane = -(-order.num_samples // lanes)
     bound = most_lanes * max(1, (lane - 2) // size + 2)
     for rank in {0, world_size // 2, world_size - 1}:
-        for epoch, of_head in ((0, 1), (1, 0)):
+        for epoch in (0, 1):
             slices, _ = first_uses(order, epoch, rank, world_size)
-            assert len(slices) <= min(num_slices, bound + of_head)
-
-
-@pytest.mark.parametrize("batch", [1024, 96, 100, 97, 127, 67, 89, 158])
-def test_a_rank_of_eight_reads_about_an_eighth(batch: int) -> None:
-    """Also where no number of lanes divides the batch: then two ranks read the lanes at their shares' edges."""
-    order = Order(np.full(4000, 60), 4, batch)
-    for rank in range(8):
-        slices, _ = first_uses(order, 0, rank, 8)
-        assert len(slices) <= 1.6 * 4000 / 8
+            assert len(slices) <= min(num_slices, bound)
 
 
 @law
-@given(orders, st.integers(0, 3), st.data())
-def test_promise_bounded(order: Order, epoch: int, data: st.DataObject) -> None:
-    """A step reads open windows only, and a window of w samples lies in at most (w - 2) // m + 2 slices."""
-    step = data.draw(st.integers(0, order.steps_per_epoch - 1))
-    slices, _ = order.locate(order.share(epoch, step, 0, 1))
-    spans = node_spans(order, (0, 1), 1, first_epoch=epoch)
-    opened = np.unique(spans.slices[(spans.first <= step) & (step <= spans.last)])
-    assert set(slices.tolist()) <= set(opened.tolist())
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 300), st.integers(1000, 10**5))
+def test_any_number_of_ranks_has_lanes_of_its_own_by_default(
+    batch: int, world_size: int, num_slices: int, size: int
+) -> None:
+    """So all ranks together read each slice about once, whatever their number and the batch are."""
+    order = Order(np.full(num_slices, size), 4, batch)
+    assert order.num_lanes % batch == 0 or batch > MAX_LANES
+    if batch > MAX_LANES or world_size > batch:
+        return
+    owners: dict[int, int] = {}
+    for step in range(min(order.num_samples // batch, order.num_lanes // batch + 1)):
+        for rank in {0, world_size // 3, world_size // 2, world_size - 1}:
+            for lane in (order.positions(step, rank, world_size) % order.num_lanes).tolist():
+                assert owners.setdefault(lane, rank) == rank
+
+
+@pytest.mark.parametrize("num_bytes", [10**9, 10**11, 3 * 10**13])
+@pytest.mark.parametrize("batch", [1, 8, 100, 512, 1000, 4096])
+def test_the_windows_of_the_default_order_are_small(num_bytes: int, batch: int) -> None:
+    """Together with what lies between them and chunks' edges, half of a cache of 2 % or 1 GiB; a few chunks a lane."""
+    size = SampleSize(4096.0, 1 << 16)
+    num_samples = num_bytes // 4096
+    lanes = default_lanes(batch, num_samples, size)
+    open_bytes = lanes * (default_window(lanes, num_samples, size) * 4096 + 2 * size.chunk_bytes)
+    assert lanes % batch == 0
+    assert open_bytes <= max(min(num_bytes // 50, 1 << 30), lanes * 4 * size.chunk_bytes)
+
+
+@law
+@given(orders, st.integers(0, 3))
+def test_promise_bounded(order: Order, epoch: int) -> None:
+    """A sample is read within a window of where its lane comes to it."""
+    positions = np.arange(order.num_samples)
+    slices, samples = order.samples_at(epoch, positions)
     if order.shuffle:
-        fewest = int(order.samples_per_slice[order.samples_per_slice > 0].min())
-        per_lane = -(-order.global_batch // order.num_lanes)
-        windows = order.num_lanes * ((per_lane - 1 + order.window_samples - 1) // order.window_samples + 1)
-        assert len(opened) <= windows * max(1, (order.window_samples - 2) // fewest + 2)
-
-
-@law
-@given(counts, st.integers(), st.integers(1, 50), st.none() | st.integers(0, 60))
-def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head: int | None) -> None:
-    order = Order(np.array(sizes), seed, batch, head=head)
-    slices, within = order.samples_at(0, np.arange(order.num_samples))
-    if order.head_samples:
-        assert len(set(slices[: order.head_samples].tolist())) == 1
-        assert order.head_samples == min(sizes[slices[0]], order.num_samples // 8 if head is None else head)
-    else:
-        assert head == 0 or order.num_samples < 8
-    assert sorted(zip(slices.tolist(), within.tolist())) == [(i, j) for i, n in enumerate(sizes) for j in range(n)]
-    for step in range(order.head_samples // batch):
-        assert set(order.locate(order.share(0, step, 0, 1))[0].tolist()) == {slices[0]}
-    later = [Order(np.array(sizes), seed, batch, head=h).share(1, 0, 0, 1).tolist() for h in (0, head)]
-    assert later[0] == later[1]
+        near = order.epoch_at(epoch).positions_near(slices, samples)
+        assert (near % order.num_lanes == positions % order.num_lanes).all()
+        assert (np.abs(near - positions) < order.window_samples * order.num_lanes).all()
+    assert np.array_equal(order.sample_ids_of(slices, samples), order.sample_ids_at(epoch, positions))
 
 
 @law
@@ -361,7 +367,7 @@ def test_threads_may_share_an_order() -> None:
 
 def test_over_an_epoch_few_slices_are_open_at_once() -> None:
     """A slice is needed while its windows are open; only those cut by a lane's edge (one an edge) are needed twice."""
-    order = Order(np.full(3000, 50), 2, 32)
+    order = Order(np.full(3000, 50), 2, 32, lanes=32, window=100)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step in range(order.steps_per_epoch):
@@ -408,9 +414,14 @@ def test_without_shuffle_the_ranks_read_the_datasets_own_order() -> None:
 
 def test_drop_last_and_default_lanes() -> None:
     assert Order(np.array([11]), 0, 4, drop_last=True).steps_per_epoch == 2
-    batches = (1, 7, 64, 96, 100, 1024, 4096, 97, 89)
-    assert [default_lanes(batch, 10_000) for batch in batches] == [1, 7, 64, 48, 50, 64, 64, 49, 45]
-    assert [default_lanes(16, slices) for slices in (0, 1, 31, 32, 81, 255, 256, 1000)] == [1, 1, 1, 2, 4, 8, 16, 16]
+    large, small, whole = 10**9, 10**5, SampleSize(4096.0, 64 << 20)
+    batches = (1, 7, 64, 100, 512, 1024, 4096, 5000, 8192, 97 * 89)
+    assert [default_lanes(b, large, SampleSize()) for b in batches] == [
+        512, 511, 512, 500, 512, 1024, 4096, 2500, 4096, 4096
+    ]  # fmt: skip
+    assert [default_lanes(b, small, SampleSize()) for b in (1, 7, 64)] == [9, 7, 64]
+    # Of format 1, whose chunks are whole slices: as many as leave a lane four of them.
+    assert [default_lanes(b, 16384 * 100, whole) for b in (1, 16, 64, 1024)] == [1, 16, 25, 16]
 
 
 def test_samples_per_slice() -> None:

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, UsageError
+from forebay.load import packing
 from forebay.load.packing import (
     DocumentSpans,
     DocumentSubset,
-    SampleSegments,
-    chunk_segments,
-    count_fit,
+    PackedRows,
+    count_sections,
     document_spans,
-    fit_segments,
+    merge_spans,
+    pack_section,
 )
 
 law = settings(deadline=None, max_examples=200)
@@ -40,10 +41,9 @@ def pieces(draw: st.DrawFn) -> DocumentSpans:
     return DocumentSpans(np.array(starts, np.int64), np.array(stops, np.int64))
 
 
-def segments(rows: SampleSegments) -> Iterator[list[tuple[int, int, int]]]:
-    for first, last in zip(rows.first_segments[:-1].tolist(), rows.first_segments[1:].tolist()):
-        columns = (rows.starts, rows.lengths, rows.last_labels)
-        yield list(zip(*(column[first:last].tolist() for column in columns)))
+def ranges(rows: PackedRows) -> Iterator[list[tuple[int, int]]]:
+    for first, last in zip(rows.first_ranges[:-1].tolist(), rows.first_ranges[1:].tolist()):
+        yield list(zip(rows.starts[first:last].tolist(), rows.lengths[first:last].tolist()))
 
 
 def spans(result: DocumentSpans) -> list[tuple[int, int]]:
@@ -76,25 +76,23 @@ def best_fit_longest_first(sizes: list[int], capacity: int) -> list[int]:
 @law
 @given(pieces(), st.integers(1, 20))
 def test_fit_has_every_token_once_and_cuts_nothing_that_fits(found: DocumentSpans, seq_len: int) -> None:
-    rows = list(segments(fit_segments(found, seq_len)))
+    stops = dict(spans(found))
     tokens: list[int] = []
-    last_of = {stop - 1: stop for _, stop in spans(found)}
-    starts_of = dict(spans(found))
-    for row in rows:
-        assert sum(length for _, length, _ in row) == seq_len and all(length > 0 for _, length, _ in row)
-        assert all(start >= 0 for start, _, _ in row[:-1])  # Padding is last.
-        for start, length, follow in row:
-            if start < 0:
-                assert follow == -1
-                continue
+    first_tokens = []
+    for row in ranges(pack_section(found, seq_len)):
+        assert all(length > 0 for _, length in row) and row == sorted(row)
+        if row[0][1] == seq_len + 1:  # With the label, as the document continues in another row.
+            assert len(row) == 1 and row[0][0] + seq_len not in stops.values()
+            row = [(row[0][0], seq_len)]
+        assert sum(length for _, length in row) <= seq_len
+        for start, length in row:
             tokens += range(start, start + length)
-            if start in starts_of and starts_of[start] - start <= seq_len:
-                assert length == starts_of[start] - start, "a document that fits was cut"
-            end = start + length
-            assert follow == (-1 if end - 1 in last_of else end)
+            if start in stops and stops[start] - start <= seq_len:
+                assert length == stops[start] - start, "a document that fits was cut"
+            assert start + length in stops.values() or (len(row) == 1 and length == seq_len)
+        first_tokens.append(row[0][0])
     assert sorted(tokens) == [token for start, stop in spans(found) for token in range(start, stop)]
-    lowest = [min(start for start, _, _ in row if start >= 0) for row in rows]
-    assert lowest == sorted(lowest)
+    assert first_tokens == sorted(first_tokens)
 
 
 @law
@@ -102,12 +100,29 @@ def test_fit_has_every_token_once_and_cuts_nothing_that_fits(found: DocumentSpan
 def test_fit_is_best_fit_longest_first_and_wastes_no_more_than_its_bound(found: DocumentSpans, seq_len: int) -> None:
     sizes = [stop - start for start, stop in spans(found)]
     full, rests = sum(size // seq_len for size in sizes), [size % seq_len for size in sizes if size % seq_len]
-    rows = fit_segments(found, seq_len)
-    rooms = sorted(sum(length for start, length, _ in row if start < 0) for row in segments(rows))
-    assert rooms == sorted([0] * full + best_fit_longest_first(rests, seq_len))
-    assert len(rows) == count_fit(found, seq_len)
+    rows = list(ranges(pack_section(found, seq_len)))
+    free = sorted(max(0, seq_len - sum(length for _, length in row)) for row in rows)
+    assert free == sorted([0] * full + best_fit_longest_first(rests, seq_len))
     # At most 11/9 of the least number of rows and 6/9 (Dosa 2007); first fit is never below the least.
     assert 9 * (len(rows) - full) <= 11 * first_fit(rests, seq_len) + 6
+
+
+@law
+@given(pieces(), st.integers(1, 20), st.integers(1, 50), st.integers(0, 100))
+def test_rows_are_counted_by_the_sections_in_which_documents_end(
+    found: DocumentSpans, seq_len: int, size: int, tail: int
+) -> None:
+    num_tokens = max([0, *found.stops.tolist()]) + tail
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_SECTION_ROWS", 0)
+        patch.setattr(packing, "_MIN_SECTION_TOKENS", size)
+        counts = count_sections(found, num_tokens, seq_len).tolist()
+    assert len(counts) == -(-num_tokens // size)
+    for section, count in enumerate(counts):
+        inside = (found.stops > section * size) & (found.stops <= (section + 1) * size)
+        assert count == len(
+            list(ranges(pack_section(DocumentSpans(found.starts[inside], found.stops[inside]), seq_len)))
+        )
 
 
 def test_fit_wastes_no_more_than_first_fit_on_documents_as_they_come() -> None:
@@ -117,42 +132,35 @@ def test_fit_wastes_no_more_than_first_fit_on_documents_as_they_come() -> None:
         result = DocumentSpans(np.append(0, stops[:-1]), stops)
         sizes = np.diff(stops, prepend=0)
         rests = sizes[sizes % seq_len > 0] % seq_len
-        fitted = len(fit_segments(result, seq_len)) - int((sizes // seq_len).sum())
+        fitted = int(count_sections(result, int(stops[-1]), seq_len).sum()) - int((sizes // seq_len).sum())
         assert fitted <= first_fit(rests.tolist(), seq_len)
         assert fitted <= -(-int(rests.sum()) // seq_len) * 1.01 + 1
 
 
+@pytest.mark.parametrize(("mean", "deviation"), [(4, 1), (5.9, 1), (6.5, 0.8)])
+def test_sections_add_less_than_half_a_percent_of_padding(mean: float, deviation: float) -> None:
+    lengths = np.maximum(1, np.random.default_rng(0).lognormal(mean, deviation, 20_000).astype(np.int64))
+    stops = np.cumsum(lengths)
+    found, num_tokens = DocumentSpans(stops - lengths, stops), int(stops[-1])
+    whole, sections = len(pack_section(found, 2048).first_ranges) - 1, count_sections(found, num_tokens, 2048)
+    assert len(sections) > 1 and 0 <= sections.sum() - whole < 0.005 * whole + 1
+
+
 def test_fit_does_not_depend_on_anything_else() -> None:
     result = DocumentSpans(np.array([0, 5, 7]), np.array([5, 7, 30]))
-    first, second = fit_segments(result, 8), fit_segments(result, 8)
-    assert list(segments(first)) == list(segments(second))
-    assert list(segments(first)) == [
-        [(0, 5, -1), (5, 2, -1), (-1, 1, -1)],
-        [(7, 8, 15)],
-        [(15, 8, 23)],
-        [(23, 7, -1), (-1, 1, -1)],
-    ]
+    first, second = pack_section(result, 8), pack_section(result, 8)
+    assert list(ranges(first)) == list(ranges(second))
+    assert list(ranges(first)) == [[(0, 5), (5, 2)], [(7, 9)], [(15, 9)], [(23, 7)]]
 
 
 @law
-@given(pieces(), st.integers(1, 20), st.booleans())
-def test_chunk_is_the_stream_of_what_is_kept(found: DocumentSpans, seq_len: int, masks: bool) -> None:
-    stream = [token for start, stop in spans(found) for token in range(start, stop)]
-    stops = {stop for _, stop in spans(found)}
-    rows = chunk_segments(found, seq_len, masks=masks)
-    assert len(rows) == found.num_tokens // seq_len == len(stream) // seq_len
-    for i, row in enumerate(segments(rows)):
-        tokens, labels, documents = [], [], 0
-        for start, length, follow in row:
-            tokens += range(start, start + length)
-            labels += [*range(start + 1, start + length), follow]
-            documents += 1
-        assert tokens == stream[i * seq_len : (i + 1) * seq_len]
-        following = [*stream, -1][i * seq_len + 1 : (i + 1) * seq_len + 1]
-        if masks:
-            following = [-1 if token + 1 in stops else follow for token, follow in zip(tokens, following)]
-            assert documents == 1 + sum(token + 1 in stops for token in tokens[:-1])
-        assert labels == following
+@given(pieces())
+def test_merged_spans_have_the_same_tokens_and_gaps_between_them(found: DocumentSpans) -> None:
+    merged = merge_spans(found)
+    assert [token for span in spans(merged) for token in range(*span)] == [
+        token for span in spans(found) for token in range(*span)
+    ]
+    assert (merged.starts[1:] > merged.stops[:-1]).all()
 
 
 @law
@@ -179,9 +187,8 @@ def test_empty_documents_and_empty_slices() -> None:
     for stops, tokens in (([], 0), ([0, 0], 0), ([], 5), ([2, 2, 5], 5)):
         result = document_spans(np.array(stops, np.uint64), tokens)
         assert result.num_tokens == tokens and (result.stops > result.starts).all()
-        assert len(fit_segments(result, 4)) == count_fit(result, 4) == -(-tokens // 4)
-        for masks in (True, False):
-            assert len(chunk_segments(result, 4, masks=masks)) == tokens // 4
+        assert len(pack_section(result, 4).first_ranges) - 1 == count_sections(result, tokens, 4).sum()
+        assert count_sections(result, tokens, 4).sum() == -(-tokens // 4)
 
 
 @pytest.mark.parametrize("ends", [[3, 2], [9], [1 << 63]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.order.plan import Order, samples_per_slice
-from forebay.order.run import BatchSizes, Run, Steps, Weights
+from forebay.order.run import NEVER, BatchSizes, Run, Steps, Weights
 
 law = settings(deadline=None, max_examples=60)
 
@@ -34,7 +34,6 @@ def orders(draw: st.DrawFn, batches: BatchSizes) -> Order:
         lanes=draw(st.none() | st.integers(1, 20)),
         window=draw(st.none() | st.integers(1, 40)),
         shuffle=draw(st.sampled_from([True, True, False])),
-        head=draw(st.none() | st.integers(0, 30)),
     )
 
 
@@ -225,11 +224,25 @@ def test_a_rank_of_a_run_reads_its_part_of_the_slices() -> None:
         assert len(set(slices.tolist())) <= 1.2 * 4000 / 8
 
 
-def test_the_first_batches_of_a_run_need_one_slice() -> None:
-    order = Order(np.full(100, 64), 4, 8)
-    run = Run([order], BatchSizes.of(8), epochs=2)
-    assert len(set(run.uses(0, 8, 0, 1)[2].tolist())) == 1
-    assert len(set(run.uses(8, 10, 0, 1)[2].tolist())) > 4
+@law
+@given(single_runs(), st.sampled_from([1, 2, 3, 5]), st.data())
+def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size: int, data: st.DataObject) -> None:
+    order = run.orders[0]
+    end = run.epoch_stop(0)
+    if end is None or (run.num_steps is not None and end >= run.num_steps) or len(run.batches.changes) > 1:
+        return
+    rank = data.draw(st.integers(0, world_size - 1))
+    stop = run.epoch_stop(end)
+    assert stop is not None
+    read = run.steps(end, stop, rank, world_size)
+    actual = end + np.repeat(np.arange(stop - end), np.diff(read.bounds))
+    expected = run.next_steps(0, read.slices, read.samples, (rank, rank + 1), world_size)
+    assert expected is not None
+    window = order.window_samples * order.num_lanes // order.global_batch + 2 if order.shuffle else 1
+    own = expected < NEVER
+    assert (np.abs(expected - actual)[own] <= window).all()
+    full = actual < stop - 1  # The short last batch takes from other lanes.
+    assert own[full].all() or order.num_lanes % order.global_batch != 0 or order.window_samples > 1
 
 
 # Mixtures.

@@ -17,12 +17,13 @@ from safetensors.numpy import save_file
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, UsageError
+from forebay.load import packing
+from forebay.load import tokens as tokens_module
 from forebay.load.batch_planner import make_collator
-from forebay.load.collate import ChunkCollator
-from forebay.load.documents import DocumentCollator
 from forebay.load.packing import DocumentSubset
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex, plan_samples
+from forebay.load.tokens import TokenCollator
 
 law = settings(deadline=None, max_examples=60)
 SEQ_LEN = 6
@@ -63,18 +64,19 @@ def flat(lists: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
-def kept_tokens(documents: DocumentSubset | None) -> list[list[int]]:
+def kept_tokens(documents: DocumentSubset | None, slices: Any = SLICES) -> list[list[int]]:
     """The tokens of each slice that a filter leaves, by the definition."""
-    owners = documents_of()
+    owners = documents_of(slices)
     sizes: dict[int, int] = {}
     for owner in flat(owners):
         sizes[owner] = sizes.get(owner, 0) + 1
+    excluded = set() if documents is None else set(documents.numbers.tolist())
     result, token = [], 0
     for mine in owners:
         retained = []
         for owner in mine:
             invalid = documents is not None and (
-                owner in documents.numbers
+                owner in excluded
                 or sizes[owner] < documents.min_tokens
                 or (documents.max_tokens is not None and sizes[owner] > documents.max_tokens)
             )
@@ -108,7 +110,32 @@ filters = st.builds(
 def test_chunk_is_the_kept_stream_of_each_slice(
     dataset: Dataset, documents: DocumentSubset | None, masks: bool
 ) -> None:
-    retained = kept_tokens(documents)
+    check_chunk(dataset, SLICES, documents, masks)
+
+
+MANY = tuple(
+    (np.random.default_rng(seed).integers(0, 20, num_documents).tolist(), rest)
+    for seed, (num_documents, rest) in enumerate(((300, 3), (0, 40), (65, 0)))
+)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Slices of more documents than are read at once; some are empty."""
+    return write(tmp_path_factory.mktemp("data") / "many", slices=MANY)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.none() | st.builds(DocumentSubset, st.lists(st.integers(0, 370), max_size=60), st.integers(0, 9)), st.booleans()
+)
+def test_chunk_of_many_documents(many: Dataset, documents: DocumentSubset | None, masks: bool) -> None:
+    check_chunk(many, MANY, documents, masks)
+
+
+def check_chunk(dataset: Dataset, slices: Any, documents: DocumentSubset | None, masks: bool) -> None:
+    """All samples, against a loop over lists of tokens."""
+    retained = kept_tokens(documents, slices)
     try:
         sample_index = plan_samples(dataset, SEQ_LEN, documents=documents)
     except UsageError:
@@ -117,7 +144,7 @@ def test_chunk_is_the_kept_stream_of_each_slice(
     assert sample_index.counts.tolist() == [len(tokens) // SEQ_LEN for tokens in retained]
     assert sample_index.tail_tokens == sum(len(tokens) % SEQ_LEN for tokens in retained)
     inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index, document_masks=masks)
-    owners = flat(documents_of())
+    owners = flat(documents_of(slices))
     row = 0
     for tokens in retained:
         for i in range(len(tokens) // SEQ_LEN):
@@ -128,16 +155,18 @@ def test_chunk_is_the_kept_stream_of_each_slice(
             assert (inputs[row].tolist(), labels[row].tolist()) == (chunk, following)
             row += 1
     if masks:
-        check_masks(inputs, labels, numbers, positions, edges, pad_id=0)
+        check_masks(inputs, labels, numbers, positions, edges, pad_id=0, slices=slices)
     else:
         assert numbers is positions is edges is None
 
 
-def check_masks(inputs: Any, labels: Any, numbers: Any, positions: Any, edges: Any, pad_id: int) -> None:
+def check_masks(
+    inputs: Any, labels: Any, numbers: Any, positions: Any, edges: Any, pad_id: int, slices: Any = SLICES
+) -> None:
     """Document numbers, positions and edges tell the same of where documents are."""
-    owners = flat(documents_of())
+    owners = flat(documents_of(slices))
     assert edges.dtype == np.int32 and edges[0] == 0 and edges[-1] == inputs.size
-    assert numbers.dtype == np.int32 and positions.dtype == inputs.dtype == labels.dtype
+    assert numbers.dtype == positions.dtype == np.int32 and inputs.dtype == labels.dtype
     begins = [
         row * SEQ_LEN + index
         for row in range(len(inputs))
@@ -178,6 +207,52 @@ def test_fit_has_every_kept_token_once(
     assert sorted(inputs[numbers >= 0].tolist()) == flat(retained)
     assert sample_index.tail_tokens == 0
     check_masks(inputs, labels, numbers, positions, edges, pad_id or 0)
+
+
+@law
+@given(st.none() | filters, st.integers(1, 40))
+def test_fit_packs_the_documents_that_end_in_a_section(
+    dataset: Dataset, documents: DocumentSubset | None, size: int
+) -> None:
+    owners, first = documents_of(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_SECTION_ROWS", 0)
+        patch.setattr(packing, "_MIN_SECTION_TOKENS", size)
+        try:
+            sample_index = plan_samples(dataset, SEQ_LEN, packing="fit", documents=documents)
+        except UsageError:
+            return
+        inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index)
+    check_masks(inputs, labels, numbers, positions, edges, pad_id=0)
+    row, samples = 0, iter(sample_index.sections.tolist())
+    for mine, tokens in zip(owners, kept_tokens(documents)):
+        last_of = {owner: first + i for i, owner in enumerate(mine)}
+        for section in range(-(-len(mine) // size)):
+            start, stop = first + section * size, first + (section + 1) * size
+            expected = [token for token in tokens if start <= last_of[mine[token - first]] < stop]
+            count = next(samples)
+            rows = slice(row, row + count)
+            assert sorted(inputs[rows][numbers[rows] >= 0].tolist()) == expected
+            row += count
+        first += len(mine)
+    assert row == sample_index.num_samples and next(samples, None) is None
+
+
+def test_a_plan_is_read_in_any_order(dataset: Dataset) -> None:
+    """A plan copies rows ahead."""
+    sample_index = plan_samples(dataset, SEQ_LEN)
+    expected = everything(dataset, sample_index, document_masks=True)
+    collator = make_collator([sample_index], document_masks=True)
+    for index in range(dataset.num_slices):
+        collator.open(index, index, dataset.open_slice(index))
+    keys = np.repeat(np.arange(dataset.num_slices), sample_index.counts)
+    plan = collator.plan(keys, np.concatenate([np.arange(count) for count in sample_index.counts]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens_module, "_READ_TOKENS", 4 * (SEQ_LEN + 1))
+        for start, stop in ((0, 2), (2, 4), (3, 6), (0, 1), (4, 4), (1, 9), (len(keys) - 1, len(keys))):
+            batch = collator.make(plan, start, stop)
+            assert all((made == whole[start:stop]).all() for made, whole in zip(batch[:2], expected[:2]))
+            assert (batch[3] == expected[3][start:stop]).all() and (batch[4] == expected[4][start:stop]).all()
 
 
 def test_fit_has_a_label_for_every_token_but_the_last_of_a_document(dataset: Dataset) -> None:
@@ -339,9 +414,8 @@ def test_a_rank_without_samples_gets_empty_batches(dataset: Dataset) -> None:
 def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) -> None:
     chunk, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="fit")
     some = plan_samples(dataset, SEQ_LEN, documents=DocumentSubset([1]))
-    assert isinstance(make_collator([chunk, chunk]), ChunkCollator)
-    for indexes, masks in (([chunk], True), ([fit], False), ([chunk, some], False)):
-        assert isinstance(make_collator(indexes, document_masks=masks), DocumentCollator)
+    for indexes, masks in (([chunk, chunk], False), ([chunk], True), ([fit], False), ([chunk, some], False)):
+        assert isinstance(make_collator(indexes, document_masks=masks), TokenCollator)
     save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
     rows = plan_samples(import_slices(tmp_path, "rows"), None, split="train", validation=0.25)
     assert rows.counts.tolist() == [3] and rows.offsets.tolist() == [1]

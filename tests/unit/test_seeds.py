@@ -13,7 +13,7 @@ from forebay.cli import make_parser
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference"
 PAGE = "".join((DOCS / f"seeds-{part}.md").read_text() for part in ("data", "training"))
-ITEMS = {"S0": 24, "S1": 34, "S2": 34, "S3": 19, "S4": 26}
+ITEMS = {"S0": 24, "S1": 34, "S2": 35, "S3": 19, "S4": 26}
 
 
 @pytest.mark.parametrize("seed", ITEMS)

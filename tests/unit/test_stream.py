@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import forebay
 from forebay.errors import DatasetError, PrepareError, StateError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.order.bijection import derive_key
-from forebay.stream import TextStream
+from forebay.stream import StreamOptions, TextStream
 from forebay.stream.documents import ShuffleBuffer
 from forebay.stream.hub import records_of
-from forebay.stream.state import StreamState
+from forebay.stream.state import LaneState
 
 EOS = 256
 TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
@@ -29,13 +30,15 @@ TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
 
 def stream(inputs: Any, **changes: Any) -> TextStream:
     defaults: dict[str, Any] = {
-        "tokenizer": "bytes", "seq_len": 16, "global_batch_size": 6, "rank": 0, "world_size": 1, "shuffle_buffer": 8,
-        "prefetch": 0,
+        "tokenizer": "bytes", "seq_len": 16, "global_batch_size": 6, "rank": 0, "world_size": 1, "lanes": 1,
+        "shuffle_documents": 8, "prefetch_batches": 0,
     }  # fmt: skip
     rows = (
         [{"text": item} if isinstance(item, str) else item for item in inputs] if isinstance(inputs, list) else inputs
     )
-    return TextStream(rows, **{**defaults, **changes})
+    arguments = {**defaults, **changes}
+    options = {field.name: arguments.pop(field.name) for field in fields(StreamOptions) if field.name in arguments}
+    return TextStream(rows, options=StreamOptions(**options), **arguments)
 
 
 def facts(given: Any) -> list[Any]:
@@ -58,7 +61,7 @@ def test_it_is_at_the_door() -> None:
 )
 def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, size: int) -> None:
     full = tokens_of([text.replace("\ufdd0", "").replace("\ufdd1", "") for text in texts])
-    created = stream(texts, seq_len=seq_len, global_batch_size=size, shuffle_buffer=0)
+    created = stream(texts, seq_len=seq_len, global_batch_size=size, shuffle=False)
     if len(full) < seq_len:
         with pytest.raises(DatasetError, match="at least one batch an epoch"):
             list(created)
@@ -78,25 +81,28 @@ def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, siz
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch: int) -> None:
+@pytest.mark.parametrize("prefetch_batches", [0, 2])
+def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) -> None:
     settings = {"epochs": 3, "drop_last": drop_last, "seq_len": 32}
     full = stream(TEXTS, **settings)
-    expected = facts(full)
+    expected, stats = facts(full), full.stats()
     assert len({str(epoch) for *_, epoch, _, _ in expected}) == 3
+    following = facts(full)
+    assert {epoch for *_, epoch, _, _ in following} == {3, 4, 5}
     for stop in range(len(expected) + 1):
-        first = stream(TEXTS, prefetch=prefetch, **settings)
+        first = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
         batches = iter(first)
         for _ in range(stop):
             next(batches)
         state = json.loads(json.dumps(first.state_dict()))
         batches.close()
-        second = stream(TEXTS, prefetch=prefetch, **settings)
+        second = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
         second.load_state_dict(state)
-        assert facts(second) == expected[stop:]
-        assert second.stats() == full.stats()
+        assert facts(second) == (expected[stop:] or following)
+        if stop < len(expected):
+            assert second.stats() == stats
         if stop % 5 == 0:
-            assert facts(first) == expected[stop:]  # leaving a loop and going on
+            assert facts(first) == (expected[stop:] or following)  # leaving a loop and going on
 
 
 def test_epochs_differ_and_seeds_too() -> None:
@@ -110,31 +116,14 @@ def test_epochs_differ_and_seeds_too() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
 def test_ranks_part_each_global_batch(world_size: int) -> None:
     full = facts(stream(TEXTS))
-    ranks = [facts(stream(TEXTS, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    ranks = [list(stream(TEXTS, rank=rank, world_size=world_size)) for rank in range(world_size)]
     assert {len(rank) for rank in ranks} == {len(full)}
     for step, expected in enumerate(full):
         for rank in range(world_size):
-            assert ranks[rank][step][2] == expected[2][rank::world_size]
-            assert ranks[rank][step][0] == expected[0][rank::world_size]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_records_are_parted_before_encoding(world_size: int) -> None:
-    settings = {"partition": "records", "world_size": world_size, "shuffle_buffer": 4}
-    seen: Counter[bytes] = Counter()
-    ids: list[int] = []
-    for rank in range(world_size):
-        item = stream(TEXTS, rank=rank, seq_len=1, **settings)
-        result = facts(item)
-        tokens = [token for fact in result for row in fact[0] for token in row]
-        seen.update(bytes(10 if token == EOS else token for token in tokens).split(b"\n"))
-        ids += [i for fact in result for i in fact[2]]
-        assert item.stats()["documents"] == len(TEXTS[rank::world_size])
-        half = stream(TEXTS, rank=rank, seq_len=1, **settings)
-        half.load_state_dict(_state_after(stream(TEXTS, rank=rank, seq_len=1, **settings), 7))
-        assert facts(half) == result[7:]
-    assert seen == Counter([text.encode() for text in TEXTS] + [b""] * world_size)
-    assert len(ids) == len(set(ids))
+            batch = ranks[rank][step]
+            ids = expected[2][rank::world_size]
+            assert batch.sample_ids.tolist() == ids and batch.weight == len(ids) * world_size / len(expected[2])
+            assert batch.inputs.tolist() == expected[0][rank::world_size] if ids else batch.inputs.shape == (1, 16)
 
 
 def _state_after(created: TextStream, batches: int) -> dict[str, Any]:
@@ -186,8 +175,8 @@ def test_any_document_may_come_next() -> None:
 
 def test_packed_tokens_and_texts() -> None:
     texts, tokens = (b"", "ü".encode(), b"x" * 1000), np.array([0, 1, 65535, 1 << 31], np.uint32)
-    state = StreamState(buffered=texts, tokens=tokens).to_dict({})
-    loaded = StreamState.from_dict(json.loads(json.dumps(state)), {}, np.uint32)
+    state = LaneState(buffered=texts, tokens=tokens).to_dict()
+    loaded = LaneState.from_dict(json.loads(json.dumps(state)), np.uint32)
     assert loaded.buffered == texts and loaded.tokens.tolist() == tokens.tolist()
     for changes in (
         {"buffer": state["pending"]},
@@ -196,14 +185,15 @@ def test_packed_tokens_and_texts() -> None:
         {"buffer": "YQ=="},
     ):
         with pytest.raises(StateError):
-            StreamState.from_dict({**state, **changes}, {}, np.uint32)
+            LaneState.from_dict({**state, **changes}, np.uint32)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"seed": 1}, {"seq_len": 8}, {"global_batch_size": 5}, {"shuffle_buffer": 9}, {"partition": "records"},
-        {"eos": False}, {"drop_last": True}, {"text_key": "body"}, {"buffer_bytes": 9},
+        {"seed": 1}, {"seq_len": 8}, {"global_batch_size": 5}, {"shuffle_documents": 9}, {"shuffle": False},
+        {"eos": False}, {"drop_last": True}, {"text_key": "body"}, {"shuffle_bytes": 9},
+        {"lanes": 2, "steps": 9}, {"warmup_documents": 2},
     ],
 )  # fmt: skip
 def test_states_of_other_streams_are_refused(changes: dict[str, Any]) -> None:
@@ -232,9 +222,10 @@ def test_damaged_states_are_refused() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"seq_len": 0}, {"batch_size": 2}, {"global_batch_size": None}, {"partition": "files"}, {"dtype": np.uint16},
-        {"rank": 2}, {"shuffle_buffer": -1}, {"epochs": 0},
-        {"partition": "records", "world_size": 7},
+        {"seq_len": 0}, {"batch_size": 2}, {"global_batch_size": None}, {"dtype": np.uint16},
+        {"lanes": 0}, {"lanes": 2},
+        {"rank": 2}, {"shuffle_documents": -1}, {"shuffle_bytes": -1}, {"steps": 0}, {"epochs": 0},
+        {"lanes": 4, "world_size": 4, "steps": 9},
     ],
 )  # fmt: skip
 def test_wrong_arguments(changes: dict[str, Any]) -> None:
@@ -318,4 +309,4 @@ def test_errors_of_the_caller_s_dataset_are_told() -> None:
 
     for prefetch in (0, 2):
         with pytest.raises(PrepareError, match="the disk is gone"):
-            list(stream(Broken(), prefetch=prefetch))
+            list(stream(Broken(), prefetch_batches=prefetch))

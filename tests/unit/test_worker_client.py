@@ -90,7 +90,7 @@ def test_effective_batch_size() -> None:
         ({"num_steps": 1.5}, "num_steps"),
         ({"worker_id": " "}, "worker_id"),
         ({"learning_rate": 0}, "learning_rate"),
-        ({"partition": "files"}, "partition"),
+        ({"lanes": 0}, "lanes"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:

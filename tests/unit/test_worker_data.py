@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, PrepareError, StateError, UnknownDatasetError, UsageError
+from forebay.stream.lane import StreamOptions
 from forebay.stream.text_stream import TextStream
 from forebay.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
 from forebay.worker.batches import Batches, dummy_samples
@@ -157,21 +158,22 @@ def test_dummies_as_tensors_leave_the_generator_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("lanes", [None, 1, 6])
 @pytest.mark.parametrize("world_size", range(1, 8))
-def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int) -> None:
-    alone = rows_of(text_dataset(texts, batch_size=2 * world_size))
-    parts = [rows_of(text_dataset(texts, batch_size=2, rank=rank, world_size=world_size)) for rank in range(world_size)]
+def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, lanes: int | None) -> None:
+    alone = rows_of(text_dataset(texts, batch_size=2 * world_size, lanes=lanes or world_size))
+    parts = [
+        rows_of(text_dataset(texts, batch_size=2, rank=rank, world_size=world_size, lanes=lanes))
+        for rank in range(world_size)
+    ]
     for rank, part in enumerate(parts):
         assert sorted(part) == list(range(rank, 12 * world_size, world_size))
         assert part == {sample: alone[sample] for sample in part}
     assert sum(map(len, parts)) == len(alone)
 
 
-def test_ranks_may_share_the_tokenizing(texts: Path) -> None:
-    parts = [
-        text_dataset(texts, rank=rank, world_size=3, partition="records", num_batches=20, batch_size=2)
-        for rank in range(3)
-    ]
+def test_ranks_share_the_documents(texts: Path) -> None:
+    parts = [text_dataset(texts, rank=rank, world_size=3, num_batches=20, batch_size=2) for rank in range(3)]
     seen = [{inputs for inputs, _ in rows_of(part).values()} for part in parts]
     assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
     assert all(part.stats()["documents"] <= 250 for part in parts)
@@ -231,7 +233,7 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
 
     def data(rank: int, world_size: int, batch_size: int = 2) -> Batches:
         if kind == "text":
-            return text_dataset(texts, rank=rank, world_size=world_size, batch_size=batch_size)
+            return text_dataset(texts, rank=rank, world_size=world_size, batch_size=batch_size, lanes=1)
         return DummyDataset(
             num_batches=6, batch_size=batch_size, rank=rank, world_size=world_size,
             distributed=kind == "distributed_dummy",
@@ -255,8 +257,8 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
 
 
 def test_ranks_that_share_documents_may_not_change(texts: Path) -> None:
-    with pytest.raises(UsageError, match="partition 'records'"):
-        text_dataset(texts, partition="records").reshard(0, 2)
+    with pytest.raises(UsageError, match="lanes: expected 1 where workers come and go, got 2"):
+        text_dataset(texts, world_size=2).reshard(0, 3)
 
 
 def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
@@ -265,10 +267,14 @@ def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
     read = []
     for start in (100, None):
         stream = TextStream(
-            path, tokenizer="bytes", seq_len=8, batch_size=4, shuffle_start=start, prefetch=0, format="lines"
+            path,
+            tokenizer="bytes",
+            seq_len=8,
+            batch_size=4,
+            options=StreamOptions(warmup_documents=start, prefetch_batches=0, format="lines"),
         )
         next(iter(stream))
-        read.append(stream.position.records)
+        read.append(stream.position.lanes[0].records)
     assert read[0] < 1500 and read[1] > 10_000
 
 

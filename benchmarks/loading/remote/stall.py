@@ -9,12 +9,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.loading.remote.task import Task
 from benchmarks.measure import Figure, median
 from benchmarks.server_process import ServerProcess
-from forebay.order.windows import node_spans
+from forebay.load.resources import RunSpec, needs_of_nodes
 
 RATE = 100e6
 LANES = 4
@@ -23,12 +21,13 @@ LOADER = {"seq_len": 2048, "batch_size": 64, "lanes": LANES, "seed": 1}
 
 
 def open_windows_bytes(folder: Path) -> int:
-    """The most bytes of slices that the lanes' windows keep open at any step of the epoch."""
+    """The bytes that the lanes' windows have open at once."""
     import forebay
 
-    order = forebay.Loader(folder, **LOADER).order
-    largest = max(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return node_spans(order, (0, 1), 1).peak(np.ones(len(order.samples_per_slice), np.int64))[0] * largest
+    loader = forebay.Loader(folder, **LOADER)
+    table, order = loader.dataset.table, loader.order
+    spec = RunSpec(table.bytes, order.samples_per_slice, order.global_batch, chunk_bytes=table.chunk_bytes, lanes=LANES)
+    return needs_of_nodes(spec, order)[0].open_bytes
 
 
 def measure(folder: Path, scratch: Path, rounds: int, steps: int) -> list[Figure]:
@@ -57,7 +56,7 @@ def measure(folder: Path, scratch: Path, rounds: int, steps: int) -> list[Figure
                             "begin_s": sum(wait for time_s, wait in answer["waits"] if time_s < BEGIN_S),
                             "longest_s": max(late, default=0.0),
                             "made": answer["made_s"] / answer["elapsed_s"],
-                            "again": answer["repeated_fetches"],
+                            "again": answer["refetched_chunks"],
                             "seconds": answer["elapsed_s"],
                         }
                     )

@@ -1,35 +1,61 @@
-"""A directory of verified slices, named by hash, with a budget of bytes that is never exceeded.
+"""A directory of verified chunks of slices, with a budget of bytes that is never exceeded.
 
-`DIR/SHA256` is complete and verified; `SHA256.part` is a download, which can be resumed after any kill. Space for a
-slice is reserved, and others evicted, before its first byte is requested. Processes share a directory by file locks.
-`locks/SHA256.verified` records size, time of change and inode: a file that differs is hashed at its next use. Cost: a
-listing of the directory per downloaded slice (4 ms for 1,000 slices), and two small files per slice.
+`DIR/SHA256` is a slice of that id, complete or in part; `DIR/chunks/SHA256` says which chunks it has
+(`storage/chunk_file.py`). Space is reserved, and other chunks evicted, before the first byte is requested; a killed
+process's reservation counts until the directory was counted again. What is read soon is pinned. Slices that no running
+process uses are evicted first, those used longest ago before others; then what this process read and needs latest
+again, if at all. Processes share a directory by a lock, which is taken for some 20 us for each fetch and for each plan.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
-import math
 import os
+import re
 import stat
+import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from forebay.cache.eviction import SHA256, DiskBudget, Evict, PlannedUse, SharedPlans
-from forebay.dataset.chunks import has_id
-from forebay.errors import UsageError
-from forebay.files import commit_files, remove_stale
-from forebay.storage.locks import SHARED, Lock, acquire, at_fork, try_acquire
+import numpy as np
+from numpy.typing import NDArray
 
-_RAM = Path("/dev/shm")
-_LAST_USE_NS = 10**9  # resolution of the time of the last use
+from forebay.dataset.manifest import SliceInfo
+from forebay.errors import UsageError
+from forebay.files import remove_stale
+from forebay.storage.chunk_file import (
+    ABSENT,
+    FETCHING,
+    NUM_SLOTS,
+    PRESENT,
+    UNVERIFIED,
+    ChunkFile,
+    MapLayout,
+    create,
+    read_generations,
+    read_info,
+    round_up,
+)
+from forebay.storage.locks import EXCLUSIVE, Lock, acquire, at_fork, is_locked, try_acquire
+from forebay.storage.part_file import MIN_PIECE_BYTES
+
+I64 = NDArray[np.int64]
+Group = tuple[ChunkFile, I64]  # Chunks of an entry.
+_Used = tuple[int, int, str, I64]  # Minus the next use, a number, slice, chunks.
+SHA256 = re.compile(r"[0-9a-f]{64}")
 log = logging.getLogger("forebay.cache")
+_RAM = Path("/dev/shm")
+_STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; generation, reserved bytes by slot.
+_MAGIC = b"FBSTATE2"
+_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 32nd of the budget.
+_MAX_USED = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -41,28 +67,28 @@ class NotReserved:
 
 
 class Reservation:
-    """The right to download one slice, with space for it. Call exactly one of `commit` and `release`, in any thread."""
+    """The right to download one slice as a whole, with space for it. Call exactly one of `commit` and `release`."""
 
-    def __init__(self, part: Path, lock: Lock, record: Callable[[Path], None], evicted: list[str]) -> None:
-        self.part = part
-        self.evicted = evicted
-        self._lock = lock
-        self._record = record
+    def __init__(self, cache: ChunkCache, info: SliceInfo, lock: Lock, num_bytes: int) -> None:
+        self.part = cache.part_path(info.sha256)
+        self.info = info
+        self._cache, self._lock, self._num_bytes = cache, lock, num_bytes
 
     def commit(self) -> Path:
-        """Rename the verified, synced partial file to the slice. Raises OSError; the reservation ends either way."""
-        path = self.part.with_suffix("")
+        """Make the verified, complete partial file the slice; it is pinned. Raises OSError; the reservation ends."""
         try:
-            commit_files({self.part: path})
-            with contextlib.suppress(FileNotFoundError):  # evicted already
-                self._record(path)
-            return path
+            return self._cache._adopt(self.info, self.part, self._num_bytes)
+        except BaseException:
+            self._cache._unreserve(self._num_bytes)
+            raise
         finally:
-            self.release()
+            _remove_lock(self._lock)
 
     def release(self) -> None:
-        """Return the space, except what is written: the partial file is kept, to be resumed or evicted."""
-        _remove_lock(self._lock)
+        """Return the space; the partial file is kept, to be resumed or evicted. May be repeated."""
+        if self._lock.descriptor >= 0:
+            self._cache._unreserve(self._num_bytes, self.part)
+            _remove_lock(self._lock)
 
 
 def cache_directory(directory: str | Path) -> Path:
@@ -80,16 +106,21 @@ def cache_directory(directory: str | Path) -> Path:
     return path
 
 
-class SliceCache:
-    """Slices by hash, within a budget. Safe between threads and processes, and against kills.
+def part_bytes(num_bytes: int) -> int:
+    """Return the maximum size of the partial file of a whole slice, whose trailer has a byte per piece."""
+    return num_bytes + -(-num_bytes // MIN_PIECE_BYTES) + 1
+
+
+class ChunkCache:
+    """Chunks of slices within a budget. Safe between threads and processes, and against kills. `close` it.
 
     Args:
         directory: Created if absent. Other files in it are ignored. `ram` keeps the slices in memory (/dev/shm): fast,
             shared by the processes of this user, and lost when the machine restarts.
-        budget_bytes: For slices and partial files together.
+        budget_bytes: For slices, what is known of their chunks, and partial files together.
 
     Raises:
-        UsageError: If the budget is not positive or the directory cannot be created.
+        UsageError: If the budget is not positive, the directory cannot be created, or 64 processes use it.
     """
 
     def __init__(self, directory: str | Path, budget_bytes: int) -> None:
@@ -97,217 +128,496 @@ class SliceCache:
             raise UsageError(f"cache: expected a budget over 0 bytes, got {budget_bytes}.")
         self.directory = cache_directory(directory)
         self.budget_bytes = budget_bytes
-        self._budget = DiskBudget(self.directory, budget_bytes)
-        self._locks = self._budget.locks
-        self._verified: dict[str, bytes] = {}  # fingerprints of verified files, as recorded
-        try:
-            self._budget.make_directories()
-            remove_stale(self.directory)
-        except OSError as error:
-            raise UsageError(f"cache: cannot make {self.directory}: {error}. Choose another directory.") from error
+        self._locks, self._maps = self.directory / "locks", self.directory / "chunks"
         self.after_fork()
+        with self._lock:  # Errors are raised here, and not at the first chunk.
+            remove_stale(self.directory)
         at_fork(self)
 
     def after_fork(self) -> None:
-        self._lock = threading.RLock()
-        self._pins: Counter[str] = Counter()
-        self._pin_locks: dict[str, Lock] = {}
-        self._plans = SharedPlans(self._budget.plans)
+        self._threads = threading.RLock()
+        self._entries: dict[str, ChunkFile] = {}
+        self._used: list[_Used] = []  # A heap of what was read, by the next use; chunks may be listed twice.
+        self._next_uses: dict[str, I64] = {}  # The latest of each chunk, by slice.
+        self._num_used, self._max_used = 0, _MAX_USED
+        self._slot: Lock | None = None
+        self._slot_number = self._generation = 0
+        self._state: NDArray[np.uint8] | None = None
+        self._state_inode = 0
+        self._depth = 0
+        self._foreign: tuple[object, float, bool] = (None, 0.0, True)
+        self.evicted_bytes = 0
+
+    def close(self) -> None:
+        """Release all pins and leave the cache; the next use enters it again. May be repeated."""
+        with self._threads:
+            slot, self._slot = self._slot, None
+            if slot is not None:
+                slot.release()
+            self._entries.clear()
+            self._used.clear()
+            self._next_uses.clear()
+            self._state = None
 
     def path_of(self, sha256: str) -> Path:
         if not SHA256.fullmatch(sha256):
             raise UsageError(f"cache: expected a sha256 in lower-case hex, got {sha256[:80]!r}.")
         return self.directory / sha256
 
-    def get(self, sha256: str) -> Path | None:
-        """Return the verified file of a slice and record the use; None if it is not cached.
+    def part_path(self, sha256: str) -> Path:
+        return self.path_of(sha256).with_name(f"{sha256}.part")
 
-        Any process may evict it at any time: pin it first, or use `pin_all`.
+    # Chunks.
+
+    def open(self, info: SliceInfo) -> ChunkFile:
+        """The entry of a slice, made if it is absent. Raises UsageError if there is no space for it."""
+        entry = self._entries.get(info.sha256)
+        if entry is not None and not entry.is_deleted:
+            return entry
+        with self._lock:
+            entry = self._open(info.sha256)
+            if entry is not None and entry.info.chunk_bytes != info.chunk_bytes:
+                self._delete(entry)
+                entry = None
+            if entry is None:
+                size = MapLayout(info.bytes, info.chunk_bytes).num_bytes
+                if reason := self._make_space(size):
+                    raise UsageError(f"cache: {reason} Raise the cache's budget.")
+                paths = self.path_of(info.sha256), self._maps / info.sha256
+                create(*paths, info)
+                self._stored += size
+                entry = self._entries[info.sha256] = ChunkFile(*paths, info)
+            with contextlib.suppress(OSError):
+                os.utime(entry.map_path)
+            return entry
+
+    def pin(self, groups: Sequence[Group]) -> None:
+        """Protect chunks, present or not, from eviction by any process until `unpin`, `close` or this process's end."""
+        with self._lock:
+            for entry, chunks in groups:
+                entry.pin(chunks, self._slot_number, self._generation)
+
+    def unpin(self, groups: Sequence[Group], next_uses: Sequence[int] | None = None) -> None:
+        """Undo pins. `next_uses`: when each is read again, in steps; None: the later it was read, the later again."""
+        with self._threads:
+            for i, (entry, chunks) in enumerate(groups):
+                if entry.is_deleted:
+                    continue
+                freed = entry.unpin(chunks, self._slot_number, self._generation)
+                if len(freed):
+                    self._num_used += 1
+                    next_use = self._num_used if next_uses is None else next_uses[i]
+                    heapq.heappush(self._used, (-next_use, self._num_used, entry.info.sha256, freed))
+                    self._next_uses.setdefault(entry.info.sha256, np.zeros(entry.layout.num_chunks, np.int64))[
+                        freed
+                    ] = next_use
+                    if not entry.refs.any():
+                        self._entries.pop(entry.info.sha256, None)  # Its map is closed when nobody uses it.
+            if len(self._used) > self._max_used:
+                self._used = [item for item in self._used if self._is_current(item)]
+                heapq.heapify(self._used)
+                self._max_used = max(_MAX_USED, 2 * len(self._used))
+
+    def _is_current(self, item: _Used) -> bool:
+        next_use, _, sha256, chunks = item
+        latest = self._next_uses.get(sha256)
+        return latest is not None and bool((latest[chunks] == -next_use).any())
+
+    def claim(self, entry: ChunkFile, chunks: I64) -> tuple[I64, str]:
+        """Reserve space for those of the pinned chunks that are absent, and mark them as being fetched by this process.
+
+        Returns (the claimed chunks, why there is no space for them or ""). Fetch them, then call `complete`.
         """
-        path = self.path_of(sha256)
-        return path if self._record_use(path) or self._verify(path) else None
+        with self._lock:
+            marks = entry.marks[chunks]
+            if (marks >= FETCHING).any():
+                live = self._live()
+                slots = marks.astype(np.int64) - FETCHING
+                dead = [s not in live or s == self._slot_number for s in slots.tolist()]
+                is_dead = (marks >= FETCHING) & np.array(dead)
+                is_dead &= ~np.isin(chunks, self._claimed(entry))
+                entry.marks[chunks[is_dead]] = ABSENT
+            absent = chunks[entry.marks[chunks] == ABSENT]
+            if not len(absent):
+                return absent, ""
+            size = entry.size_of(absent)
+            if reason := self._make_space(size):
+                return absent[:0], reason
+            self._reserved[self._slot_number] += size
+            entry.marks[absent] = FETCHING + self._slot_number
+            self._claims.setdefault(entry.info.sha256, set()).update(absent.tolist())
+            return absent, ""
+
+    def complete(self, entry: ChunkFile, chunks: I64) -> None:
+        """A fetch of claimed chunks ended: the present ones are stored, the others can be claimed again."""
+        with self._lock:
+            size = entry.size_of(chunks)
+            self._reserved[self._slot_number] -= size
+            stored = chunks[entry.marks[chunks] == PRESENT]
+            if not entry.is_deleted:
+                self._stored += entry.size_of(stored)
+            entry.marks[chunks[entry.marks[chunks] >= FETCHING]] = ABSENT
+            with contextlib.suppress(FileNotFoundError):
+                entry.record_write()
+            self._claims.get(entry.info.sha256, set()).difference_update(chunks.tolist())
+
+    # Whole slices.
+
+    def get(self, sha256: str, *, pin: bool = False) -> Path | None:
+        """The file of a slice all of whose chunks are here and verified, or None; unless pinned it may be evicted."""
+        self.path_of(sha256)
+        with self._lock:
+            entry = self._open(sha256)
+            if entry is None:
+                return None
+            everything = np.arange(entry.layout.num_chunks)
+            entry.pin(everything, self._slot_number, self._generation)
+        if not entry.verify(everything):
+            _warn_wrong(entry)
+        is_complete = entry.is_complete() and not entry.is_deleted
+        if not (pin and is_complete):
+            self.unpin([(entry, everything)])
+        return entry.path if is_complete else None
+
+    def unpin_slice(self, sha256: str) -> None:
+        """Undo one pin of `get` or `Reservation.commit`."""
+        with self._threads:
+            entry = self._entries.get(sha256)
+            if entry is not None and entry.refs.any():
+                self.unpin([(entry, np.arange(entry.layout.num_chunks))])
 
     def list_slices(self) -> set[str]:
-        return {item.name for item in os.scandir(self.directory) if SHA256.fullmatch(item.name)}
+        """The ids of the slices that are here completely."""
+        complete = set()
+        for item in os.scandir(self.directory):
+            if SHA256.fullmatch(item.name):
+                with contextlib.suppress(OSError), self._lock:
+                    entry = self._open(item.name)
+                    if entry is not None and entry.is_complete():
+                        complete.add(item.name)
+        return complete
 
-    def pin_all(self, sha256s: Sequence[str]) -> list[Path] | None:
-        """Pin slices and return their files; None, and no pin, if one is not cached."""
-        paths = [self.path_of(sha256) for sha256 in sha256s]
-        while True:
-            with self._lock, self._budget.lock():
-                unverified = next((path for path in paths if not self._record_use(path)), None)
-                if unverified is None:
-                    for sha256 in sha256s:
-                        self._pin(sha256)
-                    return paths
-            if not self._verify(unverified):  # without the locks: it takes a second per gigabyte
-                return None
-
-    def pin(self, sha256: str) -> None:
-        """Protect a slice from eviction by any process until as many calls of `unpin`, or the end of this process."""
-        self.path_of(sha256)
-        with self._lock, self._budget.lock():
-            self._pin(sha256)
-
-    def unpin(self, sha256: str) -> None:
-        """Undo one `pin`. Raises UsageError if there is none."""
-        with self._lock:
-            if self._pins[sha256] == 0:
-                raise UsageError(f"cache: {sha256} is not pinned.")
-            self._pins[sha256] -= 1
-            if self._pins[sha256] == 0:
-                self._pin_locks.pop(sha256).release()
-
-    def used_bytes(self) -> int:
-        with self._budget.lock():
-            return sum(entry.counted for entry in self._budget.entries())
-
-    def check_space(self, num_bytes: int) -> None:
-        """Raise UsageError if disk and cache have no room for `num_bytes`, or for the budget if that is less."""
-        with self._budget.lock():
-            used = sum(entry.written for entry in self._budget.entries())
-        needed, free = min(num_bytes, self.budget_bytes), self._budget.free_bytes()
-        if used + free < needed:
-            raise UsageError(
-                f"cache: {self.directory} needs {needed} bytes, but its disk has {free} free, and {used} are the "
-                f"cache's already. Free {needed - used - free} bytes, or lower the cache's budget."
-            )
-
-    def clean(self, needed: Collection[str]) -> None:
-        """Remove partial files that no process needs, and locks and records of slices that are not cached."""
-        with self._budget.lock():
-            plans = self._plans.others()
-            present = set()
-            for entry in self._budget.entries():
-                is_needed = entry.sha256 in needed or any(entry.sha256 in plan.uses for plan in plans)
-                if entry.is_part and not is_needed and not entry.is_reserved:
-                    self._budget.remove(self.directory / entry.name, self._locks / f"{entry.sha256}.fetch")
-                else:
-                    present.add(entry.sha256)
-            for item in os.scandir(self._locks):
-                if item.name != "room" and item.name.partition(".")[0] not in present:
-                    self._budget.remove(Path(item.path), Path(item.path))
-
-    def try_reserve(
-        self, sha256: str, num_bytes: int, *, steps: float = 0.0, next_use: Callable[[str], float] = lambda _: math.inf,
-        evict: Evict = "later",
-    ) -> Reservation | NotReserved:  # fmt: skip
-        """Reserve the download of a slice and evict others for it, without waiting.
-
-        Args:
-            num_bytes: Maximum size of its partial file: `part_bytes` of the slice.
-            steps: Steps until it is needed; 0 is at once.
-            next_use: Steps until this process reads another slice; infinity for never.
-            evict: `unwanted`: only slices that no live process will read; `later`: also those that all processes read
-                later than this one is needed, the latest first, and those that only younger processes need at once;
-                `any`.
-        """
-        path = self.path_of(sha256)
+    def try_reserve(self, info: SliceInfo) -> Reservation | NotReserved:
+        """Reserve the download of a whole slice, without waiting, and evict what is not pinned."""
+        num_bytes = part_bytes(info.bytes) + MapLayout(info.bytes, info.chunk_bytes).num_bytes
         if num_bytes > self.budget_bytes:
             raise UsageError(
-                f"cache: slice {sha256[:12]}… has {num_bytes} bytes, the budget of {self.directory} is "
+                f"cache: slice {info.sha256[:12]}… needs {num_bytes} bytes, the budget of {self.directory} is "
                 f"{self.budget_bytes}. Raise the cache's budget to a few slices at least."
             )
-        lock = try_acquire(self._locks / f"{sha256}.fetch")
-        if lock is None:
-            return NotReserved("busy")
-        try:
-            refused = NotReserved("cached") if path.exists() else None
-            if refused is None:
-                evicted = self._budget.reserve(sha256, num_bytes, lock, self._plans, steps, next_use, evict)
-                if not isinstance(evicted, str):
-                    return Reservation(path.with_name(f"{sha256}.part"), lock, self._record_verified, evicted)
-                refused = NotReserved("no room", evicted)
-        except BaseException:
+        with self._lock:
+            lock = try_acquire(self._locks / f"{info.sha256}.fetch")
+            if lock is None:
+                return NotReserved("busy")
+            try:
+                entry = self._open(info.sha256)
+                refused = NotReserved("cached") if entry is not None and entry.is_complete() else None
+                if refused is None and (reason := self._make_space(num_bytes, self.part_path(info.sha256))):
+                    refused = NotReserved("no room", reason)
+                if refused is None:
+                    self._reserved[self._slot_number] += num_bytes
+                    return Reservation(self, info, lock, num_bytes)
+            except BaseException:
+                _remove_lock(lock)
+                raise
             _remove_lock(lock)
-            raise
-        _remove_lock(lock)
-        return refused
+            return refused
 
     def discard(self, sha256: str) -> None:
         """Delete a slice whose bytes are wrong, even if it is pinned."""
-        with self._budget.lock():
-            self._budget.delete(self.path_of(sha256))
+        with self._lock:
+            entry = self._open(sha256)
+            if entry is not None:
+                self._delete(entry)
 
-    def publish(self, uses: Mapping[str, PlannedUse]) -> None:
-        """Publish to the other processes what this one will read, until `unpublish` or the end of this process."""
-        with self._lock, self._budget.lock():
-            self._plans.publish(uses)
+    def used_bytes(self) -> int:
+        """Bytes stored and reserved, by all processes."""
+        with self._lock:
+            return self._stored + int(self._reserved.sum())
 
-    def set_position(self, now: int, waiting_since: float = 0.0) -> None:
-        """Publish the step of this process, and since when (`time.monotonic`) it waits for room; 0: it does not."""
-        self._plans.set_position(now, waiting_since)
+    # With the lock.
 
-    def unpublish(self) -> None:
-        """Withdraw what was published. May be called twice."""
-        with self._lock, contextlib.suppress(UsageError), self._budget.lock():
-            self._plans.close()
+    @property
+    def _lock(self) -> contextlib.AbstractContextManager[None]:
+        return self._hold_lock()
 
-    def is_stuck(self, since: float) -> bool:
-        """Whether every other live process with a plan waits for room since then, and none downloads."""
-        with self._budget.lock():
-            all_wait = all(0.0 < plan.waiting_since <= since for plan in self._plans.others())
-            return all_wait and not self._budget.reservations()
+    @contextlib.contextmanager
+    def _hold_lock(self) -> Iterator[None]:
+        """The lock of the directory, for threads and processes; may be taken again by its thread."""
+        with self._threads:
+            if self._depth:
+                yield
+                return
+            try:
+                try:
+                    lock = acquire(self._locks / "room")
+                except FileNotFoundError:
+                    if self._state is not None:
+                        log.warning("%s was deleted while it was in use. Created again.", self.directory)
+                    self._locks.mkdir(parents=True, exist_ok=True)
+                    self._maps.mkdir(exist_ok=True)
+                    lock = acquire(self._locks / "room")
+                self._depth = 1
+                try:
+                    self._enter()
+                    yield
+                finally:
+                    self._depth = 0
+                    lock.release()
+            except OSError as error:
+                raise UsageError(
+                    f"cache: cannot write in {self.directory}: {error.strerror or error}. Check its permissions and "
+                    "its disk, or choose another directory."
+                ) from error
 
-    def _record_use(self, path: Path) -> bool:
-        """Whether a slice is cached and verified; records the time of the use."""
+    def _enter(self) -> None:
+        """Map the state, and take a slot; again if the directory was deleted meanwhile."""
+        path = self.directory / "state"
         try:
-            status = path.stat()
-            fingerprint = _fingerprint(status)
-            if self._verified.get(path.name) != fingerprint:
-                with contextlib.suppress(OSError):
-                    self._verified[path.name] = self._budget.record_path(path.name).read_bytes()
-                if self._verified.get(path.name) != fingerprint:
-                    return False
-            if (now := time.time_ns()) - status.st_atime_ns > _LAST_USE_NS:
-                os.utime(path, ns=(now, status.st_mtime_ns))
+            inode = path.stat().st_ino
         except FileNotFoundError:
+            inode = 0
+        if self._state is None or inode != self._state_inode:
+            is_new = not inode or path.stat().st_size != _STATE.size
+            if is_new:
+                path.write_bytes(_STATE.pack(_MAGIC, 0, *[0] * (2 * NUM_SLOTS)))
+            with path.open("r+b") as file:
+                self._state_inode = os.fstat(file.fileno()).st_ino
+                self._state = np.memmap(file, np.uint8, "r+").view(np.ndarray)
+            numbers = self._state[8:]
+            self._totals = numbers[:8].view(np.int64)
+            self._generations = numbers[8 : 8 + 4 * NUM_SLOTS].view(np.uint32)
+            self._reserved = numbers[8 + 4 * NUM_SLOTS :].view(np.int64)
+            self._claims: dict[str, set[int]] = {}
+            self._entries.clear()
+            self._used.clear()
+            if self._slot is not None:
+                self._slot.release()
+                self._slot = None
+            self._recount(is_new)
+        if self._slot is None:
+            self._take_slot()
+
+    def _take_slot(self) -> None:
+        for number in range(NUM_SLOTS):
+            lock = try_acquire(self._locks / f"process-{number}")
+            if lock is None:
+                continue
+            self._slot, self._slot_number = lock, number
+            weakref.finalize(self, lock.release)
+            if self._reserved[number]:  # Of a process that was killed: its files may be larger than what was counted.
+                self._recount(True)
+            self._generations[number] += 1
+            self._generation = int(self._generations[number])
+            return
+        raise UsageError(
+            f"cache: {self.directory} is used by {NUM_SLOTS} processes, as many as can share one. Choose another."
+        )
+
+    @property
+    def _stored(self) -> int:
+        return int(self._totals[0])
+
+    @_stored.setter
+    def _stored(self, num_bytes: int) -> None:
+        self._totals[0] = max(0, num_bytes)
+
+    def _live(self) -> dict[int, int]:
+        """The generation of each slot whose process lives."""
+        live = {}
+        for number in np.flatnonzero(self._generations).tolist():
+            is_own = self._slot is not None and number == self._slot_number
+            if is_own or is_locked(self._locks / f"process-{number}", EXCLUSIVE):
+                live[number] = int(self._generations[number])
+        return live
+
+    def _recount(self, always: bool = False) -> bool:
+        """Count the files again if a process died with a reservation; whether it was necessary."""
+        live = self._live()
+        dead = [number for number in np.flatnonzero(self._reserved).tolist() if number not in live]
+        if not dead and not always:
             return False
+        self._reserved[dead] = 0
+        fetching = {
+            item.name.removesuffix(".fetch") for item in os.scandir(self._locks) if item.name.endswith(".fetch")
+        }
+        stored = 0
+        for item in os.scandir(self.directory):
+            is_part = item.name.endswith(".part")
+            sha256 = item.name.removesuffix(".part")
+            if SHA256.fullmatch(sha256):
+                if is_part and sha256 in fetching and is_locked(self._locks / f"{sha256}.fetch", EXCLUSIVE):
+                    continue  # It is reserved.
+                with contextlib.suppress(FileNotFoundError):
+                    stored += item.stat().st_blocks * 512
+        stored += sum(item.stat().st_size for item in os.scandir(self._maps))
+        self._stored = stored  # What live processes are writing is in their reservations, too: counted twice, at worst.
         return True
 
-    def _verify(self, path: Path) -> bool:
-        """Hash a slice whose record is missing or different, once for all processes; delete it if it is wrong."""
-        if not path.exists():
-            return False
-        lock = acquire(self._locks / f"{path.name}.hash")
+    def _open(self, sha256: str) -> ChunkFile | None:
+        entry = self._entries.get(sha256)
+        if entry is not None and not entry.is_deleted and entry.path.exists():
+            return entry
+        self._entries.pop(sha256, None)
+        path, map_path = self.path_of(sha256), self._maps / sha256
         try:
-            if not self._record_use(path):
-                if not has_id(path, path.name):
-                    log.warning("%s: expected bytes of that sha256, got others. Deleted; it is fetched again.", path)
-                    self.discard(path.name)
-                    return False
-                self._record_verified(path)
+            info = read_info(map_path)
+            if info is not None and path.stat().st_size == info.bytes:
+                entry = self._entries[sha256] = ChunkFile(path, map_path, info)
+                return entry
         except FileNotFoundError:
-            return False  # evicted meanwhile
-        finally:
-            _remove_lock(lock)
-        return True
+            pass
+        for file in (path, map_path):  # Not completed before a kill, truncated, or without its other half.
+            with contextlib.suppress(FileNotFoundError):
+                self._stored -= file.stat().st_blocks * 512
+                file.unlink()
+        return None
 
-    def _record_verified(self, path: Path) -> None:
-        """Record a file that was just verified. Raises FileNotFoundError if it does not exist."""
-        now = time.time_ns()
-        os.utime(path, ns=(now, now - 10**9))  # A write within this tick of the clock then changes the time.
-        self._verified[path.name] = fingerprint = _fingerprint(path.stat())
-        try:
-            self._budget.record_path(path.name).write_bytes(fingerprint)  # A torn record costs another hash.
-        except OSError as error:
-            log.warning(
-                "%s: cannot record that %s is verified (%s); other processes hash it.", self._locks, path, error
+    def _claimed(self, entry: ChunkFile) -> list[int]:
+        return list(self._claims.get(entry.info.sha256, ()))
+
+    def _make_space(self, num_bytes: int, own: Path | None = None) -> str:
+        """Evict until so many bytes fit the budget and the disk; why they do not, or "". `own` is written already."""
+        for can_recount in (True, False):
+            free = os.statvfs(self.directory)
+            reserved = int(self._reserved.sum())
+            own_bytes = own.stat().st_blocks * 512 if own is not None and own.exists() else 0
+            over = self._stored - own_bytes + reserved + num_bytes - self.budget_bytes
+            short = reserved + num_bytes - own_bytes - free.f_bavail * free.f_frsize
+            if max(over, short) <= 0 or self._evict(max(over, short), own) >= max(over, short):
+                if own_bytes:
+                    self._stored -= own_bytes  # Counted by the reservation from now on.
+                return ""
+            if not (can_recount and self._recount()):
+                break
+        if over > 0:
+            return (
+                f"no room for {num_bytes} bytes in {self.directory}: budget {self.budget_bytes}, "
+                f"{self._stored + reserved} in use by chunks that are pinned or being fetched."
             )
+        return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
 
-    def _pin(self, sha256: str) -> None:
-        if self._pins[sha256] == 0:
-            self._pin_locks[sha256] = acquire(self._locks / f"{sha256}.pin", SHARED)
-        self._pins[sha256] += 1
+    def _evict(self, needed: int, own: Path | None) -> int:
+        """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""
+        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 32))
+        live, freed = self._live(), 0
+        freed += self._evict_unused(needed, live, own)
+        while freed < target and self._used:
+            next_use, number, sha256, chunks = heapq.heappop(self._used)
+            if (entry := self._open(sha256)) is not None:
+                chunks = chunks[self._next_uses[sha256][chunks] == -next_use]
+                freed += self._evict_chunks(entry, chunks, live, target - freed)
+                if freed >= target and not entry.is_deleted:  # A part of them may be present yet.
+                    heapq.heappush(self._used, (next_use, number, sha256, chunks))
+        if freed < needed:
+            for _, path in self._files():
+                if freed >= needed:
+                    break
+                if path.suffix != ".part" and (other := self._open(path.name)) is not None:
+                    freed += self._evict_chunks(other, np.arange(other.layout.num_chunks), live, target - freed)
+        self.evicted_bytes += freed
+        return freed
+
+    def _evict_unused(self, needed: int, live: dict[int, int], own: Path | None) -> int:
+        """Delete slices, and parts of slices, that no live process uses; those used longest ago first."""
+        freed = 0
+        if not self._has_foreign(live):
+            return 0
+        for size, path in self._files():
+            if freed >= needed:
+                break
+            if path.suffix == ".part":
+                if path != own and not is_locked(self._locks / f"{path.stem}.fetch", EXCLUSIVE):
+                    path.unlink(missing_ok=True)
+                    freed += size
+                    self._stored -= size
+            elif not _is_used(self._maps / path.name, live) and (entry := self._open(path.name)) is not None:
+                freed += self._delete(entry)
+        return freed
+
+    def _has_foreign(self, live: dict[int, int]) -> bool:
+        """Whether there may be files that no live process uses; looked at again when processes change, or after 5 s."""
+        now, key = time.monotonic(), tuple(sorted(live.items()))
+        last_key, looked_at, result = self._foreign
+        if key != last_key or now - looked_at > 5.0:
+            result = any(
+                path.suffix == ".part" or not _is_used(self._maps / path.name, live) for _, path in self._files()
+            )
+            self._foreign = key, now, result
+        return bool(result)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """(bytes on disk, path) of all slices and partial files, the one used longest ago first."""
+        files = []
+        for item in os.scandir(self.directory):
+            if SHA256.fullmatch(item.name.removesuffix(".part")):
+                with contextlib.suppress(FileNotFoundError):
+                    status, used_at = item.stat(), 0.0
+                    with contextlib.suppress(FileNotFoundError):
+                        used_at = (self._maps / item.name).stat().st_mtime
+                    files.append((used_at, status.st_blocks * 512, Path(item.path)))
+        return [(size, path) for _, size, path in sorted(files)]
+
+    def _evict_chunks(self, entry: ChunkFile, chunks: I64, live: dict[int, int], limit: int) -> int:
+        """Evict those of the chunks that are present and not pinned, the last first; returns their bytes."""
+        marks = entry.marks[chunks]
+        chosen = chunks[((marks == PRESENT) | (marks == UNVERIFIED)) & ~entry.pinned(live)[chunks]]
+        chosen = chosen[-max(1, -(-limit // entry.chunk_bytes)) :] if limit > 0 else chosen[:0]
+        if not len(chosen):
+            return 0
+        if len(chosen) == int((entry.marks != ABSENT).sum()):
+            return self._delete(entry)
+        before = entry.marks[chosen].copy()
+        entry.marks[chosen] = ABSENT
+        if not entry.punch(chosen):  # The file system keeps all or nothing of a file.
+            entry.marks[chosen] = before
+            return 0 if entry.pinned(live).any() else self._delete(entry)
+        size = entry.size_of(chosen)
+        self._stored -= size
+        return size
+
+    def _delete(self, entry: ChunkFile) -> int:
+        present = np.flatnonzero((entry.marks == PRESENT) | (entry.marks == UNVERIFIED))
+        size = entry.size_of(present) + entry.layout.num_bytes
+        entry.delete()
+        self._next_uses.pop(entry.info.sha256, None)
+        self._entries.pop(entry.info.sha256, None)
+        self._stored -= size
+        return size
+
+    def _adopt(self, info: SliceInfo, part: Path, reserved: int) -> Path:
+        path = self.path_of(info.sha256)
+        with self._lock:
+            old = self._open(info.sha256)
+            if old is not None:
+                self._delete(old)
+            create(part, self._maps / info.sha256, info, PRESENT)
+            part.replace(path)
+            entry = self._entries[info.sha256] = ChunkFile(path, self._maps / info.sha256, info)
+            self._reserved[self._slot_number] -= reserved
+            self._stored += round_up(info.bytes) + entry.layout.num_bytes
+            entry.pin(np.arange(entry.layout.num_chunks), self._slot_number, self._generation)
+            return path
+
+    def _unreserve(self, num_bytes: int, part: Path | None = None) -> None:
+        with self._lock:
+            self._reserved[self._slot_number] -= num_bytes
+            if part is not None and part.exists():
+                self._stored += part.stat().st_blocks * 512
 
 
-def _fingerprint(status: os.stat_result) -> bytes:
-    return b"%d %d %d" % (status.st_size, status.st_mtime_ns, status.st_ino)
+def _warn_wrong(entry: ChunkFile) -> None:
+    log.warning("%s: expected bytes of that id, got others. They are fetched again.", entry.path)
+
+
+def _is_used(map_path: Path, live: dict[int, int]) -> bool:
+    """Whether a live process has pinned anything of a slice since it came to the cache."""
+    generations = read_generations(map_path)
+    return any(generations[slot] == generation for slot, generation in live.items()) if len(generations) else False
 
 
 def _remove_lock(lock: Lock) -> None:
     """Release a lock and delete its file. No effect if it was released, or stayed with the parent of a fork."""
     if lock.descriptor >= 0:
-        os.ftruncate(lock.descriptor, 0)
         lock.path.unlink(missing_ok=True)  # A process that waits for it notices, and creates another.
         lock.release()

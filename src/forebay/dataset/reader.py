@@ -168,8 +168,7 @@ class Dataset:
     def read_slice(self, index: int) -> Slice:
         """As `open_slice`, without caching: for reading once, from end to end."""
         row = self.table.row(index)
-        opened = open_slice(self.path / row.name)
-        self.check_slice(row, opened)
+        opened = self.map_slice(index)
         if self._verified is not None:
             self._verified.verify(index, opened.path, row, lambda: self.leaves(index))
         return opened
@@ -178,6 +177,9 @@ class Dataset:
         """As `read_slice`, without hashing any byte: `verify_chunks` does, of what is used."""
         row = self.table.row(index)
         opened = open_slice(self.path / row.name)
+        size = opened.path.stat().st_size
+        if size != row.bytes:
+            raise DatasetError(f"{opened.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
         self.check_slice(row, opened)
         return opened
 
@@ -249,9 +251,6 @@ class Dataset:
             ) from error
 
     def check_slice(self, row: SliceInfo, opened: Slice) -> None:
-        size = opened.path.stat().st_size
-        if size != row.bytes:
-            raise DatasetError(f"{opened.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
         count = len(opened.tokens) if self.manifest.layout == "tokens" else opened.num_rows
         kind = opened.dtypes["tokens"] if self.manifest.layout == "tokens" else ""
         documents = len(opened.document_ends) if self.manifest.layout == "tokens" else row.documents

@@ -84,12 +84,26 @@ def open_slice(path: Path | str) -> Slice:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            entries = _read_header(file.read, os.fstat(file.fileno()).st_size)
-            memory = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
+            size = os.fstat(file.fileno()).st_size
+            memory = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray) if size else np.zeros(0, np.uint8)
     except OSError as error:
         raise DatasetError(
             f"{path}: cannot open slice: {error.strerror or error}. Fetch or prepare it again."
         ) from error
+    return slice_of(memory, path)
+
+
+def slice_of(memory: NDArray[np.uint8], path: Path) -> Slice:
+    """The slice in these bytes; only its header is read. Raises DatasetError if it is not valid SafeTensors."""
+    offset = 0
+
+    def read(count: int) -> bytes:
+        nonlocal offset
+        offset += count
+        return memory[offset - count : offset].tobytes()
+
+    try:
+        entries = _read_header(read, len(memory))
     except _HeaderError as error:
         raise DatasetError(f"{path}: {error}. The file is no slice or is damaged; fetch it again.") from error
     tensors = {name: memory[start:stop].view(DTYPES[kind]).reshape(shape) for name, kind, shape, start, stop in entries}
@@ -98,14 +112,25 @@ def open_slice(path: Path | str) -> Slice:
 
 def release_pages(array: NDArray[Any]) -> None:
     """Release the pages of an array in a file's memory map; views stay valid and are read again on access."""
+    base = _base(array)
+    if isinstance(base, mmap.mmap) and array.nbytes:
+        first = file_offset(array)
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+
+
+def file_offset(array: NDArray[Any]) -> int:
+    """The byte of its file at which an array of an open slice begins."""
+    base = _base(array)
+    assert isinstance(base, mmap.mmap)
+    return int(array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data)
+
+
+def _base(array: NDArray[Any]) -> Any:
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
-    base = base.obj if isinstance(base, memoryview) else base
-    if isinstance(base, mmap.mmap) and array.nbytes:
-        first = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
-        start = first // mmap.PAGESIZE * mmap.PAGESIZE
-        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+    return base.obj if isinstance(base, memoryview) else base
 
 
 def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:

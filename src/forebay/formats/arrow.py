@@ -95,7 +95,7 @@ def _open_input(file: InputFile, options: ReadOptions, split: InputSplit | None 
             stream = opened.enter_context(open_input(file, options))
             yield pa.ipc.open_stream(checked_stream(stream))
             return
-        stored = opened.enter_context(open_stored(file))
+        stored = opened.enter_context(open_stored(file, is_random=True))
         magic = stored.read(6)
         stored.seek(0)
         if magic[:4] == b"FEA1":

@@ -62,12 +62,14 @@ class Format:
         suffixes: Of its files, lower case, without a compression's.
         is_plain_text: Whether its files are text that nowhere says its encoding.
         is_grouped: Whether small files share a split; `Record.index` is then the number of the file in it.
+        is_divisible: Whether `divide` works.
     """
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
     is_plain_text: ClassVar[bool] = False
     is_grouped: ClassVar[bool] = False
+    is_divisible: ClassVar[bool] = False
 
     def sniff(self, head: bytes) -> bool:
         """Return whether a file is of this format, by its first 4 KiB (unpacked)."""
@@ -80,6 +82,13 @@ class Format:
     def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
         """Yield `(start, stop, bytes)` of the splits of an uncompressed file; by default it is one."""
         yield 0, 0, file.bytes
+
+    def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
+        """Return a split for each part of an uncompressed file between bytes that ascend from 0 to its size.
+
+        Each document is in one of them. None for a part in which none begins.
+        """
+        raise self._unsupported("divided")
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         """Yield the documents of a split, in order.

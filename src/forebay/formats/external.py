@@ -105,6 +105,10 @@ class ExternalDataset(Dataset, ABC):
         """The file that holds slice `index`. Raises UsageError if it is outside [0, num_slices)."""
         return self.files[self._part(index).file]
 
+    def map_slice(self, index: int) -> Slice:
+        """As `read_slice`: there are no hashes."""
+        return self.read_slice(index)
+
     def read_slice(self, index: int) -> Slice:
         """As of Forebay's own datasets; `tokens` are a view of the file's map where the format allows.
 

@@ -41,6 +41,7 @@ class InputFile:
             ETag or time of a URL. "" is not checked.
         encoding: Of a text file that is not UTF-8; `open_input` gives UTF-8.
         is_listed: Named by a list at a URL: the task that reads it downloads it first.
+        extent: Bytes `[start, stop)` that a part of the file needs. A URL is then not read ahead beyond them.
     """
 
     path: str
@@ -52,6 +53,7 @@ class InputFile:
     version: str = ""
     encoding: str = ""
     is_listed: bool = False
+    extent: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -182,12 +184,15 @@ def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
         yield text.encode("utf-8", "replace")
 
 
-def open_stored(file: InputFile) -> BinaryIO:
-    """Open the bytes of a file as stored at its path or URL, of its version; buffered and seekable."""
+def open_stored(file: InputFile, *, is_random: bool = False) -> BinaryIO:
+    """Open the bytes of a file as stored at its path or URL, of its version; buffered and seekable.
+
+    `is_random`: the reader seeks back and forth, so a URL is read in blocks that are kept for a while.
+    """
     if "://" in file.path:
         from forebay.storage.remote_file import open_url  # Loads an HTTP client, which local files do not need.
 
-        stream: BinaryIO = open_url(file.path, file.bytes, file.version)
+        stream: BinaryIO = open_url(file.path, file.bytes, file.version, file.extent, is_random=is_random)
         return stream
     try:
         return Path(file.path).open("rb", _BUFFER_BYTES)

@@ -28,7 +28,7 @@ from forebay.formats.detect import HEAD_BYTES
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, batched, has_surrogate, shown, shown_text, to_record
 from forebay.formats.report import Report
-from forebay.formats.text import BOM, split_bytes, split_lines
+from forebay.formats.text import BOM, divide_bytes, split_bytes, split_lines
 
 _ADVICE = "Write --to parquet, or leave the column out."
 MAX_VALUES = 2_000_000
@@ -43,6 +43,7 @@ class Jsonl(Format):
     name = "jsonl"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".jsonlines")
     is_plain_text = True
+    is_divisible = True
 
     def sniff(self, head: bytes) -> bool:
         line, newline, _ = head.removeprefix(BOM).lstrip(b"\r\n").partition(b"\n")
@@ -57,6 +58,9 @@ class Jsonl(Format):
 
     def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
         return split_bytes(file)
+
+    def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
+        return divide_bytes(file, borders)
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):

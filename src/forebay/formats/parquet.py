@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class Parquet(ColumnFormat):
     name = "parquet"
     title = "Parquet"
     suffixes = (".parquet", ".pq", ".parq")
+    is_divisible = True
 
     def sniff(self, head: bytes) -> bool:
         return head.startswith(b"PAR1")
@@ -67,6 +70,29 @@ class Parquet(ColumnFormat):
             if size >= SPLIT_BYTES or index == len(sizes) - 1:
                 yield start, index + 1, file.bytes * size // max(1, sum(sizes))
                 start, size = index + 1, 0
+
+    def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
+        """A row group is of the part with its middle byte."""
+        try:
+            with _open(replace(file, extent=(0, 0))) as parquet:
+                metadata = parquet.metadata
+                groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+                extents = [
+                    (min(map(_first_byte, columns)), max(_first_byte(c) + c.total_compressed_size for c in columns))
+                    for columns in ([group.column(i) for i in range(group.num_columns)] for group in groups)
+                    if columns
+                ]
+        except READ_ERRORS:
+            extents = []  # Reading it reports what is wrong.
+        middles = [(start + stop) // 2 for start, stop in extents]
+        first = np.searchsorted(middles, borders).tolist()
+        if not extents or sorted(middles) != middles or (first[0], first[-1]) != (0, len(extents)):
+            return [InputSplit((file,), bytes=file.bytes), *[None] * (len(borders) - 2)]
+        parts: list[InputSplit | None] = []
+        for i, j in pairwise(first):
+            start, stop = (extents[i][0], extents[j - 1][1]) if i < j else (0, 0)
+            parts.append(InputSplit((replace(file, extent=(start, stop)),), i, j, stop - start) if i < j else None)
+        return parts
 
     def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
         """A damaged row group costs its own rows."""
@@ -125,7 +151,7 @@ def read_metadata(split: InputSplit) -> None:
 def _open(file: InputFile) -> pq.ParquetFile:
     if file.compression:
         raise CorruptInputError(f"a Parquet file inside {file.compression} cannot be read at random. Unpack it first.")
-    return pq.ParquetFile(open_stored(file) if "://" in file.path else file.path, **_SETTINGS)
+    return pq.ParquetFile(open_stored(file, is_random=True) if "://" in file.path else file.path, **_SETTINGS)
 
 
 def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
@@ -141,11 +167,15 @@ def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list
         yield from batch_rows(batch, keys)
 
 
+def _first_byte(column: Any) -> int:
+    start = int(column.data_page_offset)
+    has_dictionary = column.has_dictionary_page and column.dictionary_page_offset
+    return min(start, int(column.dictionary_page_offset)) if has_dictionary else start
+
+
 def _max_column_rows(file: InputFile, column: Any, stays_dictionary: bool) -> int:
-    start, size = column.data_page_offset, column.total_compressed_size
-    if column.has_dictionary_page and column.dictionary_page_offset:
-        start = min(start, column.dictionary_page_offset)
-    with open_stored(file) as stream:
+    start, size = _first_byte(column), column.total_compressed_size
+    with open_stored(file, is_random=True) as stream:
         headers = list(pages(stream, start, start + size))
     for page in headers:
         if page.packed_bytes + page.bytes * (2 if page.is_dictionary else 1) > MAX_BUFFERED_BYTES:

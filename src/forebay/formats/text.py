@@ -4,7 +4,9 @@ Hides: which split a line belongs to that crosses its border, lines longer than 
 and bytes that are not UTF-8.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import BinaryIO
 
 from forebay.errors import CorruptInputError, UnreadableInputError
@@ -38,9 +40,13 @@ class Lines(Format):
 
     name = "lines"
     is_plain_text = True
+    is_divisible = True
 
     def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
         return split_bytes(file)
+
+    def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
+        return divide_bytes(file, borders)
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):
@@ -60,6 +66,14 @@ def split_bytes(file: InputFile) -> Iterator[tuple[int, int, int]]:
     for start in range(0, file.bytes, step):
         stop = min(start + step, file.bytes)
         yield start, stop, stop - start
+
+
+def divide_bytes(file: InputFile, borders: Sequence[int]) -> list[InputSplit | None]:
+    """`Format.divide` for files that may be divided at any byte: a line is of the part in which it begins."""
+    return [
+        InputSplit((replace(file, extent=(max(0, start - 1), stop)),), start, stop, stop - start)
+        for start, stop in pairwise(borders)
+    ]
 
 
 def split_lines(split: InputSplit, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:

@@ -1,13 +1,16 @@
 """Batches in the order of steps: many steps are planned at once, their slices opened, and batches made one at a time.
 
-A *plan* has the samples of some hundred steps. A *block* is the longest run of planned steps whose slices are
-available: they are opened, and the position of each row is computed at once. A batch is then one gather; no Python code
-runs per sample. A late slice delays only steps that read it.
+A *plan* has the samples of some hundred steps. Plans are made ahead as far as their chunks may be fetched. A *block* is
+the longest run of steps of a plan whose chunks are here: their slices are opened, and the position of each row is
+computed at once. A batch is then one gather; no Python code runs per sample. A late chunk delays only the steps that
+read it, or come after these.
 """
 
 import time
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
@@ -16,17 +19,19 @@ from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import Batch
-from forebay.load.collate import ChunkCollator, Collator
-from forebay.load.documents import DocumentCollator
+from forebay.load.collate import Collator
+from forebay.load.needs import PlanNeeds
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
+from forebay.load.tokens import TokenCollator
 from forebay.order.run import Run
 
 I64 = NDArray[np.int64]
 
 PLAN_SAMPLES = 8192
-_CACHED_PLAN_STEPS = 64  # With a cache: the slices of a block cannot be evicted until it ends.
+_PLANS_AHEAD = 8  # With a cache, so many plans at least are ahead.
+_HEADER_BYTES = 64  # A slice's header begins in its first chunk; that of tokens ends there.
 
 
 def make_collator(
@@ -42,19 +47,17 @@ def make_collator(
         raise UsageError(
             f"datasets of a mixture: expected one layout, seq_len and packing, got {sorted(map(str, kinds))}."
         )
-    layout, _, packing = kinds.pop()
+    ((layout, *_),) = kinds
     if layout == "rows":
         if document_masks:
             raise UsageError("document_masks: expected a dataset of layout 'tokens', got 'rows'. Leave it out.")
         return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
     if trim_padding:
         raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")
-    if packing == "chunk" and not document_masks and all(index.documents is None for index in indexes):
-        return ChunkCollator(indexes, dtype=dtype)
-    return DocumentCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
+    return TokenCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Plan:
     steps: Sequence[int]
     bounds: list[int]  # [n + 1], of each step's samples in the arrays.
@@ -65,6 +68,9 @@ class _Plan:
     epochs: list[int]
     steps_in_epoch: list[int]
     weights: list[float]  # As in Batch; 0 for a substitute sample.
+    needs: PlanNeeds
+    distinct: set[int] = field(default_factory=set)  # Keys.
+    unresolved: dict[int, int] = field(default_factory=dict)  # Keys that must be open to know more; the first step.
 
 
 class BatchPlanner:
@@ -79,13 +85,21 @@ class BatchPlanner:
     ) -> None:  # fmt: skip
         self._run, self._collator, self._slices = run, collator, slices
         self._rank, self._world_size, self._every = rank, world_size, every
-        self._first_ids = np.concatenate([index.bases + index.offsets for index in indexes])  # By key.
+        self._offsets = np.concatenate([index.offsets for index in indexes])  # By key, as the next.
+        self._first_ids = np.concatenate([index.bases for index in indexes]) + self._offsets
         self._mixed = len(indexes) > 1
         share = max(1, run.batches.largest // world_size)
         # A plan does not span many epochs of a small dataset.
         samples = min(PLAN_SAMPLES, max(order.num_samples for order in run.orders))
         steps = max(1, samples // share)
-        self._plan_steps = every[1] * (min(steps, _CACHED_PLAN_STEPS) if slices.cached else steps)
+        self._seq_len = indexes[0].seq_len or 1
+        self._sample_bytes = int(slices.chunks.num_bytes.sum() / max(1, sum(index.num_samples for index in indexes)))
+        if slices.cached:
+            steps = min(steps, max(1, slices.ahead_bytes // _PLANS_AHEAD // max(1, share * self._sample_bytes)))
+        self._plan_steps = every[1] * steps
+        self._next_step = self._num_steps = 0  # Of the next plan.
+        self._is_running = False  # A batch was made.
+        self._queue: deque[_Plan] = deque()
         self._open: set[int] = set()  # Keys.
         self._min_make_s = float("inf")
         self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
@@ -93,25 +107,93 @@ class BatchPlanner:
 
     def batches(self, step: int) -> Generator[Batch, None, None]:
         """The batches from run step `step` to the end of the run."""
-        self._slices.seek(step)
-        plan = self._plan(step)
-        while plan is not None:
-            following: _Plan | None = None
+        self._next_step, self._num_steps = step, self._every[1] if self._slices.cached else self._plan_steps
+        while True:
+            self._plan_ahead()
+            if not self._queue:
+                break
+            plan = self._queue.popleft()
             start = 0
             while start < len(plan.steps):
                 stop = self._open_block(plan, start)
+                if stop == start:
+                    break  # No space for it: a smaller one follows.
                 yield from self._block(plan, start, stop)
                 if start == 0:
-                    following = self._plan(plan.steps[0] + self._plan_steps - self._every[0])
-                    if following is not None:
-                        self._slices.read_ahead(np.unique(following.keys).tolist())
-                start, step = stop, plan.steps[stop - 1] + 1
-            plan = following
+                    self._is_running = True
+                    self._plan_ahead()
+                start = stop
+            self._slices.release(plan.needs)
         self.close()
-        self._slices.advance(step)
 
     def close(self) -> None:
+        """Forget the plans, and close all slices."""
+        self._queue.clear()
+        self._slices.clear()
         self._close_except(())
+
+    def _plan_ahead(self) -> None:
+        """Plan the next steps: with a cache, all those whose chunks are to be fetched now."""
+        while not self._queue or self._slices.planned_bytes < self._slices.ahead_bytes:
+            plan = self._plan(self._next_step, self._num_steps)
+            if plan is None:
+                break
+            self._next_step = plan.steps[0] - self._every[0] + self._num_steps
+            self._num_steps = min(self._plan_steps, 2 * self._num_steps)  # The chunks of the first steps come first.
+            self._queue.append(plan)
+            self._need(plan)
+            if len(self._queue) == 1:
+                self._slices.fetch()
+        self._slices.fetch()
+
+    def _need(self, plan: _Plan) -> None:
+        """Say what a plan reads of its slices. Where documents decide, that is known when a slice is open."""
+        reader = self._slices
+        steps = np.repeat(np.arange(len(plan.steps)), np.diff(plan.bounds))
+        distinct, first = np.unique(plan.keys, return_index=True)
+        plan.distinct = set(distinct.tolist())
+        reader.add(plan.needs)
+        if isinstance(self._collator, TokenCollator) and self._collator.is_plain:
+            starts, stops = self._token_ranges(plan.keys, plan.samples)
+            if self._is_running:
+                reader.read_ahead(plan.keys, starts, stops)
+            waiting = reader.waiting_keys(distinct)
+            if waiting is not None:
+                rows = np.isin(plan.keys, distinct[waiting])
+                keys, header = distinct[waiting], np.zeros(int(waiting.sum()), np.int64)
+                reader.need(
+                    plan.needs, np.concatenate([plan.keys[rows], keys]), np.concatenate([starts[rows], header]),
+                    np.concatenate([stops[rows], header + _HEADER_BYTES]),
+                    np.concatenate([steps[rows], steps[first[waiting]]]),
+                )  # fmt: skip
+            return
+        waiting = reader.waiting_keys(distinct)
+        if waiting is None:
+            return
+        keys = distinct[waiting]
+        plan.unresolved = dict(zip(keys.tolist(), steps[first[waiting]].tolist()))
+        sizes = [self._collator.num_open_bytes(key, *reader.describe(key)) for key in keys.tolist()]
+        reader.need(plan.needs, keys, np.zeros(len(keys), np.int64), np.array(sizes, np.int64), steps[first[waiting]])
+        self._resolve(plan)
+
+    def _token_ranges(self, keys: I64, samples: I64) -> tuple[I64, I64]:
+        """The bytes [start, stop) of each sample of consecutive tokens, with the token after it."""
+        table, seq_len = self._slices.chunks, self._seq_len
+        width = table.token_bytes[keys]
+        starts = table.token_starts[keys] + (samples + self._offsets[keys]) * seq_len * width
+        return starts, np.minimum(starts + (seq_len + 1) * width, table.num_bytes[keys])
+
+    def _resolve(self, plan: _Plan) -> None:
+        """Open the slices whose documents are here, and say what the plan reads of them."""
+        for key in list(plan.unresolved):
+            if not self._slices.has_bytes(key, plan.needs):
+                continue
+            if key not in self._open:
+                self._open_map(key)
+            starts, stops = self._collator.byte_ranges(key, plan.samples[plan.keys == key])
+            steps = np.full(len(starts), plan.unresolved[key], np.int64)
+            self._slices.need(plan.needs, np.full(len(starts), key, np.int64), starts, stops, steps)
+            del plan.unresolved[key]
 
     def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
@@ -138,10 +220,10 @@ class BatchPlanner:
         elif self._min_make_s < make_s:  # Pages were read: the time above the minimum was spent waiting for the disk.
             self.disk_s += (make_s - self._min_make_s) * (stop - start)
 
-    def _plan(self, step: int) -> _Plan | None:
-        """The plan that starts with this rank's next step from `step` on; None at the end of the run."""
+    def _plan(self, step: int, num_steps: int) -> _Plan | None:
+        """The plan of this rank's next steps from `step` on, some of `num_steps`; None at the end of the run."""
         k, n = self._every
-        stop = step + self._plan_steps
+        stop = step + num_steps
         if self._run.num_steps is not None:
             stop = min(stop, self._run.num_steps)
         if step + k >= stop:
@@ -169,57 +251,56 @@ class BatchPlanner:
             range(step, stop)[chosen], np.concatenate([[0], np.cumsum(lengths)]).tolist(), keys, samples,
             self._first_ids[keys] + samples, sources if self._mixed else None, epochs[chosen].tolist(),
             steps_in_epoch[chosen].tolist(), weights[chosen].tolist(),
+            PlanNeeds(step + k, len(keys) * self._sample_bytes),
         )  # fmt: skip
 
     def _open_block(self, plan: _Plan, start: int) -> int:
-        """Open the available slices of the steps from `start` on, at least one step's; return where the block stops."""
-        low = plan.bounds[start]
-        num_required = plan.bounds[start + 1] - low  # Samples of the first step.
-        keys, first_use = np.unique(plan.keys[low:], return_index=True)
-        order = np.argsort(first_use, kind="stable")
-        keys, first_use = keys[order], first_use[order]
-        self._fetch(keys[first_use < num_required].tolist(), plan.steps[start])
-        used, stop = keys.tolist(), len(plan.steps)
-        for i, (key, row) in enumerate(zip(keys.tolist(), first_use.tolist())):
-            required, cached = row < num_required, self._slices.is_cached(key)
-            if key in self._open and (required or not cached):
-                continue
-            step = start if required else int(np.searchsorted(plan.bounds, row + low, side="right")) - 1
-            try:
-                available = required or not cached or self._slices.hold([key], plan.steps[step] + 1)
-                if available and key not in self._open:
-                    self._open_map(key, plan.steps[step] + 1)
-            except ForebayError:
-                if required:
-                    raise
-                available = False  # The error is raised when that step is read.
-            if not available:
-                used, stop = used[:i], step
-                break
-        self._close_except(used)
-        self._slices.advance(plan.steps[start])
-        return stop
+        """Open the slices of the steps from `start` on whose chunks are here; where these end. Waits for one step.
 
-    def _fetch(self, keys: Sequence[int], step: int) -> None:
-        """Hold the slices that a step needs. While it waits none is mapped: a budget counts no deleted files."""
-        if not self._slices.cached or self._slices.hold(keys, step + 1):
-            return
-        self.close()
-        self._slices.advance(step)
-        started_at = time.perf_counter()
-        try:
-            self._slices.fetch(keys, step + 1)
-        finally:
-            self.network_s += time.perf_counter() - started_at
+        Returns `start` if there is no space for all of the plan's chunks.
+        """
+        if start == 0:
+            self._close_except(set().union(plan.distinct, *(queued.distinct for queued in self._queue)))
+        while True:
+            self._resolve(plan)
+            stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
+            if stop > start:
+                break
+            began = time.perf_counter()
+            has_space = self._slices.wait(plan.needs, start)
+            self.network_s += time.perf_counter() - began
+            if has_space:
+                continue
+            if self._queue:  # Plan less far ahead.
+                last = self._queue.pop()
+                self._next_step = last.steps[0] - self._every[0]
+                self._slices.release(last.needs)
+            elif len(plan.steps) - start > 1:  # Plan fewer steps at once.
+                self._next_step = plan.steps[start] - self._every[0]
+                self._num_steps = self._plan_steps = self._every[1]
+                return start
+            else:
+                self._slices.wait_for_space(plan.needs)
+        low = plan.bounds[start]
+        keys, rows = np.unique(plan.keys[low : plan.bounds[stop]], return_index=True)
+        for row, key in sorted(zip(rows.tolist(), keys.tolist())):
+            try:
+                if key not in self._open:
+                    self._open_map(key)
+            except ForebayError:
+                if row < plan.bounds[start + 1] - low:
+                    raise
+                return bisect_right(plan.bounds, row + low) - 1  # The error is raised when that step is read.
+        return stop
 
     def _close_except(self, used: Collection[int]) -> None:
         for key in self._open.difference(used):
             self._open.remove(key)
             self._collator.close(key)
 
-    def _open_map(self, key: int, until: int) -> None:
+    def _open_map(self, key: int) -> None:
         started_at = time.perf_counter()
-        index, opened = self._slices.open(key, until)
+        index, opened = self._slices.open(key)
         elapsed_s = time.perf_counter() - started_at
         if self._slices.is_cached(key):
             self.network_s += elapsed_s

@@ -1,9 +1,8 @@
-"""Collators make batches out of open slices; here the base class and the one for consecutive tokens.
+"""Collators make batches out of open slices; here the base class, and copies out of mapped files.
 
 A plan keeps the arrays that it reads alive. A page of a mapped file that was truncated, or whose disk fails, kills the
 process that reads it, so the kernel copies (`process_vm_writev`, up to 1024 ranges a call) and reports EFAULT instead;
-where it cannot (not Linux, a sandbox), `memmove` copies. 8 x 2048 U16 tokens to int64 take `ChunkCollator` 10 us,
-`DocumentCollator` some 50 us.
+where it cannot (not Linux, a sandbox), `memmove` copies.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
-from forebay.load.batch import IGNORE_INDEX
 from forebay.load.samples import I64, Array, SampleIndex
 
 _MAX_RANGES = 1024  # IOV_MAX of Linux.
@@ -59,21 +58,23 @@ class RangeCopier:
         addresses = np.array([source.address for source in sources], np.int64)
         self._vector = np.ascontiguousarray(np.stack([addresses[which] + offsets, sizes], axis=1))  # struct iovec [K]
         self._address: int = self._vector.ctypes.data
-        self.edges: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._edges = np.append(0, np.cumsum(sizes))
         self._target = (ctypes.c_int64 * 2)()  # One struct iovec.
 
     def copy(self, start: int, stop: int, out_address: int) -> None:
         """Copy the ranges [start, stop), concatenated, to an address. Raises DatasetError if a file was truncated."""
-        edges, target, call = self.edges, self._target, _writev
+        target, call = self._target, _writev
         for i in range(start, stop, _MAX_RANGES):
             end = min(stop, i + _MAX_RANGES)
-            target[0], target[1] = out_address + edges[i] - edges[start], edges[end] - edges[i]
-            if call is None or call(_pid(), self._address + 16 * i, end - i, target, 1, 0) != target[1]:
-                self._copy_each(i, end, target[0])
+            size = int(self._edges[end] - self._edges[i])
+            target[0], target[1] = out_address, size
+            if call is None or call(_pid(), self._address + 16 * i, end - i, target, 1, 0) != size:
+                self._copy_each(i, end, out_address)
+            out_address += size
 
     def _copy_each(self, start: int, stop: int, out_address: int) -> None:
         for i in range(start, stop):
-            size = self.edges[i + 1] - self.edges[i]
+            size = int(self._edges[i + 1] - self._edges[i])
             source, offset = self._sources[self._which[i]], int(self._offsets[i])
             if _writev is None:
                 ctypes.memmove(out_address, source.address + offset, size)
@@ -87,38 +88,8 @@ class RangeCopier:
             out_address += size
 
 
-class TokenCopier:
-    """Copies R rows of tokens, each of one or several ranges, and casts them to `dtype`.
-
-    A range is `lengths` tokens from `starts` of `sources[which]`, [G]; `first_ranges` is each row's first, [R + 1].
-    """
-
-    def __init__(
-        self, sources: Sequence[MappedArray], which: I64, starts: I64, lengths: I64, first_ranges: list[int],
-        dtype: np.dtype[Any],
-    ) -> None:  # fmt: skip
-        types = {source.array.dtype for source in sources} or {dtype}
-        if len(types) > 1:
-            raise DatasetError(
-                f"tokens: expected one type in all slices, got {sorted(map(str, types))} ({sources[0].path}). Prepare "
-                "the dataset again."
-            )
-        (self._stored,) = types
-        width = self._stored.itemsize
-        self._ranges = RangeCopier(sources, which, starts * width, lengths * width)
-        self._first_ranges, self._dtype = first_ranges, dtype
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """The tokens of rows [start, stop), concatenated, in a new array. Raises DatasetError as `RangeCopier.copy`."""
-        first, last, edges = self._first_ranges[start], self._first_ranges[stop], self._ranges.edges
-        stored = np.empty((edges[last] - edges[first]) // self._stored.itemsize, self._stored)
-        self._ranges.copy(first, last, stored.__array_interface__["data"][0])
-        return stored.astype(self._dtype)
-
-
-def copy_array(array: NDArray[Any], path: Path | str) -> NDArray[Any]:
+def copy_array(source: MappedArray) -> NDArray[Any]:
     """Copy an array of a mapped file. Raises DatasetError as `RangeCopier.copy`."""
-    source = MappedArray(array, path)
     out = np.empty_like(source.array)
     zero = np.zeros(1, np.int64)
     RangeCopier([source], zero, zero, np.array([out.nbytes])).copy(0, 1, out.ctypes.data)
@@ -169,11 +140,16 @@ class Collator(ABC):
         self._opened: dict[int, Any] = {}
 
     def open(self, key: int, slice_index: int, slice_: Slice) -> None:
-        """Add slice `slice_index` of its dataset. Raises DatasetError if it has fewer samples than its index says."""
-        dataset = int(np.searchsorted(self._first_keys, key, "right")) - 1
+        """Add slice `slice_index` of its dataset; reads the file's first `num_open_bytes` only.
+
+        Raises:
+            DatasetError: If it has fewer samples than its index says, or its document ends are damaged.
+            UsageError: If it is not the slice of this key.
+        """
+        dataset = self._dataset(key)
         if not 0 <= key < len(self._counts) or key - int(self._first_keys[dataset]) != slice_index:
             raise UsageError(f"slice key: expected one in [0, {len(self._counts)}), got {key} of slice {slice_index}.")
-        num_samples, opened = self._open(self._indexes[dataset], slice_index, slice_)
+        num_samples, opened = self._open(key, self._indexes[dataset], slice_index, slice_)
         expected = int(self._counts[key]) + (0 if self._offsets is None else int(self._offsets[key]))
         if num_samples < expected:
             raise DatasetError(
@@ -181,6 +157,9 @@ class Collator(ABC):
                 "was opened; verify it."
             )
         self._opened[key] = opened
+
+    def _dataset(self, key: int) -> int:
+        return int(np.searchsorted(self._first_keys, key, "right")) - 1
 
     def close(self, key: int) -> None:
         """Remove a slice. Plans made before remain usable."""
@@ -200,15 +179,37 @@ class Collator(ABC):
                 "dataset again."
             )
         distinct, which = np.unique(keys, return_inverse=True)
-        for key in distinct.tolist():
-            if key not in self._opened:
-                raise DatasetError(f"sample of slice {key}: expected an open slice. Open it first.")
         in_slices = samples if self._offsets is None else samples + self._offsets.take(keys)
-        return self._plan([self._opened[key] for key in distinct.tolist()], which, in_slices)
+        return self._plan([self._get(key) for key in distinct.tolist()], which, in_slices)
+
+    def _get(self, key: int) -> Any:
+        if key not in self._opened:
+            raise DatasetError(f"sample of slice {key}: expected an open slice. Open it first.")
+        return self._opened[key]
+
+    def byte_ranges(self, key: int, samples: I64) -> tuple[I64, I64]:
+        """The bytes [starts[i], stops[i]) of an open slice's file that its samples are made of, int64 [G]; may overlap.
+
+        `samples` [K] as in `plan`, which reads the file's first `num_open_bytes` besides; so does this. Raises
+        DatasetError as `plan` does.
+        """
+        return self._byte_ranges(self._get(key), samples if self._offsets is None else samples + self._offsets[key])
 
     @abstractmethod
-    def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, Any]:
+    def num_open_bytes(self, key: int, row: SliceInfo, itemsize: int) -> int:
+        """How many first bytes of a slice's file `open` and `plan` read; `itemsize` bytes a token.
+
+        For files with `document_ends` before `tokens`, as Forebay and safetensors write them, and for headers of layout
+        `rows` of at most 64 KiB.
+        """
+
+    @abstractmethod
+    def _open(self, key: int, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, Any]:
         """The number of samples of a slice, and what `_plan` needs of it."""
+
+    @abstractmethod
+    def _byte_ranges(self, opened: Any, samples: I64) -> tuple[I64, I64]:
+        """As `byte_ranges`, of samples as they are counted in the slice."""
 
     @abstractmethod
     def _plan(self, opened: list[Any], which: I64, samples: I64) -> Any:
@@ -217,40 +218,3 @@ class Collator(ABC):
     @abstractmethod
     def make(self, plan: Any, start: int, stop: int) -> BatchArrays:
         """The batch of samples [start, stop) of a plan, in new arrays."""
-
-
-class ChunkCollator(Collator):
-    """Consecutive tokens: inputs and labels are two views of one array [B, L + 1], so each token is written once."""
-
-    def __init__(self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64) -> None:
-        super().__init__(indexes)
-        assert indexes[0].seq_len is not None
-        self._seq_len = indexes[0].seq_len
-        self._dtype = np.dtype(dtype)
-
-    def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, MappedArray]:
-        tokens = slice_.tokens
-        return len(tokens) // self._seq_len, MappedArray(tokens, slice_.path)
-
-    def _plan(self, opened: list[MappedArray], which: I64, samples: I64) -> tuple[TokenCopier, list[int]]:
-        """The rows, and which of them are at the end of a slice, where the last label is missing."""
-        starts = samples * self._seq_len
-        remaining = np.array([len(source.array) for source in opened], np.int64)[which] - starts
-        at_end = np.flatnonzero(remaining == self._seq_len)
-        lengths = np.full(len(which), self._seq_len + 1, np.int64)
-        lengths[at_end] -= 1
-        # A range of padding follows these rows.
-        padding = MappedArray(np.zeros(1, opened[0].array.dtype if opened else self._dtype), "")
-        which, starts = np.insert(which, at_end + 1, len(opened)), np.insert(starts, at_end + 1, 0)
-        lengths = np.insert(lengths, at_end + 1, 1)
-        rows = np.arange(len(samples) + 1)
-        first_ranges = (rows + np.searchsorted(at_end, rows)).tolist()
-        copier = TokenCopier([*opened, padding], which, starts, lengths, first_ranges, self._dtype)
-        return copier, at_end.tolist()
-
-    def make(self, plan: tuple[TokenCopier, list[int]], start: int, stop: int) -> BatchArrays:
-        rows = plan[0].read(start, stop).reshape(stop - start, self._seq_len + 1)
-        for row in plan[1]:
-            if start <= row < stop:
-                rows[row - start, -1] = IGNORE_INDEX
-        return BatchArrays(rows[:, :-1], rows[:, 1:], {})

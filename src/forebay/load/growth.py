@@ -19,11 +19,11 @@ from forebay.dataset.reader import Dataset
 from forebay.errors import StateError
 from forebay.order.epoch import Epoch
 from forebay.order.plan import Order
-from forebay.order.run import Run, Steps, assign_owners
+from forebay.order.run import NEVER, Run, Steps, assign_owners
 from forebay.order.step_index import BatchSizes, RunProgress, check_range
 
 I64 = NDArray[np.int64]
-_ORDER_FIELDS = ("lanes", "window", "head")
+_ORDER_FIELDS = ("lanes", "window")
 """Fields of a state that depend on the size of the dataset."""
 
 
@@ -32,14 +32,13 @@ class Growth:
     """Where a run goes over to a larger dataset. Plain JSON values; part of a state.
 
     Its steps [first_step, step) are of the first `slices` slices, in the order of the dataset `dataset_id` with these
-    lanes, window and head, from the start of epoch `first_epoch`; at `step` epoch `epoch` of all slices begins.
+    lanes and window, from the start of epoch `first_epoch`; at `step` epoch `epoch` of all slices begins.
     """
 
     dataset_id: str
     slices: int
     lanes: int
     window: int
-    head: int
     first_step: int
     first_epoch: int
     step: int
@@ -133,12 +132,10 @@ def _going_over(
             return recorded
         first_step, first_epoch = recorded.step, recorded.epoch
     dataset_id, numbers = str(state["dataset_id"]), [state.get(name) for name in _ORDER_FIELDS]
-    lanes, window, head = (number if type(number) is int and number >= 0 else -1 for number in numbers)
-    if min(lanes, window, head) < 0:
+    lanes, window = (number if type(number) is int and number >= 0 else -1 for number in numbers)
+    if min(lanes, window) < 0:
         raise StateError(f"loader state: expected numbers {', '.join(_ORDER_FIELDS)}, got {numbers}.")
-    growth = Growth(
-        dataset_id, sizes[dataset_id], lanes, window, head, first_step, first_epoch, step=step, epoch=first_epoch
-    )
+    growth = Growth(dataset_id, sizes[dataset_id], lanes, window, first_step, first_epoch, step=step, epoch=first_epoch)
     before = _part(_smaller(run.orders[0], growth), run, first_step, first_epoch)
     progress = before.progress(step - first_step)
     if progress.samples_taken == 0:
@@ -151,7 +148,7 @@ def _going_over(
 def _smaller(order: Order, growth: Growth) -> Order:
     return Order(
         order.samples_per_slice[: growth.slices], order.seed, order.global_batch, growth.lanes, growth.window,
-        order.shuffle, order.drop_last, growth.head,
+        order.shuffle, order.drop_last,
     )  # fmt: skip
 
 
@@ -161,7 +158,7 @@ class _LaterOrder(Order):
     def __init__(self, order: Order, first_epoch: int) -> None:
         super().__init__(
             order.samples_per_slice, order.seed, order.global_batch, order.num_lanes, order.window_samples,
-            order.shuffle, order.drop_last, order.head_samples,
+            order.shuffle, order.drop_last,
         )  # fmt: skip
         self._first_epoch = first_epoch
 
@@ -245,6 +242,14 @@ class GrownRun(Run):
             for name in ("sources", "slices", "samples")
         )
         return Steps(start, np.concatenate(bounds), *columns)
+
+    def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
+        run, first, _ = self._part_of(end)
+        is_known = slices < (self.growth.slices if run is self._before else len(self.orders[0].samples_per_slice))
+        steps = np.full(len(slices), self.growth.step)  # of slices that are read for the first time there
+        steps[is_known] = run._next_steps(end - first, slices[is_known], samples[is_known], ranks, world_size)
+        steps[is_known & (steps != NEVER)] += first
+        return steps
 
     def _part_of(self, step: int) -> tuple[Run, int, int]:
         """The part of the run that a step is in, its first step and its first epoch; its end is in the last part."""

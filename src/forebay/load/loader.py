@@ -25,10 +25,11 @@ from forebay.errors import UsageError
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch import Batch
 from forebay.load.batch_planner import BatchPlanner, make_collator
+from forebay.load.chunk_source import CacheSettings, resolve_cache
 from forebay.load.packing import DocumentSubset
-from forebay.load.resources import MAX_RATIO, RunSpec, check_traffic, largest_needs, needs_of_nodes
+from forebay.load.resources import MAX_RATIO, RunSpec, check_traffic, needs_of_nodes, sample_size
 from forebay.load.samples import SHARDINGS, owned_samples, plan_samples
-from forebay.load.slices import CacheSettings, SliceReader, resolve_cache
+from forebay.load.slices import SliceReader
 from forebay.load.sources import DatasetSource, Mixture, as_mixture, open_datasets, portable_source, subsets_of
 from forebay.load.state import make_state, run_identity, step_of_state
 from forebay.load.stats import Bottleneck, WaitTimes, find_bottleneck
@@ -91,7 +92,7 @@ class Loader(Closing):
         from_urls: For `forebay://` URLs: read also from URLs that data nodes announce: `public` or `any`.
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's thread. Slices are fetched ahead either
             way.
-        lanes, window, head: As in `Order`.
+        lanes, window: As in `Order`.
         max_fetch_ratio: Refuse to fetch more than this many times the dataset's bytes in an epoch, over all nodes, by
             the figures of `forebay plan`; from 1.1 times on there is a warning. None or 0: no limit.
         sharding: `order`: each epoch assigns all slices to the ranks in a new order. `hash`: each rank owns slices, the
@@ -139,7 +140,6 @@ class Loader(Closing):
         prefetch: int = 0,
         lanes: int | None = None,
         window: int | None = None,
-        head: int | None = None,
         max_fetch_ratio: float | None = MAX_RATIO,
         sharding: str = "order",
         worker_names: Sequence[str] | None = None,
@@ -204,8 +204,17 @@ class Loader(Closing):
         if self.mixture is not None:
             seeds = [int.from_bytes(derive_key(seed, "source", name), "little") for name in self.datasets]
         orders = [
-            Order(index.counts, key, batch, options.lanes, options.window, shuffle, drop_last, options.head)
-            for index, key in zip(self._indexes, seeds)
+            Order(
+                index.counts,
+                key,
+                batch,
+                options.lanes,
+                options.window,
+                shuffle,
+                drop_last,
+                sample_size(dataset.table.bytes, index.counts, dataset.table.chunk_bytes),
+            )
+            for dataset, index, key in zip(self.datasets.values(), self._indexes, seeds)
         ]
         self.order = orders[0]
         for index, dataset in zip(self._indexes, self.datasets.values()):
@@ -235,7 +244,7 @@ class Loader(Closing):
             share=options.share, verify=bool(options.verify),
         )  # fmt: skip
         if settings is not None:
-            self._check_traffic(options, cached, settings)
+            settings = self._check_traffic(options, cached, settings)
         self._slices = SliceReader(
             datasets, cached, self.run, self.rank, self.world_size, settings, bool(options.verify)
         )
@@ -243,28 +252,32 @@ class Loader(Closing):
             self.run, self._indexes, collator, self._slices, self.rank, self.world_size, self._every
         )
 
-    def _check_traffic(self, options: SimpleNamespace, cached: Sequence[bool], settings: CacheSettings) -> None:
-        alone = options.sharding == "hash" or self.mixture is not None  # Nodes of a mixture share no lanes.
+    def _check_traffic(
+        self, options: SimpleNamespace, cached: Sequence[bool], settings: CacheSettings
+    ) -> CacheSettings:
+        alone = options.sharding == "hash"  # Each node has an order of its own.
         parts = []
         for dataset, index, order, is_cached in zip(self.datasets.values(), self._indexes, self.run.orders, cached):
             spec = RunSpec(
                 name=dataset.name, slice_bytes=dataset.table.bytes, slice_samples=index.counts, seq_len=self.seq_len,
                 global_batch=order.global_batch, world_size=1 if alone else self.world_size, seed=order.seed,
                 ranks_per_node=1 if alone else ranks_per_node(self.world_size), lanes=options.lanes,
-                window=options.window, head=options.head, shuffle=order.shuffle, drop_last=order.drop_last,
+                window=options.window, shuffle=order.shuffle, drop_last=order.drop_last,
+                chunk_bytes=dataset.table.chunk_bytes, mixture=self.mixture is not None,
                 cache_bytes=settings.budget_bytes, max_fetch_ratio=options.max_fetch_ratio, swarm=bool(settings.share),
             )  # fmt: skip
             if is_cached:
                 parts.append((spec, order, needs_of_nodes(spec, order)))
-        open_bytes = [largest_needs(nodes)[0].open_bytes for _, _, nodes in parts]
+        open_bytes = [nodes[0].open_bytes for _, _, nodes in parts]
         for (spec, order, nodes), opened in zip(parts, open_bytes):
-            if len(parts) > 1:  # The datasets of a mixture share the cache; ranks read parts of their lanes.
+            if self.mixture is not None:  # The datasets of a mixture share the cache; ranks read parts of all lanes.
                 ratio = spec.max_fetch_ratio if self.world_size == 1 else None
                 share = settings.budget_bytes * opened // max(1, sum(open_bytes))
                 spec = replace(spec, cache_bytes=share, max_fetch_ratio=ratio)
             warning = check_traffic(spec, order, nodes)
             if warning is not None:
                 _log.warning("%s: %s", spec.name, warning)
+        return replace(settings, open_bytes=sum(open_bytes))
 
     def __len__(self) -> int:
         """Steps of the run (of one epoch, if it has no end)."""

@@ -4,19 +4,22 @@ Vectors whose length differs between slices are padded to the longest of the bat
 tensor_dtypes(loader.dataset))` turns I8 with a scale, and bits of BF16, into F32.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import Slice
+from forebay.dataset.slices import Slice, file_offset
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
 from forebay.load.collate import BatchArrays, Collator, MappedArray, RangeCopier
 from forebay.load.samples import I64, Array, SampleIndex
 
 SCALE_SUFFIX = ".scale"
+_HEAD_BYTES = 64 << 10  # A header of rows is shorter, unless it has much metadata.
 _Tensors = Mapping[str, MappedArray]
 
 
@@ -44,7 +47,10 @@ class RowCollator(Collator):
         self._pads = {"input_ids": indexes[0].pad_id if pad_id is None else pad_id, "labels": IGNORE_INDEX}
         self._empty: dict[str, Array] = {}  # The tensors of a batch without rows.
 
-    def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _Tensors]:
+    def num_open_bytes(self, key: int, row: SliceInfo, itemsize: int) -> int:
+        return min(row.bytes, _HEAD_BYTES)
+
+    def _open(self, key: int, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _Tensors]:
         tensors = slice_.tensors
         if self._trim_padding and "attention_mask" not in tensors:
             raise UsageError(
@@ -56,6 +62,11 @@ class RowCollator(Collator):
 
     def _plan(self, opened: list[_Tensors], which: I64, samples: I64) -> RowPlan:
         return plan_rows(opened, which, samples)
+
+    def _byte_ranges(self, opened: _Tensors, samples: I64) -> tuple[I64, I64]:
+        arrays = [source.array for source in opened.values()]
+        starts = np.concatenate([file_offset(array) + samples * _row_bytes(array) for array in arrays])
+        return starts, starts + np.repeat([_row_bytes(array) for array in arrays], len(samples))
 
     def make(self, plan: RowPlan, start: int, stop: int) -> BatchArrays:
         tensors = stack_rows(plan, start, stop, self._pads) if stop > start else dict(self._empty)
@@ -76,9 +87,13 @@ def plan_rows(sources: Sequence[_Tensors], which: I64, rows: I64) -> RowPlan:
     copiers = {}
     for name in set(sources[0]).intersection(*sources) if sources else ():
         arrays = [source[name] for source in sources]
-        sizes = np.array([a.array.itemsize * int(np.prod(a.array.shape[1:], dtype=np.int64)) for a in arrays], np.int64)
+        sizes = np.array([_row_bytes(source.array) for source in arrays], np.int64)
         copiers[name] = RangeCopier(arrays, which, rows * sizes[which], sizes[which])
     return RowPlan(sources, which.tolist(), copiers)
+
+
+def _row_bytes(array: Array) -> int:
+    return array.itemsize * math.prod(array.shape[1:])
 
 
 def stack_rows(plan: RowPlan, start: int, stop: int, pads: Mapping[str, int]) -> dict[str, Array]:

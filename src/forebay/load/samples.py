@@ -22,7 +22,7 @@ from forebay.dataset.slices import locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.load.growth import owners_of
-from forebay.load.packing import DocumentSubset, count_fit, document_spans
+from forebay.load.packing import DocumentSubset, count_sections, document_spans, section_tokens
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
 from forebay.storage.base import Origin, read_small
@@ -39,7 +39,7 @@ than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
 _READERS = 8  # Threads that read document ends.
 _HEAD_BYTES = 64 << 10  # Usually includes the document ends of our own slices.
 ReadEnds = Callable[[int], NDArray[np.uint64]]
-_COUNTING_VERSION = 3  # Of the cached counts.
+_COUNTING_VERSION = 4  # Of the cached counts.
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,8 @@ class SampleIndex:
     bases: I64  # Global number of each slice's sample 0, over the whole dataset: splits share no number.
     first_documents: I64  # Global number of the document in which each slice begins.
     tokens_beyond: I64  # [2, S], tokens of its first and last document in other slices; 0 unless lengths decide.
+    sections: NDArray[np.int32]  # [C], samples of each section of `fit`, slice after slice.
+    first_sections: I64  # [S + 1], each slice's first in `sections`; zeros without `fit`.
     pad_id: int  # EOS, or 0.
     split: tuple[str, float] | None  # (name, validation fraction).
     tail_tokens: int  # Tokens of the whole dataset in no sample, fewer than seq_len at a slice's end.
@@ -82,7 +84,7 @@ def plan_samples(
     Args:
         validation: Fraction of all samples in the split `validation`: round(validation * N) samples.
         read_ends: Reads the document ends of a slice, U64 [D]; called from several threads. By default `ends_reader`.
-        cache_dir: Directory for the counts, 32 bytes a slice; None: they are not cached.
+        cache_dir: Directory for the counts, 32 bytes a slice and, for `fit`, 4 a section; None: they are not cached.
 
     Raises:
         UsageError: If a setting is wrong, or no sample remains.
@@ -92,11 +94,16 @@ def plan_samples(
     _check_settings(layout, packing, documents, split, validation)
     tail, beyond = 0, np.zeros((2, len(table)), np.int64)
     first_documents = np.cumsum(table.documents) - table.documents
-    counts = samples_per_slice(table.count, seq_len, layout)
+    counts, sections = samples_per_slice(table.count, seq_len, layout), np.empty(0, np.int32)
+    first_sections = np.zeros(len(table) + 1, np.int64)
     if layout == "tokens":
         assert seq_len is not None
         reader = read_ends or ends_reader(dataset)
-        counted = _count_samples(dataset, seq_len, packing, documents, first_documents, reader, cache_dir)
+        if packing == "fit":
+            first_sections[1:] = np.cumsum(-(-table.count // section_tokens(seq_len)))
+        counted, sections = _count_samples(
+            dataset, seq_len, documents, first_documents, first_sections, reader, cache_dir
+        )
         counts, tokens, beyond = counted[0], counted[1], counted[2:]
         tail = max(0, int(tokens.sum()) - int(counts.sum()) * seq_len)  # Samples of `fit` hold padding and all tokens.
     bases = np.cumsum(counts) - counts
@@ -110,7 +117,8 @@ def plan_samples(
         )
     return SampleIndex(
         layout, seq_len if layout == "tokens" else None, packing, documents, counts, offsets, bases, first_documents,
-        beyond, dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)), tail,
+        beyond, sections, first_sections, dataset.manifest.eos_id or 0,
+        None if split is None else (split, float(validation)), tail,
     )  # fmt: skip
 
 
@@ -172,27 +180,32 @@ def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
 
 
 def _count_samples(
-    dataset: Dataset, seq_len: int, packing: str, documents: DocumentSubset | None, first_documents: I64,
+    dataset: Dataset, seq_len: int, documents: DocumentSubset | None, first_documents: I64, first_sections: I64,
     read_ends: ReadEnds, cache_dir: Path | None,
-) -> I64:  # fmt: skip
-    """int64 [4, S], for layout `tokens`: samples, tokens of the subset, and `SampleIndex.tokens_beyond`."""
+) -> tuple[I64, NDArray[np.int32]]:  # fmt: skip
+    """Of layout `tokens`, int64 [4, S]: samples, tokens of the subset, `tokens_beyond`; and `sections`, as SampleIndex.
+
+    Packing is `fit` if there are sections.
+    """
     table, by_length = dataset.table, documents is not None and documents.by_length
     counts = np.stack([table.count // seq_len, table.count, np.zeros_like(table.count), np.zeros_like(table.count)])
-    affected = np.arange(len(table)) if packing == "fit" or by_length else np.empty(0, np.int64)
+    sections = np.zeros(first_sections[-1], np.int32)
+    affected = np.arange(len(table)) if len(sections) or by_length else np.empty(0, np.int64)
     if not len(affected) and documents is not None:
         first = np.searchsorted(documents.numbers, first_documents)
         # The document after a slice's last end may begin in it, too.
         last = np.searchsorted(documents.numbers, first_documents + table.documents, "right")
         affected = np.flatnonzero(last > first)
     if not len(affected):
-        return counts
-    settings = f"{seq_len};{packing == 'fit'};{'' if documents is None else documents.digest()}"
+        return counts, sections
+    settings = f"{seq_len};{len(sections) > 0};{'' if documents is None else documents.digest()}"
     digest = hashlib.sha256(f"{_COUNTING_VERSION};{dataset.id};{settings}".encode()).hexdigest()
     path = None if cache_dir is None else cache_dir / f"samples-{digest}.counts"
     with contextlib.suppress(FileNotFoundError):
         data = b"" if path is None else path.read_bytes()
-        if len(data) == counts.nbytes:
-            return np.frombuffer(data, "<i8").reshape(counts.shape).astype(np.int64)
+        if len(data) == counts.nbytes + sections.nbytes:
+            counts = np.frombuffer(data, "<i8", counts.size).reshape(counts.shape).astype(np.int64)
+            return counts, np.frombuffer(data, "<i4", offset=counts.nbytes).astype(np.int32)
 
     def edges(index: int) -> tuple[int, int]:
         """Tokens of a slice before its first document end, and after its last."""
@@ -200,9 +213,13 @@ def _count_samples(
         return (int(document_ends[0]), size - int(document_ends[-1])) if len(document_ends) else (size, size)
 
     def count(index: int) -> tuple[int, int]:
-        first, beyond = int(first_documents[index]), counts[2:, index].tolist()
-        spans = document_spans(read_ends(index), int(table.count[index]), documents, first, *beyond)
-        return count_fit(spans, seq_len) if packing == "fit" else spans.num_tokens // seq_len, spans.num_tokens
+        first, beyond, size = int(first_documents[index]), counts[2:, index].tolist(), int(table.count[index])
+        spans = document_spans(read_ends(index), size, documents, first, *beyond)
+        if not len(sections):
+            return spans.num_tokens // seq_len, spans.num_tokens
+        rows = count_sections(spans, size, seq_len)
+        sections[first_sections[index] : first_sections[index + 1]] = rows
+        return int(rows.sum()), spans.num_tokens
 
     with ThreadPoolExecutor(_READERS) as pool:
         if by_length:
@@ -212,8 +229,8 @@ def _count_samples(
         with contextlib.suppress(OSError):  # The cache is full or read-only.
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(path.parent)
-            atomic_write(path, counts.astype("<i8").tobytes())
-    return counts
+            atomic_write(path, counts.astype("<i8").tobytes() + sections.astype("<i4").tobytes())
+    return counts, sections
 
 
 def _tokens_beyond(documents: I64, edges: Sequence[tuple[int, int]]) -> I64:

@@ -1,220 +1,313 @@
-"""The slices of a run, by key: read in place, or fetched through the cache before they are needed.
+"""The slices of a run, by key: read in place, or fetched chunk by chunk through the cache before they are needed.
 
-A key is the number of a slice among those of all datasets, one dataset after another. This module decides which slices
-are cached, checks the cache's size, and asks the kernel to read local files ahead.
+A key is the number of a slice among those of all datasets, one dataset after another. Plans say which chunks the coming
+steps need. These are pinned in the cache, and fetched in the order of their first use, neighbours by one request; a
+plan's chunks are released when its batches were made. Local slices are hashed chunk by chunk at their first use.
+Cost of fetching: some 60 us a request of up to 2 MiB beside the transfer, and 60 bytes a planned chunk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-import shutil
+import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.dataset.chunks import hash_slice
+from forebay.cache.cache import ChunkCache, NotReserved
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import Slice, open_slice
-from forebay.dataset.verified import user_cache
-from forebay.errors import DatasetError, NetworkError, UsageError
-from forebay.formats import ExternalDataset
+from forebay.dataset.slices import Slice, file_offset, slice_of
+from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.load.arguments import ranks_per_node
+from forebay.load.chunk_source import CacheSettings, ChunkSource
+from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
 from forebay.order.run import Run
-from forebay.order.windows import window_steps
+from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
 
 if TYPE_CHECKING:
-    from forebay.cache.cache import SliceCache
-    from forebay.cache.prefetch import SliceFeed
-    from forebay.storage.transfer_state import Transfer
-    from forebay.storage.transfers import Transfers
-    from forebay.swarm.reader import SwarmMember
-    from forebay.swarm.share import SliceShare
+    from forebay.storage.fetch import ChunkRun
 
 I64 = NDArray[np.int64]
 
-_MAX_DEFAULT_BYTES = 64 << 30
-_SWARM_DOWNLOADS = 8
+_AHEAD_BYTES = 1 << 30
+_MAX_RUN_BYTES = 2 << 20  # of a request
+_READAHEAD_BYTES = 4 << 20
+_QUEUED = 4  # fetches that wait for a connection
+_RETRY_S = 5.0  # before a failed chunk is fetched again that no step waits for
+_POLL_S = 0.02  # for chunks that another process fetches
+_LOG_INTERVAL_S = 3.0
+_MIN_WARNED_BYTES = 64 << 20
+_ALL_STEPS = 1 << 62
+_STUCK_S = 10.0
+_COUNTS = ("fetched_bytes", "fetched_chunks", "refetched_bytes", "refetched_chunks", "failed", "late")
 _log = logging.getLogger("forebay")
 
 
-@dataclass(frozen=True)
-class CacheSettings:
-    """The Loader's arguments for the cache, with defaults filled in."""
-
-    directory: str | Path  # Or `ram`.
-    budget_bytes: int
-    connections: int
-    readahead_bytes: int | None
-    share: bool | str
-
-
-def resolve_cache(
-    datasets: Sequence[Dataset], *, cache_dir: str | Path | None, cache_bytes: int | None, connections: int,
-    readahead_bytes: int | None, share: bool | str, verify: bool,
-) -> tuple[list[bool], CacheSettings | None]:  # fmt: skip
-    """Whether the slices of each dataset are cached, and the settings if any are, from the Loader's arguments.
-
-    Raises:
-        UsageError: If an argument does not fit a dataset or this machine.
-    """
-    cached = []
-    for dataset in datasets:
-        origin = getattr(dataset, "origin", None)
-        cached.append(origin is not None or cache_dir is not None)
-        url = str(getattr(origin, "url", dataset.path))
-        if share and not url.startswith("forebay://"):
-            raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
-        if not isinstance(dataset, ExternalDataset):
-            continue
-        if verify:
-            raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
-        if cached[-1]:
-            raise UsageError(
-                f"cache_dir: expected none for {dataset.path}, a dataset of another format, which is read in place. "
-                "Leave it out."
-            )
-    if not any(cached):
-        if cache_bytes is None:
-            return cached, None
-        raise UsageError(
-            f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
-            "or give a cache_dir to cache its slices (for a slow mount)."
-        )
-    directory = cache_dir or user_cache() / "slices"
-    budget = _check_budget(directory, cache_bytes)
-    return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share)
-
-
-def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
-    in_memory = str(directory).partition(":")[0] == "ram"
-    if budget_bytes is None:
-        existing = Path("/dev/shm") if in_memory else Path(directory)
-        while not existing.exists():
-            existing = existing.parent
-        return min(_MAX_DEFAULT_BYTES, shutil.disk_usage(existing).free // 4)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else budget_bytes
-    if in_memory and budget_bytes > memory:
-        raise UsageError(
-            f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, got "
-            f"{budget_bytes:,}. Lower it, or keep the cache on disk (cache_dir=)."
-        )
-    return int(budget_bytes)
-
-
 class SliceReader:
-    """Opens slices by key. For one consumer; its threads start with the first `seek` and end with `close`.
+    """Opens slices by key, and has the chunks that coming steps need fetched and verified. For one consumer.
 
-    `cached`: for each dataset, whether its slices are; then with the settings `cache`. `verify`: hash each slice when
-    it is opened for the first time.
+    Plans are added in the order of their steps, waited for, and released. `cached`: for each dataset, whether its
+    slices go through the cache; then with the settings `cache`. `verify`: hash what is read of local slices again, also
+    if their files did not change. Its threads start with the first plan and end with `close`.
 
     Raises:
-        UsageError: If a slice does not fit the cache.
+        UsageError: If the cache is smaller than a chunk.
     """
 
     def __init__(
         self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
         cache: CacheSettings | None, verify: bool = False,
     ) -> None:  # fmt: skip
-        self._datasets, self._cached, self._cache = datasets, cached, cache
-        self._run, self._rank, self._world_size = run, rank, world_size
+        self._datasets, self._cached, self._settings, self._run = datasets, cached, cache, run
         self.cached = any(cached)
+        per_node = ranks_per_node(world_size)
+        self._ranks = rank // per_node * per_node, (rank // per_node + 1) * per_node  # Of this node.
+        self._world_size = world_size
+        self._counts_of_slices = np.concatenate([order.samples_per_slice for order in run.orders])
         self._verify = verify
-        self._verified: set[int] = set()
+        self._verified: set[int] = set()  # Keys of local slices.
         counts = [len(dataset.table) for dataset in datasets]
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # [D + 1], of each slice 0.
-        self._feed: SliceFeed | None = None
-        self._source: SliceSource | None = None
-        self._close_source: weakref.finalize[..., Any] | None = None
-        self._past_stats: dict[str, Any] = {}  # Of feeds and sources that are closed.
+        self.chunks = ChunkTable(datasets)
+        self._changed = threading.Condition(threading.RLock())  # guards all below
+        self._plans: deque[PlanNeeds] = deque()
+        self._running: dict[object, tuple[ChunkGroup, I64]] = {}  # fetches
+        self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
+        self._no_room = ""
+        self._stuck_since: tuple[PlanNeeds, float] | None = None
+        self._pid = os.getpid()
+        self._cache: ChunkCache | None = None
+        self._source: ChunkSource | None = None
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._waited_s, self._logged_at = 0.0, -math.inf
+        self._fetched = np.zeros(0, np.uint8)  # A bit a chunk: fetched in `_fetched_epoch`.
+        self._fetched_epoch: int | None = None
+        self._warned = False
         self._readahead: ThreadPoolExecutor | None = None
-        self._readahead_keys: set[int] = set()
+        self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
         if cache is not None:
             self._check_budget(cache)
 
-    def _check_budget(self, cache: CacheSettings) -> None:
-        from forebay.cache.eviction import part_bytes
-
-        for dataset, cached in zip(self._datasets, self._cached):
-            sizes = dataset.table.bytes
-            if cached and len(sizes) and part_bytes(int(sizes.max())) > cache.budget_bytes:
-                largest = dataset.table.row(int(sizes.argmax()))
-                raise UsageError(
-                    f"cache_bytes: expected at least {part_bytes(largest.bytes):,} for {largest.name} of "
-                    f"{dataset.name}, got {cache.budget_bytes:,}. Make the cache larger, or prepare smaller slices "
-                    "(--slice-bytes)."
-                )
+    def _check_budget(self, settings: CacheSettings) -> None:
+        cached = np.repeat(self._cached, np.diff(self.first_key))
+        largest = int(self.chunks.chunk_bytes[cached].max(initial=0))
+        key = int((self.chunks.chunk_bytes * cached).argmax())
+        needed = largest + MapLayout(int(self.chunks.num_bytes[key]), self._row(key).chunk_bytes).num_bytes
+        if needed > settings.budget_bytes:
+            raise UsageError(
+                f"cache_bytes: expected at least {needed:,} for a chunk of {self._row(key).name}, got "
+                f"{settings.budget_bytes:,}. Make the cache larger, or prepare smaller slices (--slice-bytes)."
+            )
 
     def find(self, key: int) -> tuple[Dataset, int]:
+        """(dataset, index of the slice in it)."""
         i = self._dataset_index(key)
         return self._datasets[i], key - int(self.first_key[i])
 
     def _dataset_index(self, key: int) -> int:
         return int(np.searchsorted(self.first_key, key, side="right")) - 1
 
+    def _row(self, key: int) -> SliceInfo:
+        dataset, index = self.find(key)
+        return dataset.table.row(index)
+
     def is_cached(self, key: int) -> bool:
         return self.cached and self._cached[self._dataset_index(key)]
 
-    def seek(self, step: int) -> None:
-        if self._cache is None:
-            return
-        if self._feed is not None and self._feed.pid != os.getpid():
-            self._feed = self._source = None  # They belong to the parent of this fork.
-        if self._feed is None:
-            self._feed = self._start_feed(self._cache)
-        self._feed.seek(step)
+    def waiting_keys(self, keys: I64) -> NDArray[np.bool_] | None:
+        """Which of these slices have chunks that must be fetched or verified before they are used; None: none."""
+        waiting = np.array([self._waits(key) for key in keys.tolist()], bool)
+        return waiting if waiting.any() else None
 
-    def advance(self, step: int) -> None:
-        if self._feed is not None:
-            self._feed.advance(step)
+    def _waits(self, key: int) -> bool:
+        if key in self._verified:
+            return False
+        if self.is_cached(key):
+            return True
+        dataset, index = self.find(key)
+        if self._verify:
+            return True
+        with contextlib.suppress(DatasetError):  # Opening the slice raises it.
+            if not dataset.is_verified(index):
+                return True
+            self._verified.add(key)
+        return False
 
-    def hold(self, keys: Sequence[int], until: int) -> bool:
-        """Retain these slices until `advance(until)`, if all of them are available; whether they are. Does not wait."""
-        cached = [key for key in keys if self.is_cached(key)]
-        return not cached or (self._feed is not None and self._feed.try_acquire_all(cached, until))
+    def describe(self, key: int) -> tuple[SliceInfo, int]:
+        """(row of the table, bytes of a token) of a slice."""
+        return self._row(key), int(self.chunks.token_bytes[key])
 
-    def fetch(self, keys: Sequence[int], until: int) -> None:
-        """Wait until all of these slices are available; retain them together until `advance(until)`."""
-        cached = [key for key in keys if self.is_cached(key)]
-        if cached:
-            assert self._feed is not None
-            self._feed.acquire_all(cached, until)
+    @property
+    def ahead_bytes(self) -> int:
+        """How many bytes of samples are planned ahead, so that their chunks are fetched and stay."""
+        if self._settings is None:
+            return 0
+        if self._settings.readahead_bytes is not None:
+            return self._settings.readahead_bytes
+        budget = self._settings.budget_bytes
+        return min(budget // 3, max(self._settings.open_bytes, min(_AHEAD_BYTES, budget // 8)))
 
-    def open(self, key: int, until: int) -> tuple[int, Slice]:
-        """(index in its dataset, mapped slice), retained until `advance(until)`. Waits until it is available.
+    @property
+    def planned_bytes(self) -> int:
+        return sum(plan.num_bytes for plan in self._plans)
+
+    # Plans.
+
+    def add(self, plan: PlanNeeds) -> None:
+        """Add the plan of the next steps; what is known of its needs is fetched from now on."""
+        self._check_process()
+        with self._changed:
+            self._plans.append(plan)
+
+    def need(self, plan: PlanNeeds, keys: I64, starts: I64, stops: I64, steps: I64) -> None:
+        """Add byte ranges [starts, stops) of slices `keys` to a plan's needs, from `steps` of the plan on; all [N]."""
+        groups = self.chunks.groups(keys, starts, stops, steps)
+        with self._changed:
+            if self._settings is not None:
+                cache = self._open_cache(self._settings)
+                pinned = []
+                for group in groups:
+                    if self.is_cached(group.key):
+                        group.entry = cache.open(self._row(group.key))
+                        pinned.append((group.entry, group.chunks))
+                cache.pin(pinned)
+            plan.add(groups)
+
+    def fetch(self) -> None:
+        """Start to fetch what the plans so far need."""
+        with self._changed:
+            self._start_fetches()
+
+    def has_bytes(self, key: int, plan: PlanNeeds) -> bool:
+        """Whether what a plan needs of a slice so far is here."""
+        with self._changed:
+            return all(group.key != key or self._is_complete(group) for group in plan.waiting)
+
+    def available(self, plan: PlanNeeds, start: int) -> int:
+        """The first of a plan's steps from `start` on for which something known is missing; a huge number for none.
 
         Raises:
-            DatasetError: If it is missing, or its bytes are not those of the dataset.
-            NetworkError: If no origin gives it.
+            DatasetError: If step `start` needs a local chunk that is damaged.
+        """
+        with self._changed:
+            stop = _ALL_STEPS
+            remaining = []
+            for group in plan.waiting:
+                first = int(group.first_steps.min())
+                try:
+                    if self._is_complete(group):
+                        continue
+                except DatasetError:
+                    if first <= start:
+                        raise
+                    stop = min(stop, first)  # It is raised when that step is read.
+                else:
+                    assert group.entry is not None
+                    absent = group.entry.marks[group.chunks] != PRESENT
+                    stop = min(stop, int(group.first_steps[absent].min()))
+                remaining.append(group)
+            plan.waiting = remaining
+            return stop
+
+    def wait(self, plan: PlanNeeds, step: int) -> bool:
+        """Wait until something changed for step `step` of a plan; False if there is no space for what it needs.
+
+        Raises:
+            NetworkError: If a fetch failed; the next call tries again. IntegrityError likewise.
+        """
+        with self._changed:
+            began = time.perf_counter()
+            try:
+                while True:
+                    missing = self._missing(plan, step)
+                    if not missing:
+                        return True
+                    if error := self._take_error(missing):
+                        raise error
+                    self._start_fetches(missing)
+                    if not self._missing(plan, step):
+                        return True
+                    if self._no_room and not self._running:
+                        return False
+                    self._changed.wait(_POLL_S)
+                    self._log_wait(missing, self._waited_s + time.perf_counter() - began)
+            finally:
+                self._counts["late"] += 1
+                self._waited_s += time.perf_counter() - began
+
+    def wait_for_space(self, plan: PlanNeeds) -> None:
+        """Wait while other processes that share the cache need all of it. UsageError after ten seconds."""
+        with self._changed:
+            now = time.monotonic()
+            if self._stuck_since is None or self._stuck_since[0] is not plan:
+                self._stuck_since = plan, now
+            if now - self._stuck_since[1] > _STUCK_S:
+                raise UsageError(
+                    f"cache: a step's chunks found no space in {_STUCK_S:.0f} s: {self._no_room} Raise the budget to "
+                    "what the processes that share it read at once, or use fewer lanes."
+                )
+            self._changed.wait(_POLL_S)
+
+    def release(self, plan: PlanNeeds) -> None:
+        """A plan was used, or is not required any more: its chunks may be evicted."""
+        with self._changed:
+            if plan in self._plans:
+                self._plans.remove(plan)
+            if self._cache is not None:
+                groups = [group for group in plan.groups if group.entry is not None]
+                pins = [(group.entry, group.chunks) for group in groups if group.entry is not None]
+                self._cache.unpin(pins, self._next_uses(plan.first_step, groups))
+            plan.groups, plan.waiting, plan.todo = [], [], []
+            self._start_fetches()
+
+    def _next_uses(self, step: int, groups: Sequence[ChunkGroup]) -> Sequence[int] | None:
+        """When the first chunk of each group is read again, about; None: unknown."""
+        if not groups:
+            return None
+        keys = np.array([group.key for group in groups])
+        places = np.array([int(group.chunks[0]) for group in groups]) * self.chunks.chunk_bytes[keys]
+        counts = self._counts_of_slices
+        samples = np.minimum(counts[keys] - 1, places * counts[keys] // np.maximum(1, self.chunks.num_bytes[keys]))
+        steps = self._run.next_steps(step, keys, np.maximum(0, samples), self._ranks, self._world_size)
+        return None if steps is None else steps.tolist()
+
+    def clear(self) -> None:
+        """Release all plans."""
+        with self._changed:
+            for plan in list(self._plans):
+                self.release(plan)
+            self._errors.clear()
+
+    # Slices.
+
+    def open(self, key: int) -> tuple[int, Slice]:
+        """(index in its dataset, mapped slice); its header must be here.
+
+        Raises:
+            DatasetError: If it is missing, or not a slice of the dataset.
         """
         dataset, index = self.find(key)
-        row = dataset.table.row(index)
-        is_new = self._verify and key not in self._verified
         if not self.is_cached(key):
-            opened = dataset.open_slice(index)
-            if is_new and (sha256 := hash_slice(opened.path, row.chunk_bytes)[0]) != row.sha256:
-                raise DatasetError(
-                    f"{opened.path}: expected bytes of sha256 {row.sha256}, got {sha256}. The dataset was changed, or "
-                    "its disk fails. Fetch or prepare this slice again."
-                )
-            self._verified.add(key)
-            return index, opened
-        assert self._feed is not None
-        path = self._feed.acquire(key, until)
-        if is_new and hash_slice(path, row.chunk_bytes)[0] != row.sha256:
-            _log.warning("%s of %s was changed after it was verified. Fetching it again.", row.name, dataset.name)
-            self._feed.reject(key)
-            path = self._feed.acquire(key, until)
-        self._verified.add(key)
+            return index, dataset.map_slice(index)
+        row = dataset.table.row(index)
+        with self._changed:
+            entry = self._open_cache(self._settings).open(row)
         try:
-            opened = open_slice(path)
+            opened = slice_of(entry.data, entry.path)
             dataset.check_slice(row, opened)
+            if opened.layout == "tokens" and file_offset(opened.tokens) != int(self.chunks.token_starts[key]):
+                raise DatasetError("expected the tokens behind all other tensors.")
         except DatasetError as error:
             raise DatasetError(
                 f"slice {row.name} of {dataset.name} ({dataset.path}): its bytes have the hash of the dataset's table, "
@@ -222,164 +315,299 @@ class SliceReader:
             ) from error
         return index, opened
 
-    def read_ahead(self, keys: Sequence[int]) -> None:
-        """Let the kernel read the local files of slices that are opened soon, in a thread; a no-op on macOS."""
-        new = [key for key in keys if key not in self._readahead_keys and not self.is_cached(key)]
-        self._readahead_keys = set(keys)
-        if new and hasattr(os, "posix_fadvise"):
-            self._readahead = self._readahead or ThreadPoolExecutor(1, "readahead")
-            for dataset, index in map(self.find, new):
-                self._readahead.submit(_read_ahead, dataset.slice_path(index))
+    def read_ahead(self, keys: I64, starts: I64, stops: I64) -> None:
+        """Let the kernel read byte ranges of local files that are used soon, in a thread; a no-op on macOS."""
+        if not hasattr(os, "posix_fadvise") or not len(keys) or all(self._cached):
+            return
+        order = np.argsort(keys, kind="stable")
+        edges = np.flatnonzero(np.diff(keys[order], prepend=-1))
+        low, high = np.minimum.reduceat(starts[order], edges), np.maximum.reduceat(stops[order], edges)
+        for key, start, stop in zip(keys[order][edges].tolist(), low.tolist(), high.tolist()):
+            first, last = self._advised.get(key, (0, 0))
+            if not self.is_cached(key) and not first <= start <= stop <= last:
+                size = max(stop - start, _READAHEAD_BYTES)  # A lane goes on from here.
+                self._advised[key] = start, start + size
+                dataset, index = self.find(key)
+                self._readahead = self._readahead or ThreadPoolExecutor(1, "readahead")
+                self._readahead.submit(_read_ahead, dataset.slice_path(index), start, size)
 
     def stats(self) -> dict[str, Any]:
-        stats = self._feed.stats() if self._feed is not None else {}
-        stats |= self._source.stats() if self._source is not None else {}
-        return self._past_stats | self._summed(stats)
+        with self._changed:
+            if self._settings is None:
+                return {}
+            evicted = self._cache.evicted_bytes if self._cache is not None else 0
+            stats: dict[str, Any] = {**self._counts, "waited_s": self._waited_s, "in_flight": len(self._running)}
+            stats["evicted_bytes"] = self._past_evicted + evicted
+            return stats | (self._source.stats() if self._source is not None else {})
 
     def close(self) -> None:
-        """End the threads, and leave the swarm. The next `seek` starts them again."""
+        """End the threads, and leave the swarm and the cache. The next plan starts them again."""
         self.pause()
-        self._leave()
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+        cache, self._cache = self._cache, None
+        if cache is not None and self._pid == os.getpid():
+            self._past_evicted += cache.evicted_bytes
+            cache.close()
 
     def pause(self) -> None:
-        """End the threads, but continue to share. The next `seek` starts them again."""
-        pool, self._readahead = self._readahead, None
+        """End the fetches, but continue to share. The next plan starts them again."""
+        pool, self._readahead, self._advised = self._readahead, None, {}
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-        feed, self._feed = self._feed, None
-        if feed is not None:
-            feed.close()
-            current = {"held_bytes": 0, "in_flight": 0}  # Not sums.
-            self._past_stats |= self._summed(feed.stats() | current)
-        if self._cache is None or not self._cache.share:
-            self._leave()
-
-    def _leave(self) -> None:
-        source, self._source = self._source, None
-        if source is not None and self._close_source is not None:
-            self._close_source()
-            self._past_stats |= self._summed(source.stats())
-
-    def _summed(self, stats: dict[str, Any]) -> dict[str, Any]:
-        return {name: value + self._past_stats.get(name, 0) for name, value in stats.items()}
-
-    def _start_feed(self, settings: CacheSettings) -> SliceFeed:
-        from forebay.cache.cache import SliceCache
-        from forebay.cache.prefetch import SliceFeed
-
-        cache, tables = SliceCache(settings.directory, settings.budget_bytes), [d.table for d in self._datasets]
-        if self._source is None:
-            self._source = SliceSource(self._datasets, cache, settings.connections, settings.share)
-            self._close_source = weakref.finalize(self, self._source.close)
-        source, find = self._source, self.find
-        return SliceFeed(
-            cache,
-            np.concatenate([table.sha256 for table in tables]),
-            np.concatenate([table.bytes * cached for table, cached in zip(tables, self._cached)]),  # Local: no bytes.
-            self._cached_uses,
-            self._run.num_steps,
-            lambda key, part: source.start(*find(key), part),
-            horizon_bytes=settings.readahead_bytes,
-            epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key))[0],
-            window_steps=max(map(window_steps, self._run.orders)),
-        )
-
-    def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:
-        steps, sources, slices = self._run.uses(start, stop, self._rank, self._world_size)
-        keys = self.first_key[sources] + slices
-        if all(self._cached):
-            return steps, keys
-        chosen = np.array(self._cached)[sources]
-        return steps[chosen], keys[chosen]
-
-
-class SliceSource:
-    """Transfers slices from their datasets' origins, or from peers, in the process that made it, until `close`.
-
-    `share`: whether to serve the cached slices to peers, or the `HOST:PORT` to listen at; it then fetches from peers as
-    well. Nothing is retained for peers. Every process that shares is a member of its own, with one server a node.
-    """
-
-    def __init__(self, datasets: Sequence[Dataset], cache: SliceCache, connections: int, share: bool | str) -> None:
-        self.pid = os.getpid()
-        self._cache, self._connections, self._share = cache, connections, share
-        self._transfers: Transfers | None = None
-        self._shares: dict[str, SliceShare | None] = {}  # By node.
-        self._members: dict[str, SwarmMember] = {}  # By dataset id.
-        try:
-            for dataset in datasets if share else ():
-                if dataset.id not in self._members:
-                    self._members[dataset.id] = self._join(dataset)
-        except BaseException:
-            self.close()
-            raise
-
-    def start(self, dataset: Dataset, index: int, part: Path) -> Transfer:
-        """Start to fetch a slice into its partial file."""
-        if (member := self._members.get(dataset.id)) is not None:
-            return member.reader.fetch(index, part)
-        from forebay.storage.origins import open_origin
-        from forebay.storage.transfers import Transfers
-
-        self._transfers = self._transfers or Transfers(connections=self._connections)
-        origin = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
-        return self._transfers.start(dataset.table.row(index), part, [origin])
-
-    def stats(self) -> dict[str, int]:
-        if not self._members:
-            return {}
-        stats = [member.reader.stats() for member in self._members.values()]
-        sent = sum(share.bytes_sent for share in self._shares.values() if share is not None)
-        names = ("from_origins", "from_peers")
-        return {name: sum(int(counts[name]) for counts in stats) for name in names} | {"shared_bytes": sent}
-
-    def close(self) -> None:
-        """Leave the swarms and cancel transfers. Does nothing in a forked child. May be repeated."""
-        if os.getpid() != self.pid:
+        if self._pid != os.getpid():
             return
-        for member in self._members.values():
-            member.close()
-        for share in self._shares.values():
-            if share is not None:
-                share.close()
-        if self._transfers is not None:
-            self._transfers.close()
+        self.clear()
+        source = self._source
+        if source is not None and not source.shares:
+            self._source = None
+            source.close()
 
-    def _join(self, dataset: Any) -> SwarmMember:
-        from forebay.swarm.reader import SwarmMember
+    _past_evicted = 0
 
-        cache = self._cache
-        indexes = {row.tobytes().hex(): index for index, row in enumerate(dataset.table.sha256)}
+    # With the lock.
 
-        def available() -> NDArray[np.bool_]:
-            flags = np.zeros(len(dataset.table), np.bool_)
-            flags[[indexes[sha256] for sha256 in cache.list_slices() if sha256 in indexes]] = True
-            return flags
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():  # Threads and pins are the parent's.
+            self._pid, self._cache, self._source = os.getpid(), None, None
+            self._changed = threading.Condition(threading.RLock())
+            self._plans.clear()
+            self._running.clear()
 
-        server = self._server(dataset) or False
-        return SwarmMember(
-            dataset, cache, available, share=server, downloads=_SWARM_DOWNLOADS, connections=self._connections
-        )
+    def _open_cache(self, settings: CacheSettings | None) -> ChunkCache:
+        assert settings is not None
+        if self._cache is None:
+            self._cache = ChunkCache(settings.directory, settings.budget_bytes)
+            weakref.finalize(self, self._cache.close)
+        return self._cache
 
-    def _server(self, dataset: Any) -> SliceShare | None:
-        from forebay.swarm.reader import open_share
+    def _open_source(self) -> ChunkSource:
+        assert self._settings is not None
+        if self._source is None:
+            cache = self._open_cache(self._settings)
+            self._source = ChunkSource(self._datasets, cache, self._settings.connections, self._settings.share)
+            weakref.finalize(self, self._source.close)
+        return self._source
 
-        node = dataset.origin.identity.peer_id
-        if node not in self._shares:
+    def _is_complete(self, group: ChunkGroup) -> bool:
+        if group.entry is None:
+            dataset, index = self.find(group.key)
+            for run in np.split(group.chunks, np.flatnonzero(np.diff(group.chunks) > 1) + 1):
+                dataset.verify_chunks(index, int(run[0]), int(run[-1]) + 1)
+            return True
+        if group.entry.is_deleted:
+            self._reopen(group)
+        return bool((group.entry.marks[group.chunks] == PRESENT).all())
+
+    def _reopen(self, group: ChunkGroup) -> None:
+        """Another process deleted the file of a slice, or replaced it by a complete one."""
+        cache = self._open_cache(self._settings)
+        group.entry = cache.open(self._row(group.key))
+        cache.pin([(group.entry, group.chunks)])
+
+    def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
+        missing = []
+        for group in plan.waiting:
+            if not self._is_complete(group):
+                assert group.entry is not None
+                required = group.chunks[group.first_steps <= step]
+                required = required[group.entry.marks[required] != PRESENT]
+                if len(required):
+                    missing.append((group, required))
+        return missing
+
+    def _take_error(self, missing: list[tuple[ChunkGroup, I64]]) -> Exception | None:
+        for group, chunks in missing:
+            for chunk in chunks.tolist():
+                failed = self._errors.pop((group.key, chunk), None)
+                if failed is not None:
+                    self._errors.clear()
+                    kind = type(failed[0]) if isinstance(failed[0], ForebayError) else UsageError
+                    row = self._row(group.key)
+                    error = kind(f"slice {row.name} ({row.sha256[:12]}…) was not fetched: {failed[0]}")
+                    error.__cause__ = failed[0]
+                    return error
+        return None
+
+    def _start_fetches(self, urgent: Sequence[tuple[ChunkGroup, I64]] = ()) -> None:
+        """Start to fetch what is needed next, as far as connections and space allow."""
+        if self._settings is None or self._pid != os.getpid():
+            return
+        self._no_room = ""
+        for group, chunks in urgent:
+            absent = self._fetchable(group, chunks)
+            if len(absent) and not self._fetch(group, _runs(absent)[0]):
+                return
+        limit, planned = self._settings.connections + _QUEUED, 0
+        for number, plan in enumerate(self._plans):
+            if planned > self.ahead_bytes // 2:
+                return  # Later neighbours of these chunks are not known yet: one request will fetch them all.
+            planned += plan.num_bytes
+            while plan.position < len(plan.todo):
+                if len(self._running) >= limit:
+                    return
+                _, group, chunk = plan.todo[plan.position]
+                assert group.entry is not None or not self.is_cached(group.key)
+                if group.entry is not None and group.entry.marks[chunk] in (ABSENT, UNVERIFIED):
+                    failed = self._errors.get((group.key, chunk))
+                    is_due = failed is None or time.monotonic() - failed[1] > _RETRY_S
+                    if is_due and not self._fetch(group, self._extend(group, chunk, number)):
+                        return
+                plan.position += 1
+
+    def _fetchable(self, group: ChunkGroup, chunks: I64) -> I64:
+        assert group.entry is not None
+        own = [c for g, claimed in self._running.values() if g.key == group.key for c in claimed.tolist()]
+        return np.setdiff1d(chunks, np.array(own, np.int64))
+
+    def _extend(self, group: ChunkGroup, chunk: int, number: int) -> I64:
+        """The chunk and its absent neighbours that are needed soon, too: one request. Few at the start of a run."""
+        entry = group.entry
+        assert entry is not None and self._settings is not None
+        max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 64) if number else entry.chunk_bytes
+        limit = max(1, max_bytes // entry.chunk_bytes)
+        required = (entry.refs[chunk : chunk + limit] > 0) & (entry.marks[chunk : chunk + limit] == ABSENT)
+        required[0] = True
+        count = len(required) if required.all() else int(required.argmin())
+        return np.arange(chunk, chunk + count)
+
+    def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
+        """Claim and fetch neighbouring chunks; False if there is no space for them."""
+        entry, cache = group.entry, self._open_cache(self._settings)
+        assert entry is not None
+        if (entry.marks[chunks] == UNVERIFIED).any():
+            entry.verify(chunks)
+        dataset, index = self.find(group.key)
+        source = self._open_source()
+        if source.shares:
+            return self._fetch_slice(group, source, dataset, index)
+        claimed, self._no_room = cache.claim(entry, chunks)
+        if self._no_room:
+            return False
+        for run in _runs(claimed) if len(claimed) else ():
+            job = source.run(dataset, index, entry, int(run[0]), int(run[-1]) + 1, self._end_run)
+            self._running[job] = group, run
+            self._count_fetch(group, run)
             try:
-                self._shares[node] = open_share(dataset.origin, self._cache, self._share)
-            except NetworkError as error:
-                if not isinstance(self._share, str):
-                    raise
-                _log.warning("this process fetches from peers and does not share: %s", error)  # The port is in use.
-                self._shares[node] = None
-        return self._shares[node]
+                source.start(job)
+            except Exception as error:  # noqa: BLE001 - the consumer that waits for the chunks gets it
+                self._end_run(job, error)
+        return True
+
+    def _end_run(self, job: ChunkRun, error: Exception | None) -> None:
+        cache, chunks = self._cache, np.arange(job.first, job.stop)
+        if cache is not None:
+            cache.complete(job.entry, chunks)
+        with self._changed:
+            group, _ = self._running.pop(job, (None, None))
+            if group is None:
+                return
+            stored = job.entry.size_of(chunks[job.entry.marks[chunks] == PRESENT])
+            self._counts["fetched_bytes"] += stored
+            self._counts["fetched_chunks"] += job.next - job.first
+            if error is not None:
+                self._record_failure(group, np.arange(job.next, job.stop), error)
+            self._start_fetches()
+            self._changed.notify_all()
+
+    def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception) -> None:
+        self._counts["failed"] += 1
+        failed = error, time.monotonic()
+        self._errors |= {(group.key, chunk): failed for chunk in chunks.tolist()}
+        for plan in self._plans:
+            plan.position = 0
+
+    def _fetch_slice(self, group: ChunkGroup, source: ChunkSource, dataset: Dataset, index: int) -> bool:
+        """From a swarm, which sends whole slices: fetch the slice, unless it is being fetched."""
+        cache, row = self._open_cache(self._settings), dataset.table.row(index)
+        if row.sha256 in self._running:
+            return True
+        reserved = cache.try_reserve(row)
+        if isinstance(reserved, NotReserved):
+            self._no_room = reserved.detail if reserved.reason == "no room" else ""
+            return reserved.reason != "no room"
+        self._running[row.sha256] = group, group.chunks
+        everything = np.arange(int(self.chunks.first[group.key + 1] - self.chunks.first[group.key]))
+        self._count_fetch(group, everything)
+
+        def on_end(error: Exception | None) -> None:
+            try:
+                if error is None:
+                    reserved.commit()
+                else:
+                    reserved.release()
+            except OSError as fault:
+                error = UsageError(f"cache: cannot rename {reserved.part}: {fault}. Check the directory.")
+            with self._changed:
+                self._running.pop(row.sha256, None)
+                if error is None:
+                    self._counts["fetched_bytes"] += row.bytes
+                    self._counts["fetched_chunks"] += len(everything)
+                    for plan in self._plans:
+                        for other in plan.groups:
+                            if other.key == group.key:
+                                self._is_complete(other)  # It pins its chunks in the new file.
+                    cache.unpin_slice(row.sha256)
+                else:
+                    self._record_failure(group, everything, error)
+                self._start_fetches()
+                self._changed.notify_all()
+
+        try:
+            source.fetch_slice(dataset, index, reserved.part, on_end)
+        except Exception as error:  # noqa: BLE001 - the consumer that waits for the slice gets it
+            on_end(error)
+        return True
+
+    def _count_fetch(self, group: ChunkGroup, chunks: I64) -> None:
+        """Count what is fetched a second time in an epoch, and say it."""
+        plan = next((plan for plan in self._plans if group in plan.groups), None)
+        epoch = None if plan is None else self._run.epoch_of(plan.first_step, self._dataset_index(group.key))[0]
+        if epoch is None:
+            return
+        if epoch != self._fetched_epoch:
+            self._fetched_epoch = epoch
+            self._fetched = np.zeros(int(self.chunks.first[-1]) // 8 + 1, np.uint8)
+        numbers = int(self.chunks.first[group.key]) + chunks
+        places, bits = numbers >> 3, np.left_shift(1, numbers & 7).astype(np.uint8)
+        again = (self._fetched[places] & bits) > 0
+        np.bitwise_or.at(self._fetched, places, bits)
+        if again.any() and group.entry is not None:
+            self._counts["refetched_chunks"] += int(again.sum())
+            self._counts["refetched_bytes"] += group.entry.size_of(chunks[again])
+            if not self._warned and self._counts["refetched_bytes"] > max(
+                _MIN_WARNED_BYTES, self._counts["fetched_bytes"] // 20
+            ):
+                self._warned = True
+                _log.warning(
+                    "cache: %d bytes were fetched a second time in epoch %d: %s evicted them before they were read. "
+                    "Raise cache_bytes, or use fewer lanes.", self._counts["refetched_bytes"], epoch,
+                    "this run" if self._cache is not None and self._cache.evicted_bytes else "other processes",
+                )  # fmt: skip
+
+    def _log_wait(self, missing: list[tuple[ChunkGroup, I64]], waited_s: float) -> None:
+        now = time.monotonic()
+        if now - self._logged_at < _LOG_INTERVAL_S:
+            return
+        first, self._logged_at = self._logged_at == -math.inf, now
+        if not first:
+            group, _ = missing[0]
+            _log.warning(
+                "waiting for %d chunks of %d slices, the first of %s; %d fetches are running, %.1f s waited so far. %s",
+                sum(len(c) for _, c in missing), len(missing), self._row(group.key).name, len(self._running), waited_s,
+                self._no_room,
+            )  # fmt: skip
 
 
-def _read_ahead(path: Path) -> None:
+def _runs(chunks: I64) -> list[I64]:
+    return np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)
+
+
+def _read_ahead(path: Path, start: int, size: int) -> None:
     with contextlib.suppress(OSError):  # Opening the slice raises the error.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)

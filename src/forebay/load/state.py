@@ -13,7 +13,7 @@ from forebay.errors import StateError, UsageError
 from forebay.load.samples import SampleIndex
 from forebay.order.run import Run
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 def run_identity(
@@ -35,7 +35,6 @@ def run_identity(
         "drop_last": drop_last,
         "lanes": [order.num_lanes for order in orders] if mixed else first.num_lanes,
         "window": [order.window_samples for order in orders] if mixed else first.window_samples,
-        "head": [order.head_samples for order in orders] if mixed else first.head_samples,
     }
 
 

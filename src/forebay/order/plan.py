@@ -1,10 +1,14 @@
 """Which samples each step of a run takes: a pure function of counts, seed, epoch and step.
 
 The slices are permuted by a keyed bijection; the sequence of samples is cut into C lanes and permuted inside their
-windows; position t of the epoch reads lane t mod C (`epoch.py`). A global batch is put in order of lane, so that a
-rank's share stays in few lanes: it reads about 1 / min(W, C) of the slices. Any step is reached without replay. Cost:
-16 bytes a slice for the current epoch and the next, and under a millisecond for a step of 1 024 samples.
+windows; position t of the epoch reads lane t mod C (`epoch.py`). A global batch is put in order of lane. If C is a
+multiple of the batch, as by default, each rank has lanes of its own, whatever the world size, and reads its share of
+the bytes once: a lane goes through its slices window by window, and only its window has to be at hand. Any step is
+reached without replay. Cost: 16 bytes a slice for the current epoch and the next, and under a millisecond for a step of
+1 024 samples.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +20,11 @@ from forebay.order.step_index import check_integer
 
 I64 = NDArray[np.int64]
 
-MAX_LANES = 64  # More lanes mix more of the dataset into a batch, and open more windows at once.
-# By default at least so many: a lane has some three slices open, and both lanes at a border read the slice there.
-SLICES_PER_LANE = 16
+MAX_LANES = 4096
+MIN_LANES = 512  # More than a batch needs: a batch takes its samples from other lanes than the last one.
+# The windows of all lanes together: a cache of 2 % of the dataset, or 1 GiB, has room for them and for what comes next.
+WINDOWS_OF_DATASET, MAX_WINDOW_BYTES = 160, 256 << 20
+_MIN_WINDOW_CHUNKS, _LANE_CHUNKS = 2, 4
 _MAX_SLICES_OF_EPOCHS = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 
 
@@ -34,18 +40,40 @@ def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") 
     return counts // int(seq_len)
 
 
-def default_lanes(global_batch: int, num_slices: int) -> int:
-    """The batch if it is at most M; else its largest divisor in (M / 2, M], or the number that is nearest to one.
+@dataclass(frozen=True)
+class SampleSize:
+    """What the defaults of lanes and window depend on beside the number of samples and the batch."""
 
-    M is a sixteenth of the slices with samples, at least 1 and at most 64: then the open windows are about a fifth of
-    the dataset. If C divides the batch, every step takes equally many samples of each lane, and a rank keeps its lanes.
-    If the batch differs by one from a multiple of C, the edges of the ranks' shares move by one sample per step.
+    sample_bytes: float = 4096.0  # mean, as stored
+    chunk_bytes: int = 1 << 16  # what is fetched and verified as a whole; of format 1 the largest slice
+
+
+def default_lanes(global_batch: int, num_samples: int, size: SampleSize) -> int:
+    """C, by default: a multiple of the batch, as many as have windows of four chunks, at most 512; the batch at least.
+
+    So each of 1 to `global_batch` ranks has whole lanes. Of a batch above 4096 it is the largest divisor in
+    (2048, 4096], or 4096; of whole slices as chunks (format 1), the largest divisor that leaves a lane four slices.
     """
-    max_lanes = max(1, min(MAX_LANES, num_slices // SLICES_PER_LANE))
-    if global_batch <= max_lanes:
+    total_bytes = num_samples * size.sample_bytes
+    if size.chunk_bytes > MAX_WINDOW_BYTES // MIN_LANES:
+        limit = max(1, min(MAX_LANES, int(total_bytes / (_LANE_CHUNKS * size.chunk_bytes))))
+    elif global_batch <= MAX_LANES:
+        windows = min(MAX_WINDOW_BYTES, total_bytes / WINDOWS_OF_DATASET)
+        fitting = min(MIN_LANES, int(windows / (_LANE_CHUNKS * size.chunk_bytes)))
+        return global_batch * max(1, fitting // global_batch)
+    else:
+        limit = MAX_LANES
+    if global_batch <= limit:
         return global_batch
-    candidates = range(max_lanes, max_lanes // 2, -1)
-    return min(candidates, key=lambda lanes: (min(global_batch % lanes, -global_batch % lanes), -lanes))
+    divisors = (lanes for lanes in range(limit, limit // 2, -1) if global_batch % lanes == 0)
+    return next(divisors, limit)
+
+
+def default_window(lanes: int, num_samples: int, size: SampleSize) -> int:
+    """w, in samples of one lane: the lane's part of all windows, and at least two chunks."""
+    windows = min(MAX_WINDOW_BYTES, num_samples * size.sample_bytes / WINDOWS_OF_DATASET)
+    window_bytes = max(_MIN_WINDOW_CHUNKS * size.chunk_bytes, windows / lanes)
+    return max(2, int(window_bytes / max(size.sample_bytes, 1.0)))
 
 
 def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -76,17 +104,15 @@ class Order:
         samples_per_slice: int64 [S], from `samples_per_slice`.
         seed: Any integer.
         global_batch: Samples in a step over all ranks, from 1.
-        lanes: C; by default `default_lanes` of the batch and the slices that have samples.
-        window: w, in samples of one lane; by default two mean slices' worth, at least 1.
+        lanes, window: C, and w in samples of one lane; by default `default_lanes` and `default_window`.
         shuffle: False reads the samples in the dataset's order, through the same methods.
         drop_last: Leave out the short batch that ends an epoch.
-        head: h, at most that many samples begin epoch 0 from one slice; by default that slice's, but no more
-            than an eighth of the epoch. 0: no head. Without shuffling there is none.
+        size: For the defaults.
     """
 
     def __init__(
         self, samples_per_slice: I64, seed: int, global_batch: int, lanes: int | None = None, window: int | None = None,
-        shuffle: bool = True, drop_last: bool = False, head: int | None = None,
+        shuffle: bool = True, drop_last: bool = False, size: SampleSize | None = None,
     ) -> None:  # fmt: skip
         counts = np.array(samples_per_slice, dtype=np.int64)
         if counts.ndim != 1 or (len(counts) and int(counts.min()) < 0):
@@ -94,7 +120,7 @@ class Order:
         if global_batch is None:
             raise UsageError("global_batch: expected an integer from 1, got None.")
         for name, value, minimum in (
-            ("global_batch", global_batch, 1), ("lanes", lanes, 1), ("window", window, 1), ("head", head, 0),
+            ("global_batch", global_batch, 1), ("lanes", lanes, 1), ("window", window, 1),
         ):  # fmt: skip
             check_integer(name, value, minimum)
         counts.flags.writeable = False
@@ -103,11 +129,11 @@ class Order:
         self.shuffle, self.drop_last = shuffle, drop_last
         self._stops = np.cumsum(counts)
         self.num_samples = int(self._stops[-1]) if len(counts) else 0
-        self.num_lanes = int(lanes) if lanes is not None else default_lanes(int(global_batch), len(used))
-        self.window_samples = int(window) if window is not None else max(1, 2 * self.num_samples // max(len(used), 1))
+        size, num_samples = size or SampleSize(), self.num_samples
+        self.num_lanes = default_lanes(int(global_batch), num_samples, size) if lanes is None else int(lanes)
+        self.window_samples = default_window(self.num_lanes, num_samples, size) if window is None else int(window)
         self._used = used if len(used) < len(counts) else None  # None: every slice has samples.
         self._epochs: dict[int, Epoch] = {}
-        self.head_samples = self._head_samples(head)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -156,7 +182,10 @@ class Order:
         """The global sample ids, int64 [K], at positions of an epoch, int64 [K], each in [0, num_samples)."""
         if not self.shuffle:
             return positions
-        slices, samples = self.samples_at(epoch, positions)
+        return self.sample_ids_of(*self.samples_at(epoch, positions))
+
+    def sample_ids_of(self, slices: I64, samples: I64) -> I64:
+        """Global sample ids, int64 [K], of samples of slices; the inverse of `locate`."""
         return self._stops[slices] - self.samples_per_slice[slices] + samples
 
     def samples_at(self, epoch: int, positions: I64) -> tuple[I64, I64]:
@@ -168,12 +197,6 @@ class Order:
         slices = np.searchsorted(self._stops, sample_ids, side="right")
         return slices, sample_ids - (self._stops[slices] - self.samples_per_slice[slices])
 
-    def _head_samples(self, head: int | None) -> int:
-        if not self.shuffle or self.num_samples == 0 or head == 0:
-            return 0
-        first = int(self.samples_per_slice[self._slices_at(0, 1)[0]])
-        return min(first, self.num_samples // 8 if head is None else head)
-
     def epoch_at(self, epoch: int) -> Epoch:
         """The tables of an epoch, shared by all readers; only for shuffled orders."""
         if epoch < 0:
@@ -181,10 +204,9 @@ class Order:
         tables = self._epochs.get(epoch)
         if tables is None:
             slices = self._slices_at(epoch)
-            head = self.head_samples if epoch == 0 else 0
-            lanes = Lanes(self.num_samples, head, self.num_lanes, self.window_samples)
-            keys = (derive_key(self.seed, "window", epoch), derive_key(self.seed, "head"))
-            tables = Epoch(slices, self.samples_per_slice.take(slices), lanes, *keys)
+            lanes = Lanes(self.num_samples, self.num_lanes, self.window_samples)
+            key = derive_key(self.seed, "window", epoch)
+            tables = Epoch(slices, self.samples_per_slice.take(slices), lanes, key)
             # The current epoch and the next are kept, and more where they are small; two threads may build one twice.
             spare = len(self._epochs) + 1 - max(2, _MAX_SLICES_OF_EPOCHS // max(1, len(slices)))
             for old in sorted(self._epochs)[: max(0, spare)]:
@@ -192,9 +214,9 @@ class Order:
             self._epochs[epoch] = tables
         return tables
 
-    def _slices_at(self, epoch: int, num_places: int | None = None) -> I64:
-        """The slices that have samples, in the epoch's order: all, or the first few."""
+    def _slices_at(self, epoch: int) -> I64:
+        """The slices that have samples, in the epoch's order."""
         num_used = len(self._used) if self._used is not None else len(self.samples_per_slice)
-        index = np.arange(num_used if num_places is None else num_places, dtype=np.uint64)
+        index = np.arange(num_used, dtype=np.uint64)
         slices = permute(index, num_used, derive_key(self.seed, "slices", epoch)).view(np.int64)
         return slices if self._used is None else self._used[slices]

@@ -20,6 +20,7 @@ from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex
 
 I64 = NDArray[np.int64]
 
+NEVER = 1 << 62
 _SCORES = 1 << 20  # Scores at once: 8 MiB.
 _BLOCK = 1 << 16  # Samples of a mixture's global batches looked at in one go: 512 KiB an array.
 
@@ -88,6 +89,31 @@ class Run:
         sources, positions = self._mixture.locate(taken, taken + int(self.batch_lens(step, step + 1)[0]))
         epochs = np.unique(positions[sources == source] // self._num_samples[source])
         return (int(epochs[0]) if len(epochs) == 1 else None), None
+
+    def next_steps(self, step: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64 | None:
+        """About when samples are read in the epoch after that of run step `step`, int64 [K]; None in a mixture.
+
+        `NEVER` for those that no rank in [start, stop) reads, or that the run does not reach.
+        """
+        end = None if self._mixture is not None else self.epoch_stop(step)
+        if end is None:
+            return None
+        if self.num_steps is not None and end >= self.num_steps:
+            return np.full(len(slices), NEVER)
+        return self._next_steps(end, slices, samples, ranks, world_size)
+
+    def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
+        order, size = self.orders[0], int(self.batch_lens(end, end + 1)[0])
+        epoch = self.progress(end).epoch
+        if not order.shuffle:
+            return end + order.sample_ids_of(slices, samples) // size
+        positions = order.epoch_at(epoch).positions_near(slices, samples)
+        steps: I64 = end + positions // size
+        if order.num_lanes % size == 0 and ranks != (0, world_size):
+            slots = positions % size
+            rank = ((slots + 1) * world_size - 1) // size
+            steps = np.where((rank >= ranks[0]) & (rank < ranks[1]), steps, NEVER)
+        return steps
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
         parts: list[I64] = [np.empty((3, 0), np.int64)]
@@ -228,6 +254,14 @@ class OwnedRun(Run):
     def epoch_stop(self, step: int) -> int | None:
         stop = (step // self._per_epoch + 1) * self._per_epoch
         return stop if self._end is None else min(stop, self._end)
+
+    def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
+        order = self.orders[0]
+        if not order.shuffle:
+            positions = order.sample_ids_of(slices, samples)
+        else:
+            positions = order.epoch_at(end // self._per_epoch).positions_near(slices, samples)
+        return end + positions * self._per_epoch // max(1, order.num_samples)
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
         check_range(start, stop, self._end)

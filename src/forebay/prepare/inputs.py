@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import errno
 import hashlib
+import io
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
-from forebay.formats.detect import ARCHIVES, HEAD_BYTES, detect, format_of_suffix
+from forebay.formats.detect import ARCHIVES, HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
 from forebay.formats.inputs import (
     GROUP_BYTES,
     GROUP_FILES,
@@ -200,14 +201,15 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             raise UnreadableInputError(
                 f"{file.path}: expected at most {MAX_INPUT_BYTES >> 40} TiB, got {file.bytes} bytes."
             )
-        with open_stored(file) as stored:
-            head = stored.read(HEAD_BYTES)
+        is_hub = file.path.startswith(PREFIX)  # whose blocks are read again, without a request
+        with open_stored(file if is_hub else replace(file, extent=(0, SAMPLE_BYTES))) as stored:
+            sample = stored.read(SAMPLE_BYTES)
+            head = sample[:HEAD_BYTES]
             if not stored.seekable():
                 raise UnreadableInputError(
                     f"{file.path}: expected an answer with a Content-Length, got none. Download the file."
                 )
-            stored.seek(0)
-            detection = detect(stored, file.name)
+        detection = detect(io.BytesIO(sample), file.name)
         if "://" not in file.path and not file.sha256:
             file = replace(file, sha256=f"head:{hashlib.sha256(head).hexdigest()}")
         names = text_formats()
@@ -266,6 +268,14 @@ def _splits_of(file: InputFile, options: ReadOptions) -> Iterator[InputSplit]:
     try:
         for start, stop, size in text_format(file.format).split(file, options):
             yield InputSplit((file,), start, stop, size)
+    except HubReadError as failure:
+        raise failure.error from failure
+
+
+def divide_file(file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
+    """Return `Format.divide` of the file's format."""
+    try:
+        return text_format(file.format).divide(file, options, borders)
     except HubReadError as failure:
         raise failure.error from failure
 

@@ -4,9 +4,9 @@ Hides retries with back-off, a resume where a connection was cut, servers that k
 is read at the version (ETag or time) with which it was listed: each response is compared, so that a file that changes
 is an error, never a mixture. (A server that sends neither is not checked.)
 
-All streams of the hub's files share the last 64 MiB of blocks, so that the passes over a Parquet file (footer, heads of
-pages, pages) request each byte once. A stream that reads on has up to eight requests of 1 MiB under way, so that
-latency does not bound the speed (8 MiB in 50 ms: 160 MB/s).
+Files of the hub, and those that are read at random, share the last 64 MiB of blocks, so that the passes over a Parquet
+file (footer, heads of pages, pages) request each byte once. A stream that reads on has up to eight requests of 1 MiB
+under way, so that latency does not bound the speed (8 MiB in 50 ms: 160 MB/s).
 
 Buckets take endpoint, region and credentials from the usual environment variables (`AWS_ENDPOINT_URL`,
 `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
@@ -17,6 +17,7 @@ at its last byte on disk.
 
 import io
 import logging
+import os
 import threading
 import time
 import urllib.parse
@@ -24,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -53,6 +55,7 @@ _HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s
 _MAX_WAIT_S = 30.0
 _TIMEOUT_S = 30.0
 _BUFFER_BYTES = 256 << 10
+_OUTSIDE_BYTES = 64 << 10  # of a request for bytes that are not of the part that is read
 BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 64
 _MAX_AHEAD = 8
@@ -87,21 +90,27 @@ def find_urls(url: str) -> list[RemoteFile]:
     return files
 
 
-def open_url(url: str, size: int, version: str = "") -> BinaryIO:
+def open_url(
+    url: str, size: int, version: str = "", extent: tuple[int, int] | None = None, *, is_random: bool = False
+) -> BinaryIO:
     """A buffered, seekable stream of the file of `size` bytes at a URL, at that version.
 
-    A read raises PrepareError if the file changed, or cannot be read after all retries; HubReadError of the hub.
+    Bytes outside `extent` (None: the file) are requested by 64 KiB, those inside are read ahead, to its end. With
+    `is_random`, and of the hub, they come in blocks, else in one response until the reader seeks.
+
+    A read raises PrepareError if the file changed, or cannot be read after all retries.
     """
-    if url.startswith("hf://"):
-        return io.BufferedReader(HubStream(url, size, _blocks), _BUFFER_BYTES)
-    return io.BufferedReader(_RemoteStream(url, size, version), _BUFFER_BYTES)
+    if is_random or url.startswith("hf://"):
+        return io.BufferedReader(BlockStream(url, size, version, _blocks, extent), _BUFFER_BYTES)
+    return io.BufferedReader(_RemoteStream(url, size, version, extent), _BUFFER_BYTES)
 
 
 class RangedStream(io.RawIOBase):
     """A file of known size at a URL; a subclass reads from `_offset` on."""
 
-    def __init__(self, url: str, size: int) -> None:
+    def __init__(self, url: str, size: int, extent: tuple[int, int] | None) -> None:
         self._url, self._size, self._offset = url, size, 0
+        self._start, self._stop = (0, size) if extent is None else (extent[0], min(extent[1], size))
 
     def readable(self) -> bool:
         return True
@@ -113,15 +122,22 @@ class RangedStream(io.RawIOBase):
         self._offset = offset + (0, self._offset, self._size)[whence]
         return self._offset
 
+    def _range(self) -> tuple[int, int]:
+        """The bytes to request for the offset: the extent, or a little that begins there."""
+        if self._start <= self._offset < self._stop:
+            return self._start, self._stop
+        return self._offset, min(self._size, self._offset + _OUTSIDE_BYTES)
+
 
 class _RemoteStream(RangedStream):
     """Reads one response to its end; requests the rest after a seek, or when a connection fails."""
 
-    def __init__(self, url: str, size: int, version: str) -> None:
-        super().__init__(url, size)
+    def __init__(self, url: str, size: int, version: str, extent: tuple[int, int] | None) -> None:
+        super().__init__(url, size, extent)
         self._etag = version.removeprefix("etag:")
         self._origin, self._name = _open(url)
         self._body: Iterator[memoryview] | None = None
+        self._body_stop = -1
         self._pending = memoryview(b"")
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
@@ -137,6 +153,8 @@ class _RemoteStream(RangedStream):
         buffer[:count] = self._pending[:count]
         self._pending = self._pending[count:]
         self._offset += count
+        if not self._pending and self._offset == self._body_stop:
+            self._close_body()
         return count
 
     def close(self) -> None:
@@ -146,10 +164,12 @@ class _RemoteStream(RangedStream):
     def _next_chunk(self) -> bytes:
         try:
             if self._body is None:
-                self._body = self._origin.read(self._name, self._offset, self._size, self._etag)
-            if chunk := bytes(next(self._body, b"")):
+                self._body_stop = self._range()[1]
+                self._body = self._origin.read(self._name, self._offset, self._body_stop, self._etag)
+            is_small = self._body_stop - self._offset <= _OUTSIDE_BYTES  # All of it, for a reader that seeks in it.
+            if chunk := b"".join(map(bytes, self._body)) if is_small else bytes(next(self._body, b"")):
                 return chunk
-            raise TransientError(f"the connection was closed {self._size - self._offset} bytes before the end")
+            raise TransientError(f"the connection was closed {self._body_stop - self._offset} bytes before the end")
         except TransientError:
             self._close_body()
             raise
@@ -167,6 +187,9 @@ def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
     folder, _, name = parts.path.rpartition("/")
     address = urllib.parse.urlunsplit(parts._replace(path=folder))
     return WebOrigin(address, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S)), urllib.parse.unquote(name)
+
+
+_open_shared = lru_cache(8)(lambda url, process_id: _open(url))
 
 
 def _version(meta: ObjectMeta) -> str:
@@ -298,7 +321,7 @@ class BlockCache:
     """The last blocks of all files that were read or fetched ahead, and those under way."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, str, int, int, int], Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
         at_fork(self)
 
@@ -307,17 +330,18 @@ class BlockCache:
         self._lock = threading.Lock()
         self._blocks.clear()
 
-    def read(self, url: str, size: int, index: int, num_ahead: int) -> bytes:
-        """The block of that index of a file of `size` bytes; starts to fetch it and the next `num_ahead` blocks.
+    def read(self, url: str, version: str, start: int, stop: int, index: int, num_ahead: int) -> bytes:
+        """The block of that index of bytes [start, stop) of a file; starts to fetch it and the next `num_ahead` blocks.
 
         Raises what `fetch_range` raised.
         """
         with self._lock:
-            for key in ((url, index + n) for n in range(min(num_ahead + 1, -(-size // BLOCK_BYTES) - index))):
+            num_blocks = -(-(stop - start) // BLOCK_BYTES)
+            for key in ((url, version, start, stop, index + n) for n in range(min(num_ahead + 1, num_blocks - index))):
                 block = self._blocks.get(key)
-                if block is None or (key[1] == index and block.done() and block.exception() is not None):
+                if block is None or (key[-1] == index and block.done() and block.exception() is not None):
                     self._blocks[key] = block = Future()
-                    thread = threading.Thread(target=_fill, args=(block, *key, size), name="hub-ahead", daemon=True)
+                    thread = threading.Thread(target=_fill, args=(block, *key), name="hub-ahead", daemon=True)
                     try:
                         thread.start()
                     except RuntimeError as error:  # no thread can be started now: the reader of the block raises it
@@ -325,14 +349,21 @@ class BlockCache:
                 self._blocks.move_to_end(key)
             while len(self._blocks) > MAX_BLOCKS:
                 self._blocks.popitem(last=False)
-            requested = self._blocks[url, index]
+            requested = self._blocks[url, version, start, stop, index]
         return requested.result()
 
 
-def _fill(block: Future[bytes], url: str, index: int, size: int) -> None:
+def _fill(block: Future[bytes], url: str, version: str, start: int, stop: int, index: int) -> None:
     data = bytearray()
     try:
-        fetch_range(url, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES), data.extend)
+        start += index * BLOCK_BYTES
+        stop = min(stop, start + BLOCK_BYTES)
+        if url.startswith("hf://"):
+            fetch_range(url, start, stop, data.extend)
+        else:
+            origin, name = _open_shared(url, os.getpid())
+            pinned = PinnedOrigin(origin, version.removeprefix("etag:"))
+            _retry(url, lambda: read_range(pinned, name, start, stop, data.extend, _HTTP_TRIES, _MAX_WAIT_S), 1)
         block.set_result(bytes(data))
     except BaseException as error:  # noqa: BLE001  The reader of the block raises it.
         block.set_exception(error)
@@ -341,23 +372,27 @@ def _fill(block: Future[bytes], url: str, index: int, size: int) -> None:
 _blocks = BlockCache()
 
 
-class HubStream(RangedStream):
-    """A file of the hub; the longer it is read on without a seek, the further ahead it fetches."""
+class BlockStream(RangedStream):
+    """A file in blocks; the longer it is read on without a seek, the further ahead it fetches."""
 
-    def __init__(self, url: str, size: int, blocks: BlockCache) -> None:
-        super().__init__(url, size)
-        self._blocks, self._last_block, self._num_ahead = blocks, 0, 0
+    def __init__(
+        self, url: str, size: int, version: str, blocks: BlockCache, extent: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(url, size, extent)
+        self._version, self._blocks = version, blocks
+        self._last_block = self._num_ahead = 0
 
     def readinto(self, buffer: Any, /) -> int:
         if self._offset >= self._size:
             return 0
-        index, skip = divmod(self._offset, BLOCK_BYTES)
+        start, stop = self._range()
+        index, skip = divmod(self._offset - start, BLOCK_BYTES)
         if index != self._last_block:
             is_next = 0 < index - self._last_block <= _MAX_GAP_BLOCKS
             self._num_ahead = min(_MAX_AHEAD, 2 * self._num_ahead + 1) if is_next else 0
             self._last_block = index
         try:
-            block = self._blocks.read(self._url, self._size, index, self._num_ahead)
+            block = self._blocks.read(self._url, self._version, start, stop, index, self._num_ahead)
         except ForebayError as error:
             raise HubReadError(error) from error
         count = min(len(buffer), len(block) - skip)

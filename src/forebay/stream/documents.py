@@ -1,4 +1,4 @@
-"""One epoch's documents on their way to tokens: read, dealt to ranks if asked, mixed, encoded.
+"""One epoch's documents of a lane on their way to tokens: read, mixed, encoded.
 
 Hides how many are encoded at a time (which tokens come out, and in which order, does not depend on it), and the
 generator of the shuffle buffer: our own, by counter, so that no library's version changes the order. Memory: the
@@ -88,13 +88,12 @@ class ShuffleBuffer:
 
 @dataclass
 class DocumentSequence:
-    """The documents of an epoch that a rank encodes, in the order in which it does."""
+    """The documents of an epoch that a lane encodes, in the order in which it does."""
 
     reading: FileReading | ObjectReading
     buffer: ShuffleBuffer
     counts: dict[str, int]  # Grows by each malformed record.
     malformed: list[Malformed]  # Becomes the first 1000 of these.
-    share: tuple[int, int]  # (rank, world size): every world-size-th record from number `rank` on.
     records: int  # Sound ones read before.
 
     def __post_init__(self) -> None:
@@ -124,7 +123,6 @@ class DocumentSequence:
             yield self.buffer.pop()
 
     def _sound(self) -> Iterator[bytes]:
-        rank, world_size = self.share
         for record, name in self.reading:
             problem = record.problem
             if record.html and not problem:
@@ -138,8 +136,7 @@ class DocumentSequence:
                 problem = problem or "half a surrogate pair in the text"
             if not problem:
                 self.records += 1
-                if (self.records - 1) % world_size == rank:
-                    yield text
+                yield text
             elif problem != "blank":
                 self.counts["malformed"] += 1
                 if len(self.malformed) < MAX_MALFORMED:

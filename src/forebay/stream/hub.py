@@ -1,6 +1,6 @@
 """Datasets of the hub, and those that other libraries stream, as records: WebDataset, MosaicML, any iterable.
 
-The hub's files are read like local ones where their format is one of ours (`HubRecords`).
+The hub's files are read like local ones where their format is one of ours (`hub_records`).
 
 Hides how each object continues at a position: by index (a map-style dataset, a MosaicML `StreamingDataset`, a list), by
 a state of its own (`datasets.IterableDataset`), or by skipping records from the start, which is exact if the object
@@ -14,23 +14,19 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice, takewhile
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from forebay.errors import ForebayError, PrepareError, StateError, UsageError
 from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.formats.records import Record, to_record
-from forebay.order.bijection import permute
 from forebay.prepare.inputs import resolve_format
 from forebay.prepare.sources import open_with_library, source_at
 from forebay.storage.hub_copies import HubCopy
 from forebay.storage.hub_splits import PREFIX, HubSplit, find_split
-from forebay.stream.records import FileReading, FileRecords, check_position
+from forebay.stream.records import ALL_RECORDS, FileRecords, Share
 
 HUB = "hf:"
-RUN_FILES = 1000
-"""Files of the hub are shuffled in runs of so many: a page of its listing, so that the first is known at once."""
 _ROWS = 256  # Read together by index: 0.3 us a row from Arrow where one by one takes 60.
 
 
@@ -43,7 +39,7 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
         url = dataset if dataset.startswith(PREFIX) else PREFIX + dataset.removeprefix(HUB)
         dataset = find_split(url) or open_with_library(url)
     if isinstance(dataset, HubSplit | HubCopy):
-        return HubRecords(dataset, options)
+        return hub_records(dataset, options)
     library = type(dataset).__module__.partition(".")[0]
     if getattr(dataset, "_distributed", None) is not None:
         raise UsageError(
@@ -51,13 +47,13 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
             "ranks part it here."
         )
     if library == "datasets" and hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
-        return ObjectRecords(dataset, options, partial(_by_rows, dataset), "index")
+        return ObjectRecords(dataset, options, _by_rows, "index", len(dataset))
     if library == "streaming" or isinstance(dataset, Sequence):
         size = int(dataset.size) if library == "streaming" else len(dataset)
-        return ObjectRecords(dataset, options, lambda start: (dataset[i] for i in range(start, size)), "index")
+        return ObjectRecords(dataset, options, _by_index, "index", size)
     if library == "datasets" and hasattr(dataset, "state_dict"):
         _check_not_shuffled(dataset)
-        return ObjectRecords(dataset, options, lambda start: iter(dataset), "own")
+        return ObjectRecords(dataset, options, lambda dataset, start, stop: iter(dataset), "own")
     if not hasattr(dataset, "__iter__"):
         raise UsageError(f"stream: expected paths, URLs or an iterable of records, got {type(dataset).__name__}.")
     if iter(dataset) is dataset:
@@ -65,59 +61,68 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
             "stream: expected an iterable that can be read again, got an iterator, which can be read once. Give the "
             "dataset, not iter(dataset)."
         )
-    return ObjectRecords(dataset, options, partial(_skip_to, dataset), "replay")
+    return ObjectRecords(dataset, options, _skip_to, "replay")
 
 
-class HubRecords:
+def hub_records(split: HubSplit | HubCopy, options: ReadOptions) -> FileRecords:
     """The records of a split of the hub, or of a copy of one: the same, at the same positions.
 
-    Its identity is the split's URL with the commit, which can be opened again when the hub has a newer one.
+    Their identity is the split's URL with the commit, which can be opened again when the hub has a newer one.
     """
 
-    def __init__(self, split: HubSplit | HubCopy, options: ReadOptions) -> None:
-        self._split, self._options = split, options
-        self.identity = split.url
+    def runs(size: int) -> Iterator[list[InputFile]]:
+        sources = map(partial(source_at, split), count())
+        files = takewhile(lambda file: file is not None, sources)
+        while run := [file for file in islice(files, size) if file is not None]:
+            yield run if options.format == "auto" else [resolve_format(file, options) for file in run]
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None) -> FileReading:
-        """As `FileRecords.open`; with a key the files come in another order within each run of `RUN_FILES`."""
-
-        def open_source(index: int) -> InputFile | None:
-            if key is not None:
-                first = index - index % RUN_FILES
-                size = next((n for n in range(RUN_FILES) if self._split.file(first + n) is None), RUN_FILES)
-                if index >= first + size:
-                    return None
-                index = first + int(permute(np.array([index - first], np.uint64), size, key)[0])
-            source = source_at(self._split, index)
-            return None if source is None else resolve_format(source, self._options)
-
-        return FileReading(open_source, self._options, check_position(position))
+    return FileRecords(split.url, options, runs)
 
 
 class ObjectRecords:
-    """The records of a dataset object; `kind` says how it continues: `index`, `own` (its state) or `replay`."""
+    """The records of a dataset object; `kind` says how it continues: `index`, `own` (its state) or `replay`.
 
-    def __init__(self, dataset: Any, options: ReadOptions, rows: Callable[[int], Iterator[Any]], kind: str) -> None:
-        self.dataset, self.options, self.rows, self.kind = dataset, options, rows, kind
+    Of an index a lane reads its range of rows; of another object all, of which it takes every `lanes`-th.
+
+    Args:
+        rows: Returns the rows [start, stop) of a dataset; kind `index` alone stops before its end.
+        size: Of an index.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        options: ReadOptions,
+        rows: Callable[[Any, int, int], Iterator[Any]],
+        kind: str,
+        size: int = 0,
+    ) -> None:
+        self.dataset, self.options, self.rows, self.kind, self.size = dataset, options, rows, kind, size
         self._start = copy.deepcopy(dataset.state_dict()) if kind == "own" else {}
-        size = getattr(dataset, "size", None) if kind == "index" else getattr(dataset, "num_shards", None)
-        size = len(dataset) if kind == "index" and not isinstance(size, int) else size
-        self.identity = f"{type(dataset).__module__}.{type(dataset).__name__}:{size if isinstance(size, int) else '?'}"
+        shards = size if kind == "index" else getattr(dataset, "num_shards", None)
+        name = f"{type(dataset).__module__}.{type(dataset).__name__}"
+        self.identity = f"{name}:{shards if isinstance(shards, int) else '?'}"
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None) -> ObjectReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> ObjectReading:
         """As `FileRecords.open`; the order is the object's own, which is given the epoch if it takes one."""
-        position = [0, None] if position is None else position
+        start, stop = 0, 0
+        if self.kind == "index":
+            start, stop = (self.size * number // share.lanes for number in (share.lane, share.lane + 1))
+            share = ALL_RECORDS
+        position = [start, None] if position is None else position
         if not isinstance(position, list) or len(position) != 2 or type(position[0]) is not int or position[0] < 0:
             raise StateError(
                 f"stream state: expected a record's number and a dataset's state, got {str(position)[:80]}."
             )
         number, state = position
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        # The state of an iteration is the object's: each lane of several has an object of its own.
+        dataset = copy.deepcopy(self.dataset) if self.kind == "own" and share.lanes > 1 else self.dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
         if self.kind == "own":
             state = state or {**copy.deepcopy(self._start), "epoch": epoch}
-            self.dataset.load_state_dict(state)
-        return ObjectReading(self, number, state)
+            dataset.load_state_dict(state)
+        return ObjectReading(self, dataset, number, state, stop, share)
 
 
 @dataclass
@@ -125,17 +130,20 @@ class ObjectReading:
     """Rows of a dataset object from a number on; the position is that number, and the dataset's own state or None."""
 
     _records: ObjectRecords
+    _dataset: Any
     _number: int
     _state: Any
+    _stop: int
+    _share: Share
     _started: bool = False
 
     def position(self) -> list[Any]:
         if self._records.kind == "own" and self._started:
-            self._state = copy.deepcopy(self._records.dataset.state_dict())
+            self._state = copy.deepcopy(self._dataset.state_dict())
         return [self._number, self._state]
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
-        rows, name = self._records.rows(self._number), self._records.identity
+        rows, name = self._records.rows(self._dataset, self._number, self._stop), self._records.identity
         while True:
             try:
                 row = next(rows)
@@ -153,9 +161,9 @@ class ObjectReading:
                 ) from error
             finally:
                 self._started = True
-            record = _record(self._number, row, self._records.options)
-            self._number += 1
-            yield record, name
+            number, self._number = self._number, self._number + 1
+            if number % self._share.lanes == self._share.lane:
+                yield _record(number, row, self._records.options), name
 
 
 def _record(number: int, row: Any, options: ReadOptions) -> Record:
@@ -175,13 +183,17 @@ def _record(number: int, row: Any, options: ReadOptions) -> Record:
     return Record(number, problem=problem, location=location) if problem else to_record(number, row, options, location)
 
 
-def _by_rows(dataset: Any, start: int) -> Iterator[Any]:
-    for first in range(start, len(dataset), _ROWS):
-        columns = dataset[first : first + _ROWS]
+def _by_rows(dataset: Any, start: int, stop: int) -> Iterator[Any]:
+    for first in range(start, stop, _ROWS):
+        columns = dataset[first : min(first + _ROWS, stop)]
         yield from (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
-def _skip_to(dataset: Iterable[Any], start: int) -> Iterator[Any]:
+def _by_index(dataset: Any, start: int, stop: int) -> Iterator[Any]:
+    return (dataset[index] for index in range(start, stop))
+
+
+def _skip_to(dataset: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
     rows = iter(dataset)
     for number in range(start):
         if next(rows, rows) is rows:
@@ -199,9 +211,9 @@ def _check_not_shuffled(dataset: Any) -> None:
         if type(examples).__name__ == "BufferShuffledExamplesIterable":
             raise UsageError(
                 "stream: expected a dataset that is not shuffled, got one with a shuffle buffer of its own, whose "
-                "contents its state does not hold. Leave out .shuffle(); shuffle_buffer does it here, exactly."
+                "contents its state does not hold. Leave out .shuffle(); shuffle_documents does it here, exactly."
             )
         examples, depth = getattr(examples, "ex_iterable", None), depth + 1
 
 
-Records: TypeAlias = FileRecords | HubRecords | ObjectRecords
+Records: TypeAlias = FileRecords | ObjectRecords

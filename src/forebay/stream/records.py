@@ -1,69 +1,185 @@
-"""Documents of files of every format that `prepare` reads, in an order that the key of an epoch fixes.
+"""Documents of files of every format that `prepare` reads, in an order that the key of an epoch fixes, and in shares.
 
-Hides: which file of an epoch comes when, and how reading goes on where it stopped: at the very record in JSONL, lines,
-tar and TFRecord (compressed: after unpacking what stands before it), at the row group in Parquet, at the batch in
-Arrow, from the file's beginning in all others. Records that stand before the place are skipped, never yielded twice.
+Hides: which file of an epoch comes when, what each lane reads of it, and how reading goes on where it stopped: at the
+very record in JSONL, lines, tar and TFRecord (compressed: after unpacking what stands before it), at the row group in
+Parquet, at the batch in Arrow, from the file's beginning in all others. Records that stand before the place are
+skipped, never yielded twice.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import heapq
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from forebay.errors import PrepareError, StateError, UsageError
-from forebay.formats.inputs import InputFile, ReadOptions
+from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.order.bijection import permute
-from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.inputs import divide_file, find_inputs, read_split, resolve_format, split_files, text_format
 from forebay.storage.listing import describe_skipped
 
+MIN_SHARE_BYTES = 1 << 20
+"""Files with fewer bytes for each lane are read by all lanes, each of which takes every `lanes`-th record."""
+RUN_FILES = 1000
+"""Files of the hub are shuffled in runs of so many: a page of its listing, so that the first is known at once."""
+_MAX_LOAD = 1.05  # of a lane, over the mean, where whole files are dealt
 _log = logging.getLogger("forebay.stream")
 _START = (0, 0, -1, 0, 0)
 
 
-class FileRecords:
-    """The records of files: paths, directories, globs, URLs. What is left out of a directory is logged.
+class Share(NamedTuple):
+    """The part of the records that a lane reads: number `lane` of `lanes` parts of about the same size."""
 
-    `identity`, which two machines must share for a position to mean the same, is that of each file's format, size and
-    first 4 KiB.
+    lane: int = 0
+    lanes: int = 1
+
+
+ALL_RECORDS = Share()
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """What a lane reads of a file: between two borders (bytes from 0 to the file's size), and of that a share.
+
+    `number` is the file's among all, the same for each lane: files of one record are dealt by it.
     """
 
-    def __init__(self, inputs: Sequence[str | Path], options: ReadOptions) -> None:
-        self._options = options
-        listed = find_inputs([path for name in inputs for path in _expand(name)], options)
-        for line in describe_skipped(listed.skipped):
-            _log.warning("stream: %s", line)
-        self._files = listed.files
-        fields = [(source.format, source.compression, source.bytes, source.sha256) for source in self._files]
-        self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    file: InputFile
+    number: int = 0
+    borders: tuple[int, ...] = ()  # (): the file is not divided.
+    index: int = 0
+    share: Share = ALL_RECORDS
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None) -> FileReading:
-        """Open an epoch's records from a position, or from the beginning; a key fixes the order of the files."""
-        order = np.arange(len(self._files), dtype=np.uint64)
-        if key is not None:
-            order = permute(order, len(order), key)
-        sources = [self._files[i] for i in order.tolist()]
-        start = check_position(position, len(sources))
-        return FileReading(lambda index: sources[index] if index < len(sources) else None, self._options, start)
+    def splits(self, options: ReadOptions) -> tuple[list[InputSplit], Share]:
+        """What to read, and the records of it to take.
+
+        A file whose row groups are too large for its parts is read by all lanes, each of which takes its records.
+        """
+        file, borders = resolve_format(self.file, options), self.borders
+        is_text = is_divisible(file) and text_format(file.format).is_plain_text
+        if not borders and not is_text:
+            return split_files([file], options), self.share
+        borders = borders or (0, file.bytes)
+        parts, sizes = divide_file(file, options, borders), np.diff(borders)
+        if any(part is None and 2 * size >= max(sizes) for part, size in zip(parts, sizes)):
+            return split_files([file], options), Share(self.index, len(parts))
+        part = parts[self.index]
+        if part is None:
+            return [], self.share
+        if not part.stop:  # empty, or damaged so that it is read as one
+            return split_files([file], options), self.share
+        count, length = max(1, part.bytes // SPLIT_BYTES), part.stop - part.start
+        edges = [part.start + length * number // count for number in range(count + 1)]
+        pieces = divide_file(file, options, edges) if is_text else [
+            replace(part, start=start, stop=stop, bytes=part.bytes // count) for start, stop in pairwise(edges)
+        ]  # fmt: skip
+        return [piece for piece in pieces if piece is not None and piece.start < piece.stop], self.share
+
+
+def share_files(files: Sequence[InputFile], share: Share) -> list[FilePart]:
+    """What a lane reads of files: the lanes' parts are disjoint and together all, and of about the same size.
+
+    Whole files if these can be dealt evenly, or cannot be divided and are as many as the lanes. Else the files are laid
+    end to end and cut at `lanes` equal parts, where a file that cannot be divided goes to the part with its middle.
+    """
+    lane, lanes = share
+    everything = [FilePart(file, number, share=share) for number, file in enumerate(files)]
+    sizes = [max(1, file.bytes) for file in files]
+    if lanes == 1 or sum(sizes) < lanes * MIN_SHARE_BYTES:
+        return everything
+    undivided = [replace(part, share=ALL_RECORDS) for part in everything]
+    loads, owners = [(0, number) for number in range(lanes)], [0] * len(files)
+    for index in sorted(range(len(files)), key=lambda index: (-sizes[index], index)):  # the largest first
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], owners[index]))
+    divisible = [is_divisible(file) for file in files]
+    is_even = max(loads)[0] * lanes <= _MAX_LOAD * sum(sizes)
+    if is_even or (len(files) >= lanes and not any(divisible)):
+        return [part for part, owner in zip(undivided, owners) if owner == lane]
+    stops = np.cumsum(sizes).tolist()
+    cuts = [sum(sizes) * number // lanes for number in range(1, lanes)]
+    owned, parts = set[int](), list[FilePart]()
+    for part, size, stop, divides in zip(undivided, sizes, stops, divisible):
+        start = stop - size
+        inside = [cut - start for cut in cuts if start < cut < stop] if divides else []
+        first = int(np.searchsorted(cuts, start if divides else start + size // 2, "right"))
+        owned.update(range(first, first + len(inside) + 1))
+        if first <= lane <= first + len(inside):
+            borders = (0, *inside, size) if inside else ()
+            parts.append(replace(part, borders=borders, index=lane - first))
+    if len(owned) == lanes:
+        return parts
+    _log.warning(
+        "stream: %d files that cannot be divided are too few for %d lanes: each lane reads all of them and takes its "
+        "share of the records. Write more files, or uncompressed ones.", len(files), lanes,
+    )  # fmt: skip
+    return everything
+
+
+def is_divisible(file: InputFile) -> bool:
+    """Whether parts of a file can be read alone."""
+    return bool(file.format) and not (file.compression or file.encoding) and text_format(file.format).is_divisible
+
+
+class FileRecords:
+    """The records of files, which come in runs: lists, each shuffled and shared by itself.
+
+    Args:
+        identity: What two machines must share for a position to mean the same.
+        runs: The runs of an epoch, which may be listed as they are read; of about so many files.
+    """
+
+    def __init__(self, identity: str, options: ReadOptions, runs: Callable[[int], Iterable[list[InputFile]]]) -> None:
+        self.identity, self._options, self._runs = identity, options, runs
+
+    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> FileReading:
+        """Open a share of an epoch's records from a position, or its beginning; a key fixes the order of the files."""
+        parts: list[FilePart] = []
+        # In the order of the files the first one is enough to begin.
+        runs = iter(self._runs(RUN_FILES if key or share.lanes > 1 else 1))
+
+        def part_at(index: int) -> FilePart | None:
+            while index >= len(parts) and (run := next(runs, None)) is not None:
+                order = np.arange(len(run), dtype=np.uint64)
+                order = order if key is None else permute(order, len(run), key)
+                parts.extend(share_files([run[i] for i in order.tolist()], share))
+            return parts[index] if index < len(parts) else None
+
+        return FileReading(part_at, self._options, check_position(position))
+
+
+def find_records(inputs: Sequence[str | Path], options: ReadOptions) -> FileRecords:
+    """The records of paths, directories, globs, URLs. What is left out of a directory is logged.
+
+    Their identity is that of each file's format, size and first 4 KiB.
+    """
+    listed = find_inputs([path for name in inputs for path in _expand(name)], options)
+    for line in describe_skipped(listed.skipped):
+        _log.warning("stream: %s", line)
+    fields = [(source.format, source.compression, source.bytes, source.sha256) for source in listed.files]
+    identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    return FileRecords(identity, options, lambda size: [list(listed.files)])
 
 
 @dataclass
 class FileReading:
-    """The records of some sources, one source after the other; `source_at(index)` is None after the last.
+    """The records of parts of files, one part after the other; `part_at(index)` is None after the last.
 
-    Its position is five integers: the source; the piece of it; where in the piece to begin (-1: at its beginning) and
+    Its position is five integers: the part; the piece of it; where in the piece to begin (-1: at its beginning) and
     the number of the record there; how many records from there on were read.
     """
 
-    _source_at: Callable[[int], InputFile | None]
+    _part_at: Callable[[int], FilePart | None]
     _options: ReadOptions
     _position: tuple[int, int, int, int, int]
 
@@ -73,8 +189,8 @@ class FileReading:
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
         index, number, start, first, num_read = self._position
-        while (source := self._source_at(index)) is not None:
-            pieces = split_files([source], self._options)
+        while (part := self._part_at(index)) is not None:
+            pieces, share = part.splits(self._options)
             while number < len(pieces):
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
                 passed, num_read = num_read, 0
@@ -88,25 +204,26 @@ class FileReading:
                         passed -= 1
                         continue
                     self._position = (index, number, start, first, num_read)
+                    if (part.number + number + first + num_read) % share.lanes != share.lane:
+                        continue
                     if record.problem and not record.location:
                         location = f"record {first + num_read - 1}" + (f" of piece {number}" if number else "")
                         record = replace(record, location=location)
-                    yield record, source.name
+                    yield record, part.file.name
                 number, start, first, num_read = number + 1, -1, 0, 0
             index, number = index + 1, 0
         self._position = (index, *_START[1:])
 
 
-def check_position(position: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
-    """Return the position of a FileReading from JSON; None: the beginning. `sources`: how many there are, if known."""
+def check_position(position: Any) -> tuple[int, int, int, int, int]:
+    """Return the position of a FileReading from JSON; None: the beginning."""
     if position is None:
         return _START
     if not isinstance(position, list) or len(position) != 5 or not all(type(n) is int for n in position):
         raise StateError(f"stream state: expected five integers for the place in the files, got {position!r}.")
     index, number, start, first, num_read = position
-    if min(index, number, start + 1, first, num_read) < 0 or (sources is not None and index > sources):
-        many = "the" if sources is None else sources
-        raise StateError(f"stream state: expected a place in {many} files, got {position}. Take it from state_dict().")
+    if min(index, number, start + 1, first, num_read) < 0:
+        raise StateError(f"stream state: expected a place in the files, got {position}. Take it from state_dict().")
     return index, number, start, first, num_read
 
 

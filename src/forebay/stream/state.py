@@ -1,15 +1,15 @@
-"""The state of a stream between two batches, and how it is written: plain JSON, exact, and the same for every rank.
+"""The state of a stream between two batches, and how it is written: plain JSON, exact, of the lanes that a rank reads.
 
-A state holds what was read and not yet given out (the shuffle buffer, the tokens of a part of a batch), so that going
-on reads nothing twice. Size: 40 to 50 % of the text in the buffer (base64 of zstd): about 13 MB for 10 000 documents
-of 3 KB, written and read in 0.3 s. A buffer of 1000 has a tenth of it, one of 0 next to nothing.
+A lane's state holds what was read and not yet given out (the shuffle buffer, the tokens of a part of a batch), so that
+going on reads nothing twice. Size: 40 to 50 % of the text in the buffer (base64 of zstd): about 13 MB for 10 000
+documents of 3 KB, written and read in 0.3 s. A buffer of 1000 has a tenth of it, one of 0 next to nothing.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,20 +20,18 @@ from numpy.typing import NDArray
 
 from forebay.errors import StateError
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 COUNTS = ("documents", "text_bytes", "tokens", "empty", "malformed", "tail_tokens")
-_INTEGERS = ("epoch", "step", "run_step", "samples_taken", "records", "draws")
+_INTEGERS = ("step", "run_step", "samples_taken")
+_LANE_INTEGERS = ("epoch", "records", "draws")
 _LEVEL = 3  # 31 MB of English: 0.17 s, to a third; level 1 0.10 s and half as large again, level 6 0.57 s.
 
 
 @dataclass(frozen=True)
-class StreamState:
-    """What a stream goes on from."""
+class LaneState:
+    """What a lane goes on from."""
 
-    epoch: int = 0  # The next batch's.
-    step: int = 0  # The next batch's, of the epoch.
-    run_step: int = 0  # Batches since the run began.
-    samples_taken: int = 0  # Of the epoch.
+    epoch: int = 0  # The next sample's.
     records: int = 0  # Sound ones read in the epoch.
     draws: int = 0  # Choices of the shuffle buffer in the epoch.
     position: Any = None  # Where reading goes on; None: at the epoch's beginning.
@@ -42,12 +40,10 @@ class StreamState:
     offset: int = 0  # Tokens from here on were not given out.
     counts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # Of the run: `COUNTS`.
 
-    def to_dict(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """Return plain JSON values; `identity` is what must agree where it is loaded."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
         return {
-            "version": STATE_VERSION,
-            **identity,
-            **{name: getattr(self, name) for name in _INTEGERS},
+            **{name: getattr(self, name) for name in _LANE_INTEGERS},
             "place": self.position,
             "lengths": [len(text) for text in self.buffered],
             "buffer": _pack(b"".join(self.buffered)),
@@ -56,25 +52,16 @@ class StreamState:
         }
 
     @classmethod
-    def from_dict(cls, state: Any, identity: Mapping[str, Any], dtype: Any) -> StreamState:
+    def from_dict(cls, state: Any, dtype: Any) -> LaneState:
         """Return the inverse of `to_dict`. Raises StateError."""
-        if not isinstance(state, dict):
-            raise StateError(f"stream state: expected what state_dict() gives, got {type(state).__name__}.")
-        for name, value in {"version": STATE_VERSION, **identity}.items():
-            got = state.get(name)
-            if got != value or type(got) is not type(value):
-                raise StateError(
-                    f"stream state: expected {name} {value!r}, got {got!r}. Resuming would change the data or its "
-                    f"order. Open the stream with the {name} of the state, or start from the beginning."
-                )
+        state = state if isinstance(state, dict) else {}
         counts, lengths = state.get("counts"), state.get("lengths")
-        numbers: dict[str, Any] = {name: state.get(name) for name in _INTEGERS}
-        is_whole = isinstance(counts, dict) and isinstance(lengths, list)
-        values = [*numbers.values(), *map(counts.get, COUNTS), *lengths] if is_whole else [None]  # type: ignore[union-attr, misc]
-        if not all(type(number) is int and number >= 0 for number in values):
-            raise StateError(f"stream state: expected integers from 0, got {numbers} and counts {counts}.")
-        assert isinstance(counts, dict) and isinstance(lengths, list)
-        if state.get("place") is None and (numbers["step"] or numbers["records"]):
+        numbers = _integers(state, _LANE_INTEGERS)
+        if not isinstance(counts, dict) or not isinstance(lengths, list):
+            raise StateError(f"stream state: expected counts and lengths, got {counts} and {lengths}.")
+        _integers(counts, COUNTS)
+        _integers(dict(enumerate(lengths)), range(len(lengths)))
+        if state.get("place") is None and numbers["records"]:
             raise StateError("stream state: expected a place in the input, got None. Take it from state_dict().")
         texts, tokens = _unpack(state.get("buffer")), _unpack(state.get("pending"))
         if len(texts) != sum(lengths) or len(tokens) % 4:
@@ -86,6 +73,70 @@ class StreamState:
             tokens=np.frombuffer(tokens, "<u4").astype(dtype),
             counts={name: counts[name] for name in COUNTS},
         )
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """What a stream goes on from: the numbers of the next batch, and the lanes that the rank reads."""
+
+    step: int = 0  # Of the epoch; with several lanes, of the run.
+    run_step: int = 0  # Batches since the run began.
+    samples_taken: int = 0  # By all ranks together, in the epoch; with several lanes, in the run.
+    lanes: Mapping[int, LaneState] = field(default_factory=dict)  # Those that have begun, by number.
+
+    @property
+    def epoch(self) -> int:
+        """The next batch's; of several lanes the lowest."""
+        return min((lane.epoch for lane in self.lanes.values()), default=0)
+
+    def to_dict(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """Return plain JSON values; `identity` is what must agree where it is loaded."""
+        return {
+            "version": STATE_VERSION,
+            **identity,
+            **{name: getattr(self, name) for name in _INTEGERS},
+            "lane_states": {str(number): lane.to_dict() for number, lane in self.lanes.items()},
+        }
+
+    @classmethod
+    def from_dicts(cls, states: Any, identity: Mapping[str, Any], lanes: Iterable[int], dtype: Any) -> StreamState:
+        """Return the inverse of `to_dict` for some of the lanes, whose states are in one or several dicts.
+
+        Raises:
+            StateError: If the states are malformed, of different steps, or lack a lane.
+        """
+        states = states if isinstance(states, list) and states else [states]
+        merged: dict[str, Any] = {}
+        for state in states:
+            if not isinstance(state, dict):
+                raise StateError(f"stream state: expected what state_dict() gives, got {type(state).__name__}.")
+            for name, value in {"version": STATE_VERSION, **identity}.items():
+                got = state.get(name)
+                if got != value or type(got) is not type(value):
+                    raise StateError(
+                        f"stream state: expected {name} {value!r}, got {got!r}. Resuming would change the data or its "
+                        f"order. Open the stream with the {name} of the state, or start from the beginning."
+                    )
+            if _integers(state, _INTEGERS) != _integers(states[0], _INTEGERS):
+                raise StateError("stream state: expected states of one step, got several. Save them at the same step.")
+            if not isinstance(state.get("lane_states"), dict):
+                raise StateError(f"stream state: expected lane_states, got {str(state.get('lane_states'))[:80]}.")
+            merged |= state["lane_states"]
+        missing = [number for number in lanes if str(number) not in merged]
+        if missing and states[0]["run_step"]:
+            raise StateError(
+                f"stream state: expected the lanes {sorted(lanes)} that this rank reads, got {sorted(merged)}. Each "
+                "rank's state has its own lanes: give the states of all ranks, load_state_dict([state, ...])."
+            )
+        chosen = {number: LaneState.from_dict(merged[str(number)], dtype) for number in lanes if str(number) in merged}
+        return cls(**_integers(states[0], _INTEGERS), lanes=chosen)
+
+
+def _integers(values: Mapping[Any, Any], names: Iterable[Any]) -> dict[Any, int]:
+    numbers = {name: values.get(name) for name in names}
+    if not all(type(number) is int and number >= 0 for number in numbers.values()):
+        raise StateError(f"stream state: expected integers from 0, got {numbers}.")
+    return numbers  # type: ignore[return-value]
 
 
 def _pack(data: bytes) -> str:

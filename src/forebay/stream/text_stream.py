@@ -1,45 +1,56 @@
 """Text as it lies on disk or on the hub, tokenized while it is streamed: batches without a dataset of ours.
 
-Documents are mixed in a buffer, encoded, joined with EOS between them, and cut into samples of seq_len tokens, whose
-labels are the next tokens. Memory: the shuffle buffer (`shuffle_buffer` documents, at most `buffer_bytes` and one
-document), one document as its format holds it, 1 MiB of text being encoded and prefetch + 2 batches.
+Memory of a lane: the shuffle buffer (`shuffle_documents`, at most `shuffle_bytes` and one document), one document as
+its format holds it, 1 MiB of text being encoded; and `prefetch_batches` + 2 batches in all.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forebay.closing import Closing
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
-from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
+from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.load.loader import prefetch_in_thread
-from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
-from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer, TextEncoder
+from forebay.stream.documents import Malformed, TextEncoder
 from forebay.stream.hub import HUB, Records, records_of
-from forebay.stream.records import FileRecords
-from forebay.stream.state import StreamState
+from forebay.stream.lane import Lane, StreamOptions
+from forebay.stream.records import Share, find_records
+from forebay.stream.state import COUNTS, LaneState, StreamState
 
 _HUB_URL = "hf://datasets/"
+_IDENTITY = ("lanes", "text_key", "shuffle_documents", "shuffle_bytes", "warmup_documents", "drop_last")
+_log = logging.getLogger("forebay.stream")
 
 
 class TextStream(Closing):
     """Batches of one rank out of text files or somebody's streaming dataset, as an iterable.
 
-    Iterating goes on from the stream's state and ends after the last epoch; leaving the loop early and iterating again
-    goes on with the next batch. One iteration at a time. Same arguments, same batches, on any machine.
+    The documents are divided into lanes: disjoint, together everything, and others in each epoch. Each lane is a run
+    of samples, and sample k of the stream is the next one of lane k mod lanes. A global batch is the next
+    global_batch_size samples, of which rank r of W takes every W-th from number r. A rank reads the lanes of its
+    samples: where W divides `lanes`, 1 / W of all bytes and tokenizing; with one lane everything.
 
-    With partition "samples" every rank reads and encodes everything and takes its samples of each global batch: the
-    state of any rank may be loaded by any rank of any world. With "records" a rank encodes every world_size-th record:
-    1/world_size of the work, but its state is its own rank's, and ranks may end an epoch some steps apart.
+    The samples and their order depend on inputs, tokenizer, seq_len, seed, shuffling and `lanes`; not on world size,
+    batch size, machine or time. `lanes` is the world size by default: set it where worlds of several sizes (its
+    divisors) shall read the same samples.
+
+    One `for` gives what is left of the current pass; after `break` or `load_state_dict` the next continues. A stream of
+    one lane has passes of `epochs` epochs: after one the next `for` begins another, and all ranks have equally many
+    batches. Several lanes are not equally long, and each begins its next epoch by itself; so the pass is the run, of
+    `steps` batches on every rank, all of them full. One iteration at a time.
 
     Args:
         inputs: Paths, directories, globs, URLs, of any format that `forebay prepare` reads, compressed or not; or
@@ -50,18 +61,10 @@ class TextStream(Closing):
         batch_size: Samples of a rank's batch. Or `global_batch_size`: of all ranks' together; exactly one is given.
         rank, world_size: By default the environment's RANK and WORLD_SIZE, or 0 and 1.
         seed: Any integer; fixes the order of files and documents.
-        shuffle_buffer: Documents that are mixed; the order of files is mixed, too. 0 keeps the order of the input.
-        shuffle_start: Documents after which the first goes out, for an early first batch; the buffer then grows by
-            one with each that does. None: all of shuffle_buffer is filled first.
-        buffer_bytes: The buffer holds fewer if they are longer than this together.
-        epochs: How many in all; None for no end. Samples do not reach over an epoch's end.
-        drop_last: Leave out the short batch at an epoch's end.
-        partition: "samples" or "records", as above.
-        text_key: The field or column with the text.
-        format: Of all files, if they should not be sniffed.
-        eos, bos: Whether a token ends and begins each document; or its name.
-        dtype: int64 or int32, of `inputs` and `labels`.
-        prefetch: Batches made ahead by a thread; 0 makes them in the caller's.
+        shuffle: Whether files and documents are mixed; else they come in the order of the input.
+        epochs: Of a pass through one lane; None for no end.
+        steps: Batches of the run at most. Necessary with several lanes, unless `epochs` is None: no end.
+        options: Rarer settings.
 
     Raises:
         UsageError: If an argument is missing or out of range.
@@ -80,46 +83,51 @@ class TextStream(Closing):
         rank: int | None = None,
         world_size: int | None = None,
         seed: int = 0,
-        shuffle_buffer: int = 10_000,
-        shuffle_start: int | None = None,
-        buffer_bytes: int = 256 << 20,
+        shuffle: bool = True,
         epochs: int | None = 1,
-        drop_last: bool = False,
-        partition: str = "samples",
-        text_key: str = "text",
-        format: str = "auto",
-        eos: bool | str = True,
-        bos: bool | str = False,
-        dtype: Any = np.int64,
-        prefetch: int = 2,
+        steps: int | None = None,
+        options: StreamOptions | None = None,
     ) -> None:
-        for name, value in (("seq_len", seq_len), ("epochs", epochs)):
+        self._arguments = {"inputs": inputs, "tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
+        self._arguments |= {"shuffle": shuffle, "epochs": epochs}
+        for name, value in (("seq_len", seq_len), ("epochs", epochs), ("steps", steps)):
             check_integer(name, value, 1)
-        for name, value in (("shuffle_buffer", shuffle_buffer), ("buffer_bytes", buffer_bytes), ("prefetch", prefetch)):
-            check_integer(name, value, 0)
-        check_integer("shuffle_start", shuffle_start, 0)
-        check_choice("partition", partition, ("samples", "records"))
+        options = options or StreamOptions()
         self.rank, self.world_size = rank_of_world(rank, world_size)
+        self.lanes = lanes = options.lanes or self.world_size
+        self.options = options = replace(
+            options, lanes=lanes, drop_last=bool(options.drop_last) and lanes == 1,
+            shuffle_documents=options.shuffle_documents if shuffle else 0,
+        )  # fmt: skip
         check_integer("global_batch_size", global_batch_size, 1)
-        self._global_batch = batch_sizes(batch_size, global_batch_size, self.world_size).largest
-        if partition == "records" and self._global_batch < self.world_size:
+        self._global_batch = size = batch_sizes(batch_size, global_batch_size, self.world_size).largest
+        if self.lanes > 1 and size % self.world_size:
             raise UsageError(
-                f"global_batch_size: expected a sample or more for each of {self.world_size} ranks where they part the "
-                f"records, got {self._global_batch}."
+                f"global_batch_size: expected a multiple of the world size, {self.world_size}, with {self.lanes} "
+                f"lanes, got {size}. Give batch_size, or StreamOptions(lanes=1)."
             )
-        self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos) if isinstance(tokenizer, str) else tokenizer
-        self.seq_len, self.partition, self.seed = seq_len, partition, int(seed)
-        self._dtype = token_dtype(dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
-        self._shuffle_buffer, self._shuffle_start, self._buffer_bytes = shuffle_buffer, shuffle_start, buffer_bytes
-        self._epochs, self._drop_last, self._prefetch = epochs, bool(drop_last), prefetch
-        self._text_key = text_key
-        options, paths = ReadOptions(text_key=text_key, format=format), inputs
+        if self.lanes > 1 and steps is None and epochs is not None:
+            raise UsageError(
+                f"steps: expected the number of batches, as {self.lanes} lanes are not equally long, got None: ranks "
+                "that train in step would wait for the others at an epoch's end. Give steps=, or epochs=None for no "
+                "end, or StreamOptions(lanes=1), with which every rank reads everything."
+            )
+        self.tokenizer = (
+            load_tokenizer(tokenizer, eos=options.eos, bos=options.bos) if isinstance(tokenizer, str) else tokenizer
+        )
+        self.seq_len, self.seed, self.shuffle = seq_len, int(seed), bool(shuffle)
+        self._dtype = token_dtype(options.dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
+        self._epochs, self._steps = epochs, steps
+        self._own_lanes = range(
+            self.rank % gcd(self.world_size, self.lanes), self.lanes, gcd(self.world_size, self.lanes)
+        )
+        read, paths = ReadOptions(text_key=options.text_key, format=options.format), inputs
         if isinstance(inputs, str | Path):
             paths = [] if str(inputs).startswith((HUB, _HUB_URL)) else [inputs]
         is_files = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
-        self._records: Records = FileRecords(paths, options) if is_files else records_of(inputs, options)
+        self._records: Records = find_records(paths, read) if is_files else records_of(inputs, read)
         self._encoder = TextEncoder(self.tokenizer)
-        self.position = StreamState(tokens=np.zeros(0, self.tokenizer.numpy_dtype))
+        self.position = StreamState()
         self._malformed: list[Malformed] = []
         self._turn = 0
         self._source: Generator[tuple[Batch, StreamState], None, None] | None = None
@@ -128,6 +136,16 @@ class TextStream(Closing):
     def vocab_size(self) -> int:
         """Every token id is below it."""
         return self.tokenizer.vocab_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0; of several lanes the lowest."""
+        return self.position.epoch
+
+    @property
+    def step(self) -> int:
+        """Batches given out since the run began."""
+        return self.position.run_step
 
     @property
     def malformed(self) -> tuple[Malformed, ...]:
@@ -139,26 +157,31 @@ class TextStream(Closing):
 
         `documents`, `text_bytes` and `tokens` that were encoded here; `empty` documents among them; `malformed`
         records that were skipped; `tail_tokens` at epochs' ends, fewer than a sample (a batch, with drop_last);
-        `batches`, `samples_taken` (of the epoch).
+        `batches`, `samples_taken` (by all ranks, of the epoch; with several lanes, of the run).
         """
         position = self.position
-        return {**position.counts, "batches": position.run_step, "samples_taken": position.samples_taken}
+        counts = {name: sum(lane.counts[name] for lane in position.lanes.values()) for name in COUNTS}
+        return {**counts, "batches": position.run_step, "samples_taken": position.samples_taken}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
 
-        With partition "samples" it is the same on every rank, and one rank's is enough to keep. `position` is the same
-        as it is in memory: free to take at every step.
+        It has the lanes that this rank reads. With one lane it is the same on every rank, and one rank's is enough to
+        keep; else keep that of each. `position` is the same as it is in memory: free to take at every step.
         """
         return self.position.to_dict(self._identity())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue from `state`: the next batch is the one that followed it, also of an iteration that is going on.
 
+        Args:
+            state: Of this rank; or those of all ranks in a list, for a rank that reads other lanes, as in a world of
+                another size.
+
         Raises:
-            StateError: If the state is malformed, or of other inputs or arguments.
+            StateError: If a state is malformed, or of other inputs or arguments, or lacks a lane.
         """
-        self.seek(StreamState.from_dict(state, self._identity(), self.tokenizer.numpy_dtype))
+        self.seek(StreamState.from_dicts(state, self._identity(), self._own_lanes, self.tokenizer.numpy_dtype))
 
     def seek(self, position: StreamState) -> None:
         """Continue from the `position` of this stream, or of one that differs in batch size, rank or world size alone.
@@ -167,6 +190,34 @@ class TextStream(Closing):
         """
         self.close()
         self.position = position
+
+    def take(self, count: int | None = None) -> FirstBatches:
+        """Return the first `count` batches of the current epoch (of several lanes: of the run), from its beginning.
+
+        They can be iterated again and do not move the stream: for a look at the data, or an evaluation that is the same
+        each time. None: all of the epoch; with several lanes, of `steps`.
+        """
+        check_integer("count", count, 1)
+        return FirstBatches(self, self.epoch, count)
+
+    def helper(self, index: int, count: int) -> TextStream:
+        """Return the stream of one of `count` processes that make this rank's batches in turn, as a DataLoader's do.
+
+        Batch t of helper h is the rank's batch t * count + h. Together they read this rank's share of the input,
+        divided into `count` times as many lanes; the state is the helper's own.
+        """
+        check_integer("index", index, 0)
+        if index >= min(count, self._steps or count):
+            raise UsageError(
+                f"helper: expected an index below {count} and a step for each, got {index} and steps={self._steps}. "
+                "Use fewer processes."
+            )
+        return TextStream(
+            **self._arguments, global_batch_size=self._global_batch * count,
+            rank=self.rank + self.world_size * index, world_size=self.world_size * count,
+            steps=None if self._steps is None else len(range(index, self._steps, count)),
+            options=replace(self.options, lanes=self.lanes * count),
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the thread that makes batches ahead, close files. The state stays; iterating goes on from it."""
@@ -178,13 +229,17 @@ class TextStream(Closing):
         self.close()
         self._turn += 1
         turn = self._turn
+        if self._steps is not None and self.position.run_step >= self._steps:
+            _log.warning("stream: all %d steps of the run were given out: no batch is left.", self._steps)
         try:
             while True:
                 if turn != self._turn:
                     raise UsageError("TextStream: this iteration ended when another began. Open another for two.")
                 if self._source is None:
-                    batches = self._batches(self.position)
-                    self._source = prefetch_in_thread(batches, self._prefetch) if self._prefetch else batches
+                    epochs = self._epochs
+                    stop_epoch = None if epochs is None else (self.position.epoch // epochs + 1) * epochs
+                    batches, depth = self._batches(self.position, stop_epoch), self.options.prefetch_batches
+                    self._source = prefetch_in_thread(batches, depth) if depth else batches
                 item = next(self._source, None)
                 if item is None:
                     return
@@ -195,108 +250,86 @@ class TextStream(Closing):
                 self.close()
 
     def _identity(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
+        return {
             "inputs": self._records.identity,
-            "text_key": self._text_key,
             "tokenizer": self.tokenizer.sha256,
             "eos_id": self.tokenizer.eos_id,
             "bos_id": self.tokenizer.bos_id,
-            "seq_len": self.seq_len,
             "global_batch_size": self._global_batch,
-            "seed": self.seed,
-            "shuffle_buffer": self._shuffle_buffer,
-            "buffer_bytes": self._buffer_bytes,
-            "shuffle_start": self._shuffle_start,
-            "drop_last": self._drop_last,
-            "partition": self.partition,
+            **{name: getattr(self, name) for name in ("seq_len", "seed", "shuffle")},
+            **{name: getattr(self.options, name) for name in _IDENTITY},
         }
-        if self.partition == "records":
-            fields.update(rank=self.rank, world_size=self.world_size)
-        return fields
 
-    def _batches(self, state: StreamState) -> Generator[tuple[Batch, StreamState], None, None]:
-        while self._epochs is None or state.epoch < self._epochs:
-            documents = self._open(state)
-            try:
-                for batch, state in self._epoch(state, documents):  # noqa: B020 - each goes on from the one before
-                    yield batch, state
-            finally:
-                documents.close()
+    def _batches(self, state: StreamState, stop_epoch: int | None) -> Generator[tuple[Batch, StreamState], None, None]:
+        """The batches after `state`, each with the state after it; of one lane up to an epoch."""
+        lanes = {
+            number: Lane(
+                self._records, Share(number, self.lanes), self._encoder, self.options,
+                state.lanes.get(number, LaneState()), seq_len=self.seq_len, seed=self.seed, shuffle=self.shuffle,
+                malformed=self._malformed,
+            )
+            for number in self._own_lanes
+        }  # fmt: skip
+        try:
+            while (self._steps is None or state.run_step < self._steps) and (
+                self.lanes > 1 or stop_epoch is None or state.epoch < stop_epoch
+            ):
+                batch, state = self._batch(state, lanes)
+                yield batch, state
+        finally:
+            for lane in lanes.values():
+                lane.close()
 
-    def _open(self, state: StreamState) -> DocumentSequence:
-        key = derive_key(self.seed, "stream", "files", state.epoch) if self._shuffle_buffer else None
-        reading = self._records.open(state.epoch, key, state.position)
-        key = derive_key(self.seed, "stream", "documents", state.epoch)
-        buffer = ShuffleBuffer(
-            self._shuffle_buffer, self._buffer_bytes, key, state.draws, state.buffered, self._shuffle_start
-        )
-        share = (self.rank, self.world_size) if self.partition == "records" else (0, 1)
-        return DocumentSequence(reading, buffer, dict(state.counts), self._malformed, share, state.records)
-
-    def _epoch(self, state: StreamState, documents: DocumentSequence) -> Iterator[tuple[Batch, StreamState]]:
-        size = self._global_batch
-        if self.partition == "records":
-            size = len(range(self.rank, size, self.world_size))
-        # One sample more than the batch (one batch, with drop_last), so that the last is known for the last.
-        required = (size + (size if self._drop_last else 1)) * self.seq_len
-        is_last = False
-        while not is_last:
-            if len(state.tokens) - state.offset < required:
-                state = self._fill(state, documents, required)
-            num_tokens = len(state.tokens) - state.offset
-            count = min(size, num_tokens // self.seq_len)
-            if not count or (self._drop_last and count < size):
-                advice = "Ask for shorter samples or smaller batches."
-                for record in self._malformed[:1]:
-                    advice = (
-                        f"{documents.counts['malformed']} records were skipped, the first at {record.location} of "
-                        f"{record.name}: {record.problem}. Name the column of text (text_key), or look at the file."
-                    )
-                raise DatasetError(
-                    f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {state.records} records "
-                    f"for {size} samples of {self.seq_len}. {advice}"
-                )
-            batch = self._batch(state, count)
-            tail = num_tokens - count * self.seq_len
-            is_last = num_tokens < required and tail < self.seq_len * (size if self._drop_last else 1)
-            if is_last:
-                counts = {**state.counts, "tail_tokens": state.counts["tail_tokens"] + tail}
-                run_step = state.run_step + 1
-                state = StreamState(state.epoch + 1, run_step=run_step, tokens=state.tokens[:0], counts=counts)
-            else:
-                state = replace(
-                    state,
-                    step=state.step + 1,
-                    run_step=state.run_step + 1,
-                    samples_taken=state.samples_taken + count,
-                    offset=state.offset + count * self.seq_len,
-                )
-            yield batch, state
-
-    def _fill(self, state: StreamState, documents: DocumentSequence, required: int) -> StreamState:
-        parts = [state.tokens[state.offset :]]
-        num_tokens = len(parts[0])
-        while num_tokens < required and (texts := documents.take(self._encoder.next_bytes)):
-            parts.append(self._encoder.encode(texts, documents.counts))
-            num_tokens += len(parts[-1])
-        return replace(
-            state, records=documents.records, draws=documents.buffer.draws, position=documents.reading.position(),
-            buffered=tuple(documents.buffer.texts), tokens=np.concatenate(parts), offset=0,
-            counts=dict(documents.counts),
+    def _batch(self, state: StreamState, lanes: dict[int, Lane]) -> tuple[Batch, StreamState]:
+        """The next batch: this rank's samples, each next to its lane's slot in the global batch."""
+        size, world_size, epoch = self._global_batch, self.world_size, state.epoch
+        rows = np.empty((max(1, len(range(self.rank, size, world_size))), self.seq_len + 1), self._dtype)
+        for number, lane in lanes.items():
+            slot = (number - state.samples_taken) % self.lanes
+            while slot < size:
+                tokens, count = lane.take(len(range(slot, size, self.lanes)))
+                self._fill(rows, slot, count, tokens)
+                slot += count * self.lanes
+                if self.lanes == 1:  # A batch ends with the epoch.
+                    size = slot
+        places = np.arange(self.rank, size, world_size)
+        weight = len(places) * world_size / size
+        # A rank without a sample in an epoch's last step gets another one, which does not count.
+        rows = rows[: len(places) or 1]
+        after = StreamState(
+            state.step + 1, state.run_step + 1, state.samples_taken + size,
+            {number: lane.state for number, lane in lanes.items()},
         )  # fmt: skip
+        if self.lanes == 1 and after.epoch > epoch:
+            after = StreamState(run_step=after.run_step, lanes=after.lanes)
+        ids = state.samples_taken + places
+        numbers = (epoch, state.step)
+        return Batch(rows[:, :-1], rows[:, 1:], ids, *numbers, run_step=state.run_step, weight=weight), after
 
-    def _batch(self, state: StreamState, count: int) -> Batch:
-        tokens, length = state.tokens[state.offset :], self.seq_len
-        rank, world_size = (self.rank, self.world_size) if self.partition == "samples" else (0, 1)
-        numbers = np.arange(rank, count, world_size)
-        buffer = np.empty((len(numbers), length + 1), self._dtype)
-        buffer[:, :length] = tokens[: count * length].reshape(count, length)[rank::world_size]
-        stops = (numbers + 1) * length
-        inside = stops < len(tokens)  # Not so for the last sample of an epoch without a tail.
-        buffer[inside, length] = tokens[stops[inside]]
-        buffer[~inside, length] = IGNORE_INDEX
-        ids = state.samples_taken + numbers
-        if self.partition == "records":
-            ids = ids * self.world_size + self.rank
-        inputs, labels = buffer[:, :-1], buffer[:, 1:]
-        return Batch(inputs, labels, ids, state.epoch, state.step, run_step=state.run_step)
+    def _fill(self, rows: Any, slot: int, count: int, tokens: Any) -> None:
+        """Write this rank's samples of a lane, which has every `lanes`-th slot of a global batch from `slot` on."""
+        length, common = self.seq_len, gcd(self.lanes, self.world_size)
+        step = self.world_size // common
+        start = next(i for i in range(step) if (slot + i * self.lanes) % self.world_size == self.rank)
+        if self.lanes == 1 and start >= count:
+            start, step = 0, count  # the sample of a rank that has none
+        number, target = len(range(start, count, step)), (slot + start * self.lanes) // self.world_size
+        own = rows[target :: self.lanes // common][:number]
+        own[:, :length] = tokens[: count * length].reshape(count, length)[start::step]
+        labels = tokens[(start + 1) * length :: step * length][:number]
+        own[: len(labels), length] = labels
+        own[len(labels) :, length] = IGNORE_INDEX  # of an epoch's last sample, without a tail
+
+
+@dataclass(frozen=True)
+class FirstBatches:
+    """The first batches of an epoch of a stream, at most `count`, each time from the beginning."""
+
+    stream: TextStream
+    epoch: int
+    count: int | None
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.stream.close()  # One iteration at a time: a running `for` goes on from its position.
+        start = StreamState(lanes={0: LaneState(self.epoch)} if self.stream.lanes == 1 else {})
+        return (batch for batch, _ in islice(self.stream._batches(start, self.epoch + 1), self.count))

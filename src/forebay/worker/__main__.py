@@ -30,7 +30,7 @@ _HELP = {
     "streaming": "stream, or keep the files here first (streamed above 10 GB)",
     "shuffle_buffer": "documents that are mixed (the dataset's own)",
     "text_key": "the column with the text (the dataset's own)",
-    "partition": "how ranks share text (samples)",
+    "lanes": "shares of a text (the number of ranks; 1 with a coordinator)",
     "vocab_size": "of dummies' ids (1024)",
     "num_steps": "steps of the run (100)",
     "model_size": "of the model of FILE.py:NAME (tiny)",
@@ -42,7 +42,7 @@ _HELP = {
     "identity": "this node's directory, for a coordinator with mutual TLS",
     "timeout_s": "how long to wait for a coordinator or peer that does not respond (60)",
 }
-_CHOICES = {"dataset_type": DATASET_TYPES, "partition": ("samples", "records"), "model_size": tuple(MODEL_SIZES)}
+_CHOICES = {"dataset_type": DATASET_TYPES, "model_size": tuple(MODEL_SIZES)}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -75,8 +75,8 @@ class WorkerConfig:
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
         shuffle_buffer: Documents that are mixed; None: the dataset's own.
-        partition: "samples": all ranks read the same and take every world-size-th sample, exact for any number of
-            ranks. "records": each tokenizes its own share of the documents; for a fixed number of ranks.
+        lanes: Shares into which the documents of a text are divided; None: the world size, and 1 with a coordinator,
+            which takes no other: its ranks change, and each reads everything. See `TextStream`.
         text_key: The column with the text; None: the dataset's own.
         vocab_size: Of dummies' ids.
         learning_rate: AdamW's.
@@ -102,7 +102,7 @@ class WorkerConfig:
     seed: int = 42
     streaming: bool | None = None
     shuffle_buffer: int | None = None
-    partition: str = "samples"
+    lanes: int | None = None
     text_key: str | None = None
     vocab_size: int = 1024
     learning_rate: float = 1e-3
@@ -113,7 +113,6 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         check_choice("dataset_type", self.dataset_type, DATASET_TYPES)
         check_choice("model_size", self.model_size, tuple(MODEL_SIZES))
-        check_choice("partition", self.partition, ("samples", "records"))
         if check_trainer(self.trainer) == "none":
             raise UsageError("trainer: expected 'count' or FILE.py:NAME, got 'none'.")
         check_choice("streaming", self.streaming, (None, True, False))
@@ -123,6 +122,7 @@ class WorkerConfig:
             check_integer(name, getattr(self, name), 1)
         check_integer("vocab_size", self.vocab_size, 2)
         check_integer("shuffle_buffer", self.shuffle_buffer, 0)
+        check_integer("lanes", self.lanes, 1)
         for name in ("learning_rate", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SHARED = (
     "dataset_type", "dataset_name", "tokenizer_name", "batch_size", "seq_len", "num_steps", "model_size", "seed",
-    "shuffle_buffer", "partition", "text_key", "vocab_size", "learning_rate",
+    "shuffle_buffer", "lanes", "text_key", "vocab_size", "learning_rate",
 )  # fmt: skip
 """Settings that are the same for all workers of a run; the coordinator's replace a worker's."""
 NEEDED = ("dataset_type", "batch_size", "num_steps", "seed")
@@ -45,8 +45,11 @@ _one_at_a_time = threading.Lock()
 
 def train_distributed(training: Training) -> TrainingReport:
     """Train as a member of the coordinator's run to its end, or until stopped. Raises as `WorkerClient` says."""
-    if training.config.partition != "samples":
-        raise UsageError("partition: expected 'samples' where a coordinator deals ranks, got 'records'.")
+    if training.config.lanes not in (None, 1):
+        raise UsageError(
+            f"lanes: expected 1 with a coordinator, got {training.config.lanes}: ranks change, and a rank that leaves "
+            "takes the state of its lanes with it. Leave lanes out, or train without --distributed."
+        )
     if not _one_at_a_time.acquire(blocking=False):
         raise UsageError("worker: expected one at a time that trains with others, got two. Use a process for each.")
     try:

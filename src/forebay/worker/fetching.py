@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import NotReserved, SliceCache
-from forebay.cache.eviction import part_bytes
+from forebay.cache.cache import ChunkCache, NotReserved
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, IntegrityError, NetworkError
 from forebay.network.client import Client, WrongPeerError
@@ -49,7 +48,7 @@ class CacheIndex:
     `sizes` has bytes and dataset name of each slice that was ever leased to this worker, by hash: what it may serve.
     """
 
-    def __init__(self, cache: SliceCache) -> None:
+    def __init__(self, cache: ChunkCache) -> None:
         self.sizes: dict[str, tuple[int, str]] = {}
         self._cache = cache
         self._lock = threading.Lock()
@@ -101,7 +100,7 @@ class SliceFetcher:
     """
 
     def __init__(
-        self, client: Client, cache: SliceCache, index: CacheIndex, leases: LeaseBuffer, patience_s: float,
+        self, client: Client, cache: ChunkCache, index: CacheIndex, leases: LeaseBuffer, patience_s: float,
         from_urls: FromUrls = "",
     ) -> None:  # fmt: skip
         self.bytes = self.slices = self.bytes_from_workers = 0
@@ -147,13 +146,11 @@ class SliceFetcher:
 
     def _serve(self, lease: ActiveLease) -> None:
         grant, started = lease.grant, time.monotonic()
-        # Pinned first: another worker on this cache may evict slices between the fetch and the first step.
-        self._cache.pin(grant.sha256)
-        is_needed = False
+        path, is_needed = None, False
         try:
-            if self._fetch(lease):
+            # Pinned: another worker on this cache may evict slices between the fetch and the first step.
+            if (path := self._fetch(lease)) is not None:
                 self._index.add(grant)
-                path = self._cache.path_of(grant.sha256)
                 proof = prove(grant.lease_id, self._peer_id, path, grant.bytes)
                 with self._leases.locked() as state:
                     is_needed = state.fetched(lease, path, time.monotonic() - started, proof)
@@ -172,8 +169,8 @@ class SliceFetcher:
                     state.release(lease)
                 self._back_off(grant, error)
         finally:
-            if not is_needed:
-                self._cache.unpin(grant.sha256)
+            if path is not None and not is_needed:
+                self._cache.unpin_slice(grant.sha256)
 
     def _back_off(self, grant: Lease, error: Exception) -> None:
         self._num_misses += 1
@@ -186,23 +183,22 @@ class SliceFetcher:
             ) from error
         self._closing.wait(backoff_s(self._num_misses, 0.1, 2.0))
 
-    def _fetch(self, lease: ActiveLease) -> bool:
-        """Reserve disk space, or wait for another process that fetches the slice; whether the slice is cached then."""
-        grant = lease.grant
+    def _fetch(self, lease: ActiveLease) -> Path | None:
+        """Reserve disk space, or wait for another process that fetches the slice; its file, pinned, or None."""
+        info = _info_of(lease.grant)
         while not (lease.ended or self._closing.is_set()):
-            reserved = self._cache.try_reserve(grant.sha256, part_bytes(grant.bytes), evict="any")
+            reserved = self._cache.try_reserve(info)
             if not isinstance(reserved, NotReserved):
                 try:
                     self._fetch_from_providers(lease)
                 except BaseException:
                     reserved.release()
                     raise
-                reserved.commit()
-                return True
-            if self._cache.get(grant.sha256) is not None:
-                return True
+                return reserved.commit()
+            if (path := self._cache.get(info.sha256, pin=True)) is not None:
+                return path
             self._closing.wait(_RETRY_RESERVE_S)
-        return False
+        return None
 
     def _fetch_from_providers(self, lease: ActiveLease) -> None:
         grant = lease.grant
@@ -231,11 +227,9 @@ class SliceFetcher:
     def _transfer(self, lease: ActiveLease, providers: Sequence[Provider]) -> None:
         """One transfer from all of these providers at once, for as long as it is fast enough."""
         grant = lease.grant
-        info = SliceInfo(grant.slice, grant.name, grant.bytes, grant.sha256, 0, 0, grant.chunk_bytes)
-        sources = self._sources(grant, providers)
-        part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
+        sources, part = self._sources(grant, providers), self._cache.part_path(grant.sha256)
         transfer = self._transfers.start(
-            info, part, sources, lambda source, reason: self._reject(grant, source, reason)
+            _info_of(grant), part, sources, lambda source, reason: self._reject(grant, source, reason)
         )
         received, since = 0, time.monotonic()
         while not transfer.wait(0.25):
@@ -295,3 +289,7 @@ class SliceFetcher:
             self._reported[name, grant.sha256] = final
         with self._leases.locked() as state:
             state.report(name, grant.sha256, reason, wrong=wrong, rejected=final)
+
+
+def _info_of(grant: Lease) -> SliceInfo:
+    return SliceInfo(grant.slice, grant.name, grant.bytes, grant.sha256, 0, 0, grant.chunk_bytes)

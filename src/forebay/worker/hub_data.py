@@ -21,12 +21,13 @@ from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
+from forebay.stream.lane import StreamOptions
 from forebay.stream.state import StreamState
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
 from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
 
-SHUFFLE_START = 256
+WARMUP_DOCUMENTS = 256
 """Documents in the shuffle buffer before the first batch; the buffer grows from there. FineWeb: about 0.8 MB."""
 BUFFER_BYTES = 64 << 20
 
@@ -36,12 +37,13 @@ _log = logging.getLogger("forebay.worker")
 def create_huggingface_dataset(
     dataset_name: str, rank: int = 0, world_size: int = 1, num_batches: int = 100, batch_size: int = 4,
     seq_len: int | None = None, streaming: bool | None = None, tokenizer_name: str | None = None, seed: int = 42,
-    buffer_size: int | None = None, *, partition: str = "samples", text_key: str | None = None,
+    buffer_size: int | None = None, *, lanes: int | None = None, text_key: str | None = None,
 ) -> HubDataset:  # fmt: skip
     """One rank's batches of a dataset of the hub, tokenized and packed.
 
-    Sample k of the stream belongs to rank k mod world_size, for any number of ranks and of files. Where num_batches is
-    more than the data has, it is read again in another order, with a warning in the log.
+    Sample k of the stream belongs to rank k mod world_size, for any number of ranks and of files. Each rank reads its
+    own share of the documents; see `TextStream`. Where num_batches is more than the data has, it is read again in
+    another order, with a warning in the log.
 
     Args:
         dataset_name: A short name (`list_available_datasets`), OWNER/NAME[/CONFIG][:SPLIT] of the hub, or a path of
@@ -49,7 +51,8 @@ def create_huggingface_dataset(
         seq_len, tokenizer_name, buffer_size, text_key: None: the dataset's own.
         streaming: False copies the files to this machine first; the copy is used without a network later. None:
             streamed if above 10 GB or of unknown size.
-        partition: "samples" as above, or "records": ranks share the tokenizing, and documents are dealt.
+        lanes: Shares of the documents; None: world_size. The samples are those of the same number of lanes in any
+            world. 1: every rank reads everything, for worlds that change.
 
     Raises:
         UnknownDatasetError: No dataset has that name. It is a FileNotFoundError, too.
@@ -74,10 +77,14 @@ def create_huggingface_dataset(
         tokenizer_name, is_here = tokenizer_name or "bytes", True
     tokenizer_name = tokenizer_name or entry.tokenizer
     tokenizer, seq_len = load_tokenizer(tokenizer_name), entry.seq_len if seq_len is None else seq_len
+    buffer_size = entry.buffer_size if buffer_size is None else buffer_size
+    options = StreamOptions(
+        lanes=world_size if lanes is None else lanes, shuffle_documents=buffer_size, shuffle_bytes=BUFFER_BYTES,
+        warmup_documents=WARMUP_DOCUMENTS, drop_last=True, text_key=text_key or entry.text_key,
+    )  # fmt: skip
     stream = partial(
-        TextStream, inputs, tokenizer=tokenizer, seq_len=seq_len, seed=seed, shuffle_start=SHUFFLE_START,
-        shuffle_buffer=entry.buffer_size if buffer_size is None else buffer_size, buffer_bytes=BUFFER_BYTES,
-        epochs=None, drop_last=True, partition=partition, text_key=text_key or entry.text_key,
+        TextStream, inputs, tokenizer=tokenizer, seq_len=seq_len, seed=seed, shuffle=buffer_size > 0, epochs=None,
+        options=options,
     )  # fmt: skip
     how = "kept on this machine" if is_here or isinstance(inputs, HubCopy) else "streamed"
     about = f"{dataset_name}, {how}; tokenizer {tokenizer_name}, {tokenizer.vocab_size:,} ids"
@@ -135,11 +142,11 @@ class HubDataset(Batches):
         self._stream.seek(position)
 
     def reshard(self, rank: int, world_size: int) -> HubDataset:
-        """See Batches. Not with partition "records": a rank's position means nothing in another world."""
-        if self._stream.partition == "records" and (rank, world_size) != (self.rank, self.world_size):
+        """See Batches. With one lane alone: a rank's position has no other lanes than its own."""
+        if self._stream.lanes > 1 and (rank, world_size) != (self.rank, self.world_size):
             raise UsageError(
-                f"partition 'records': expected {self.world_size} ranks throughout, got {world_size}. Use partition "
-                "'samples' where workers come and go."
+                f"lanes: expected 1 where workers come and go, got {self._stream.lanes}: a rank has no state of other "
+                f"ranks' lanes. Give lanes=1, or {self.world_size} ranks throughout."
             )
         position = self.position()
         self.close()
@@ -167,7 +174,7 @@ class HubDataset(Batches):
         stream = state.get("stream")
         if not isinstance(stream, dict):
             raise StateError(f"dataset state: expected a stream's state, got {json.dumps(state)[:80]}.")
-        if self._stream.partition == "samples":
+        if self._stream.lanes == 1:
             stream = {**stream, "global_batch_size": self.effective_batch_size}
         self._stream.load_state_dict(stream)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forebay.cache.cache import SliceCache
+from forebay.cache.cache import ChunkCache
 from forebay.errors import ForebayError, UsageError
 from forebay.ledger.chain import receipt_message
 from forebay.network.client import Client
@@ -131,6 +131,7 @@ def run_worker(
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
         stack.callback(worker.session_lock.release)
+        stack.callback(worker.cache.close)
         trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
@@ -149,7 +150,7 @@ class _Worker:
         self.identity = identity
         self.settings = settings
         self.report = WorkerReport()
-        self.cache = SliceCache(settings.cache_dir, settings.cache_bytes)
+        self.cache = ChunkCache(settings.cache_dir, settings.cache_bytes)
         self.index = CacheIndex(self.cache)
         self.share: SliceShare | None = None
         self._stop = stop
@@ -159,7 +160,7 @@ class _Worker:
         )  # fmt: skip
         state = LeaseState(
             settings.batch_size, settings.cache_bytes, settings.receipt_s,
-            lambda grant: self.cache.unpin(grant.sha256),
+            lambda grant: self.cache.unpin_slice(grant.sha256),
         )  # fmt: skip
         self._leases = LeaseBuffer(state)
         self._fetcher = SliceFetcher(

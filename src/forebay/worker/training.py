@@ -68,7 +68,7 @@ def open_data(config: WorkerConfig) -> Batches:
         return DummyDataset(vocab_size=config.vocab_size, distributed=distributed, **common)
     return create_huggingface_dataset(
         config.dataset_name, streaming=config.streaming, tokenizer_name=config.tokenizer_name,
-        buffer_size=config.shuffle_buffer, partition=config.partition, text_key=config.text_key, **common,
+        buffer_size=config.shuffle_buffer, lanes=config.lanes, text_key=config.text_key, **common,
     )  # fmt: skip
 
 

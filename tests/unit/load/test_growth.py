@@ -164,6 +164,23 @@ def test_tables_of_a_grown_run_agree_with_its_steps(datasets: list[Dataset]) -> 
     assert list(zip(used_steps.tolist(), slices.tolist())) == expected
 
 
+def test_the_next_use_of_samples_is_in_the_next_epoch(datasets: list[Dataset]) -> None:
+    parent = Training(datasets[0])
+    parent.take(3)
+    run = Training(datasets[1]).load(parent.state()).run
+    assert isinstance(run, GrownRun)
+    for step in (3, run.growth.step):
+        end = run.epoch_stop(step)
+        assert end is not None
+        stop = run.epoch_stop(end)
+        assert stop is not None
+        read = run.steps(end, stop, 0, 1)
+        expected = end + np.repeat(np.arange(stop - end), np.diff(read.bounds))
+        steps = run.next_steps(step, read.slices, read.samples, (0, 1), 1)
+        assert steps is not None and steps.min() >= end and steps.max() < stop
+        assert np.abs(steps - expected).max() <= stop - end and np.abs(steps - expected).mean() < (stop - end) / 2
+
+
 @pytest.mark.parametrize(("epochs", "num_steps"), [(1, None), (3, None), (None, 12), (2, 9)])
 def test_limits_count_from_the_start_of_the_run(
     datasets: list[Dataset], epochs: int | None, num_steps: int | None
@@ -188,7 +205,7 @@ def test_what_cannot_go_over_is_refused(datasets: list[Dataset]) -> None:
         parent.load(child.state())  # from the larger to the smaller
     with pytest.raises(StateError, match="expected seed 3, got 4"):
         child.load({**state, "seed": 4})
-    with pytest.raises(StateError, match="expected numbers lanes, window, head"):
+    with pytest.raises(StateError, match="expected numbers lanes, window"):
         child.load({**state, "lanes": "x"})
     grown = child.load(state).state()
     for growth in (3, {**grown["growth"], "step": -1}, {**grown["growth"], "extra": 1}):

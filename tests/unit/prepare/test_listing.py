@@ -81,7 +81,7 @@ def test_a_stream_logs_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCapt
     assert "left out 1: a file of the format images, which holds no text" in caplog.text
     (tmp_path / "a.csv").write_text("body\nhello\n")
     with pytest.raises(PrepareError, match="expected a column 'text'"):
-        list(TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8, shuffle_buffer=0))
+        list(TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8, shuffle=False))
 
 
 TEXTS = {

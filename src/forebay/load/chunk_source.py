@@ -1,0 +1,200 @@
+"""Where the chunks of a run come from: the cache's settings, and fetches from origins or from a swarm."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.cache.cache import ChunkCache
+from forebay.dataset.reader import Dataset
+from forebay.dataset.verified import user_cache
+from forebay.errors import NetworkError, UsageError
+from forebay.formats import ExternalDataset
+from forebay.storage.chunk_file import ChunkFile
+
+if TYPE_CHECKING:
+    from forebay.storage.base import Origin
+    from forebay.storage.fetch import ChunkRun, RunFetcher
+    from forebay.swarm.reader import SwarmMember
+    from forebay.swarm.share import SliceShare
+
+_MAX_DEFAULT_BYTES = 64 << 30
+_SWARM_DOWNLOADS = 8
+_log = logging.getLogger("forebay")
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The Loader's arguments for the cache, with defaults filled in."""
+
+    directory: str | Path  # Or `ram`.
+    budget_bytes: int
+    connections: int
+    readahead_bytes: int | None
+    share: bool | str
+    open_bytes: int = 0  # Of the windows that the run has open at once.
+
+
+def resolve_cache(
+    datasets: Sequence[Dataset], *, cache_dir: str | Path | None, cache_bytes: int | None, connections: int,
+    readahead_bytes: int | None, share: bool | str, verify: bool,
+) -> tuple[list[bool], CacheSettings | None]:  # fmt: skip
+    """Whether the slices of each dataset are cached, and the settings if any are, from the Loader's arguments.
+
+    Raises:
+        UsageError: If an argument does not fit a dataset or this machine.
+    """
+    cached = []
+    for dataset in datasets:
+        origin = getattr(dataset, "origin", None)
+        cached.append(origin is not None or cache_dir is not None)
+        url = str(getattr(origin, "url", dataset.path))
+        if share and not url.startswith("forebay://"):
+            raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
+        if not isinstance(dataset, ExternalDataset):
+            continue
+        if verify:
+            raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
+        if cached[-1]:
+            raise UsageError(
+                f"cache_dir: expected none for {dataset.path}, a dataset of another format, which is read in place. "
+                "Leave it out."
+            )
+    if not any(cached):
+        if cache_bytes is None:
+            return cached, None
+        raise UsageError(
+            f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
+            "or give a cache_dir to cache its slices (for a slow mount)."
+        )
+    directory = cache_dir or user_cache() / "slices"
+    budget = _check_budget(directory, cache_bytes)
+    return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share)
+
+
+def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
+    in_memory = str(directory).partition(":")[0] == "ram"
+    if budget_bytes is None:
+        existing = Path("/dev/shm") if in_memory else Path(directory)
+        while not existing.exists():
+            existing = existing.parent
+        return min(_MAX_DEFAULT_BYTES, shutil.disk_usage(existing).free // 4)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else budget_bytes
+    if in_memory and budget_bytes > memory:
+        raise UsageError(
+            f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, got "
+            f"{budget_bytes:,}. Lower it, or keep the cache on disk (cache_dir=)."
+        )
+    return int(budget_bytes)
+
+
+class ChunkSource:
+    """Fetches chunks from their datasets' origins, or whole slices from peers, in the process that made it.
+
+    `share`: whether to serve the cached slices to peers, or the `HOST:PORT` to listen at; it then fetches from peers as
+    well. Nothing is retained for peers. Every process that shares is a member of its own, with one server a node.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], cache: ChunkCache, connections: int, share: bool | str) -> None:
+        self.pid = os.getpid()
+        self.shares = bool(share)
+        self._cache, self._connections, self._share = cache, connections, share
+        self._fetcher: RunFetcher | None = None
+        self._origins: dict[str, Origin] = {}  # by dataset id
+        self._shares: dict[str, SliceShare | None] = {}  # By node.
+        self._members: dict[str, SwarmMember] = {}  # By dataset id.
+        try:
+            for dataset in datasets if share else ():
+                if dataset.id not in self._members:
+                    self._members[dataset.id] = self._join(dataset)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self, dataset: Dataset, index: int, entry: ChunkFile, first: int, stop: int,
+        on_end: Callable[[ChunkRun, Exception | None], object],
+    ) -> ChunkRun:  # fmt: skip
+        """The fetch of chunks [first, stop) of a slice into its cached file; `start` it."""
+        from forebay.storage.fetch import ChunkRun
+        from forebay.storage.origins import open_origin
+
+        if dataset.id not in self._origins:
+            self._origins[dataset.id] = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
+        name = dataset.table.row(index).name
+        return ChunkRun(
+            entry, name, self._origins[dataset.id], first, stop, functools.partial(dataset.leaves, index), on_end
+        )
+
+    def start(self, run: ChunkRun) -> None:
+        from forebay.storage.fetch import RunFetcher
+
+        self._fetcher = self._fetcher or RunFetcher(self._connections)
+        self._fetcher.start(run)
+
+    def fetch_slice(
+        self, dataset: Dataset, index: int, part: Path, on_end: Callable[[Exception | None], object]
+    ) -> None:
+        """Fetch a slice from the swarm into a partial file."""
+        transfer = self._members[dataset.id].reader.fetch(index, part)
+        transfer.on_done(lambda done: on_end(done.error))
+
+    def stats(self) -> dict[str, int]:
+        wrong = {"wrong_bytes": self._fetcher.wrong_bytes} if self._fetcher is not None else {}
+        if not self._members:
+            return wrong
+        stats = [member.reader.stats() for member in self._members.values()]
+        sent = sum(share.bytes_sent for share in self._shares.values() if share is not None)
+        names = ("from_origins", "from_peers")
+        return {name: sum(int(counts[name]) for counts in stats) for name in names} | {"shared_bytes": sent} | wrong
+
+    def close(self) -> None:
+        """Leave the swarms and cancel fetches. Does nothing in a forked child. May be repeated."""
+        if os.getpid() != self.pid:
+            return
+        for member in self._members.values():
+            member.close()
+        for share in self._shares.values():
+            if share is not None:
+                share.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    def _join(self, dataset: Any) -> SwarmMember:
+        from forebay.swarm.reader import SwarmMember
+
+        cache = self._cache
+        indexes = {row.tobytes().hex(): index for index, row in enumerate(dataset.table.sha256)}
+
+        def available() -> NDArray[np.bool_]:
+            flags = np.zeros(len(dataset.table), np.bool_)
+            flags[[indexes[sha256] for sha256 in cache.list_slices() if sha256 in indexes]] = True
+            return flags
+
+        server = self._server(dataset) or False
+        return SwarmMember(
+            dataset, cache, available, share=server, downloads=_SWARM_DOWNLOADS, connections=self._connections
+        )
+
+    def _server(self, dataset: Any) -> SliceShare | None:
+        from forebay.swarm.reader import open_share
+
+        node = dataset.origin.identity.peer_id
+        if node not in self._shares:
+            try:
+                self._shares[node] = open_share(dataset.origin, self._cache, self._share)
+            except NetworkError as error:
+                if not isinstance(self._share, str):
+                    raise
+                _log.warning("this process fetches from peers and does not share: %s", error)  # The port is in use.
+                self._shares[node] = None
+        return self._shares[node]

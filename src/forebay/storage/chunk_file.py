@@ -1,0 +1,267 @@
+"""A slice of which some chunks are here: a sparse file with these at their places, and a map of what is known of them.
+
+The map has a header, a mark a chunk, the leaves of the slice's tree, and which chunks each process has pinned;
+processes share it by mapping it. A chunk is marked after its bytes were written and verified, so a kill leaves chunks
+that are not marked. Marks are not believed after a restart of the machine, and for a file that was copied or written to
+by others: chunks are then hashed again at their first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of, wrong_chunks
+from forebay.dataset.manifest import SliceInfo
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+
+NUM_SLOTS = 64  # Processes that use a cache at once.
+ABSENT, PRESENT, UNVERIFIED, FETCHING = 0, 1, 2, 16  # FETCHING + s: a process with slot s fetches it.
+PAGE_BYTES = 4096
+_HEADER = struct.Struct("<8sqqqqq16s")  # Magic, bytes, chunk bytes, deleted, inode and time of the file, boot id.
+_MAGIC = b"FOREBAY2"
+_DELETED_AT = 24
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+
+
+class MapLayout:
+    """Where the parts of the map of a slice are."""
+
+    def __init__(self, num_bytes: int, chunk_bytes: int) -> None:
+        self.num_chunks = n = num_chunks(num_bytes, chunk_bytes)
+        self.marks = _HEADER.size
+        self.leaves = -(-(self.marks + n) // 8) * 8
+        self.generations = self.leaves + HASH_BYTES * n
+        self.pins = self.generations + 4 * NUM_SLOTS
+        self.pin_bytes = -(-n // 8)
+        self.num_bytes = round_up(self.pins + NUM_SLOTS * self.pin_bytes)
+
+
+class ChunkFile:
+    """An open file of a cache. `refs` counts this process's pins of each chunk.
+
+    The cache's lock guards everything but the marks of chunks that this process has pinned or claimed.
+    """
+
+    def __init__(self, path: Path, map_path: Path, info: SliceInfo) -> None:
+        self.path, self.map_path, self.info = path, map_path, info
+        self.layout = layout = MapLayout(info.bytes, info.chunk_bytes)
+        with map_path.open("r+b") as file:
+            self._map: U8 = np.memmap(file, np.uint8, "r+", shape=(layout.num_bytes,)).view(np.ndarray)
+        with path.open("rb") as file:
+            self.data: U8 = np.memmap(file, np.uint8, "r", shape=(info.bytes,)).view(np.ndarray)
+        n = layout.num_chunks
+        self.marks = self._map[layout.marks : layout.marks + n]
+        self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
+        self.pins = self._map[layout.pins : layout.pins + NUM_SLOTS * layout.pin_bytes].reshape(NUM_SLOTS, -1)
+        self.refs = np.zeros(n, np.uint16)
+        self.has_leaves = n == 1 or bool(self._leaves().any() and root_of(self._leaves().tobytes()) == info.sha256)
+        if _identity_of(path) != self._identity():
+            self._distrust()
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the file was removed from the cache; another one may have its name."""
+        return bool(self._map[_DELETED_AT])
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.info.chunk_bytes or self.info.bytes
+
+    def is_complete(self) -> bool:
+        return bool((self.marks == PRESENT).all())
+
+    def size_of(self, chunks: I64) -> int:
+        """Bytes on disk of these chunks."""
+        size = len(chunks) * self.chunk_bytes
+        if len(chunks) and int(chunks.max()) == self.layout.num_chunks - 1:
+            size -= self.layout.num_chunks * self.chunk_bytes - round_up(self.info.bytes)
+        return size
+
+    def leaves(self) -> bytes:
+        """The leaves of the tree; only if `has_leaves`."""
+        return bytes.fromhex(self.info.sha256) if self.layout.num_chunks == 1 else self._leaves().tobytes()
+
+    def set_leaves(self, leaves: bytes) -> None:
+        self._leaves()[:] = np.frombuffer(leaves, np.uint8)
+        self.has_leaves = True
+
+    def verify(self, chunks: I64) -> bool:
+        """Hash chunks whose marks are not believed; whether all were right. The others are marked absent."""
+        doubtful, size = chunks[self.marks[chunks] == UNVERIFIED], self.chunk_bytes
+        if not len(doubtful):
+            return True
+        if not self.has_leaves and not self._find_leaves():
+            self.marks[self.marks == UNVERIFIED] = ABSENT
+            return False
+        leaves = self.leaves()
+        for chunk in doubtful.tolist():
+            data = memoryview(self.data[chunk * size : (chunk + 1) * size])  # type: ignore[arg-type]
+            is_wrong = wrong_chunks(data, leaves[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], self.info.chunk_bytes)
+            self.marks[chunk] = ABSENT if is_wrong else PRESENT
+        return bool((self.marks[doubtful] == PRESENT).all())
+
+    def record_write(self) -> None:
+        """This process wrote to the file: its time is not a reason to doubt it."""
+        self._map[: _HEADER.size] = _header(self.info, self.is_deleted, self.path)
+
+    def doubt(self, chunks: I64) -> None:
+        """Have chunks hashed again before they are used."""
+        self.marks[chunks[self.marks[chunks] == PRESENT]] = UNVERIFIED
+
+    def pin(self, chunks: I64, slot: int, generation: int) -> None:
+        self.refs[chunks] += 1
+        self._publish(slot, generation)
+
+    def unpin(self, chunks: I64, slot: int, generation: int) -> I64:
+        """Undo a pin; returns the chunks that this process does not need any more."""
+        self.refs[chunks] -= 1
+        self._publish(slot, generation)
+        unused: I64 = chunks[self.refs[chunks] == 0]
+        return unused
+
+    def pinned(self, live: dict[int, int]) -> NDArray[np.bool_]:
+        """Which chunks a live process has pinned, bool [n]; `live`: the generation by slot."""
+        rows = [slot for slot, generation in live.items() if self.generations[slot] == generation]
+        if not rows:
+            return np.zeros(self.layout.num_chunks, bool)
+        bits = np.bitwise_or.reduce(self.pins[rows], axis=0)
+        return np.unpackbits(bits, count=self.layout.num_chunks).astype(bool)
+
+    def delete(self) -> None:
+        """Remove the file. Processes that have it open notice by `is_deleted`."""
+        self._map[_DELETED_AT] = 1
+        self.path.unlink(missing_ok=True)
+        self.map_path.unlink(missing_ok=True)
+
+    def punch(self, chunks: I64) -> bool:
+        """Return the disk space of chunks that are marked absent; False if the file system cannot."""
+        with self.path.open("r+b") as file:
+            for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
+                first, stop = int(run[0]) * self.chunk_bytes, (int(run[-1]) + 1) * self.chunk_bytes
+                if not punch_hole(file.fileno(), first, min(stop, round_up(self.info.bytes)) - first):
+                    return False
+        self.record_write()
+        return True
+
+    def _identity(self) -> tuple[int, int, bytes]:
+        *_, inode, time_ns, boot = _HEADER.unpack(self._map[: _HEADER.size].tobytes())
+        return inode, time_ns, boot
+
+    def _distrust(self) -> None:
+        present = (self.marks == PRESENT) | (self.marks == UNVERIFIED)
+        self.marks[:] = np.where(present, UNVERIFIED, np.where(self.marks >= FETCHING, self.marks, ABSENT))
+        self.record_write()
+
+    def _find_leaves(self) -> bool:
+        """Compute the leaves of a slice that came as a whole; whether they are right."""
+        if not self.marks.all():
+            return False
+        hasher = ChunkHasher(self.info.chunk_bytes)
+        hasher.update(memoryview(self.data))  # type: ignore[arg-type]
+        leaves = hasher.leaves()
+        if root_of(leaves) != self.info.sha256:
+            return False
+        self.set_leaves(leaves)
+        return True
+
+    def _leaves(self) -> U8:
+        return self._map[self.layout.leaves : self.layout.generations]
+
+    def _publish(self, slot: int, generation: int) -> None:
+        self.pins[slot] = np.packbits(self.refs > 0)
+        self.generations[slot] = generation
+
+
+def round_up(num_bytes: int) -> int:
+    """Bytes on disk of a file with so many."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def create(path: Path, map_path: Path, info: SliceInfo, mark: int = ABSENT) -> None:
+    """Make the map of a slice, and its file unless that is complete (`mark` PRESENT). Raises OSError."""
+    if mark == ABSENT:
+        with path.open("wb") as file:
+            file.truncate(info.bytes)
+    layout = MapLayout(info.bytes, info.chunk_bytes)
+    data = bytearray(layout.num_bytes)  # Written, so that a full disk is an error now, and no signal later.
+    data[: _HEADER.size] = _header(info, False, path).tobytes()
+    data[layout.marks : layout.marks + layout.num_chunks] = bytes([mark]) * layout.num_chunks
+    map_path.write_bytes(data)
+
+
+def read_info(map_path: Path) -> SliceInfo | None:
+    """What the map of a slice says of it; None if it is none, or was not written to its end."""
+    with map_path.open("rb") as file:
+        data = file.read(_HEADER.size)
+        size = file.seek(0, os.SEEK_END)
+    if len(data) < _HEADER.size:
+        return None
+    magic, num_bytes, chunk_bytes, *_ = _HEADER.unpack(data)
+    if magic != _MAGIC or num_bytes < 0 or chunk_bytes < 0 or MapLayout(num_bytes, chunk_bytes).num_bytes != size:
+        return None
+    return SliceInfo(0, map_path.name, num_bytes, map_path.name, 0, 0, chunk_bytes)
+
+
+def read_generations(map_path: Path) -> NDArray[np.uint32]:
+    """The generation of each slot that has pinned something of the slice: [64], or [0] if the file is none."""
+    try:
+        info = read_info(map_path)
+        if info is None:
+            return np.zeros(0, np.uint32)
+        offset = MapLayout(info.bytes, info.chunk_bytes).generations
+        return np.fromfile(map_path, np.uint32, NUM_SLOTS, offset=offset)
+    except OSError:
+        return np.zeros(0, np.uint32)
+
+
+def punch_hole(descriptor: int, start: int, size: int) -> bool:
+    """Return the disk space of a part of a file, which then reads as zeros; False where that is not supported."""
+    if _fallocate is None:
+        return False
+    if _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, start, size):
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return False
+        raise OSError(number, os.strerror(number))
+    return True
+
+
+@cache
+def _boot_id() -> bytes:
+    """What changes when the machine restarts; zeros where that is not known."""
+    try:
+        return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def _identity_of(path: Path) -> tuple[int, int, bytes]:
+    status = path.stat()
+    return status.st_ino & (1 << 63) - 1, status.st_mtime_ns, _boot_id()
+
+
+def _header(info: SliceInfo, is_deleted: bool, path: Path) -> U8:
+    header = _HEADER.pack(_MAGIC, info.bytes, info.chunk_bytes, is_deleted, *_identity_of(path))
+    return np.frombuffer(header, np.uint8)
+
+
+def _find_fallocate() -> ctypes._CFuncPtr | None:  # type: ignore[name-defined]
+    try:
+        call = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (AttributeError, OSError, TypeError):
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return call
+
+
+_fallocate = _find_fallocate()

@@ -1,0 +1,149 @@
+"""A lane: an endless run of samples out of a share of the documents, the same whatever rank reads it.
+
+Documents of an epoch are mixed, encoded, joined with EOS and cut into samples. A sample does not reach over the end of
+an epoch: the tokens that remain there are counted as `tail_tokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError
+from forebay.order.bijection import derive_key
+from forebay.order.step_index import check_integer
+from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer, TextEncoder
+from forebay.stream.hub import Records
+from forebay.stream.records import Share
+from forebay.stream.state import LaneState
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """The settings of a TextStream that most runs leave alone.
+
+    Args:
+        lanes: Shares into which the documents are divided; sample k of the stream comes from lane k mod lanes. None:
+            the world size, so that each rank reads one. 1: one stream, of which every rank reads everything.
+        shuffle_documents: Documents of a lane that are mixed.
+        shuffle_bytes: Fewer are mixed if they are longer than this together.
+        warmup_documents: Documents after which the first goes out, for an early first batch; the buffer then grows by
+            one with each that does. None: all of shuffle_documents are read first.
+        text_key: The field or column with the text.
+        format: Of all files, if they should not be sniffed.
+        eos, bos: Whether a token ends and begins each document; or its name.
+        drop_last: Leave out the short batch at an epoch's end; of a stream of one lane.
+        dtype: int64 or int32, of `inputs` and `labels`.
+        prefetch_batches: Batches made ahead by a thread; 0 makes them in the caller's.
+    """
+
+    lanes: int | None = None
+    shuffle_documents: int = 10_000
+    shuffle_bytes: int = 256 << 20
+    warmup_documents: int | None = None
+    text_key: str = "text"
+    format: str = "auto"
+    eos: bool | str = True
+    bos: bool | str = False
+    drop_last: bool = False
+    dtype: Any = "int64"
+    prefetch_batches: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("shuffle_documents", "shuffle_bytes", "warmup_documents", "prefetch_batches"):
+            check_integer(name, getattr(self, name), 0)
+        check_integer("lanes", self.lanes, 1)
+
+
+class Lane:
+    """The samples of one share of the records, of `seq_len` tokens, from `state` on.
+
+    `malformed` becomes the first records that are no text. Files are in the order of the input unless `shuffle`.
+    """
+
+    def __init__(
+        self, records: Records, share: Share, encoder: TextEncoder, options: StreamOptions, state: LaneState, *,
+        seq_len: int, seed: int, shuffle: bool, malformed: list[Malformed],
+    ) -> None:  # fmt: skip
+        self.state = state
+        self._records, self._share, self._encoder, self._options = records, share, encoder, options
+        self._seq_len, self._seed, self._shuffle, self._malformed = seq_len, seed, shuffle, malformed
+        self._documents: DocumentSequence | None = None
+
+    def take(self, count: int) -> tuple[NDArray[Any], int]:
+        """Return the tokens of the next samples, and how many samples: fewer than `count` at an epoch's end alone.
+
+        The tokens are those of the samples and, unless the epoch ends there, the one after, which is the last label.
+        With `drop_last` an epoch's last samples are left out if they are fewer than `count`.
+
+        Raises:
+            DatasetError: If an epoch has no sample (with `drop_last`, fewer than `count`).
+        """
+        length, state = self._seq_len, self.state
+        last = count if self._options.drop_last else 1
+        required = (count + last) * length  # to know the last samples for the last
+        if len(state.tokens) - state.offset < required:
+            state = self._fill(required)
+        num_tokens = len(state.tokens) - state.offset
+        size = min(count, num_tokens // length)
+        if size < last:
+            raise self._too_short(num_tokens, last)
+        stop = state.offset + size * length
+        tokens, tail = state.tokens[state.offset : stop + 1], len(state.tokens) - stop
+        if num_tokens < required and tail < length * last:
+            counts = {**state.counts, "tail_tokens": state.counts["tail_tokens"] + tail}
+            self.state = LaneState(state.epoch + 1, tokens=state.tokens[:0], counts=counts)
+            self.close()
+        else:
+            self.state = replace(state, offset=stop)
+        return tokens, size
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        documents, self._documents = self._documents, None
+        if documents is not None:
+            documents.close()
+
+    def _open(self) -> DocumentSequence:
+        options, state = self._options, self.state
+        key = derive_key(self._seed, "stream", "files", state.epoch) if self._shuffle else None
+        reading = self._records.open(state.epoch, key, state.position, self._share)
+        buffer = ShuffleBuffer(
+            options.shuffle_documents, options.shuffle_bytes,
+            derive_key(self._seed, "stream", "documents", state.epoch, self._share.lane), state.draws, state.buffered,
+            options.warmup_documents,
+        )  # fmt: skip
+        return DocumentSequence(reading, buffer, dict(state.counts), self._malformed, state.records)
+
+    def _fill(self, required: int) -> LaneState:
+        """The state with as many tokens to give out as required, or all of the epoch."""
+        state = self.state
+        documents = self._documents = self._documents or self._open()
+        parts = [state.tokens[state.offset :]]
+        num_tokens = len(parts[0])
+        while num_tokens < required and (texts := documents.take(self._encoder.next_bytes)):
+            parts.append(self._encoder.encode(texts, documents.counts))
+            num_tokens += len(parts[-1])
+        self.state = replace(
+            state, records=documents.records, draws=documents.buffer.draws, position=documents.reading.position(),
+            buffered=tuple(documents.buffer.texts), tokens=np.concatenate(parts), offset=0,
+            counts=dict(documents.counts),
+        )  # fmt: skip
+        return self.state
+
+    def _too_short(self, num_tokens: int, num_samples: int) -> DatasetError:
+        advice = "Ask for shorter samples or smaller batches"
+        advice += ", or for fewer lanes: lanes=1 is one stream." if self._share.lanes > 1 else "."
+        for record in self._malformed[:1]:
+            advice = (
+                f"{self.state.counts['malformed']} records were skipped, the first at {record.location} of "
+                f"{record.name}: {record.problem}. Name the column of text (text_key), or look at the file."
+            )
+        lane = f" of lane {self._share.lane} of {self._share.lanes}" if self._share.lanes > 1 else ""
+        return DatasetError(
+            f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {self.state.records} records"
+            f"{lane} for {num_samples} samples of {self._seq_len}. {advice}"
+        )
