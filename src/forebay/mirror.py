@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dataset.chunks import CHUNKS_FILE
+from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file
-from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.load.shard_folder import ShardFolder
 from forebay.storage.base import ObjectMeta, as_object_origin, head_object, read_small
 from forebay.storage.origins import RemoteDataset, open_origin
@@ -136,6 +136,7 @@ def mirror_by_swarm(
     with SwarmMember(
         dataset, files, is_present.copy, share=share, throttle=throttle, connections=connections
     ) as member:
+        member.files[CHUNKS_FILE] = Path(target.url) / CHUNKS_FILE  # served as soon as it exists
 
         def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
             for row in present:
@@ -143,7 +144,8 @@ def mirror_by_swarm(
             fetch: Fetch = lambda row, part: member.reader.fetch(row.index, part)  # noqa: E731
             _copy_slices(target, absent, fetch, serve, _MAX_SWARM_SLICES, sys.maxsize, on_progress)
 
-        report = _mirror(dataset, target, start, stop, on_progress, copy, member.files)
+        small = {name: data for name, data in member.files.items() if isinstance(data, bytes)}
+        report = _mirror(dataset, target, start, stop, on_progress, copy, small)
         deadline = time.monotonic() + linger_s
         sent, sent_at = -1, time.monotonic()
         while member.share is not None and time.monotonic() < min(deadline, sent_at + _IDLE_S):
@@ -183,8 +185,7 @@ def _mirror(
     if not missing:
         names = sorted(listed_files(dataset.manifest).items())
         if dataset.table.chunk_bytes:
-            leaves = b"".join(map(dataset.leaves, range(dataset.num_slices)))
-            target.write(CHUNKS_FILE, leaves, hashlib.sha256(leaves).hexdigest())
+            _copy_leaves(dataset, target)
         for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
             data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
             actual = dataset_id(data) if name == MANIFEST_FILE else hashlib.sha256(data).hexdigest()
@@ -197,6 +198,34 @@ def _mirror(
         dataset.id, dataset.origin.url, target.url, dataset.num_slices, len(absent), len(skipped),
         sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,
     )  # fmt: skip
+
+
+def _copy_leaves(dataset: RemoteDataset, target: Target) -> None:
+    """Copy the hashes of all chunks, verified slice by slice: 1 MiB of memory, and a part file of 32 bytes a chunk."""
+    part, digest = target.part_path(CHUNKS_FILE), hashlib.sha256()
+    with part.open("wb") as file:
+        for leaves in _all_leaves(dataset, target):
+            file.write(leaves)
+            digest.update(leaves)
+    target.commit(CHUNKS_FILE, part, digest.hexdigest())
+
+
+def _all_leaves(dataset: RemoteDataset, target: Target) -> Iterator[bytes]:
+    """The hashes of the chunks of each slice: the source's; of slices in a directory their own where it has none."""
+    count = 0
+    try:
+        for count, leaves in enumerate(dataset.all_leaves(), 1):  # noqa: B007
+            yield leaves
+    except (DatasetError, NetworkError):
+        if not isinstance(target, FolderTarget):
+            raise
+    for row in map(dataset.table.row, range(count, dataset.num_slices)):
+        sha256, leaves = hash_slice(Path(target.url) / row.name, row.chunk_bytes)
+        if sha256 != row.sha256:
+            raise DatasetError(
+                f"{target.url}/{row.name}: changed after it was copied. Check the disk, and mirror again."
+            )
+        yield leaves
 
 
 def _check_room(folder: object, needed: int, free: int) -> None:

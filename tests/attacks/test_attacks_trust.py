@@ -166,7 +166,7 @@ def test_a_publication_is_of_one_name_one_dataset_and_one_network(network_dir: P
     publisher, reader = issue(network_dir, "publisher"), issue(network_dir, "reader")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "manifest.json").write_bytes(b"{}")
-    sign_dataset(publisher, tmp_path / "d", "good", valid_days=1)
+    sign_dataset(publisher, tmp_path / "d", "good", "cd" * 32, valid_days=1)
     signed = json.loads((tmp_path / "d" / "manifest.sig.json").read_bytes())
     assert read_publication(json.dumps(signed).encode(), reader).name == "good"
     for field, value in [

@@ -165,6 +165,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/doctor.md": doctor,
     "docs/how-to/extend.md": preparing,
     "docs/how-to/frameworks.md": loading,
+    "docs/how-to/grow.md": preparing,
     "docs/how-to/lease.md": leasing,
     "docs/how-to/load.md": loading,
     "docs/how-to/look.md": preparing,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from forebay.cache.cache import cache_directory
-from forebay.dataset.slices import hash_file
+from forebay.dataset.chunks import has_id
 from forebay.errors import StateError, UsageError
 from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
@@ -80,7 +80,7 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
         assert seen.isdisjoint(first)
         seen.update(first)
         current = [path for path in (tmp_path / f"host-{rank}/slices").iterdir() if path.is_file()]
-        assert len(current) == len(first) // SAMPLES and all(hash_file(path) == path.name for path in current)
+        assert len(current) == len(first) // SAMPLES and all(has_id(path, path.name) for path in current)
     assert len(seen) == SLICES * SAMPLES
     sent = {name: count for name, count in server.bytes_sent.items() if name.endswith(".safetensors")}
     assert sent == {f"{path.relative_to(server.directory)}": path.stat().st_size for path in slices_of(server)}

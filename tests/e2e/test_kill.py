@@ -7,7 +7,6 @@ FOREBAY_KILL_ROUNDS (2) rounds; FOREBAY_KILL_SEED (0). By hand, 100 rounds and t
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ import pytest
 
 pytest.importorskip("libtorrent")
 
+from forebay.dataset.chunks import has_id
 from forebay.ledger.verify import verify_ledger
 from forebay.network.pki.identity import verify
 from support.nodes import Bootstrap, Node, make_dataset, make_network
@@ -128,7 +128,7 @@ def run_job(directory: Path, rounds: int, epochs: int, seed: int) -> tuple[float
     for cache in directory.glob("cache-*"):
         for path in cache.iterdir():
             if re.fullmatch("[0-9a-f]{64}", path.name):
-                assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
+                assert has_id(path, path.name)
     return seconds, cluster.kills
 
 

@@ -76,12 +76,14 @@ def test_a_leased_slice_comes_from_the_honest_one(
         ]
         worker = FetchingWorker(stack.enter_context(Client(make_identity("reader"))), tmp_path / "cache")
         stack.callback(worker.close)
-        assert worker.fetched(worker.lease(row.sha256, row.bytes, providers)) == dataset.slice_path(0).read_bytes()
+        current = worker.lease(row.sha256, row.bytes, providers, chunk_bytes=row.chunk_bytes)
+        assert worker.fetched(current) == dataset.slice_path(0).read_bytes()
         assert liar.asked >= 1
         blamed = [who for who, wrong in worker.bad if wrong]
         assert blamed == ([liar.identity.peer_id] if tell in BLAMED else []), (tell, worker.bad)
         # From the liar alone there is none; only wrong bytes speak against the slice.
-        reason = worker.lost(worker.lease(alone.sha256, alone.bytes, providers[:1], lease_id="2"))
+        size = alone.chunk_bytes
+        reason = worker.lost(worker.lease(alone.sha256, alone.bytes, providers[:1], lease_id="2", chunk_bytes=size))
         # What is endless may also be told by what comes on the same connection before the next head.
         assert tell == "endless" or (liar.identity.peer_id in reason) == (tell == "wrong_bytes"), (tell, reason)
     assert time.monotonic() - started < scaled(6.0)

@@ -203,7 +203,9 @@ def test_silent_changes_are_found_by_hashing(data: Path, own: Path, server: Orig
     check_cache(tmp_path / "cache")
     local = Loader(own, cache=CacheOptions(verify="open"), **ONE_BY_ONE)
     assert ids_of(local, 8) == expected[:32]
-    with pytest.raises(DatasetError, match=rf"{files_of(own, expected)[1].name}: expected bytes of sha256 .* again"):
+    with pytest.raises(
+        DatasetError, match=rf"{files_of(own, expected)[1].name}: expected the dataset's bytes in .* again"
+    ):
         ids_of(local)
 
 

@@ -343,7 +343,7 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
 
     with pytest.raises(DatasetError, match="Not counted"):
         schedule().start()
-    sign_dataset(anne, dataset.path, NAME)
+    sign_dataset(anne, dataset.path, NAME, dataset.id)
     false = make_dataset(tmp_path / "false", 5, 120)
     (false.path / "manifest.sig.json").write_bytes((dataset.path / "manifest.sig.json").read_bytes())
     with DataNode(make_identity("liar"), [false], HOST, 0, table):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.dataset.chunks import has_id
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
@@ -122,7 +122,7 @@ def check_cache(directory: Path) -> int:
     """Every slice has the bytes of its name, and nothing is locked. How many slices there are."""
     slices = [item for item in directory.iterdir() if re.fullmatch(r"[0-9a-f]{64}", item.name)]
     for item in slices:
-        assert hashlib.sha256(item.read_bytes()).hexdigest() == item.name
+        assert has_id(item, item.name)
     for item in [*directory.glob("locks/*"), *directory.glob("futures/*")]:
         with item.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if somebody holds it.

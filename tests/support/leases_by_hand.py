@@ -33,15 +33,16 @@ class FetchingWorker:
         self.fetcher.start()
 
     def lease(
-        self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1"
-    ) -> ActiveLease:
+        self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1",
+        chunk_bytes: int = 0,
+    ) -> ActiveLease:  # fmt: skip
         """A lease of slice 3 of some dataset, as if the scheduler had granted it; providers are origins by default."""
         holders = [{"peer_id": "", **provider} for provider in providers]
         lease = {
             "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": 3, "dataset_id": DATASET,
             "name": "slices/3", "sha256": sha256, "bytes": num_bytes, "count": 9, "start": 0, "stop": 9,
             "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
-            "providers": holders, "expires_in_s": 30.0,
+            "providers": holders, "expires_in_s": 30.0, "chunk_bytes": chunk_bytes,
         }  # fmt: skip
         request = self.leases.state.request(time.monotonic())
         live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.known_leases}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, MIN_CHUNK_BYTES
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
 from forebay.dataset.reader import open_dataset, verify_dataset
@@ -30,7 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def manifest_of(table: SliceTable, **changes: Any) -> Manifest:
     plain: dict[str, Any] = {
-        "format": 1,
+        "format": 2,
         "name": "tiny",
         "layout": "tokens",
         "dtype": "U16",
@@ -44,20 +46,24 @@ def manifest_of(table: SliceTable, **changes: Any) -> Manifest:
         "bytes": int(table.bytes.sum()),
         "table_sha256": hashlib.sha256(table.to_parquet()).hexdigest(),
         "lineage": {"recipe": {"seed": 0}, "inputs": [{"name": "ä.txt", "bytes": 3}]},
+        "chunk_bytes": table.chunk_bytes,
     }
     return Manifest(**{**plain, **changes})
 
 
 def make_dataset(folder: Path, slices: int = 3) -> Path:
+    """Slices of one chunk, but the last has three."""
     (folder / "slices").mkdir(parents=True)
-    rows = []
+    rows, leaves = [], []
     for i in range(slices):
-        tokens = np.arange(i * 100, i * 100 + 90 + i, dtype=np.uint16)
+        tokens = np.arange(i * 100, i * 100 + (90 if i < slices - 1 else 4500) + i, dtype=np.uint16)
         stops = np.array([10, 50 + i], np.uint64)
         name = f"slices/{i:06d}.safetensors"
-        size, sha = write_token_slice(folder / name, tokens, stops)
-        rows.append(SliceInfo(i, name, size, sha, len(tokens), len(stops)))
-    table = SliceTable.from_rows(rows)
+        written = write_token_slice(folder / name, tokens, stops, MIN_CHUNK_BYTES)
+        rows.append(SliceInfo(i, name, written.size, written.sha256, len(tokens), len(stops)))
+        leaves.append(written.leaves)
+    table = SliceTable.from_rows(rows, MIN_CHUNK_BYTES)
+    atomic_write(folder / CHUNKS_FILE, leaves)
     (folder / "tokenizer.json").write_text("{}")
     lineage = {"files": {"tokenizer.json": hash_file(folder / "tokenizer.json")}}
     atomic_write(folder / "slices.parquet", table.to_parquet())
@@ -65,31 +71,71 @@ def make_dataset(folder: Path, slices: int = 3) -> Path:
     return folder
 
 
-def golden_table() -> SliceTable:
+def golden_table(chunk_bytes: int = MIN_CHUNK_BYTES) -> SliceTable:
     return SliceTable.from_rows(
         [
             SliceInfo(0, "slices/000000.safetensors", 1000, "ab" * 32, 400, 7),
             SliceInfo(1, "slices/000001.safetensors", 500, "01" * 32, 150, 2),
-        ]
+        ],
+        chunk_bytes,
     )
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
     """These change only with a format version."""
-    tokens = np.array([72, 105, 256, 1, 65535], np.uint16)
-    size, sha = write_token_slice(tmp_path / "s.safetensors", tokens, np.array([3, 5], np.uint64))
+    tokens = np.arange(6000, dtype=np.uint16)
+    written = write_token_slice(tmp_path / "s.safetensors", tokens, np.array([3, 5], np.uint64), MIN_CHUNK_BYTES)
     expected = json.loads((GOLDEN / "slice.json").read_text())
-    assert {"bytes": size, "sha256": sha} == expected
-    assert (tmp_path / "s.safetensors").read_bytes() == (GOLDEN / "slice.safetensors").read_bytes()
+    assert {"bytes": written.size, "sha256": written.sha256, "leaves": written.leaves.hex()} == expected
+    assert len(written.leaves) == 3 * HASH_BYTES
     manifest = manifest_of(golden_table(), table_sha256="cd" * 32)
     assert manifest.to_json() == (GOLDEN / "manifest.json").read_bytes()
     assert dataset_id(manifest.to_json()) == (GOLDEN / "dataset_id.txt").read_text().strip()
 
 
-def test_golden_table_opens() -> None:
-    """The Parquet of format 1 reads as these values for ever (its bytes name the writer's version)."""
-    read = SliceTable.from_parquet((GOLDEN / "slices.parquet").read_bytes())
-    assert [read.row(i) for i in range(len(read))] == [golden_table().row(i) for i in range(2)]
+def test_golden_bytes_of_format_1(tmp_path: Path) -> None:
+    folder = GOLDEN / "format1"
+    tokens = np.array([72, 105, 256, 1, 65535], np.uint16)
+    written = write_token_slice(tmp_path / "s.safetensors", tokens, np.array([3, 5], np.uint64))
+    expected = json.loads((folder / "slice.json").read_text())
+    assert {"bytes": written.size, "sha256": written.sha256} == expected
+    assert (tmp_path / "s.safetensors").read_bytes() == (folder / "slice.safetensors").read_bytes()
+    manifest = manifest_of(golden_table(0), format=1, table_sha256="cd" * 32)
+    assert manifest.to_json() == (folder / "manifest.json").read_bytes()
+    assert dataset_id(manifest.to_json()) == (folder / "dataset_id.txt").read_text().strip()
+
+
+@pytest.mark.parametrize(("folder", "chunk_bytes"), [("", MIN_CHUNK_BYTES), ("format1", 0)])
+def test_golden_table_opens(folder: str, chunk_bytes: int) -> None:
+    """The Parquet of a format reads as these values for ever (its bytes name the writer's version)."""
+    read = SliceTable.from_parquet((GOLDEN / folder / "slices.parquet").read_bytes(), chunk_bytes)
+    assert [read.row(i) for i in range(len(read))] == [golden_table(chunk_bytes).row(i) for i in range(2)]
+
+
+def test_a_dataset_of_format_1_opens_and_is_verified(tmp_path: Path) -> None:
+    """`format1/dataset` was written by the last release of format 1."""
+    folder = tmp_path / "d"
+    shutil.copytree(GOLDEN / "format1/dataset", folder)
+    dataset = open_dataset(folder)
+    assert dataset.id == (GOLDEN / "format1/dataset.id").read_text().strip()
+    assert dataset.id == hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    assert (dataset.manifest.format, dataset.table.chunk_bytes, dataset.num_tokens) == (1, 0, 9003)
+    for index in range(3):
+        expected = ((np.arange(3000 + index) * 2654435761 + index) >> 7).astype(np.uint16)
+        assert (dataset.open_slice(index).tokens == expected).all()
+        assert dataset.leaves(index).hex() == dataset.table.row(index).sha256
+    assert verify_dataset(folder).ok
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 1
+        path.write_bytes(data)
+        assert verify_dataset(folder).bad == [path.relative_to(folder).as_posix()]
+        with pytest.raises(DatasetError, match=path.name):
+            for index in range(3):
+                open_dataset(folder).open_slice(index)
+        data[-9] ^= 1
+        path.write_bytes(data)
+    assert verify_dataset(folder).ok
 
 
 def test_reference_reader_agrees(tmp_path: Path) -> None:
@@ -97,9 +143,9 @@ def test_reference_reader_agrees(tmp_path: Path) -> None:
     for dtype in (np.uint16, np.uint32):
         tokens = rng.integers(0, 60_000, 1001).astype(dtype)
         stops = np.array([1, 500, 1001], np.uint64)
-        size, sha = write_token_slice(tmp_path / "a.safetensors", tokens, stops)
+        written = write_token_slice(tmp_path / "a.safetensors", tokens, stops)
         data = (tmp_path / "a.safetensors").read_bytes()
-        assert (size, sha) == (len(data), hashlib.sha256(data).hexdigest())
+        assert (written.size, written.sha256) == (len(data), hashlib.sha256(data).hexdigest())
         theirs, ours = load_file(tmp_path / "a.safetensors"), open_slice(tmp_path / "a.safetensors")
         assert theirs["tokens"].dtype == dtype and (theirs["tokens"] == tokens).all()
         assert (theirs["document_ends"] == stops).all()
@@ -251,7 +297,12 @@ def test_path_escape(name: str) -> None:
 def test_manifest_checks() -> None:
     table = golden_table()
     for changes in (
-        {"format": 2},
+        {"format": 3},
+        {"format": 1},
+        {"chunk_bytes": 3 << 12},
+        {"chunk_bytes": 1 << 17},
+        {"chunk_bytes": 1 << 11},
+        {"chunk_bytes": True},
         {"layout": "columns"},
         {"dtype": "U8"},
         {"tokens": -1},
@@ -272,8 +323,11 @@ def test_manifest_checks() -> None:
 
 def test_open_and_read(tmp_path: Path) -> None:
     dataset = open_dataset(make_dataset(tmp_path / "d"))
-    assert (dataset.num_slices, dataset.num_tokens, dataset.name) == (3, 273, "tiny")
-    assert dataset.id == hashlib.sha256((tmp_path / "d/manifest.json").read_bytes()).hexdigest()
+    assert (dataset.num_slices, dataset.num_tokens, dataset.name) == (3, 4683, "tiny")
+    plain = json.loads((tmp_path / "d/manifest.json").read_bytes())
+    del plain["check"], plain["name"]
+    canonical = json.dumps(plain, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    assert dataset.id == hashlib.sha256(canonical.encode()).hexdigest()
     assert dataset.open_slice(2).tokens[0] == 200 and dataset.open_slice(2) is dataset.open_slice(2)
     assert open_dataset(f"file://{tmp_path}/d").describe() == dataset.describe()
     assert dataset.verify().ok and verify_dataset(tmp_path / "d").ok

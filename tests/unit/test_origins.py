@@ -78,6 +78,7 @@ def test_ranges(origin: Origin) -> None:
     size = len(CONTENT)
     for start, stop in [(0, size), (0, 1), (size - 1, size), (1000, 600_000)]:
         assert read(origin, NAME, start, stop) == CONTENT[start:stop]
+        assert read_small(origin, NAME, stop - start, start=start) == CONTENT[start:stop]
     assert [each.url for each in origin.sources()] == [origin.url]
 
 

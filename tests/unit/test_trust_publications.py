@@ -29,7 +29,7 @@ from forebay.network.publications import (
 )
 
 Make = Callable[[str], Identity]
-ID = "ab" * 32
+ID, OWN_ID = "ab" * 32, "cd" * 32
 pytestmark = pytest.mark.usefixtures("changes_at_once")
 
 
@@ -42,7 +42,7 @@ def dataset(tmp_path: Path) -> Path:
 
 def test_a_publisher_vouches_for_name_and_id(dataset: Path, make_identity: Make) -> None:
     anne, bert = make_identity("anne"), make_identity("bert")
-    created = sign_dataset(anne, dataset, "c4", origins=["https://example.org/c4/", "s3://bucket/c4"])
+    created = sign_dataset(anne, dataset, "c4", OWN_ID, origins=["https://example.org/c4/", "s3://bucket/c4"])
     data = (dataset / SIGNATURE_NAME).read_bytes()
     assert check_publication(data, "c4", created.dataset_id, {anne.peer_id}, bert) == created
     assert created.origins == ("https://example.org/c4/", "s3://bucket/c4")
@@ -65,7 +65,7 @@ def test_a_publisher_that_its_organisation_revoked_does_not_count(
 ) -> None:
     create_organisation(network_dir, tmp_path / "org", "acme")
     anne, bert = join(tmp_path / "org", tmp_path / "anne", "anne"), make_identity("bert")
-    sign_dataset(anne, dataset, "c4")
+    sign_dataset(anne, dataset, "c4", OWN_ID)
     data = (dataset / SIGNATURE_NAME).read_bytes()
     assert read_publication(data, bert).publisher == anne.peer_id
     revoke(tmp_path / "org", anne.peer_id, bert.node_dir)
@@ -78,18 +78,18 @@ def test_a_publication_outlives_the_certificate_and_not_itself(
     dataset: Path, network_dir: Path, tmp_path: Path, make_identity: Make
 ) -> None:
     bert, brief = make_identity("bert"), join(network_dir, tmp_path / "brief", "brief", valid_days=1e-5)
-    sign_dataset(brief, dataset, "c4")
+    sign_dataset(brief, dataset, "c4", OWN_ID)
     while time.time() <= brief.expires_at:
         time.sleep(0.05)
     assert read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert).name == "c4"
-    sign_dataset(bert, dataset, "c4", valid_days=-2)
+    sign_dataset(bert, dataset, "c4", OWN_ID, valid_days=-2)
     with pytest.raises(ProtocolError, match=r"expired 2\.0 days ago. Its publisher signs it again"):
         read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert)
 
 
 def test_forged_publications(dataset: Path, make_identity: Make, tmp_path: Path) -> None:
     anne, bert = make_identity("anne"), make_identity("bert")
-    sign_dataset(anne, dataset, "c4", origins=["gs://b/c"])
+    sign_dataset(anne, dataset, "c4", OWN_ID, origins=["gs://b/c"])
     body = json.loads((dataset / SIGNATURE_NAME).read_bytes())
     create_network(tmp_path / "other", "test-network")
     stranger = join(tmp_path / "other", tmp_path / "s", "s")
@@ -119,7 +119,7 @@ def test_forged_publications(dataset: Path, make_identity: Make, tmp_path: Path)
     ):
         read_publication(json.dumps({**body, "format": 2}).encode(), anne)
     with pytest.raises(UsageError, match="expected a dataset"):
-        sign_dataset(anne, dataset / "none", "c4")
+        sign_dataset(anne, dataset / "none", "c4", OWN_ID)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_forged_publications(dataset: Path, make_identity: Make, tmp_path: Path)
 def test_what_is_no_origin(url: str, dataset: Path, make_identity: Make) -> None:
     anne = make_identity("anne")
     with pytest.raises(UsageError, match="origin: expected a URL"):
-        sign_dataset(anne, dataset, "c4", origins=[url])
-    created = sign_dataset(anne, dataset, "c4")
+        sign_dataset(anne, dataset, "c4", OWN_ID, origins=[url])
+    created = sign_dataset(anne, dataset, "c4", OWN_ID)
     invalid = {**json.loads((dataset / SIGNATURE_NAME).read_bytes()), "origins": [url]}
     with pytest.raises(ProtocolError, match="origins"):
         read_publication(json.dumps(invalid).encode(), anne)
@@ -144,14 +144,14 @@ def test_what_is_no_origin(url: str, dataset: Path, make_identity: Make) -> None
 def test_a_certificate_covers_what_it_publishes(dataset: Path, network_dir: Path, tmp_path: Path) -> None:
     narrow = join(network_dir, tmp_path / "n", "n", scope=Scope(datasets=("books",)))
     with pytest.raises(UsageError, match="does not cover dataset 'c4'"):
-        sign_dataset(narrow, dataset, "c4")
+        sign_dataset(narrow, dataset, "c4", OWN_ID)
 
 
 def test_signing_again_makes_a_later_version(dataset: Path, make_identity: Make) -> None:
     anne = make_identity("anne")
-    serials = [sign_dataset(anne, dataset, "c4").serial for _ in range(3)]
+    serials = [sign_dataset(anne, dataset, "c4", OWN_ID).serial for _ in range(3)]
     assert serials[0] < serials[1] < serials[2]
-    assert sign_dataset(anne, dataset, "c4", serial=7).serial == 7
+    assert sign_dataset(anne, dataset, "c4", OWN_ID, serial=7).serial == 7
 
 
 # Which version counts.
@@ -180,8 +180,8 @@ def version(served: Served, publisher: Identity, folder: Path, number: int) -> C
     folder.mkdir(exist_ok=True)
     manifest = json.dumps({"version": number}).encode()
     (folder / "manifest.json").write_bytes(manifest)
-    sign_dataset(publisher, folder, "d", serial=number)
     dataset_id = hashlib.sha256(manifest).hexdigest()
+    sign_dataset(publisher, folder, "d", dataset_id, serial=number)
     served.signed[dataset_id] = (folder / SIGNATURE_NAME).read_bytes()
     return Claim("d", dataset_id, 1, "p" * 32, "h:1", time.time() + 60)
 

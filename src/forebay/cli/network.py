@@ -228,7 +228,8 @@ def _network_sign(args: argparse.Namespace) -> int:
     from forebay.network.publications import SIGNATURE_NAME, sign_dataset
 
     dataset = open_dataset(args.dataset)
-    signed = sign_dataset(load_identity(args), dataset.path, dataset.name, origins=args.origin, **_days(args))
+    identity, name = load_identity(args), dataset.name
+    signed = sign_dataset(identity, dataset.path, name, dataset.id, origins=args.origin, **_days(args))
     names = ("name", "dataset_id", "publisher", "serial", "expires_at", "origins")
     _print(
         args, {name: getattr(signed, name) for name in names},

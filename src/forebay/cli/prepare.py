@@ -47,7 +47,7 @@ def _prepare(args: argparse.Namespace) -> int:
     inputs = [_fetched(path, args) if path.endswith(".api.toml") else path for path in args.inputs]
     if not inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
-    names = ("workers", "engine", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
+    names = ("workers", "engine", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids", "extend")
     options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         notify = partial(print, "forebay:", file=sys.stderr)
@@ -194,6 +194,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--dry-run", action="store_true", help="print what would run, on how much, and stop")
     p.add("--write-ids", type=Path, metavar="FILE", help="write the source id of each kept document (default: no)")
     p.add("--document-ids", action="store_true", help="store the source id of each document beside the slices")
+    p.add("--extend", metavar="DIR", help="keep the slices of this dataset and add to them (default: none)")
     p.add("--max-error-rate", type=float, metavar="SHARE", help="largest share of bad records (default: 0.05)")
     p.add("--strict", action="store_true", help="stop if an input is left out or cannot be read")
     p.add("--follow-links", action="store_true", help="follow links in input folders to other places")

@@ -25,11 +25,11 @@ _NEXT_MANIFEST = f".{MANIFEST_FILE}.next"
 def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
     """Write `manifest.json` and `slices.parquet` for the `*.safetensors` files of a directory, at any depth.
 
-    Slices are in the order of their names. Importing the same files again under the same name changes nothing.
-    A dataset of an earlier format that is there is upgraded.
+    Slices are in the order of their names. A dataset that is there is verified and stays as it is; one of an earlier
+    format is upgraded.
 
     Args:
-        name: Of the dataset; by default the directory's.
+        name: Of the dataset; by default that of the dataset that is there, or the directory's.
 
     Raises:
         DatasetError: If there are no such files, they differ in their tensors, or those of a dataset are damaged.
@@ -44,6 +44,12 @@ def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
         dataset = open_dataset(folder)
         if dataset.manifest.format < FORMAT_VERSION:
             return _upgrade(dataset, name)
+        if name in (None, dataset.name) and dataset.verify().ok:
+            return dataset
+        raise UsageError(
+            f"import: expected no other dataset in {folder}, got {dataset.name!r} ({dataset.id[:12]}…). "
+            f"Remove {MANIFEST_FILE} and {TABLE_FILE} to import the files again."
+        )
     paths = sorted((p.relative_to(folder).as_posix(), p) for p in folder.rglob("*.safetensors") if p.is_file())
     if not paths:
         raise DatasetError(f"import: expected .safetensors files in {folder}, got none.")
@@ -66,7 +72,9 @@ def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
     dtype = first.dtypes["tokens"] if layout == "tokens" else ""
     lineage = {"imported": {"tensors": shared}}
     manifest = Manifest.of(table, lineage, name=name or folder.resolve().name, layout=layout, dtype=dtype)
-    _commit(folder, manifest.to_json(), table.to_parquet(), leaves)
+    atomic_write(folder / CHUNKS_FILE, leaves)
+    atomic_write(folder / TABLE_FILE, table.to_parquet())
+    atomic_write(folder / MANIFEST_FILE, manifest.to_json())
     return open_dataset(folder)
 
 
@@ -122,20 +130,6 @@ def _row(index: int, relative: str, opened: Slice, layout: str) -> SliceInfo:
             raise DatasetError(f"import: document_ends of {relative}: {problem}.")
         documents = len(opened.document_ends)
     return SliceInfo(index, relative, opened.path.stat().st_size, "", count, documents)
-
-
-def _commit(folder: Path, manifest: bytes, table: bytes, leaves: Sequence[bytes]) -> None:
-    target = folder / MANIFEST_FILE
-    if target.exists():
-        if target.read_bytes() == manifest:
-            return
-        raise UsageError(
-            f"import: expected no other dataset in {folder}, got its {MANIFEST_FILE}. "
-            f"Remove {MANIFEST_FILE} and {TABLE_FILE} to import the files again."
-        )
-    atomic_write(folder / CHUNKS_FILE, leaves)
-    atomic_write(folder / TABLE_FILE, table)
-    atomic_write(target, manifest)
 
 
 def _signature(opened: Slice) -> dict[str, Any]:

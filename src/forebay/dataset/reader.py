@@ -7,10 +7,11 @@ A dataset keeps at most 64 slices mapped; arrays that callers keep stay valid.
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlparse
@@ -29,6 +30,7 @@ from forebay.errors import DatasetError, UsageError
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
 _COMPANIONS = ("report.html", "report.json", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", ".inputs.json")
 _SIGNATURES = "signatures"
+_LEAVES_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -219,22 +221,40 @@ class Dataset:
         Raises:
             DatasetError: If `chunks.sha256` is missing or damaged.
         """
-        first, last = (int(number) for number in self.first_chunks[index : index + 2])
-        row = self.table.row(index)
-        if last - first == 1:
-            return bytes.fromhex(row.sha256)
-        leaves = self._read_leaves(first, last - first)
-        if len(leaves) != (last - first) * HASH_BYTES or root_of(leaves) != row.sha256:
-            raise DatasetError(
-                f"{self.path}/{CHUNKS_FILE}: expected the hashes of {row.name}, got others. Fetch or prepare the file "
-                "again."
-            )
-        return leaves
+        if self.first_chunks[index + 1] - self.first_chunks[index] == 1:
+            return bytes(self.table.sha256[index])
+        return self._leaves_of(index, index + 1)[0]
 
-    def _read_leaves(self, first: int, count: int) -> bytes:
+    def all_leaves(self) -> Iterator[bytes]:
+        """The leaves of each slice, in order, as `leaves`: about 1 MiB is read at once."""
+        start = 0
+        while start < self.num_slices:
+            last_chunk = int(self.first_chunks[start]) + _LEAVES_AT_ONCE
+            stop = max(start + 1, int(np.searchsorted(self.first_chunks, last_chunk, "right")) - 1)
+            yield from self._leaves_of(start, stop)
+            start = stop
+
+    def _leaves_of(self, start: int, stop: int) -> list[bytes]:
+        """The leaves of slices [start, stop), of the first source whose leaves have the ids of these slices."""
+        edges = (self.first_chunks[start : stop + 1] - self.first_chunks[start]) * HASH_BYTES
+        wrong = start
+        for data in self._read_leaves(int(self.first_chunks[start]), int(edges[-1]) // HASH_BYTES):
+            leaves = [data[first:last] for first, last in pairwise(edges.tolist())]
+            roots = (root_of(of_slice) if of_slice else "" for of_slice in leaves)
+            hashes = (sha256.tobytes().hex() for sha256 in self.table.sha256[start:stop])
+            wrong = next((start + i for i, (a, b) in enumerate(zip(roots, hashes)) if a != b), -1)
+            if wrong < 0 and len(data) == edges[-1]:
+                return leaves
+        raise DatasetError(
+            f"{self.path}/{CHUNKS_FILE}: expected the hashes of {self.table.row(max(wrong, start)).name}, got others. "
+            "Fetch or prepare the file again."
+        )
+
+    def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:
+        """Leaves [first, first + count) of the file, as each of its sources has them; not verified."""
         try:
             with (self.path / CHUNKS_FILE).open("rb") as file:
-                return read_leaves(file, first, count)
+                yield read_leaves(file, first, count)
         except OSError as error:
             raise DatasetError(
                 f"{self.path / CHUNKS_FILE}: cannot be read: {error.strerror or error}. Fetch it again."
@@ -288,7 +308,7 @@ class Dataset:
                 (missing if state == "missing" else changed if state else []).append(row.name)
                 if on_progress is not None:
                     on_progress(row.bytes)
-        if self.table.chunk_bytes and not changed:
+        if self.table.chunk_bytes:
             state = self._state_of_chunks()
             (missing if state == "missing" else changed if state else []).append(CHUNKS_FILE)
         extra = self._extra()
@@ -305,12 +325,13 @@ class Dataset:
             return "missing"
         if path.stat().st_size != int(self.first_chunks[-1]) * HASH_BYTES:
             return "changed"
+        return "" if self._has_all_leaves() else "changed"
+
+    def _has_all_leaves(self) -> bool:
         try:
-            for index in range(self.num_slices):
-                self.leaves(index)
+            return all(self.all_leaves())
         except DatasetError:
-            return "changed"
-        return ""
+            return False
 
     def _extra(self) -> list[str]:
         own_names = {

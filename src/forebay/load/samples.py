@@ -21,10 +21,10 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
+from forebay.load.growth import owners_of
 from forebay.load.packing import DocumentSubset, count_sections, document_spans, section_tokens
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
-from forebay.order.run import assign_owners
 from forebay.storage.base import Origin, read_small
 from forebay.storage.origins import RemoteDataset
 
@@ -140,7 +140,7 @@ def owned_samples(
     names = list(map(str, range(world_size) if worker_names is None else worker_names))
     if len(names) != world_size:
         raise UsageError(f"worker_names: expected a name for each of {world_size} ranks, got {len(names)}.")
-    owners = assign_owners(dataset.table.sha256, names, MAX_IMBALANCE)
+    owners = owners_of(dataset, names, MAX_IMBALANCE)
     owned = np.bincount(owners, weights=index.counts, minlength=world_size).astype(np.int64)
     if not owned.all():
         raise UsageError(

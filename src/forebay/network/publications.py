@@ -7,7 +7,6 @@ older versions, unless its user names the dataset id.
 """
 
 import fcntl
-import hashlib
 import json
 import time
 from collections.abc import Collection, Sequence
@@ -67,17 +66,13 @@ class PublishedClaims(NamedTuple):
 
 
 def sign_dataset(
-    identity: Identity, directory: str | Path, name: str, *, origins: Sequence[str] = (),
+    identity: Identity, directory: str | Path, name: str, dataset_id: str, *, origins: Sequence[str] = (),
     valid_days: float = VALID_DAYS, serial: int | None = None,
 ) -> Publication:  # fmt: skip
     """Write a dataset's manifest.sig.json; the default `serial` is the Unix time, or the last one plus 1."""
     path = Path(directory) / "manifest.json"
-    try:
-        dataset_id = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UsageError(
-            f"sign: expected a dataset, cannot read {path}: {error}. Prepare or import it first."
-        ) from error
+    if not path.is_file():
+        raise UsageError(f"sign: expected a dataset, got no file {path}. Prepare or import it first.")
     if not identity.scope.covers(name):
         raise UsageError(f"sign: the certificate of {identity.name} does not cover dataset {name!r}")
     try:

@@ -31,6 +31,7 @@ from forebay.prepare.dedup.methods import Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
+from forebay.prepare.extend import check_extension, is_parents_tokenizer, open_parent, parent_tokenizer, sign_parent
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
@@ -82,6 +83,7 @@ def prepare_dataset(
     annotate: bool = False,
     write_ids: Path | None = None,
     document_ids: bool = False,
+    extend: Path | str | None = None,
     engine: str | Engine = "local",
     workers: int | None = None,
     follow_links: bool = False,
@@ -112,6 +114,9 @@ def prepare_dataset(
             the input, else `path:line` (or row), or the path of a text file.
         document_ids: Write the source id and file of each document to `documents.parquet`, in the order of the dataset.
             The slices are the same; the manifest, and so the dataset's id, is another.
+        extend: A dataset's directory. The new dataset has all its slices first, as hard links, and after them slices of
+            these inputs; its manifest names the parent. The tokenizer is by default the parent's. Deduplication
+            compares the new documents with the parent's, by the text of their tokens, and refuses what has none.
         engine: `local` (processes of this machine), `ray`, the name of an entry point of `forebay.engines`, or an
             object of the protocol `Engine`.
         workers: Processes; by default one a core (of the whole cluster, with Ray). The bytes do not depend on it.
@@ -144,25 +149,36 @@ def prepare_dataset(
         raise UsageError(f"workers: expected at least 1, got {workers}.")
     if output.name == "report" and not recipe.tokenize.tokenizer:
         recipe = _counting_bytes(recipe)
+    parent = open_parent(extend, out) if extend is not None else None
+    of_parent = parent is not None and is_parents_tokenizer(parent, recipe.tokenize.tokenizer)
+    if parent is not None and of_parent:
+        policy = dataclasses.replace(recipe.tokenize, tokenizer=parent.manifest.tokenizer)
+        recipe = dataclasses.replace(recipe, tokenize=policy)
     if output.needs_tokenizer and not recipe.tokenize.tokenizer:
         raise UsageError(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
             "`bytes` or `train:VOCAB`; got none."
         )
     output.check(recipe, document_ids)
+    if parent is not None and not isinstance(output, DatasetOutput):
+        raise UsageError(f"prepare --extend: expected --to dataset, got {output.name}. Leave out --extend.")
     if not output.needs_tokenizer:
         tokenizer, recipe = None, _counting_bytes(recipe)
     own = None if isinstance(tokenizer, str) else tokenizer
     vocab = tokenizers.vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     notify = on_message or (lambda message: None)
     try:
-        loaded = _load_tokenizer(recipe, own) if vocab is None else None
+        loaded = parent_tokenizer(parent, recipe) if parent is not None and of_parent else None
+        if loaded is None and vocab is None:
+            loaded = _load_tokenizer(recipe, own)
     except ForebayError as error:
         if output.name != "report":
             raise
         notify(f"{error} Bytes are counted in place of tokens.")
         recipe = _counting_bytes(recipe)
         loaded = _load_tokenizer(recipe)
+    if parent is not None:
+        check_extension(parent, recipe, loaded, document_ids)
     sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or cores(), out, follow_links)
     for line in describe_skipped(sources.skipped):
         notify(line)
@@ -177,7 +193,15 @@ def prepare_dataset(
         recipe, recorded = _with_recorded_columns(recipe, sources.files if not own_splits else (), notify)
         sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
         run = PrepareRun(
-            out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify, recorded
+            out,
+            recipe,
+            opened,
+            write_ids,
+            document_ids,
+            on_progress or (lambda progress: None),
+            notify,
+            parent,
+            recorded,
         )
         lineage = lineage_of(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
@@ -445,8 +469,10 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     def report(step: str, done: int, total: int) -> None:
         run.on_progress(Progress("dedup", done, total, " steps"))
 
-    prefixes = [f"{corpus.folder}/{text.name}" for text in corpus.texts]
-    return deduplicate(prefixes, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
+    earlier = sign_parent(run)
+    prefixes = [*earlier, *(f"{corpus.folder}/{text.name}" for text in corpus.texts)]
+    folder, first = run.work / "dedup", len(earlier)
+    return deduplicate(prefixes, dedup, folder, lambda f, tasks: run.map(f, tasks), report, first=first)
 
 
 def _trained(run: PrepareRun, texts: Sequence[TextResult], vocab: int) -> tokenizers.TokenizerFile:

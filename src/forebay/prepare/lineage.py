@@ -9,6 +9,7 @@ from typing import Any
 
 from forebay.files import atomic_write
 from forebay.formats.inputs import InputFile, check_unchanged
+from forebay.prepare.extend import parent_of
 from forebay.prepare.inputs import InputFiles
 from forebay.prepare.run import PrepareRun
 from forebay.prepare.tasks import keys
@@ -28,6 +29,7 @@ def lineage_of(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.Token
         "recipe": recipe,
         "models": [sha256 for _, sha256 in keys.stage_files(run.recipe.stages)],
         "versions": keys.versions({s.format for s in sources.files}, run.recipe.stages),
+        **parent_of(run.parent),
     }
 
 
@@ -65,7 +67,7 @@ def is_same(run: PrepareRun, sources: InputFiles, theirs: Mapping[str, Any], lin
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
         return False
-    if any(theirs.get(key) != lineage[key] for key in ("recipe", "models")):
+    if any(theirs.get(key) != lineage.get(key) for key in ("recipe", "models", "parent")):
         return False
     if theirs["inputs"] != with_hashes(run, sources, lineage, {})["inputs"]:
         return False

@@ -44,6 +44,7 @@ class PrepareResult:
         path: The output directory.
         dataset: The dataset's name.
         dropped: Documents dropped, by reason.
+        documents_in, documents_out, tokens, slices: Of this run; a dataset that it extends is not counted.
         already_exists: The directory held this output before.
         skipped: Inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
     """
@@ -92,6 +93,7 @@ class PrepareRun:
     document_ids: bool
     on_progress: Callable[[Progress], None]
     on_message: Callable[[str], None]
+    parent: Dataset | None = None  # The dataset that is extended.
     recorded: Mapping[str, Any] = field(default_factory=dict)  # What made the scores that the input has.
     usage: Usage = field(default_factory=Usage)  # Of the tasks that ran in this call, without their stages.
 

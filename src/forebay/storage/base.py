@@ -174,7 +174,7 @@ def read_small(origin: Origin, name: str, max_bytes: int, *, start: int | None =
     def attempt() -> bytes:
         if start is None:
             return origin.get(name, max_bytes)
-        data = b"".join(origin.read(name, start, start + max_bytes))
+        data = b"".join(map(bytes, origin.read(name, start, start + max_bytes)))
         if len(data) < max_bytes:
             raise TransientError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
         return data

@@ -7,8 +7,9 @@ and table are read and verified, slices are not copied; `verify` hashes them wit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -156,8 +157,13 @@ class RemoteDataset(Dataset):
 
     open_slice = slice_path
 
-    def _read_leaves(self, first: int, count: int) -> bytes:
-        return read_small(self.origin, CHUNKS_FILE, count * HASH_BYTES, start=first * HASH_BYTES)
+    def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:
+        start, num_bytes = first * HASH_BYTES, count * HASH_BYTES
+        yield read_small(self.origin, CHUNKS_FILE, num_bytes, start=start)
+        sources = self.origin.sources()
+        for source in sources if len(sources) > 1 else ():
+            with suppress(NetworkError):
+                yield b"".join(map(bytes, source.read(CHUNKS_FILE, start, start + num_bytes)))
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
         """Read and hash every slice and listed file without storing them. See `Dataset.verify`."""
@@ -170,8 +176,13 @@ class RemoteDataset(Dataset):
             for (name, size, _), state in zip(files, pool.map(self._state_of, files)):
                 names[state].append(name)
                 on_progress(size or 0)
+        if self.table.chunk_bytes and not self._has_all_leaves():
+            names["changed" if self._has_file(CHUNKS_FILE) else "missing"].append(CHUNKS_FILE)
         changed, missing = names["changed"], names["missing"]
         return VerifyReport(not changed and not missing, sorted([*changed, *missing]), changed, missing)
+
+    def _has_file(self, name: str) -> bool:
+        return any(_has_bytes(source, name) for source in self.origin.sources())
 
     def _state_of(self, file: ListedFile) -> str:
         """The best state of a file at any source: "", "changed" or "missing"."""
@@ -183,6 +194,13 @@ class RemoteDataset(Dataset):
         return "changed" if "changed" in states else "missing"
 
 
+def _has_bytes(source: Origin, name: str) -> bool:
+    try:
+        return any(True for _ in source.read(name, 0, 1))
+    except NetworkError:
+        return False
+
+
 def _state_at(source: Origin, name: str, size: int | None, sha256: str, chunk_bytes: int) -> str:
     hasher = ChunkHasher(0 if size is None else chunk_bytes)
     try:
@@ -192,10 +210,7 @@ def _state_at(source: Origin, name: str, size: int | None, sha256: str, chunk_by
             read_range(source, name, 0, size, hasher.update, _MAX_TRIES, _MAX_WAIT_S)
         return "" if root_of(hasher.leaves()) == sha256 else "changed"
     except PermanentError:
-        try:  # It exists, but is shorter, if some bytes can be read.
-            return "changed" if any(True for _ in source.read(name, 0, 1)) else "missing"
-        except NetworkError:
-            return "missing"
+        return "changed" if _has_bytes(source, name) else "missing"  # If it exists, it is shorter.
     except ProtocolError:
         return "changed"
     except TransientError as error:

@@ -128,7 +128,8 @@ class PeerOrigin(Origin):
         """Read from the first peer that has the slice. See Origin; a transfer requests from each peer itself."""
         for first in range(start, stop, REQUEST_BYTES):
             last = min(first + REQUEST_BYTES, stop)
-            yield memoryview(self._ask(lambda source: b"".join(source.read(name, first, last)), name))  # noqa: B023
+            data = self._ask(lambda source: b"".join(map(bytes, source.read(name, first, last))), name)  # noqa: B023
+            yield memoryview(data)
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return a small file of the dataset; manifest and table are verified. See Origin."""

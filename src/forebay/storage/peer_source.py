@@ -4,7 +4,6 @@ A URL is opened only if the reader allowed it or the dataset's publisher signed 
 proxies of the reader.
 """
 
-import hashlib
 import logging
 import time
 import urllib.parse
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
 
-from forebay.dataset.chunks import CHUNKS_FILE
+from forebay.dataset.chunks import CHUNKS_FILE, ChunkHasher, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.addresses import check_url
@@ -113,10 +112,10 @@ def read_slice(
 
 def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
     """Whether a provider sends a slice with the right hash; None if it is unreachable or may not be asked."""
-    digest, deadline = hashlib.sha256(), time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
+    hasher, deadline = ChunkHasher(info.chunk_bytes), time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
     try:
         for chunk in read_slice(client, provider, info, 0, info.bytes, from_urls):
-            digest.update(chunk)
+            hasher.update(chunk)
             if time.monotonic() > deadline:
                 raise NetworkError(f"{provider.address}: expected {MIN_BYTES_PER_S} bytes a second, got less")
     except (PermanentError, ProtocolError) as error:
@@ -125,7 +124,7 @@ def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_ur
     except NetworkError as error:
         log.info("check of slice %s: %s is unreachable: %s", info.sha256[:12], provider.address, error)
         return None
-    return digest.hexdigest() == info.sha256
+    return root_of(hasher.leaves()) == info.sha256
 
 
 def check_from_urls(value: str) -> None:

@@ -248,12 +248,12 @@ class SwarmMember(Closing):
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):
             raise UsageError(f"share: expected a dataset of forebay://NETWORK/NAME, got {origin.url}. Leave it out.")
-        self.files: dict[str, bytes] = {}  # the small files of the dataset, downloaded while a peer has them
+        self.files: dict[str, bytes | Path] = {}  # the small files of the dataset, downloaded while a peer has them
         remaining_bytes = _MAX_SMALL_BYTES
         for name in sorted({MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}):
             if "/" not in name:
-                self.files[name] = read_small(origin, name, remaining_bytes)
-                remaining_bytes -= len(self.files[name])
+                self.files[name] = data = read_small(origin, name, remaining_bytes)
+                remaining_bytes -= len(data)
         self.share: SliceShare | None = None
         self._owns_share = not isinstance(share, SliceShare)
         if share:

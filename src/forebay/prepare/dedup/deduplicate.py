@@ -184,12 +184,14 @@ def deduplicate(
     map: Mapper,
     on_progress: OnProgress = lambda step, done, total: None,
     memory_bytes: int = 256 << 20,
+    first: int = 0,
 ) -> DedupResult:
     """Find the documents, lines and spans of the corpus that are copies. Depends on signatures and their order alone.
 
     A killed call resumes when it is called again. `prefixes` are those of the splits' signatures in corpus order,
     signed with the same settings; `folder` is of one call at a time; a task may take about `memory_bytes`, and one that
-    reads documents 20 times the largest of them.
+    reads documents 20 times the largest of them. The result is of the splits from `first` on; those before it are only
+    compared with.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,9 +203,13 @@ def deduplicate(
         for used in folder.glob(f"{corpus.stem}-*"):
             used.unlink()
     counts, units_cut, windows = json.loads(path.read_bytes())
+    drop, cuts = corpus.flags("drop", corpus.documents), _cuts(corpus, windows)
+    for flags in drop[:first]:
+        counts = (np.array(counts) - np.bincount(flags.load(), minlength=len(counts))).tolist()
+    for split in cuts[:first]:
+        units_cut = {label: rows - int(cut.flags.load().sum()) for (label, rows), cut in zip(units_cut.items(), split)}
     dropped = tuple(counts[1 : len(config.reasons) + 1])
-    drop = corpus.flags("drop", corpus.documents)
-    return DedupResult(sum(counts), dropped, units_cut, drop, _cuts(corpus, windows), corpus.stem)
+    return DedupResult(sum(counts), dropped, units_cut, drop[first:], cuts[first:], corpus.stem)
 
 
 def _cuts(corpus: _Corpus, windows: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:

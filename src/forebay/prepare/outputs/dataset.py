@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from forebay.errors import UsageError
 from forebay.files import atomic_write, open_atomic, sync_directory
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
+from forebay.prepare.extend import TOKENIZER_FILE, link_slices, parent_of
 from forebay.prepare.outputs.base import Output, conclude, counts_of, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
@@ -42,7 +43,6 @@ from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import shown_path
 
-TOKENIZER_FILE = "tokenizer.json"
 _DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
 _GROUP_ROWS = 1 << 16
 
@@ -78,10 +78,12 @@ class DatasetOutput(Output):
             tasks = plan_shuffle(parts, run.tasks)
             parts = run.map(shuffle, tasks, finished_shuffle, run.count_tasks("shuffle", len(tasks), " buckets"))
         table = _slice(run, parts, tokenizer)
+        before = run.parent.num_slices if run.parent is not None else 0
         if run.document_ids:
-            files[DOCUMENTS_FILE] = write_documents(run.out / DOCUMENTS_FILE, corpus, parts)
+            earlier = run.parent.path / DOCUMENTS_FILE if run.parent is not None else None
+            files[DOCUMENTS_FILE] = write_documents(run.out / DOCUMENTS_FILE, corpus, parts, earlier)
         documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
-        counts = counts_of(corpus, documents, tokens, len(table))
+        counts = counts_of(corpus, documents, tokens, len(table) - before)
         atomic_write(run.out / TABLE_FILE, table.to_parquet())
         rows = run.recipe.rows is not None
         manifest = Manifest.of(
@@ -166,23 +168,43 @@ def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFi
     else:
         plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
     on_result = run.count_tasks("slice", plan.slices, " slices")
-    tasks = plan.tasks(run.out, shape, chunk_size(size.bytes))
-    infos = run.map(write_slice, tasks, finished_slice, on_result)
+    parent = run.parent
+    chunk_bytes = chunk_size(size.bytes) if parent is None else parent.table.chunk_bytes
+    tasks = plan.tasks(run.out, shape, chunk_bytes, parent.num_slices if parent is not None else 0)
+    _discard_other_plans(plans, f"{Path(plan.path).name} {parent_of(parent)}")
+    infos = [*link_slices(run), *run.map(write_slice, tasks, finished_slice, on_result)]
     sync_directory(folder)
-    atomic_write(run.out / CHUNKS_FILE, (task.leaves.read_bytes() for task in tasks))
+    leaves = parent.all_leaves() if parent is not None else ()
+    atomic_write(run.out / CHUNKS_FILE, chain(leaves, (task.leaves.read_bytes() for task in tasks)))
     names = {f"{index:06d}.safetensors" for index in range(len(infos))}
     for path in folder.iterdir():  # of another plan, or temporary files
         if path.name not in names:
             path.unlink()
-    return SliceTable.from_rows(infos, chunk_size(size.bytes))
+    return SliceTable.from_rows(infos, chunk_bytes)
 
 
-def write_documents(path: Path, corpus: Corpus, parts: Sequence[EncodedPart]) -> str:
-    """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256."""
+def _discard_other_plans(plans: Path, name: str) -> None:
+    """Remove the marks of slices that a run of another plan finished, as this one replaces their files."""
+    current = plans / "current"
+    if not current.exists() or current.read_text() != name:
+        for mark in plans.glob("slices-*-*.json"):
+            mark.unlink()
+        atomic_write(current, name.encode())
+
+
+def write_documents(path: Path, corpus: Corpus, parts: Sequence[EncodedPart], parent: Path | None = None) -> str:
+    """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256.
+
+    The rows of the file `parent` come first.
+    """
     splits: dict[str, tuple[InputSplit, int]] = {}
     for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
         splits.setdefault(text.part(corpus.folder).name, (split, first_row))
     with open_atomic(path) as file, pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
+        if parent is not None:
+            with pq.ParquetFile(parent) as earlier:
+                for group in range(earlier.num_row_groups):
+                    table.write_table(earlier.read_row_group(group).cast(_DOCUMENTS_SCHEMA), _GROUP_ROWS)
         documents = _documents(splits, parts)
         while rows := list(islice(documents, _GROUP_ROWS)):
             columns = [pa.array(column) for column in zip(*rows)]

@@ -92,18 +92,22 @@ class RowShape(Settings):
 
 @dataclass(frozen=True)
 class SliceTask:
-    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`; of rows with a `shape`."""
+    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`; of rows with a `shape`.
+
+    `first` is the number of the dataset's slices before the plan's.
+    """
 
     plan: str
     index: int
     out: str
     shape: RowShape | None = None
     chunk_bytes: int = 0
+    first: int = 0
 
     @property
     def name(self) -> str:
         """The slice's path within the dataset."""
-        return f"slices/{self.index:06d}.safetensors"
+        return f"slices/{self.first + self.index:06d}.safetensors"
 
     @property
     def mark(self) -> Path:
@@ -123,9 +127,11 @@ class SlicePlan:
     path: str
     slices: int
 
-    def tasks(self, out: Path | str, shape: RowShape | None = None, chunk_bytes: int = 0) -> Sequence[SliceTask]:
-        """One a slice, in order; into a dataset's directory."""
-        return [SliceTask(self.path, index, str(out), shape, chunk_bytes) for index in range(self.slices)]
+    def tasks(
+        self, out: Path | str, shape: RowShape | None = None, chunk_bytes: int = 0, first: int = 0
+    ) -> Sequence[SliceTask]:
+        """One a slice, in order; into a dataset's directory, after its `first` slices."""
+        return [SliceTask(self.path, index, str(out), shape, chunk_bytes, first) for index in range(self.slices)]
 
 
 def plan_slices(
@@ -269,7 +275,7 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
         tensors = task.shape.tensors(tokens, document_ends.astype(np.int64))
         written = write_rows_slice(path, tensors, chunk_bytes=task.chunk_bytes)
         count, documents = len(tensors["input_ids"]), 0
-    info = SliceInfo(task.index, task.name, written.size, written.sha256, count, documents)
+    info = SliceInfo(task.first + task.index, task.name, written.size, written.sha256, count, documents)
     atomic_write(task.leaves, written.leaves)
     atomic_write(task.mark, json.dumps(asdict(info)).encode())
     return info

@@ -1,0 +1,262 @@
+"""Extend a dataset: the child has all slices of its parent first, and slices of new documents after them.
+
+The parent's slices keep their ids; they are hard links, or copies where the file system has none, and are verified. The
+new documents are shuffled and cut into slices by themselves. Deduplication compares them with the parent's documents,
+whose text is that of their tokens: what the parent's run dropped or cut is not compared. It costs a pass over the
+parent's tokens, and its text (LZ4) on disk until the run ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from forebay.dataset.chunks import hash_slice
+from forebay.dataset.manifest import DOCUMENTS_FILE, SliceInfo
+from forebay.dataset.reader import Dataset, listed_files, open_dataset
+from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.files import commit_files, temporary_path
+from forebay.formats.inputs import ReadOptions
+from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.run import PrepareRun
+from forebay.prepare.sources import source_splits
+from forebay.prepare.tasks import keys
+from forebay.prepare.tasks.text import TextTask, finished_text, process_split, task_key
+from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer, parse
+
+TOKENIZER_FILE = "tokenizer.json"
+_PART_TOKENS = 1 << 25
+_DECODED_AT_ONCE = 256
+_PROBE = "  Aa\tb \r\n\n e\u0301 \ufb01 Ⅳ \u65e5\u672c\u8a9e \u00a0 don't . <x> \U0001f600 \u200b\x00\ufffd "
+
+
+def open_parent(path: Path | str, out: Path) -> Dataset:
+    """Open the dataset that is extended. Raises DatasetError, or UsageError if it cannot be."""
+    parent = open_dataset(path)
+    if parent.path.resolve() == out.resolve():
+        _refuse(
+            parent, "another --out", "the directory of the dataset itself: a dataset never changes. Its slices are "
+            "hard-linked, so that another directory on its disk needs no space for them",
+        )  # fmt: skip
+    if not parent.table.chunk_bytes:
+        _refuse(parent, "hashes of chunks", f"format 1. Upgrade it: forebay import {parent.path}")
+    names = [f"slices/{index:06d}.safetensors" for index in range(parent.num_slices)]
+    if parent.table.names.to_pylist() != names:
+        _refuse(parent, "slices with the names that prepare gives", f"{parent.table.names[:1].to_pylist()}")
+    return parent
+
+
+def is_parents_tokenizer(parent: Dataset, spec: str) -> bool:
+    """Whether a setting means the parent's tokenizer: none is named, or one to train as its run trained it."""
+    return not spec or (spec.startswith("train:") and spec == parent.manifest.tokenizer)
+
+
+def parent_tokenizer(parent: Dataset, recipe: Recipe) -> TokenizerFile:
+    """The tokenizer of a dataset, loaded with the recipe's EOS and BOS."""
+    policy, description = recipe.tokenize, parent.manifest.tokenizer
+    if TOKENIZER_FILE not in listed_files(parent.manifest):
+        _refuse(parent, f"a dataset with its {TOKENIZER_FILE}", "none. Prepare it again")
+    spec = description if description == "bytes" else str(parent.path / TOKENIZER_FILE)
+    return replace(load_tokenizer(spec, eos=policy.eos, bos=policy.bos), description=description)
+
+
+def check_extension(parent: Dataset, recipe: Recipe, tokenizer: TokenizerFile | None, document_ids: bool) -> None:
+    """Raise UsageError if documents prepared so cannot follow those of the parent."""
+    manifest, files = parent.manifest, listed_files(parent.manifest)
+    if tokenizer is None:
+        _refuse(parent, "its own tokenizer", f"{recipe.tokenize.tokenizer}. Leave out --tokenizer")
+    ours: dict[str, Any] = {"layout": "tokens" if recipe.rows is None else "rows", "tokenizer": tokenizer.sha256[:12]}
+    ours |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+    theirs: dict[str, Any] = {"layout": manifest.layout, "tokenizer": files.get(TOKENIZER_FILE, "none")[:12]}
+    theirs |= {"vocab_size": manifest.vocab_size, "eos_id": manifest.eos_id}
+    if manifest.layout == "tokens":
+        ours["dtype"], theirs["dtype"] = tokenizer.dtype, manifest.dtype
+    before = manifest.lineage.get("recipe", {})
+    now = recipe.to_json()
+    if "rows" in now or "rows" in before:
+        ours["rows"], theirs["rows"] = now.get("rows"), before.get("rows")
+    ours["bos"], theirs["bos"] = recipe.tokenize.bos, before.get("tokenize", {}).get("bos", recipe.tokenize.bos)
+    for name, value in theirs.items():
+        if value != ours[name]:
+            _refuse(parent, f"its {name} {value!r}", f"{ours[name]!r}. Use the recipe and tokenizer that made it")
+    if document_ids and DOCUMENTS_FILE not in files:
+        _refuse(parent, f"a dataset with {DOCUMENTS_FILE} for --document-ids", "none. Leave out --document-ids")
+    if manifest.layout == "tokens" and parent.num_slices:
+        last = parent.open_slice(parent.num_slices - 1)
+        if not len(last.document_ends) or int(last.document_ends[-1]) != len(last.tokens):
+            _refuse(parent, "a last slice that ends with a document", "tokens after its last end")
+    if recipe.dedup.active:
+        _check_dedup(parent, recipe.dedup)
+
+
+def _check_dedup(parent: Dataset, dedup: Dedup) -> None:
+    """Raise UsageError for what cannot be compared with a parent's documents, which are text and never dropped."""
+    before, advice = parent.manifest.lineage.get("recipe", {}), "Leave out deduplication, or prepare all in one run"
+    if dedup.keep != "first":
+        _refuse(parent, "dedup.keep = 'first', as its documents stay", f"{dedup.keep!r}. Set keep, or {advice.lower()}")
+    if dedup.semantic or dedup.own:
+        names = [*(method.name for method in dedup.own), *(["semantic"] if dedup.semantic else [])]
+        _refuse(parent, "methods that compare text", f"{', '.join(names)}. {advice}")
+    if dedup.url and DOCUMENTS_FILE not in listed_files(parent.manifest):
+        _refuse(parent, f"a dataset with {DOCUMENTS_FILE}, which has the addresses", f"none. {advice}")
+    if parent.manifest.layout == "rows" or "fim" in before:
+        _refuse(parent, "a dataset of plain text to compare with", f"{'fim' if 'fim' in before else 'rows'}. {advice}")
+    if not _is_lossless(parent):
+        _refuse(parent, "a tokenizer whose ids decode to the same text", f"{parent.manifest.tokenizer!r}. {advice}")
+
+
+def _is_lossless(parent: Dataset) -> bool:
+    try:
+        tokenizer = parse((parent.path / TOKENIZER_FILE).read_bytes(), TOKENIZER_FILE)
+    except (ForebayError, OSError):
+        return False
+    ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    return bool(tokenizer.decode(ids, skip_special_tokens=True) == _PROBE)
+
+
+def _refuse(parent: Dataset, expected: str, actual: str) -> NoReturn:
+    raise UsageError(f"prepare --extend {parent.path}: expected {expected}, got {actual}.")
+
+
+@dataclass
+class ParentDocuments:
+    """The documents of a dataset as a source of text: each part is those that end in slices [first, last)."""
+
+    path: str
+    version: str  # the dataset's id
+    with_urls: bool
+    name: str = "parent"
+
+    def parts(self) -> Sequence[str]:
+        stops = np.cumsum(open_dataset(self.path).table.count)
+        edges = np.searchsorted(stops, np.arange(0, int(stops[-1]) if len(stops) else 0, _PART_TOKENS), "right")
+        edges = np.unique([*edges, len(stops)])
+        return [f"{first}-{last}" for first, last in zip(edges[:-1].tolist(), edges[1:].tolist())]
+
+    def read(self, part: str) -> Iterator[Mapping[str, str]]:
+        first, last = map(int, part.split("-"))
+        dataset = _opened(self.path)
+        tokenizer = parse((dataset.path / TOKENIZER_FILE).read_bytes(), TOKENIZER_FILE)
+        documents, urls = self._tokens(dataset, first, last), self._urls(dataset, first)
+        while batch := list(islice(documents, _DECODED_AT_ONCE)):
+            for text in tokenizer.decode_batch(batch, skip_special_tokens=True):
+                yield {"text": text, "url": next(urls, "")}
+
+    @staticmethod
+    def _tokens(dataset: Dataset, first: int, last: int) -> Iterator[list[int]]:
+        started: list[int] = []  # of the next document, which began in earlier slices
+        for index in range(first - 1, -1, -1):
+            opened = dataset.open_slice(index)
+            last_end = int(opened.document_ends[-1]) if len(opened.document_ends) else 0
+            started = opened.tokens[last_end:].tolist() + started
+            if len(opened.document_ends):
+                break
+        for index in range(first, last):
+            opened, start = dataset.open_slice(index), 0
+            for stop in opened.document_ends.tolist():
+                yield started + opened.tokens[start:stop].tolist()
+                started, start = [], stop
+            started += opened.tokens[start:].tolist()
+
+    def _urls(self, dataset: Dataset, first: int) -> Iterator[str]:
+        if not self.with_urls:
+            return
+        skipped = int(dataset.table.documents[:first].sum())
+        with pq.ParquetFile(dataset.path / DOCUMENTS_FILE) as file:
+            for batch in file.iter_batches(columns=["url"]):
+                if skipped < len(batch):
+                    yield from batch.slice(skipped).column("url").to_pylist()
+                skipped = max(0, skipped - len(batch))
+
+
+def sign_parent(run: PrepareRun) -> list[str]:
+    """Write and sign the documents of the parent; the prefixes of their files, for `deduplicate`."""
+    parent, dedup, read = run.parent, run.recipe.dedup, ReadOptions()
+    if parent is None:
+        return []
+    source = ParentDocuments(str(parent.path), parent.id, dedup.url)
+    key = task_key(keys.content_key(read, (), (), 1.0), source.name, (), dedup)
+    tasks = [
+        TextTask(split, read, (), dedup, 1.0, str(run.tasks), key, run.recipe.limits, source, hashes=False)
+        for split in source_splits(source)
+    ]
+    on_result = run.count_tasks("parent", len(tasks), " parts")
+    texts = run.map(process_split, tasks, lambda task: finished_text(task.prefix), on_result)
+    if sum(text.documents_out for text in texts) != parent.manifest.documents:
+        read_documents = sum(text.documents_out for text in texts)
+        raise PrepareError(
+            f"{parent.path}: expected the text of {parent.manifest.documents} documents, got {read_documents}. The "
+            "others are empty or too large; leave out deduplication."
+        )
+    return [task.prefix for task in tasks]
+
+
+@dataclass(frozen=True)
+class LinkTask:
+    """Slice `index` of the dataset at `parent`, to the dataset at `out`."""
+
+    parent: str
+    out: str
+    index: int
+
+
+def link_slices(run: PrepareRun) -> list[SliceInfo]:
+    """Link all slices of the parent into the output; their rows of the table. Raises DatasetError if one is damaged."""
+    parent = run.parent
+    if parent is None:
+        return []
+    tasks = [LinkTask(str(parent.path), str(run.out), index) for index in range(parent.num_slices)]
+    run.map(link_slice, tasks, on_result=run.count_tasks("link", len(tasks), " slices"))
+    return [parent.table.row(index) for index in range(parent.num_slices)]
+
+
+def link_slice(task: LinkTask, scale: int = 0) -> bool:
+    """Run a LinkTask. `scale` changes nothing. Returns whether the file is new."""
+    dataset = _opened(task.parent)
+    row, source = dataset.table.row(task.index), dataset.slice_path(task.index)
+    target = Path(task.out) / row.name
+    dataset.read_slice(task.index)  # hashes it unless it was
+    with suppress(OSError):
+        if target.samefile(source):
+            return False
+        if target.stat().st_size == row.bytes and hash_slice(target, row.chunk_bytes)[0] == row.sha256:
+            return False
+    temporary = temporary_path(target)
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(source, temporary)
+            if hash_slice(temporary, row.chunk_bytes)[0] != row.sha256:
+                raise PrepareError(f"{source}: changed while it was copied. Verify the dataset.") from None
+        commit_files({temporary: target})
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+@lru_cache(maxsize=1)
+def _opened(path: str) -> Dataset:
+    return open_dataset(path)
+
+
+def parent_of(parent: Dataset | None) -> dict[str, Any]:
+    """The part of a lineage that names the parent, and the datasets that this extends, the nearest first."""
+    if parent is None:
+        return {}
+    own, earlier = {"id": parent.id, "slices": parent.num_slices}, parent.manifest.lineage.get("parent")
+    if not earlier:
+        return {"parent": own}
+    ancestors = [{name: earlier[name] for name in own}, *earlier.get("ancestors", [])]
+    return {"parent": {**own, "ancestors": ancestors}}

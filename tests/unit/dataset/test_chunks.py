@@ -1,0 +1,258 @@
+"""The tree over a slice's chunks, the id of a dataset, and the upgrade of datasets of format 1."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.dataset.chunks import (
+    CHUNKS_FILE,
+    HASH_BYTES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    ChunkHasher,
+    chunk_size,
+    has_id,
+    hash_slice,
+    num_chunks,
+    root_of,
+    wrong_chunks,
+)
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import DatasetError
+
+FORMAT_1 = Path(__file__).parents[2] / "golden" / "format1" / "dataset"
+TOKENS = [100, 40_000, 3000, 9000]
+
+
+def make(folder: Path, name: str = "d", changed: int = -1) -> Dataset:
+    """Slices of 1, 20, 2 and 5 chunks; one token of slice `changed` is another."""
+    folder.mkdir(parents=True)
+    for index, length in enumerate(TOKENS):
+        tokens = np.random.default_rng(index).integers(0, 60_000, length).astype(np.uint16)
+        tokens[length // 2] ^= index == changed
+        write_token_slice(folder / f"{index}.safetensors", tokens, np.array([length], np.uint64))
+    return import_slices(folder, name)
+
+
+def read_all(folder: Path) -> None:
+    dataset = open_dataset(folder)
+    for index in range(dataset.num_slices):
+        dataset.open_slice(index)
+
+
+def tree(chunks: list[bytes]) -> bytes:
+    """The definition of RFC 6962 without its prefixes: the left part is the largest full tree."""
+    if len(chunks) == 1:
+        return hashlib.sha256(chunks[0]).digest()
+    split = 1 << (len(chunks) - 1).bit_length() - 1
+    return hashlib.sha256(tree(chunks[:split]) + tree(chunks[split:])).digest()
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=300), chunk_bytes=st.integers(0, 40), cuts=st.lists(st.integers(0, 300), max_size=5))
+def test_the_root_is_that_of_the_definition(data: bytes, chunk_bytes: int, cuts: list[int]) -> None:
+    size = chunk_bytes or max(1, len(data))
+    chunks = [data[start : start + size] for start in range(0, max(1, len(data)), size)]
+    hasher = ChunkHasher(chunk_bytes)
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    for start, stop in pairwise(edges):
+        hasher.update(data[start:stop])
+    leaves = hasher.leaves()
+    assert leaves == b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
+    assert len(leaves) == HASH_BYTES * num_chunks(len(data), chunk_bytes)
+    assert root_of(leaves) == tree(chunks).hex()
+    assert list(wrong_chunks(memoryview(data), leaves, chunk_bytes)) == []
+
+
+@given(data=st.binary(min_size=1, max_size=200), chunk_bytes=st.integers(1, 40), at=st.integers(0, 10_000))
+def test_a_flipped_bit_changes_its_chunk_and_the_root(data: bytes, chunk_bytes: int, at: int) -> None:
+    hasher, other, flipped = ChunkHasher(chunk_bytes), ChunkHasher(chunk_bytes), bytearray(data)
+    flipped[at % len(data)] ^= 1
+    hasher.update(data)
+    other.update(bytes(flipped))
+    leaves = hasher.leaves()
+    assert list(wrong_chunks(memoryview(flipped), leaves, chunk_bytes)) == [at % len(data) // chunk_bytes]
+    assert root_of(leaves) != root_of(other.leaves())
+
+
+@given(st.integers(0, 1 << 40))
+def test_chunk_sizes(slice_bytes: int) -> None:
+    size = chunk_size(slice_bytes)
+    assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
+    assert slice_bytes // size >= 256 or size == MIN_CHUNK_BYTES
+
+
+def test_the_id_of_a_file_is_recognized_for_any_chunk_size(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 800)
+    for size in (0, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES):
+        assert has_id(path, hash_slice(path, size)[0])
+    assert not has_id(path, hash_slice(path, 1000)[0])
+
+
+def test_the_id_depends_on_no_name_and_on_each_token(tmp_path: Path) -> None:
+    first = make(tmp_path / "a", "one")
+    assert make(tmp_path / "b/c", "another").id == first.id
+    assert (tmp_path / "a/manifest.json").read_bytes() != (tmp_path / "b/c/manifest.json").read_bytes()
+    ids = {make(tmp_path / f"changed{index}", changed=index).id for index in range(len(TOKENS))}
+    assert len(ids | {first.id}) == len(TOKENS) + 1
+
+
+def test_every_damage_of_the_hashes_is_named(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d").path
+    path, first = folder / CHUNKS_FILE, open_dataset(folder).first_chunks.tolist()
+    data = path.read_bytes()
+    assert len(data) == first[-1] * HASH_BYTES and first[-1] == 28
+    for index in range(0, len(data), 7):
+        path.write_bytes(data[:index] + bytes([data[index] ^ 4]) + data[index + 1 :])
+        assert verify_dataset(folder).changed == [CHUNKS_FILE]
+    for damaged in (data[:-1], data[:-HASH_BYTES], data + b"\0", b""):
+        path.write_bytes(damaged)
+        assert verify_dataset(folder).changed == [CHUNKS_FILE]
+    path.unlink()
+    report = verify_dataset(folder)
+    assert (report.bad, report.missing) == ([CHUNKS_FILE], [CHUNKS_FILE])
+    with pytest.raises(DatasetError, match=f"{CHUNKS_FILE}: cannot be read"):
+        read_all(folder)
+    path.write_bytes(data)
+    read_all(folder)
+
+
+def test_damage_of_the_hashes_is_found_at_the_first_use_of_their_slice(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d").path
+    path, first = folder / CHUNKS_FILE, open_dataset(folder).first_chunks
+    data = path.read_bytes()
+    for index in range(1, len(TOKENS)):  # the first has one chunk: its hash is the id
+        position = int(first[index]) * HASH_BYTES + 5
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(DatasetError, match=f"expected the hashes of {index}.safetensors, got others"):
+            open_dataset(folder).open_slice(index)
+        open_dataset(folder).open_slice(0)
+    path.write_bytes(data[: int(first[2]) * HASH_BYTES])
+    open_dataset(folder).open_slice(1)
+    with pytest.raises(DatasetError, match=r"expected the hashes of 3.safetensors, got others"):
+        open_dataset(folder).open_slice(3)
+
+
+def test_damage_of_a_slice_is_found_in_its_chunk(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d").path
+    path = folder / "1.safetensors"
+    data = bytearray(path.read_bytes())
+    for position in (1000, 4096, 50_000, len(data) - 1):
+        data[position] ^= 1
+        path.write_bytes(data)
+        start = position // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
+        span = rf"\[{start}, {min(len(data), start + MIN_CHUNK_BYTES)}\)"
+        with pytest.raises(DatasetError, match=f"1.safetensors: expected the dataset's bytes in {span}, got others"):
+            open_dataset(folder).open_slice(1)
+        assert verify_dataset(folder).changed == ["1.safetensors"]
+        data[position] ^= 1
+    path.write_bytes(data[:-3])
+    with pytest.raises(DatasetError, match=r"1\.safetensors"):
+        open_dataset(folder).open_slice(1)
+    assert verify_dataset(folder).changed == ["1.safetensors"]
+
+
+def test_only_the_hashes_of_a_slice_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = make(tmp_path / "d")
+    reads: list[int] = []
+    read = dataset._read_leaves
+    monkeypatch.setattr(dataset, "_read_leaves", lambda first, count: (reads.append(count), read(first, count))[1])
+    dataset.open_slice(2)
+    dataset.open_slice(0)
+    assert reads == [2]
+    monkeypatch.setattr("forebay.dataset.reader._LEAVES_AT_ONCE", 6)
+    assert b"".join(dataset.all_leaves()) == (dataset.path / CHUNKS_FILE).read_bytes()
+    assert reads[1:] == [1, 20, 2, 5]
+
+
+def test_import_upgrades_a_dataset_of_format_1(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    shutil.copytree(FORMAT_1, folder)
+    before = open_dataset(folder)
+    dataset = import_slices(folder)
+    assert (dataset.manifest.format, dataset.table.chunk_bytes) == (2, MIN_CHUNK_BYTES)
+    assert (dataset.name, dataset.manifest.lineage) == (before.name, before.manifest.lineage)
+    assert dataset.table.names == before.table.names and dataset.num_tokens == before.num_tokens
+    assert verify_dataset(folder).ok and verify_dataset(folder).extra == []
+    assert import_slices(folder).id == dataset.id != before.id
+    damaged = tmp_path / "damaged"
+    shutil.copytree(FORMAT_1, damaged)
+    path = damaged / "slices/000001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(DatasetError, match=r"got others: slices/000001\.safetensors"):
+        import_slices(damaged)
+    assert open_dataset(damaged).manifest.format == 1
+
+
+_KILLED = """
+import os, signal, sys
+from itertools import pairwise
+from pathlib import Path
+from forebay.dataset.import_slices import import_slices
+
+remaining = int(sys.argv[2])
+
+def step():
+    global remaining
+    if remaining == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    remaining -= 1
+
+def failing(method):
+    def call(*args, **options):
+        step()
+        result = method(*args, **options)
+        step()
+        return result
+    return call
+
+os.fsync, Path.replace, Path.unlink = failing(os.fsync), failing(Path.replace), failing(Path.unlink)
+import_slices(sys.argv[1])
+"""
+
+
+def test_after_a_kill_at_any_point_of_the_upgrade_import_finishes_it(tmp_path: Path) -> None:
+    """Killed before and after each flush, rename and removal, also of the import that finishes it."""
+    expected = tmp_path / "expected"
+    shutil.copytree(FORMAT_1, expected)
+    expected_id, before = import_slices(expected).id, open_dataset(FORMAT_1).id
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def import_killed_at(folder: Path, point: int) -> bool:
+        command = [sys.executable, "-c", _KILLED, str(folder), str(point)]
+        code = subprocess.run(command, env=environment, check=False).returncode
+        assert code in (0, -signal.SIGKILL)
+        return code != 0
+
+    opened, points = set[str](), 0
+    folder = tmp_path / "d"
+    shutil.copytree(FORMAT_1, folder)
+    while import_killed_at(folder, points):
+        try:
+            opened.add(open_dataset(folder).id)
+        except DatasetError:
+            opened.add("not opened")
+        if points % 4 == 0:
+            import_killed_at(folder, points % 5)
+        assert import_slices(folder).id == expected_id
+        report = verify_dataset(folder)
+        assert report.ok and report.extra == []
+        points += 1
+        shutil.rmtree(folder)
+        shutil.copytree(FORMAT_1, folder)
+    assert points >= 16 and opened == {before, expected_id, "not opened"}
