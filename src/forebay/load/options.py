@@ -24,8 +24,7 @@ class OrderOptions:
 
     Args:
         lanes: As in `Order`; by default a multiple of the global batch (`default_lanes`).
-        window_bytes: Bytes of one lane that are shuffled together; by default those of all lanes are 1/160 of the
-            dataset, 256 MiB at most.
+        window_bytes: Bytes of one lane that are shuffled together; by default few (`default_window`).
         assignment: `global`: each epoch assigns all slices to the ranks in a new order. `owned`: each rank owns slices,
             the same in all epochs, and mixes only those. A state then belongs to its rank and world size.
         worker_names: For `owned`, by rank: names that stay with machines; by default the ranks' numbers.
