@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
-from forebay.files import remove_stale
+from forebay.files import commit_files, remove_stale
 from forebay.storage.chunk_file import (
     ABSENT,
     FETCHING,
@@ -592,7 +592,7 @@ class ChunkCache:
             if old is not None:
                 self._delete(old)
             create(part, self._maps / info.sha256, info, PRESENT)
-            part.replace(path)
+            commit_files({part: path})
             entry = self._entries[info.sha256] = ChunkFile(path, self._maps / info.sha256, info)
             self._reserved[self._slot_number] -= reserved
             self._stored += round_up(info.bytes) + entry.layout.num_bytes
