@@ -39,7 +39,7 @@ from forebay.prepare.tasks import shuffle
 # Constants as much smaller as the input is: it is many splits and many runs.
 lines.SPLIT_BYTES = 1 << 19
 dedup._RUN_RECORDS = 1 << 16
-dedup.deduplicate.__defaults__ = (None, 8 << 20)
+dedup.deduplicate = functools.partial(dedup.deduplicate, memory_bytes=8 << 20)
 finish.plan_shuffle = functools.partial(shuffle.plan_shuffle, bucket_bytes=1 << 20)
 if __name__ == "__main__":
     made = prepare_dataset([sys.argv[1]], sys.argv[2], recipe=load_recipe(settings=json.loads(sys.argv[3])), workers=2)

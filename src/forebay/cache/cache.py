@@ -186,7 +186,8 @@ class ChunkCache:
                 paths = self.path_of(info.sha256), self._maps / info.sha256
                 self._stored += size
                 create(*paths, info)
-                entry = self._entries[info.sha256] = ChunkFile(*paths, info)
+                entry = ChunkFile(*paths, info)
+            self._entries[info.sha256] = entry
             with contextlib.suppress(OSError):
                 os.utime(entry.map_path)
             return entry
@@ -281,6 +282,7 @@ class ChunkCache:
             entry = self._open(sha256)
             if entry is None:
                 return None
+            self._entries[sha256] = entry
             everything = np.arange(entry.layout.num_chunks)
             entry.pin(everything, self._slot_number, self._generation)
         if not entry.verify(everything):
@@ -473,8 +475,7 @@ class ChunkCache:
         try:
             info = read_info(map_path)
             if info is not None and path.stat().st_size == info.bytes:
-                entry = self._entries[sha256] = ChunkFile(path, map_path, info)
-                return entry
+                return ChunkFile(path, map_path, info)
         except FileNotFoundError:
             pass
         for file in (path, map_path):  # Not completed before a kill, truncated, or without its other half.
@@ -543,7 +544,7 @@ class ChunkCache:
                     freed += size
                     self._stored -= size
             elif not _is_used(self._maps / path.name, live) and (entry := self._open(path.name)) is not None:
-                freed += self._delete(entry)
+                freed += self._delete(entry, is_unused=True)
         return freed
 
     def _has_foreign(self, live: dict[int, int]) -> bool:
@@ -577,20 +578,20 @@ class ChunkCache:
         if not len(chosen):
             return 0
         if len(chosen) == int((entry.marks != ABSENT).sum()) and not pinned.any():
-            return self._delete(entry)
+            return self._delete(entry, is_unused=True)
         before = entry.marks[chosen].copy()
         entry.marks[chosen] = ABSENT
         if not entry.punch(chosen):  # The file system keeps all or nothing of a file.
             entry.marks[chosen] = before
-            return 0 if pinned.any() else self._delete(entry)
+            return 0 if pinned.any() else self._delete(entry, is_unused=True)
         size = entry.size_of(chosen)
         self._stored -= size
         return size
 
-    def _delete(self, entry: ChunkFile) -> int:
+    def _delete(self, entry: ChunkFile, is_unused: bool = False) -> int:
         present = np.flatnonzero((entry.marks == PRESENT) | (entry.marks == UNVERIFIED))
         size = entry.size_of(present) + entry.layout.disk_bytes
-        entry.delete()
+        entry.delete(is_unused)
         self._next_uses.pop(entry.info.sha256, None)
         self._entries.pop(entry.info.sha256, None)
         self._stored -= size

@@ -210,6 +210,9 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
                     f"{file.path}: expected an answer with a Content-Length, got none. Download the file."
                 )
         detection = detect(io.BytesIO(sample), file.name)
+        if not detection.format and len(sample) < file.bytes:  # A block of bzip2 is larger.
+            with open_stored(file) as stored:
+                detection = detect(stored, file.name)
         if "://" not in file.path and not file.sha256:
             file = replace(file, sha256=f"head:{hashlib.sha256(head).hexdigest()}")
         names = text_formats()

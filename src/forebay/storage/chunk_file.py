@@ -8,6 +8,7 @@ by others: chunks are then hashed again at their first use.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -151,9 +152,13 @@ class ChunkFile:
         bits = np.bitwise_or.reduce(self.pins[rows], axis=0)
         return np.unpackbits(bits, count=self.layout.num_chunks).astype(bool)
 
-    def delete(self) -> None:
-        """Remove the file. Processes that have it open notice by `is_deleted`."""
+    def delete(self, is_unused: bool) -> None:
+        """Remove the file. Processes that have it open notice by `is_deleted`; their maps keep the disk space of one
+        that is not `is_unused`."""
         self._map[_DELETED_AT] = 1
+        if is_unused:
+            with contextlib.suppress(OSError), self.path.open("r+b") as file:
+                punch_hole(file.fileno(), 0, round_up(self.info.bytes))
         self.path.unlink(missing_ok=True)
         self.map_path.unlink(missing_ok=True)
 
