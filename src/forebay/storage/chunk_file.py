@@ -64,7 +64,9 @@ class ChunkFile:
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
         self.pins = self._map[layout.pins : layout.pins + NUM_SLOTS * layout.pin_bytes].reshape(NUM_SLOTS, -1)
         self.refs = np.zeros(n, np.uint16)
-        self.has_leaves = n == 1 or bool(self._leaves().any() and root_of(self._leaves().tobytes()) == info.sha256)
+        self.has_leaves = bool(info.sha256) and (
+            n == 1 or bool(self._leaves().any() and root_of(self._leaves().tobytes()) == info.sha256)
+        )
         if _identity_of(path) != self._identity():
             self._distrust()
 
