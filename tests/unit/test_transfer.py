@@ -177,6 +177,25 @@ def test_the_liar_is_named(make_server: Callable[..., OriginServer], tmp_path: P
     assert transfers._sources[liar.url].lies == len(named)
 
 
+@pytest.mark.parametrize("connections", [1, 8])
+def test_without_hashes_the_liar_is_named(
+    make_server: Callable[..., OriginServer], tmp_path: Path, connections: int
+) -> None:
+    """No source knows the hashes of the chunks: the slice comes from one at a time, and its id decides."""
+    liars, honest = [make_server(), make_server()], make_server()
+    for liar in liars:
+        liar.faults.corrupt["slice"] = 3_000_000
+    gone = make_server()
+    gone.faults.missing.add("slice")
+    urls, named = [*(liar.url for liar in liars), gone.url, honest.url], list[str]()
+    with RunFetcher(connections, **QUICK) as transfers:
+        for turn in range(3):
+            assert fetch(transfers, tmp_path / f"{turn}", *urls, bad=named, leaves=b"").error is None
+        assert named and set(named) <= {liar.url for liar in liars}
+        error = fetch(transfers, tmp_path / "lost", *urls[:3], leaves=b"").error
+    assert type(error) is IntegrityError and "404" in str(error) and all(liar.url in str(error) for liar in liars)
+
+
 def test_a_lie_among_several_is_traced(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     """Three gave bytes together: fetched anew from one alone, and what differs names who lied."""
     servers = [make_server() for _ in range(3)]

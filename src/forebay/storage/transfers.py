@@ -16,7 +16,7 @@ from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,9 @@ class ChunkTransfer(Transfer):
         self._end(TransferCancelledError(self.info.name))
 
     def sources(self) -> list[Origin]:
-        """The sources of all origins that can be reached. Raises NetworkError if none can."""
+        """The sources of all origins that can be reached, or the chosen one. Raises NetworkError if none can be."""
+        if self._only is not None:
+            return [self._only]
         sources, fault = list[Origin](), None
         for origin in self._origins:
             try:
@@ -143,6 +145,8 @@ class ChunkTransfer(Transfer):
         entry, count = self._entry, self._run_chunks
         starts = np.flatnonzero((np.diff(chunks) > 1) | (chunks[1:] % count == 0)) + 1
         with self._lock:
+            if self._has_ended:
+                return
             self._runs = [
                 ChunkRun(
                     entry, self.info.name, self, int(run[0]), int(run[-1]) + 1, self._find_leaves,
@@ -182,7 +186,7 @@ class ChunkTransfer(Transfer):
                 if leaves is not None:
                     self._entry.set_leaves(leaves)
                 else:
-                    self._only, self._state.sources, self._state.looked_up_at = source, [source], float("inf")
+                    self._only, self._state.sources = source, [source]
                 self._start_runs()
         return self._entry.leaves() if self._entry.has_leaves else None
 
@@ -245,6 +249,8 @@ class ChunkTransfer(Transfer):
     def _change_source(self) -> None:
         """Fetch all again, from another source."""
         with self._lock:
+            if self._has_ended:
+                return
             self._fetcher.cancel(self._running)
             self._running.clear()
             self._only, self._state.looked_up_at = None, float("-inf")
@@ -273,17 +279,13 @@ class FileTransfer(ChunkTransfer):
     """
 
     def __init__(
-        self, fetcher: RunFetcher, info: SliceInfo, part: Path, origins: Sequence[Origin], *,
-        read_leaves: Callable[[], bytes] | None = None, on_wrong: OnWrong | None = None, run_bytes: int = 0,
-        check: Check | None = None,
-    ) -> None:  # fmt: skip
+        self, fetcher: RunFetcher, info: SliceInfo, part: Path, origins: Sequence[Origin], **settings: Any
+    ) -> None:
         try:
             entry = _open(part, info)
         except OSError as error:
             raise disk_error(part, info.bytes, error) from error
-        super().__init__(
-            fetcher, entry, info, origins, read_leaves=read_leaves, on_wrong=on_wrong, run_bytes=run_bytes, check=check
-        )
+        super().__init__(fetcher, entry, info, origins, **settings)
 
     def finish(self, error: Exception | None) -> None:
         """See Transfer."""
