@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.closing import Closing
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
@@ -181,13 +182,16 @@ class SwarmReader:
     def _start(self, transfer: SwarmTransfer, provider: Provider) -> None:
         faults = list[str]()  # wrong bytes, or breaches of the protocol
         info, target = transfer.info, transfer.target
-        on_wrong = lambda origin, reason: faults.append(reason)  # noqa: E731
         try:
-            sources = [self._source(provider, info)]
+            source = self._source(provider, info)
+            settings: dict[str, Any] = {
+                "read_leaves": lambda: self._read_leaves(source, info.index),
+                "on_wrong": lambda origin, reason: faults.append(reason),
+            }
             if isinstance(target, Path):
-                current: ChunkTransfer = FileTransfer(self._fetcher, info, target, sources, on_wrong=on_wrong)
+                current: ChunkTransfer = FileTransfer(self._fetcher, info, target, [source], **settings)
             else:
-                current = ChunkTransfer(self._fetcher, target[0], info, sources, chunks=target[1], on_wrong=on_wrong)
+                current = ChunkTransfer(self._fetcher, target[0], info, [source], chunks=target[1], **settings)
             transfer.current = current.start()
         except Exception as error:
             if isinstance(error, ProtocolError):  # a URL that no data node claims
@@ -199,6 +203,13 @@ class SwarmReader:
         current.on_done(lambda done: self._handle_end(transfer, provider, done.error, bool(faults)))
         if transfer.is_cancelled:
             current.cancel()
+
+    def _read_leaves(self, source: Origin, index: int) -> bytes:
+        """The hashes of a slice's chunks, from the file that a web server or bucket has of all."""
+        start, stop = (
+            first_chunks(self._table.bytes, self._table.chunk_bytes)[index : index + 2] * HASH_BYTES
+        ).tolist()
+        return b"".join(map(bytes, source.read(CHUNKS_FILE, start, stop)))
 
     def _source(self, provider: Provider, info: SliceInfo) -> Origin:
         if not provider.is_url:
