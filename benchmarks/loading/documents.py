@@ -25,7 +25,7 @@ BATCH_SIZE = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "document_masks=True": {"document_masks": True},
-    'packing="fit"': {"packing": "fit"},
+    'packing="best_fit"': {"packing": "best_fit"},
     "documents=, a fiftieth left out": {"documents": DocumentSubset(exclude=np.arange(0, 1 << 20, 50))},
 }
 

@@ -65,7 +65,7 @@ def read_twice(
 @settings(deadline=None, max_examples=100)
 @given(
     st.none() | st.builds(DocumentSubset, st.lists(st.integers(0, 380), max_size=60), st.integers(0, 8)),
-    st.sampled_from([("chunk", False), ("chunk", True), ("fit", True)]), st.integers(6, 60), st.floats(0, 0.5),
+    st.sampled_from([("concat", False), ("concat", True), ("best_fit", True)]), st.integers(6, 60), st.floats(0, 0.5),
     st.data(),
 )  # fmt: skip
 def test_token_batches_need_the_named_bytes_only(

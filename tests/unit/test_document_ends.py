@@ -45,7 +45,7 @@ def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:
         for name, sent in server.bytes_sent.items():
             assert sent / 3 <= 250_000 < dataset.table.bytes.min(), name
         server.reset()
-        for settings in ({"packing": "fit"}, {"documents": DocumentSubset([3], 2, 90)}):
+        for settings in ({"packing": "best_fit"}, {"documents": DocumentSubset([3], 2, 90)}):
             here, exists = (plan_samples(item, 64, **settings) for item in (dataset, remote))  # type: ignore[arg-type]
             assert here.counts.tolist() == exists.counts.tolist()
 
@@ -85,7 +85,7 @@ def test_where_tensors_lie() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"packing": "fit"}, {"documents": DocumentSubset([1], 2, 90)}, {"documents": DocumentSubset([7])}]
+    "settings", [{"packing": "best_fit"}, {"documents": DocumentSubset([1], 2, 90)}, {"documents": DocumentSubset([7])}]
 )
 def test_counts_are_cached(dataset: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
     asked: list[int] = []

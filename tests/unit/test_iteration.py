@@ -139,9 +139,10 @@ def test_take_gives_the_same_batches_and_moves_nothing(data: Path) -> None:
 def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path) -> None:
     loader = Loader(data, cache_dir=tmp_path, cache_bytes=1 << 20, **ARGUMENTS)
     ids(loader)
-    assert loader.stats()["fetched_slices"] == 5
+    fetched = loader.stats()["fetched_bytes"]
+    assert fetched == loader.dataset.table.bytes.sum() and loader.stats()["refetched_bytes"] == 0
     ids(loader)
-    assert loader.stats()["fetched_slices"] == 5 and loader.stats()["slices_opened"] >= 10
+    assert loader.stats()["fetched_bytes"] == fetched and loader.stats()["slices_opened"] >= 10
 
 
 def test_ranks_of_a_process_group(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,6 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
         "drop_last": True,
         "lanes": 3,
         "window": 1,
-        "head": 1,
         "packing": "best_fit",
         "split": ["train", 0.5],
         "step": 1,

@@ -421,7 +421,7 @@ def test_drop_last_and_default_lanes() -> None:
     ]  # fmt: skip
     assert [default_lanes(b, small, SampleSize()) for b in (1, 7, 64)] == [9, 7, 64]
     # Of format 1, whose chunks are whole slices: as many as leave a lane four of them.
-    assert [default_lanes(b, 16384 * 100, whole) for b in (1, 16, 64, 1024)] == [1, 16, 25, 16]
+    assert [default_lanes(b, 16384 * 100, whole) for b in (1, 16, 64, 1024)] == [1, 16, 16, 16]
 
 
 def test_samples_per_slice() -> None:

@@ -199,7 +199,7 @@ def test_fit_has_every_kept_token_once(
 ) -> None:
     retained = kept_tokens(documents)
     try:
-        sample_index = plan_samples(dataset, SEQ_LEN, packing="fit", documents=documents)
+        sample_index = plan_samples(dataset, SEQ_LEN, packing="best_fit", documents=documents)
     except UsageError:
         assert not any(retained)
         return
@@ -219,7 +219,7 @@ def test_fit_packs_the_documents_that_end_in_a_section(
         patch.setattr(packing, "_SECTION_ROWS", 0)
         patch.setattr(packing, "_MIN_SECTION_TOKENS", size)
         try:
-            sample_index = plan_samples(dataset, SEQ_LEN, packing="fit", documents=documents)
+            sample_index = plan_samples(dataset, SEQ_LEN, packing="best_fit", documents=documents)
         except UsageError:
             return
         inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index)
@@ -256,7 +256,7 @@ def test_a_plan_is_read_in_any_order(dataset: Dataset) -> None:
 
 
 def test_fit_has_a_label_for_every_token_but_the_last_of_a_document(dataset: Dataset) -> None:
-    sample_index = plan_samples(dataset, SEQ_LEN, packing="fit")
+    sample_index = plan_samples(dataset, SEQ_LEN, packing="best_fit")
     _, labels, _, numbers, _, _ = everything(dataset, sample_index)
     owners = documents_of()
     # One token without a label for each document in each slice, also where it is cut into several rows.
@@ -265,7 +265,7 @@ def test_fit_has_a_label_for_every_token_but_the_last_of_a_document(dataset: Dat
 
 
 @law
-@given(st.floats(0, 1), st.sampled_from(["chunk", "fit"]), st.none() | filters)
+@given(st.floats(0, 1), st.sampled_from(["concat", "best_fit"]), st.none() | filters)
 def test_splits_are_exact_disjoint_and_together_all(
     dataset: Dataset, validation: float, packing: str, documents: DocumentSubset | None
 ) -> None:
@@ -323,7 +323,7 @@ def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
     assert asked(documents=DocumentSubset([1])) == [0]
     assert asked(documents=DocumentSubset([6])) == [1, 2, 3]  # It begins in 1, fills 2 and ends in 3.
     assert asked(documents=DocumentSubset([8, 99])) == [3]
-    assert asked(packing="fit") == asked(documents=DocumentSubset(min_tokens=2)) == [0, 1, 2, 3, 4]
+    assert asked(packing="best_fit") == asked(documents=DocumentSubset(min_tokens=2)) == [0, 1, 2, 3, 4]
 
 
 def test_lengths_are_those_of_whole_documents(dataset: Dataset) -> None:
@@ -335,7 +335,7 @@ def test_lengths_are_those_of_whole_documents(dataset: Dataset) -> None:
     assert plan_samples(dataset, 1, documents=DocumentSubset((), 22, 29)).num_samples == 22
 
 
-@pytest.mark.parametrize(("packing", "masks"), [("chunk", False), ("chunk", True), ("fit", True)])
+@pytest.mark.parametrize(("packing", "masks"), [("concat", False), ("concat", True), ("best_fit", True)])
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_a_mixture_takes_rows_of_several_datasets(tmp_path: Path, packing: str, masks: bool, dtype: Any) -> None:
     both = [write(tmp_path / f"{i}", dtype, first=1000 * i) for i in range(2)]
@@ -412,7 +412,7 @@ def test_a_rank_without_samples_gets_empty_batches(dataset: Dataset) -> None:
 
 
 def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) -> None:
-    chunk, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="fit")
+    chunk, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="best_fit")
     some = plan_samples(dataset, SEQ_LEN, documents=DocumentSubset([1]))
     for indexes, masks in (([chunk, chunk], False), ([chunk], True), ([fit], False), ([chunk, some], False)):
         assert isinstance(make_collator(indexes, document_masks=masks), TokenCollator)
@@ -475,17 +475,17 @@ def test_wrong_settings(dataset: Dataset, wrong: dict[str, Any]) -> None:
 def test_rows_take_no_packing(tmp_path: Path) -> None:
     save_file({"x": np.zeros((4, 2))}, tmp_path / "0.safetensors")
     rows = import_slices(tmp_path, "rows")
-    for wrong in ({"packing": "fit"}, {"documents": DocumentSubset([1])}):
+    for wrong in ({"packing": "best_fit"}, {"documents": DocumentSubset([1])}):
         with pytest.raises(UsageError, match="layout 'tokens'"):
             plan_samples(rows, None, **wrong)  # type: ignore[arg-type]
 
 
 def test_damaged_ends_are_named(dataset: Dataset) -> None:
     with pytest.raises(DatasetError, match="document_ends"):
-        plan_samples(dataset, SEQ_LEN, packing="fit", read_ends=lambda _: np.array([9, 3], np.uint64))
+        plan_samples(dataset, SEQ_LEN, packing="best_fit", read_ends=lambda _: np.array([9, 3], np.uint64))
 
 
 def test_what_decides_a_view_is_plain(dataset: Dataset) -> None:
     item = plan_samples(dataset, SEQ_LEN, documents=DocumentSubset([1]), split="train", validation=0.25).describe()
-    assert item == {"packing": "chunk", "documents": DocumentSubset([1]).digest(), "split": ["train", 0.25]}
-    assert plan_samples(dataset, SEQ_LEN).describe() == {"packing": "chunk", "documents": None, "split": None}
+    assert item == {"packing": "concat", "documents": DocumentSubset([1]).digest(), "split": ["train", 0.25]}
+    assert plan_samples(dataset, SEQ_LEN).describe() == {"packing": "concat", "documents": None, "split": None}

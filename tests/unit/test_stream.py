@@ -42,7 +42,7 @@ def stream(inputs: Any, **changes: Any) -> TextStream:
 
 
 def facts(given: Any) -> list[Any]:
-    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.step, b.run_step) for b in given]
+    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.epoch_step, b.step) for b in given]
 
 
 def tokens_of(texts: list[str]) -> list[int]:

@@ -214,11 +214,11 @@ def test_ranks_have_equally_many_full_batches_beyond_the_end_of_their_lanes(tmp_
         batches = list(stream(folder, rank=rank, world_size=3, batch_size=4, steps=400))
         assert len(batches) == 400 and batches[-1].epoch >= 1
         assert {(len(batch), batch.weight, batch.inputs.shape) for batch in batches} == {(4, 1.0, (4, 32))}
-        assert [batch.run_step for batch in batches] == list(range(400))
+        assert [batch.step for batch in batches] == list(range(400))
 
 
 def facts(batches: Any) -> list[Any]:
-    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.run_step) for b in batches]
+    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.step) for b in batches]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "few.jsonl.gz"])
@@ -247,7 +247,7 @@ def test_a_state_of_another_world_is_exact_or_refused(tmp_path: Path) -> None:
     for rank in range(4):
         created = stream(folder, rank=rank, world_size=4, **common)
         for batch in created:
-            if batch.run_step == 16:
+            if batch.step == 16:
                 break
         states.append(json.loads(json.dumps(created.state_dict())))
     for world_size in (1, 2, 8):
@@ -286,7 +286,7 @@ def test_one_for_is_a_pass_and_take_moves_nothing(tmp_path: Path, caplog: pytest
     for _ in range(3):
         for batch in created:  # a break, a look, and on with the same pass
             result += facts([batch])
-            if batch.step == 5:
+            if batch.epoch_step == 5:
                 break
         start = next(i for i, fact in enumerate(expected) if fact[3] == created.epoch)
         assert [fact[:4] for fact in facts(created.take(2))] == [fact[:4] for fact in expected[start : start + 2]]
@@ -309,9 +309,9 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path, lanes: int) -> None:
         "state = Path('state.json')\n"
         "if state.exists(): made.load_state_dict(json.loads(state.read_text()))\n"
         "for batch in made:\n"
-        "    print(batch.run_step, batch.inputs.tolist(), batch.labels.tolist(), flush=True)\n"
+        "    print(batch.step, batch.inputs.tolist(), batch.labels.tolist(), flush=True)\n"
         "    Path('new.json').write_text(json.dumps(made.state_dict())); Path('new.json').rename(state)\n"
-        "    if batch.run_step == int(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if batch.step == int(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)\n"
     )
 
     def run(stop: int) -> list[str]:
@@ -361,7 +361,7 @@ def test_lanes_of_a_dataset_object(make: Any) -> None:
     expected = facts(stream(make(), lanes=3, steps=40))
     first = stream(make(), lanes=3, steps=40)
     for batch in first:
-        if batch.run_step == 22:
+        if batch.step == 22:
             break
     second = stream(make(), lanes=3, steps=40)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))

@@ -109,7 +109,7 @@ def _figures(runs: dict[str, Runs], total: int, rate: float) -> list[Figure]:
             detail += f"; ours {ratio:.2f}x as fast, {1 / cpu:.1f}x its CPU"
         else:
             stats = own.last
-            detail += f"; peak {own.peak_bytes / 1e6:.0f} of {BUDGET_BYTES / 1e6:.0f} MB, {stats['repeated_fetches']} "
-            detail += f"slices fetched again, {stats['evicted']} evicted"
+            detail += f"; peak {own.peak_bytes / 1e6:.0f} of {BUDGET_BYTES / 1e6:.0f} MB, {stats['refetched_chunks']} "
+            detail += f"chunks fetched again, {stats['evicted_bytes']} bytes evicted"
         figures.append(Figure(f"{title}: {way}", median(speeds) / 1e6, "MB/s", detail))
     return figures

@@ -116,7 +116,7 @@ def _numbers(dataset: Dataset, index: Any, sample: int) -> list[int]:
     collator = TokenCollator([index], document_masks=True)
     opened = dataset.open_slice(key)
     collator.open(key, key, opened)
-    starts, stops = collator.byte_ranges(key, np.array([sample - int(index.bases[key])]))
+    starts, stops = collator.byte_ranges(key, np.array([sample - int(index.bases[key] + index.offsets[key])]))
     document_ends = np.asarray(opened.document_ends).astype(np.int64)
     lengths, first, remaining = np.diff(document_ends, prepend=0), int(index.first_documents[key]), index.seq_len
     offset, width = file_offset(opened.tokens), opened.tokens.itemsize

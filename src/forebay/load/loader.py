@@ -23,6 +23,7 @@ from forebay.errors import UsageError
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import BatchSource, BatchT, Take
+from forebay.load.growth import grow
 from forebay.load.helpers import HelperPool
 from forebay.load.loader_plan import LoaderPlan
 from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions
@@ -112,7 +113,7 @@ class Loader(Closing, BatchSource[BatchT]):
         self.rank, self.world_size, self.seq_len = plan.rank, plan.world_size, plan.seq_len
         self.datasets, self.mixture, self.run, self.order = plan.datasets, plan.mixture, plan.run, plan.run.orders[0]
         self._epochs = None if plan.mixture is not None else epochs
-        self._step, self._shares = 0, True
+        self._step, self._shares, self._identity = 0, True, plan.identity
         self._reset()
 
     def _reset(self) -> None:
@@ -328,27 +329,38 @@ class Loader(Closing, BatchSource[BatchT]):
         """Pickled as its arguments and its state: another process opens its own maps and threads."""
         source = portable_source(self.arguments["dataset"])
         arguments = {**self.arguments, "dataset": source, "rank": self.rank, "world_size": self.world_size}
-        return _reopen, (arguments, self._step)
+        return _reopen, (arguments, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that iterating returned. Plain JSON values.
 
         A loader of any rank and world size with the same global batch can load it.
         """
-        return make_state(self.plan.identity, self.run, self._step)
+        return make_state(self._identity, self.run, self._step)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state before run step `step`. A running iteration is not changed."""
-        return make_state(self.plan.identity, self.run, step)
+        return make_state(self._identity, self.run, step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batch after `state`, also in a running iteration. Nothing is replayed.
 
+        A state of a dataset that this one extends finishes that dataset's epoch; later epochs have all samples.
+
         Raises:
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
         """
-        step = step_of_state(state, self.plan.identity, self.run)
-        self._pause()
+        plan = self.plan
+        run, identity, own_state = grow(
+            state, plan.identity, plan.run, plan.dataset.manifest.lineage, num_steps=plan.run.num_steps
+        )
+        step = step_of_state(own_state, identity, run)
+        if run is self.run:
+            self._pause()
+        else:
+            self.close()
+            self.run, self._identity = run, identity
+            self._make_planner(self._every)
         self._step = step
 
     def stats(self) -> dict[str, float]:
@@ -356,10 +368,10 @@ class Loader(Closing, BatchSource[BatchT]):
 
         `wait_s`: waiting for batches; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `device_s`, `queue_s`, as
         in `forebay.load.stats`. `busy_s`: between the waits. `batches`, `samples`, `tokens` received, of a mixture also
-        `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a cache also `fetched_slices`,
-        `fetched_bytes`, `repeated_fetches` (slices fetched before, in any epoch), `refetched_slices` and
-        `refetched_bytes` (a second time in one epoch), `evicted`, `late`, `waited_s`, `held_bytes`. What helper
-        processes open and fetch is not counted.
+        `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a cache also `fetched_chunks`,
+        `fetched_bytes`, `refetched_chunks` and `refetched_bytes` (a second time in one epoch), `failed`, `late` and
+        `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `cached_bytes` (by all processes that share the
+        cache). What helper processes open and fetch is not counted.
         """
         waits = self.waits
         by_cause = {f"{cause}_s": seconds for cause, seconds in waits.seconds.items()}
@@ -417,7 +429,7 @@ class _Pass:
         return getattr(self._run, name)
 
 
-def _reopen(arguments: dict[str, Any], step: int) -> Loader[Any]:
+def _reopen(arguments: dict[str, Any], state: dict[str, Any]) -> Loader[Any]:
     loader: Loader[Any] = Loader(**arguments)
-    loader._step = step
+    loader.load_state_dict(state)
     return loader

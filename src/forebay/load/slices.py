@@ -335,9 +335,11 @@ class SliceReader:
         with self._changed:
             if self._settings is None:
                 return {}
-            evicted = self._cache.evicted_bytes if self._cache is not None else 0
+            evicted, cached = 0, 0
+            if self._cache is not None:
+                evicted, cached = self._cache.evicted_bytes, self._cache.used_bytes()
             stats: dict[str, Any] = {**self._counts, "waited_s": self._waited_s, "in_flight": len(self._running)}
-            stats["evicted_bytes"] = self._past_evicted + evicted
+            stats |= {"evicted_bytes": self._past_evicted + evicted, "cached_bytes": cached}
             return stats | (self._source.stats() if self._source is not None else {})
 
     def close(self) -> None:
@@ -503,8 +505,8 @@ class SliceReader:
             group, _ = self._running.pop(job, (None, None))
             if group is None:
                 return
-            stored = job.entry.size_of(chunks[job.entry.marks[chunks] == PRESENT])
-            self._counts["fetched_bytes"] += stored
+            size = job.entry.chunk_bytes
+            self._counts["fetched_bytes"] += min(job.next * size, job.entry.info.bytes) - job.first * size
             self._counts["fetched_chunks"] += job.next - job.first
             if error is not None:
                 self._record_failure(group, np.arange(job.next, job.stop), error)
@@ -564,7 +566,7 @@ class SliceReader:
         np.bitwise_or.at(self._fetched, places, bits)
         if again.any() and group.entry is not None:
             self._counts["refetched_chunks"] += int(again.sum())
-            self._counts["refetched_bytes"] += group.entry.size_of(chunks[again])
+            self._counts["refetched_bytes"] += int(again.sum()) * group.entry.chunk_bytes
             if not self._warned and self._counts["refetched_bytes"] > max(
                 _MIN_WARNED_BYTES, self._counts["fetched_bytes"] // 20
             ):

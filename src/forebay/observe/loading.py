@@ -23,10 +23,10 @@ _INTERVAL_S = 0.5
 _COUNTERS = {
     name: name
     for name in (
-        "batches", "samples", "tokens", "slices_opened", "fetched_slices", "fetched_bytes", "repeated_fetches",
-        "refetched_slices", "refetched_bytes",
+        "batches", "samples", "tokens", "slices_opened", "fetched_chunks", "fetched_bytes", "refetched_chunks",
+        "refetched_bytes", "evicted_bytes",
     )
-} | {"busy_s": "busy_seconds", "evicted": "evicted_slices", "late": "late_slices"}  # fmt: skip
+} | {"busy_s": "busy_seconds", "late": "late_chunks"}  # fmt: skip
 """Counts of `Loader.stats()` and the names of their metrics."""
 
 
@@ -104,8 +104,8 @@ class LoaderCollector:
                 counter.add_metric(values, stats[key])
                 yield counter
         gauges = {"epoch": state["epoch"], "samples_taken": state["samples_taken"], "step": state["step"]}
-        if "held_bytes" in stats:
-            gauges["cache_bytes"] = stats["held_bytes"]
+        if "cached_bytes" in stats:
+            gauges["cache_bytes"] = stats["cached_bytes"]
         for name, value in gauges.items():
             gauge = GaugeMetricFamily(f"forebay_loader_{name}", f"The loader's {name.replace('_', ' ')}.", labels=names)
             gauge.add_metric(values, value)

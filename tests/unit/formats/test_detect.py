@@ -27,7 +27,7 @@ from forebay.formats.inputs import ReadOptions
 from forebay.formats.report import CheckOptions
 from forebay.formats.sources import open_source
 from forebay.prepare.inputs import find_inputs, text_formats
-from forebay.stream.records import FileRecords
+from forebay.stream.records import find_records
 
 ROW = {"text": "hello world, some text"}
 LINE = (json.dumps(ROW) + "\n").encode()
@@ -129,10 +129,10 @@ def test_a_file_is_the_same_to_all(name: str, tmp_path: Path) -> None:
     sources = {Path(item.path).name: item for item in find_inputs(tmp_path, ReadOptions()).files}
     if expected in text_formats():
         assert sources[name].format == expected and sources[name].compression == result.compression
-        assert FileRecords([path], ReadOptions())._files[0].format == expected
+        assert find_records([path], ReadOptions()).identity
     else:
         assert name not in sources
-        for opens in (find_inputs, lambda path, options: FileRecords([path], options)):
+        for opens in (find_inputs, lambda path, options: find_records([path], options)):
             with pytest.raises(PrepareError, match=expected or "expected one of"):
                 opens(path, ReadOptions())
 
@@ -157,7 +157,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
     path = tmp_path / f"data{suffix}"
     path.write_bytes(data)
     (tmp_path / "beside.jsonl").write_bytes(LINE)
-    for opens in (find_inputs, lambda path, options: FileRecords([path], options)):
+    for opens in (find_inputs, lambda path, options: find_records([path], options)):
         with pytest.raises(PrepareError, match=says):
             opens(path, ReadOptions())
     (skipped,) = find_inputs(tmp_path, ReadOptions()).skipped
