@@ -32,6 +32,7 @@ def test_choice() -> None:
     assert choose_source([slow, source(speed=9.0, active=4)], 0)[0] is slow
     assert choose_source([new := source(), fast], 0)[0] is new, "one connection tries it"
     assert choose_source([source(active=1), fast], 0)[0] is fast
+    assert choose_source([source(failing=1), new], 0)[0] is new
     assert choose_source([source(wait_until=7.0), source(wait_until=3.0)], 0) == (None, 3.0)
     assert choose_source([source(active=4)], 0) == (None, float("inf"))
 

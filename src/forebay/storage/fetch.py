@@ -86,7 +86,7 @@ def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceSta
     """Return the source to request from; or None, and when to try again (infinity: when a request ends).
 
     Order: sources that never lied, that do not fail, the fastest per connection. One connection tries a source of
-    unknown speed.
+    unknown speed, unless it failed: then others are better.
     """
     free, later = [], float("inf")
     for source in sources:
@@ -99,7 +99,7 @@ def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceSta
 
     def rank(source: SourceStats) -> tuple[int, float, float]:
         avoided = source.avoid_until if source.avoid_until > now else 0.0
-        unknown = float("-inf") if source.active == 0 else 0.0
+        unknown = float("-inf") if source.active == source.failing == 0 else 0.0
         return source.lies, avoided, -source.speed if source.speed is not None else unknown
 
     return min(free, key=rank), later
@@ -342,11 +342,8 @@ class RunFetcher(Closing):
             ProtocolError: If a chunk has another hash, or the response was too long.
             TransientError: If it was too short.
         """
-        entry, size, stop = (
-            run.entry,
-            run.entry.chunk_bytes,
-            min(run.stop * run.entry.chunk_bytes, run.entry.info.bytes),
-        )
+        entry, size = run.entry, run.entry.chunk_bytes
+        stop = min(run.stop * size, entry.info.bytes)
         leaves = entry.leaves() if entry.has_leaves else run.read_leaves(source)
         if leaves is not None and not entry.has_leaves:
             entry.set_leaves(leaves)
