@@ -14,15 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 
+from forebay.cache.cache import ChunkCache
 from forebay.errors import IntegrityError, NetworkError, UsageError
 from forebay.storage.base import Timeouts
 from forebay.storage.chunk_file import PRESENT, ChunkFile, create
 from forebay.storage.fetch import RunFetcher, TransferCancelledError
 from forebay.storage.origins import open_origin
-from forebay.storage.transfers import map_path_of
+from forebay.storage.transfers import ChunkTransfer, map_path_of
 from support.cached import leaves_of
 from support.calibration import scaled
 from support.origin_server import OriginServer
@@ -297,6 +300,38 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
         server.reset()
         assert fetch(transfers, part, server.url).error is None
         assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
+
+
+def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.bytes_per_s = 4_000_000
+    cache, origins = ChunkCache(tmp_path / "cache", 8 * MIB), [open_origin(server.url)]
+
+    def claim() -> tuple[ChunkFile, NDArray[np.int64]]:
+        claimed, reason = cache.claim_slice(INFO)
+        assert claimed is not None, reason
+        return claimed
+
+    with RunFetcher(2, **QUICK) as fetcher:
+        entry, chunks = claim()
+        moved = ChunkTransfer(fetcher, entry, INFO, origins, chunks=chunks, read_leaves=lambda: LEAVES).start()
+        while moved.received < 1_500_000:
+            time.sleep(0.005)
+        moved.cancel()
+        cache.complete(entry, chunks)
+        cache.unpin_slice(INFO.sha256)
+        entry, absent = claim()
+        retained = INFO.bytes - sum(min(CHUNK, INFO.bytes - chunk * CHUNK) for chunk in absent.tolist())
+        assert 0 < retained < INFO.bytes and cache.get(INFO.sha256) is None
+        time.sleep(0.1)
+        server.faults.bytes_per_s = 0
+        server.reset()
+        moved = ChunkTransfer(fetcher, entry, INFO, origins, chunks=absent).start()
+        assert moved.wait(60) and moved.error is None and moved.received == INFO.bytes
+    assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
+    cache.complete(entry, absent)
+    path = cache.get(INFO.sha256)
+    assert path is not None and path.read_bytes() == CONTENT
+    cache.close()
 
 
 def test_close(server: OriginServer, tmp_path: Path) -> None:
