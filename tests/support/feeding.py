@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dataset.chunks import has_id
+from forebay.dataset.chunks import HASH_BYTES, wrong_chunks
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
+from forebay.storage.chunk_file import PRESENT, MapLayout, read_info
 from support.calibration import scaled
 
 MIB = 1 << 20
@@ -119,14 +120,32 @@ def own_memory() -> dict[str, int]:
 
 
 def check_cache(directory: Path) -> int:
-    """Every slice has the bytes of its name, and nothing is locked. How many slices there are."""
-    slices = [item for item in directory.iterdir() if re.fullmatch(r"[0-9a-f]{64}", item.name)]
-    for item in slices:
-        assert has_id(item, item.name)
-    for item in [*directory.glob("locks/*"), *directory.glob("futures/*")]:
+    """Every chunk that a map calls present has the bytes of its hash, and nothing is locked. How many slices are whole.
+
+    Nobody writes to the cache meanwhile.
+    """
+    complete = 0
+    for item in (directory / "chunks").iterdir():
+        info, data = read_info(item), item.read_bytes()
+        assert info is not None
+        layout, size = MapLayout(info.bytes, info.chunk_bytes), info.chunk_bytes or info.bytes
+        marks = data[layout.marks : layout.marks + layout.num_chunks]
+        leaves = data[layout.leaves : layout.generations] if layout.num_chunks > 1 else bytes.fromhex(info.sha256)
+        with (directory / item.name).open("rb") as file:
+            for chunk in [number for number, mark in enumerate(marks) if mark == PRESENT]:
+                file.seek(chunk * size)
+                leaf = leaves[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+                assert not wrong_chunks(memoryview(file.read(size)), leaf, info.chunk_bytes), f"{item.name}: {chunk}"
+        complete += all(mark == PRESENT for mark in marks)
+    for item in directory.glob("locks/*"):
         with item.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if somebody holds it.
-    return len(slices)
+    return complete
+
+
+def disk_bytes(directory: Path) -> int:
+    """Bytes on disk of a cache's slices, and of what is known of their chunks."""
+    return sum(_sizes(directory).values())
 
 
 class Watcher:
@@ -163,14 +182,15 @@ def _watch(directory: Path, reported: Any) -> None:
 
 
 def _sizes(directory: Path) -> dict[int, int]:
-    """Bytes of slices and partial files by inode: one that is renamed meanwhile counts once."""
+    """Bytes on disk of slices, partial files and maps, by inode: one that is renamed meanwhile counts once."""
     sizes = {}
-    with contextlib.suppress(FileNotFoundError):
-        for item in os.scandir(directory):
-            if SHA256.fullmatch(item.name):
-                with contextlib.suppress(FileNotFoundError):
-                    result = item.stat()
-                    sizes[result.st_ino] = result.st_size
+    for folder in (directory, directory / "chunks"):
+        with contextlib.suppress(FileNotFoundError):
+            for item in os.scandir(folder):
+                if SHA256.fullmatch(item.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        result = item.stat()
+                        sizes[result.st_ino] = result.st_blocks * 512
     return sizes
 
 

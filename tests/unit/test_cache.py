@@ -21,7 +21,7 @@ from support.calibration import scaled
 
 CHUNK = 4096
 WHOLE = 3 * CHUNK + 1000  # Four chunks.
-MAP = MapLayout(WHOLE, CHUNK).num_bytes
+MAP = MapLayout(WHOLE, CHUNK).disk_bytes
 SLICE = 4 * CHUNK + MAP  # On disk.
 
 
@@ -48,7 +48,8 @@ def test_least_recently_used_goes_first(tmp_path: Path) -> None:
 
 
 def test_what_is_pinned_stays_and_the_rest_goes(tmp_path: Path) -> None:
-    cache, other = ChunkCache(tmp_path, 2 * SLICE), ChunkCache(tmp_path, 2 * SLICE)
+    budget = 2 * SLICE + CHUNK
+    cache, other = ChunkCache(tmp_path, budget), ChunkCache(tmp_path, budget)
     entry = put_chunks(cache, content(0), CHUNK, [0, 1, 2, 3])
     everything = np.arange(4)
     cache.pin([(entry, everything[:2])])
@@ -61,7 +62,7 @@ def test_what_is_pinned_stays_and_the_rest_goes(tmp_path: Path) -> None:
     cache.unpin([(entry, everything[:2])])
     put_chunks(other, content(3), CHUNK, [0, 1])
     assert entry.is_deleted or not entry.marks.any()
-    assert on_disk(tmp_path) <= 2 * SLICE
+    assert on_disk(tmp_path) <= budget
 
 
 def test_what_is_read_latest_goes_first(tmp_path: Path) -> None:
@@ -84,14 +85,14 @@ def test_a_chunk_larger_than_the_budget(tmp_path: Path) -> None:
 
 
 def test_a_fetch_counts_in_full_until_it_ends(tmp_path: Path) -> None:
-    cache = ChunkCache(tmp_path, SLICE)
+    cache = ChunkCache(tmp_path, SLICE + CHUNK)
     info = info_of(content(0), CHUNK)
     entry = cache.open(info)
     chunks = np.arange(3)
     cache.pin([(entry, chunks)])
     claimed, reason = cache.claim(entry, chunks)
     assert claimed.tolist() == [0, 1, 2] and not reason and cache.used_bytes() == MAP + 3 * CHUNK
-    other = ChunkCache(tmp_path, SLICE)
+    other = ChunkCache(tmp_path, SLICE + CHUNK)
     same = other.open(info)
     other.pin([(same, chunks)])
     claimed_twice, reason = other.claim(same, chunks)
@@ -153,7 +154,7 @@ def test_a_killed_process_has_neither_pins_nor_reservations(tmp_path: Path) -> N
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == -9
     second = cache.open(info_of(content(1), CHUNK))
     chunks = np.arange(4)
-    assert second.marks[0] == UNVERIFIED and second.verify(chunks)
+    assert second.marks[0] == PRESENT and second.verify(chunks)  # It was verified before it was marked.
     assert second.marks[0] == PRESENT and second.marks[1] not in (PRESENT, UNVERIFIED)
     cache.pin([(second, chunks)])
     assert cache.claim(second, chunks)[0].tolist() == [1, 2, 3]  # What the dead process fetched.

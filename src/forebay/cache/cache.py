@@ -135,15 +135,22 @@ class ChunkCache:
                 self._delete(entry)
                 entry = None
             if entry is None:
-                size = MapLayout(info.bytes, info.chunk_bytes).num_bytes
+                size = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
                 if reason := self._make_space(size):
                     raise UsageError(f"cache: {reason} Raise the cache's budget.")
                 paths = self.path_of(info.sha256), self._maps / info.sha256
-                create(*paths, info)
                 self._stored += size
+                create(*paths, info)
                 entry = self._entries[info.sha256] = ChunkFile(*paths, info)
             with contextlib.suppress(OSError):
                 os.utime(entry.map_path)
+            return entry
+
+    def open_pinned(self, info: SliceInfo, chunks: I64) -> ChunkFile:
+        """`open` and `pin`, with no moment between them in which another process deletes the entry."""
+        with self._lock:
+            entry = self.open(info)
+            entry.pin(chunks, self._slot_number, self._generation)
             return entry
 
     def pin(self, groups: Sequence[Group]) -> None:
@@ -200,21 +207,25 @@ class ChunkCache:
                 return absent[:0], reason
             self._reserved[self._slot_number] += size
             entry.marks[absent] = FETCHING + self._slot_number
+            entry.pin(absent, self._slot_number, self._generation)  # Not evicted before it is counted as stored.
             self._claims.setdefault(entry.info.sha256, set()).update(absent.tolist())
             return absent, ""
 
     def complete(self, entry: ChunkFile, chunks: I64) -> None:
         """A fetch of claimed chunks ended: the present ones are stored, the others can be claimed again."""
         with self._lock:
-            size = entry.size_of(chunks)
-            self._reserved[self._slot_number] -= size
-            stored = chunks[entry.marks[chunks] == PRESENT]
+            marks = entry.marks[chunks]
             if not entry.is_deleted:
-                self._stored += entry.size_of(stored)
-            entry.marks[chunks[entry.marks[chunks] >= FETCHING]] = ABSENT
+                self._stored += entry.size_of(chunks[(marks == PRESENT) | (marks == UNVERIFIED)])
+            self._reserved[self._slot_number] -= entry.size_of(chunks)  # A kill between the two counts them twice.
+            failed = chunks[entry.marks[chunks] >= FETCHING]
+            entry.marks[failed] = ABSENT
             with contextlib.suppress(FileNotFoundError):
+                if len(failed):
+                    entry.punch(failed)  # A part of a chunk may be written.
                 entry.record_write()
             self._claims.get(entry.info.sha256, set()).difference_update(chunks.tolist())
+            self.unpin([(entry, chunks)])
 
     # Whole slices.
 
@@ -258,7 +269,7 @@ class ChunkCache:
         Returns (the claimed chunks, why there is no space for them or ""); None also if others fetch the slice, or it
         is complete: nothing is pinned then.
         """
-        map_bytes = MapLayout(info.bytes, info.chunk_bytes).num_bytes
+        map_bytes = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
         if info.bytes + map_bytes > self.budget_bytes:
             raise UsageError(
                 f"cache: slice {info.sha256[:12]}… needs {info.bytes + map_bytes} bytes, the budget of "
@@ -363,7 +374,7 @@ class ChunkCache:
             self._slot, self._slot_number = lock, number
             weakref.finalize(self, lock.release)
             if self._reserved[number]:  # Of a process that was killed: its files may be larger than what was counted.
-                self._recount(True)
+                self._recount(True, number)
             self._generations[number] += 1
             self._generation = int(self._generations[number])
             return
@@ -388,20 +399,23 @@ class ChunkCache:
                 live[number] = int(self._generations[number])
         return live
 
-    def _recount(self, always: bool = False) -> bool:
+    def _recount(self, always: bool = False, dead_slot: int | None = None) -> bool:
         """Count the files again if a process died with a reservation; whether it was necessary."""
         live = self._live()
-        dead = [number for number in np.flatnonzero(self._reserved).tolist() if number not in live]
+        dead = [n for n in np.flatnonzero(self._reserved).tolist() if n not in live or n == dead_slot]
         if not dead and not always:
             return False
-        self._reserved[dead] = 0
         stored = 0
-        for item in os.scandir(self.directory):
-            if SHA256.fullmatch(item.name):
-                with contextlib.suppress(FileNotFoundError):
-                    stored += item.stat().st_blocks * 512
-        stored += sum(item.stat().st_size for item in os.scandir(self._maps))
-        self._stored = stored  # What live processes are writing is in their reservations, too: counted twice, at worst.
+        for item in os.scandir(self._maps):  # What live processes are writing is counted twice, at worst.
+            with contextlib.suppress(FileNotFoundError):
+                if SHA256.fullmatch(item.name) and (entry := self._open(item.name)) is not None:
+                    unfinished = np.flatnonzero(np.isin(entry.marks, [FETCHING + slot for slot in dead]))
+                    if len(unfinished):
+                        entry.marks[unfinished] = ABSENT
+                        entry.punch(unfinished)
+                    stored += entry.path.stat().st_blocks * 512 + entry.layout.disk_bytes
+        self._stored = stored
+        self._reserved[dead] = 0
         return True
 
     def _open(self, sha256: str) -> ChunkFile | None:
@@ -419,8 +433,9 @@ class ChunkCache:
             pass
         for file in (path, map_path):  # Not completed before a kill, truncated, or without its other half.
             with contextlib.suppress(FileNotFoundError):
-                self._stored -= file.stat().st_blocks * 512
+                num_bytes = file.stat().st_blocks * 512
                 file.unlink()
+                self._stored -= num_bytes
         return None
 
     def _claimed(self, entry: ChunkFile) -> list[int]:
@@ -451,7 +466,7 @@ class ChunkCache:
         freed += self._evict_unused(needed, live)
         while freed < target and self._used:
             next_use, number, sha256, chunks = heapq.heappop(self._used)
-            if (entry := self._open(sha256)) is not None:
+            if (entry := self._open(sha256)) is not None and sha256 in self._next_uses:
                 chunks = chunks[self._next_uses[sha256][chunks] == -next_use]
                 freed += self._evict_chunks(entry, chunks, live, target - freed)
                 if freed >= target and not entry.is_deleted:  # A part of them may be present yet.
@@ -499,25 +514,25 @@ class ChunkCache:
 
     def _evict_chunks(self, entry: ChunkFile, chunks: I64, live: dict[int, int], limit: int) -> int:
         """Evict those of the chunks that are present and not pinned, the last first; returns their bytes."""
-        marks = entry.marks[chunks]
-        chosen = chunks[((marks == PRESENT) | (marks == UNVERIFIED)) & ~entry.pinned(live)[chunks]]
+        marks, pinned = entry.marks[chunks], entry.pinned(live)
+        chosen = chunks[((marks == PRESENT) | (marks == UNVERIFIED)) & ~pinned[chunks]]
         chosen = chosen[-max(1, -(-limit // entry.chunk_bytes)) :] if limit > 0 else chosen[:0]
         if not len(chosen):
             return 0
-        if len(chosen) == int((entry.marks != ABSENT).sum()):
+        if len(chosen) == int((entry.marks != ABSENT).sum()) and not pinned.any():
             return self._delete(entry)
         before = entry.marks[chosen].copy()
         entry.marks[chosen] = ABSENT
         if not entry.punch(chosen):  # The file system keeps all or nothing of a file.
             entry.marks[chosen] = before
-            return 0 if entry.pinned(live).any() else self._delete(entry)
+            return 0 if pinned.any() else self._delete(entry)
         size = entry.size_of(chosen)
         self._stored -= size
         return size
 
     def _delete(self, entry: ChunkFile) -> int:
         present = np.flatnonzero((entry.marks == PRESENT) | (entry.marks == UNVERIFIED))
-        size = entry.size_of(present) + entry.layout.num_bytes
+        size = entry.size_of(present) + entry.layout.disk_bytes
         entry.delete()
         self._next_uses.pop(entry.info.sha256, None)
         self._entries.pop(entry.info.sha256, None)

@@ -1,7 +1,7 @@
 """The Loader: batches of a dataset in a reproducible order, resumable at any of them. No framework.
 
 Memory: a batch and what `prefetch_batches` holds, 16 bytes a slice of the table for the order, some thousand sample
-numbers, and maps of at most 1 GiB of slices, which are pages of the page cache. Disk: `cache_bytes`.
+numbers, and maps of the slices that are read, which are pages of the page cache. Disk: `cache_bytes`.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Loader(Closing, BatchSource[BatchT]):
         document_masks: Give each batch `position_ids`, `document_ids`, `cu_seqlens` and `max_seqlen`; no label crosses
             a document.
         split: `train` or `validation`, which `SampleOptions.validation_fraction` separates. By default all.
-        cache_dir: Directory for fetched slices, by default one of the user's. A local dataset is read in place, unless
+        cache_dir: Directory for fetched chunks, by default one of the user's. A local dataset is read in place, unless
             this is given: then it is fetched like a remote one.
         cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
         order, cache, network, samples: Rare arguments. `cache` may be "disk" or "ram".
 
     Raises:
-        UsageError: If an argument is missing, out of range or contradicts another, a slice does not fit the cache, or
+        UsageError: If an argument is missing, out of range or contradicts another, a chunk does not fit the cache, or
             an epoch would fetch more than `max_fetch_ratio` times the dataset.
         DatasetError: If a dataset is damaged; while iterating, if a slice is missing or damaged.
         NetworkError: If a remote dataset cannot be reached; while iterating, if no origin gives a slice.
@@ -370,8 +370,8 @@ class Loader(Closing, BatchSource[BatchT]):
         in `forebay.load.stats`. `busy_s`: between the waits. `batches`, `samples`, `tokens` received, of a mixture also
         `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a cache also `fetched_chunks`,
         `fetched_bytes`, `refetched_chunks` and `refetched_bytes` (a second time in one epoch), `failed`, `late` and
-        `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `cached_bytes` (by all processes that share the
-        cache). What helper processes open and fetch is not counted.
+        `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `wrong_bytes` (their hash differed), `cached_bytes`
+        (by all processes that share the cache). What helper processes open and fetch is not counted.
         """
         waits = self.waits
         by_cause = {f"{cause}_s": seconds for cause, seconds in waits.seconds.items()}

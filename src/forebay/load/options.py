@@ -23,8 +23,8 @@ class OrderOptions:
     """How samples are put in order and assigned to ranks.
 
     Args:
-        lanes: As in `Order`; by default the global batch, up to 64 and a sixteenth of the slices.
-        window_bytes: Bytes of one lane that are shuffled together; by default two slices.
+        lanes: As in `Order`; by default a multiple of the global batch (`default_lanes`).
+        window_bytes: Bytes of one lane that are shuffled together; by default few (`default_window`).
         assignment: `global`: each epoch assigns all slices to the ranks in a new order. `owned`: each rank owns slices,
             the same in all epochs, and mixes only those. A state then belongs to its rank and world size.
         worker_names: For `owned`, by rank: names that stay with machines; by default the ranks' numbers.
@@ -53,14 +53,14 @@ class OrderOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Where slices are cached, and when they are hashed.
+    """Where chunks are cached, and when they are hashed.
 
     Args:
         tier: `disk`, in `cache_dir`; or `ram`, in the machine's memory.
-        readahead_bytes: How much of what is read later may be evicted for slices fetched ahead. By default a quarter of
-            the cache; 0: most slices survive an epoch, and each new one is waited for.
-        verify: `once`: hash a slice when it arrives, or of a local dataset at its first use. `open`: also when this
-            loader first opens it. `never`: check sizes and types of local slices only.
+        readahead_bytes: Bytes of samples that are planned, and their chunks fetched, ahead of their use. By default the
+            open windows, or an eighth of the cache and at most 1 GiB if that is more; at most a third of the cache.
+        verify: `once`: hash a chunk when it arrives, or of a local dataset at its first use. `open`: chunks of local
+            slices also at this loader's first use. `never`: check sizes and types of local slices only.
 
     Raises:
         UsageError: If a value is out of range.
@@ -78,7 +78,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """How slices are fetched, and shared.
+    """How chunks are fetched, and slices shared.
 
     Args:
         identity: For `forebay://` URLs, the node's directory.

@@ -103,7 +103,7 @@ class SliceReader:
         cached = np.repeat(self._cached, np.diff(self.first_key))
         largest = int(self.chunks.chunk_bytes[cached].max(initial=0))
         key = int((self.chunks.chunk_bytes * cached).argmax())
-        needed = largest + MapLayout(int(self.chunks.num_bytes[key]), self._row(key).chunk_bytes).num_bytes
+        needed = largest + MapLayout(int(self.chunks.num_bytes[key]), self._row(key).chunk_bytes).disk_bytes
         if needed > settings.budget_bytes:
             raise UsageError(
                 f"cache_bytes: expected at least {needed:,} for a chunk of {self._row(key).name}, got "
@@ -176,12 +176,9 @@ class SliceReader:
         with self._changed:
             if self._settings is not None:
                 cache = self._open_cache(self._settings)
-                pinned = []
                 for group in groups:
                     if self.is_cached(group.key):
-                        group.entry = cache.open(self._row(group.key))
-                        pinned.append((group.entry, group.chunks))
-                cache.pin(pinned)
+                        group.entry = cache.open_pinned(self._row(group.key), group.chunks)
             plan.add(groups)
 
     def fetch(self) -> None:
@@ -404,9 +401,7 @@ class SliceReader:
 
     def _reopen(self, group: ChunkGroup) -> None:
         """Another process deleted the file of a slice, or replaced it by a complete one."""
-        cache = self._open_cache(self._settings)
-        group.entry = cache.open(self._row(group.key))
-        cache.pin([(group.entry, group.chunks)])
+        group.entry = self._open_cache(self._settings).open_pinned(self._row(group.key), group.chunks)
 
     def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
         missing = []
@@ -476,6 +471,8 @@ class SliceReader:
 
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
         """Claim and fetch neighbouring chunks; False if there is no space for them."""
+        if group.entry is not None and group.entry.is_deleted:
+            self._reopen(group)
         entry, cache = group.entry, self._open_cache(self._settings)
         assert entry is not None
         if (entry.marks[chunks] == UNVERIFIED).any():

@@ -27,6 +27,7 @@ U8 = NDArray[np.uint8]
 NUM_SLOTS = 64  # Processes that use a cache at once.
 ABSENT, PRESENT, UNVERIFIED, FETCHING = 0, 1, 2, 16  # FETCHING + s: a process with slot s fetches it.
 PAGE_BYTES = 4096
+_EXTENTS_PER_PAGE = 340  # ext4's; other file systems take no more.
 _HEADER = struct.Struct("<8sqqqqq16s")  # Magic, bytes, chunk bytes, deleted, inode and time of the file, boot id.
 _MAGIC = b"FOREBAY2"
 _DELETED_AT = 24
@@ -44,6 +45,8 @@ class MapLayout:
         self.pins = self.generations + 4 * NUM_SLOTS
         self.pin_bytes = -(-n // 8)
         self.num_bytes = round_up(self.pins + NUM_SLOTS * self.pin_bytes)
+        self.disk_bytes = self.num_bytes + PAGE_BYTES * (1 + n // _EXTENTS_PER_PAGE)
+        """Of the map, and of the file system's list of where a sparse file's chunks are."""
 
 
 class ChunkFile:
@@ -64,16 +67,25 @@ class ChunkFile:
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
         self.pins = self._map[layout.pins : layout.pins + NUM_SLOTS * layout.pin_bytes].reshape(NUM_SLOTS, -1)
         self.refs = np.zeros(n, np.uint16)
-        self.has_leaves = bool(info.sha256) and (
-            n == 1 or bool(self._leaves().any() and root_of(self._leaves().tobytes()) == info.sha256)
-        )
-        if _identity_of(path) != self._identity():
+        self._has_leaves = n == 1 and bool(info.sha256)
+        inode, time_ns, boot = _identity_of(path)
+        own_inode, own_time_ns, own_boot = self._identity()
+        is_written = time_ns != own_time_ns and not (self.marks >= FETCHING).any()
+        if (inode, boot) != (own_inode, own_boot) or is_written:
             self._distrust()
 
     @property
     def is_deleted(self) -> bool:
         """Whether the file was removed from the cache; another one may have its name."""
         return bool(self._map[_DELETED_AT])
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether the leaves of the tree are known here; another process may have stored them."""
+        if not self._has_leaves:
+            leaves = self._leaves()
+            self._has_leaves = bool(leaves.any()) and root_of(leaves.tobytes()) == self.info.sha256
+        return self._has_leaves
 
     @property
     def chunk_bytes(self) -> int:
@@ -95,7 +107,7 @@ class ChunkFile:
 
     def set_leaves(self, leaves: bytes) -> None:
         self._leaves()[:] = np.frombuffer(leaves, np.uint8)
-        self.has_leaves = True
+        self._has_leaves = True
 
     def verify(self, chunks: I64) -> bool:
         """Hash chunks whose marks are not believed; whether all were right. The others are marked absent."""

@@ -172,8 +172,9 @@ class ChunkTransfer(Transfer):
             self._running.add(run)
             try:
                 self._fetcher.start(run)
-            except ForebayError as error:
-                self._end(error)
+            except ForebayError as error:  # The fetcher may have been closed since the first run.
+                was_closed = isinstance(error, UsageError) and self._order >= 0
+                self._end(TransferCancelledError(self.info.name) if was_closed else error)
                 return False
             self._order = run.order
         return not self._running

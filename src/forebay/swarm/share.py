@@ -197,7 +197,7 @@ class SliceServer(ABC):
 
 
 class SliceIndex(Protocol):
-    """Files of verified slices by hash: a SliceCache, or a dict."""
+    """Files of verified slices by hash: a ChunkCache, or a dict."""
 
     def get(self, sha256: str, /) -> Path | None:
         """Return the file of a slice; None if there is none."""
