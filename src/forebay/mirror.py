@@ -10,7 +10,6 @@ temporary directory. Memory: that of the transfers (`connections` x 256 KiB), an
 """
 
 import contextlib
-import functools
 import hashlib
 import logging
 import queue
@@ -33,11 +32,11 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.load.shard_folder import ShardFolder
 from forebay.storage.base import ObjectMeta, as_object_origin, head_object, read_small
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import RemoteDataset, open_origin
 from forebay.storage.ranged_download import Workers
 from forebay.storage.targets import FolderTarget, Target, open_target
-from forebay.storage.transfer_state import Transfer
-from forebay.storage.transfers import Transfers
+from forebay.storage.transfers import FileTransfer, Transfer
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
 _MAX_SWARM_SLICES = 1024  # requested from the trackers at once
@@ -105,8 +104,10 @@ def mirror(
     """
 
     def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
-        with Transfers(connections) as transfers:
-            fetch = functools.partial(transfers.start, origins=[dataset.origin])
+        with RunFetcher(connections) as fetcher:
+            fetch: Fetch = lambda row, part: FileTransfer(  # noqa: E731
+                fetcher, row, part, [dataset.origin], read_leaves=lambda: dataset.leaves(row.index)
+            ).start()
             _copy_slices(target, absent, fetch, lambda row: None, _MAX_SLICES, _MAX_BYTES, on_progress)
 
     return _mirror(dataset, target, start, stop, on_progress, copy, {})

@@ -29,8 +29,9 @@ from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import ReachabilityChecker
 from forebay.storage.base import Timeouts
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
-from forebay.storage.transfers import Transfers
+from forebay.storage.transfers import FileTransfer
 from forebay.worker import fetching
 from support.leases_by_hand import FetchingWorker
 from support.liars import LIES, Liar
@@ -87,7 +88,7 @@ def test_a_leased_slice_comes_from_the_honest_one(
         # What is endless may also be told by what comes on the same connection before the next head.
         assert tell == "endless" or (liar.identity.peer_id in reason) == (tell == "wrong_bytes"), (tell, reason)
     assert time.monotonic() - started < scaled(6.0)
-    assert sorted(path.name for path in (tmp_path / "cache").glob("?" * 64)) == [row.sha256]
+    assert worker.cache.list_slices() == {row.sha256}
 
 
 READ = [(tell, "slices") for tell in ("wrong_bytes", "stall", "huge", "garbage", "truncated")]
@@ -98,7 +99,7 @@ READ += [(tell, "datasets") for tell in ("wrong_bytes", "stall", "huge", "chunke
 def test_a_remote_dataset_is_read_from_the_honest_one(
     tell: str, about: str, dataset: Dataset, make_identity: Make, tmp_path: Path
 ) -> None:
-    """What a Loader of forebay://NETWORK/NAME stands on: open_remote and Transfers."""
+    """What a Loader of forebay://NETWORK/NAME stands on: open_remote and transfers."""
     table, reader = LocalDiscovery(), make_identity("reader")
     url, patience = f"forebay://{reader.network_name}/{NAME}", Timeouts(stall_s=scaled(STALL_S))
     started, invalid = time.monotonic(), list[str]()
@@ -109,11 +110,12 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
         stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
         remote = open_remote(url, identity=reader, discovery=table, timeouts=patience)
         assert remote.id == dataset.id and remote.table.to_parquet() == dataset.table.to_parquet()
-        transfers = stack.enter_context(Transfers())
+        transfers = stack.enter_context(RunFetcher())
         part = tmp_path / "slice.part"
-        moved = transfers.start(
-            remote.table.row(0), part, [remote.origin], lambda origin, _: invalid.append(origin.url)
-        )
+        moved = FileTransfer(
+            transfers, remote.table.row(0), part, [remote.origin],
+            on_wrong=lambda origin, _: invalid.append(origin.url),
+        ).start()  # fmt: skip
         assert moved.wait(30) and moved.error is None
         assert part.read_bytes() == dataset.slice_path(0).read_bytes()
     if about == "slices" and tell in BLAMED:

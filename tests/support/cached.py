@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import ChunkCache, NotReserved, Reservation
+from forebay.cache.cache import ChunkCache
 from forebay.dataset.chunks import ChunkHasher, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
@@ -24,22 +24,20 @@ def leaves_of(content: bytes, chunk_bytes: int = 0) -> bytes:
     return hasher.leaves()
 
 
-def reserve(cache: ChunkCache, info: SliceInfo) -> Reservation:
-    """Space for a slice. Raises UsageError with the cache's reason if there is none."""
-    reserved = cache.try_reserve(info)
-    if isinstance(reserved, NotReserved):
-        raise UsageError(reserved.detail or reserved.reason)
-    return reserved
-
-
 def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 0) -> str:
-    """The id of a slice that is in the cache from now on, complete."""
+    """The id of a slice that is in the cache from now on, complete. Raises UsageError with the cache's reason."""
     info = info_of(content, chunk_bytes)
     if cache.get(info.sha256) is None:
-        reserved = reserve(cache, info)
+        claimed, reason = cache.claim_slice(info)
+        if claimed is None:
+            raise UsageError(reason)
         assert cache.used_bytes() <= cache.budget_bytes
-        reserved.part.write_bytes(content)
-        reserved.commit()
+        entry, chunks = claimed
+        if not entry.has_leaves:
+            entry.set_leaves(leaves_of(content, chunk_bytes))
+        write(entry.path, content, entry.chunk_bytes, chunks.tolist())
+        entry.marks[chunks] = PRESENT
+        cache.complete(entry, chunks)
         cache.unpin_slice(info.sha256)
     return info.sha256
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.cache.cache import ChunkCache, NotReserved, Reservation
+from forebay.cache.cache import ChunkCache
 from forebay.errors import UsageError
 from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
-from support.cached import info_of, put, put_chunks, reserve
+from support.cached import info_of, leaves_of, put, put_chunks, write
 from support.calibration import scaled
 
 CHUNK = 4096
@@ -105,28 +105,35 @@ def test_a_fetch_counts_in_full_until_it_ends(tmp_path: Path) -> None:
     assert other.claim(same, chunks)[0].tolist() == [1, 2]
 
 
-def test_a_whole_slice_is_reserved_without_waiting(tmp_path: Path) -> None:
+def test_a_whole_slice_is_claimed_without_waiting(tmp_path: Path) -> None:
     cache, other = ChunkCache(tmp_path, 2 * SLICE + 8192), ChunkCache(tmp_path, 2 * SLICE + 8192)
     info = info_of(content(0), CHUNK)
-    first = cache.try_reserve(info)
-    assert isinstance(first, Reservation)
-    assert other.try_reserve(info) == NotReserved("busy") == cache.try_reserve(info)
-    refused = other.try_reserve(info_of(content(1, 8 * CHUNK), CHUNK))
-    assert isinstance(refused, NotReserved) and refused.reason == "no room" and "in use" in refused.detail
-    first.part.write_bytes(content(0))
-    assert first.commit() == tmp_path / info.sha256
-    assert other.try_reserve(info) == NotReserved("cached")
-    assert (tmp_path / info.sha256).read_bytes() == content(0)
+    claimed, _ = cache.claim_slice(info)
+    assert claimed is not None
+    entry, chunks = claimed
+    assert chunks.tolist() == [0, 1, 2, 3]
+    assert other.claim_slice(info) == (None, "") == cache.claim_slice(info), "it is being fetched"
+    refused, reason = other.claim_slice(info_of(content(1, 8 * CHUNK), CHUNK))
+    assert refused is None and "no room" in reason and "in use" in reason
+    entry.set_leaves(leaves_of(content(0), CHUNK))
+    entry.path.write_bytes(content(0))
+    entry.marks[chunks] = PRESENT
+    cache.complete(entry, chunks)
+    assert entry.is_complete() and other.claim_slice(info) == (None, "")
+    assert other.get(info.sha256) == tmp_path / info.sha256
     cache.unpin_slice(info.sha256)
-    broken = reserve(other, info_of(content(1), CHUNK))
-    broken.part.write_bytes(content(1)[:5000])
-    broken.release()
-    broken.release()
+    broken, _ = other.claim_slice(info_of(content(1), CHUNK))
+    assert broken is not None
+    entry, chunks = broken
+    write(entry.path, content(1), CHUNK, [0])
+    entry.marks[0] = PRESENT
+    other.complete(entry, chunks)
+    other.unpin_slice(entry.info.sha256)
     put(cache, content(2), CHUNK)
-    put(cache, content(3), CHUNK)  # The partial file went for it.
-    assert not broken.part.exists() and on_disk(tmp_path) <= cache.budget_bytes
+    put(cache, content(3), CHUNK)
+    assert on_disk(tmp_path) <= cache.budget_bytes
     with pytest.raises(UsageError, match="Raise the cache's budget"):
-        cache.try_reserve(info_of(content(4, 40 * CHUNK), CHUNK))
+        cache.claim_slice(info_of(content(4, 40 * CHUNK), CHUNK))
 
 
 def test_a_killed_process_has_neither_pins_nor_reservations(tmp_path: Path) -> None:

@@ -23,9 +23,12 @@ from forebay.mirror import mirror
 from forebay.network.client import Client
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
+from forebay.storage.base import PermanentError
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
-from forebay.storage.peer_source import verify_provider
+from forebay.storage.peer_source import PeerSource, verify_provider
 from forebay.storage.targets import open_target
+from forebay.storage.transfers import FileTransfer, map_path_of
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 from support.wire import until
@@ -103,6 +106,26 @@ def test_members_read_leaves_by_range_from_a_data_node(dataset: Dataset, make_id
         provider = Provider(node.identity.peer_id, node.address, True)
         with Client(reader) as client:
             assert [verify_provider(client, provider, dataset.table.row(index)) for index in range(3)] == [True] * 3
+
+
+def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
+    dataset: Dataset, make_identity: Make, tmp_path: Path
+) -> None:
+    row = dataset.table.row(2)
+    leaves = dataset.leaves(2)
+    (dataset.path / CHUNKS_FILE).unlink()
+    with DataNode(make_identity("node"), [dataset], HOST, 0, None) as node, Client(make_identity("reader")) as client:
+        source = PeerSource(client, node.identity.peer_id, node.address, lambda name: row.sha256)
+        assert source.leaves(row.name, row) == leaves
+        for wrong in (replace(row, chunk_bytes=row.chunk_bytes * 2), replace(row, chunk_bytes=1)):
+            with pytest.raises(PermanentError, match="in chunks of this size"):
+                source.leaves(row.name, wrong)
+        with RunFetcher(2) as fetcher:
+            transfer = FileTransfer(fetcher, row, tmp_path / "part", [source]).start()
+            assert transfer.wait(60) and transfer.error is None
+            assert fetcher.stats() == {"bytes": row.bytes, "attempts": 1, "retries": 0}
+    assert (tmp_path / "part").read_bytes() == dataset.slice_path(2).read_bytes()
+    assert not map_path_of(tmp_path / "part").exists()
 
 
 def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:

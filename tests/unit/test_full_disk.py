@@ -29,7 +29,7 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.journal import JOURNAL_NAME, Journal, lock_state
 from forebay.scheduler.server import SchedulerService
-from support.cached import info_of, put, reserve
+from support.cached import info_of, put
 from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
@@ -226,7 +226,7 @@ def test_the_cache_takes_slices_again(small_disk: Path) -> None:
     assert cache.get(sha256, pin=True) and ChunkCache(small_disk, 1 << 20).get(sha256)
     other = info_of(b"y" * 100_000)
     with pytest.raises(UsageError, match=rf"{small_disk}: its disk is full"):
-        reserve(cache, other)
+        put(cache, b"y" * 100_000)
     filler.unlink()
     assert put(cache, b"y" * 100_000) == other.sha256
     assert cache.get(other.sha256) and cache.get(sha256)

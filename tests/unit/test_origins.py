@@ -18,9 +18,10 @@ from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.network.pki.identity import Identity
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, head_object, read_small
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_origin, open_remote
 from forebay.storage.peer_dataset import PeerOrigin
-from forebay.storage.transfers import Transfers
+from forebay.storage.transfers import FileTransfer
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 
@@ -301,7 +302,7 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
         DataNode(make_identity("honest"), [dataset], "127.0.0.1", 0, discovery) as honest,
         DataNode(liar := make_identity("liar"), [Dataset(copy, dataset.manifest, dataset.table, dataset.id)],
                  "127.0.0.1", 0, discovery),
-        Transfers(max_backoff_s=0.01) as transfers,
+        RunFetcher(max_backoff_s=0.01) as transfers,
     ):  # fmt: skip
         reader = make_identity("reader")
         remote = open_remote(url, identity=reader.node_dir, discovery=discovery)
@@ -316,7 +317,9 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
         liars: list[str] = []
         for turn in range(3):
             part = tmp_path / f"part{turn}"
-            moved = transfers.start(info, part, [remote.origin], lambda bad, reason: liars.append(bad.url))
+            moved = FileTransfer(
+                transfers, info, part, [remote.origin], on_wrong=lambda bad, reason: liars.append(bad.url)
+            ).start()
             assert moved.wait(10) and moved.error is None
             assert part.read_bytes() == data
         assert all(liar.peer_id in named for named in liars)

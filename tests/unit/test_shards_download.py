@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, NetworkError, UsageError
-from forebay.storage.base import ChangedError, Timeouts
+from forebay.storage.base import ChangedError, PathOrigin, Timeouts
+from forebay.storage.chunk_file import UNVERIFIED, ChunkFile, create
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_origin
-from forebay.storage.part_file import PartFile
 from forebay.storage.ranged_download import download_large_file, plan_download
+from forebay.storage.transfers import FileTransfer, map_path_of
 from support.calibration import scaled
 from support.origin_server import OriginServer
 
@@ -62,49 +65,15 @@ def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ra
             plan_download(size, **wrong)
 
 
-def test_a_shard_of_215_gb_is_101_ranges_resumed_by_8_mib(tmp_path: Path) -> None:
-    plan = plan_download(215_000_000_000, 2 * 1024**3, "all")
-    file = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, range_bytes=plan.chunk_bytes)
-    file.open()
-    assert len(file.ranges) == 101
-    span = file.ranges[50]
-    data = memoryview(bytes(MIB))
-    for _ in range(20):
-        file.write(span, data, "x")
-    file.close()
-    again = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, range_bytes=plan.chunk_bytes)
-    again.open()
-    assert again.received == 16 * MIB  # two whole pieces, in the middle of the file
-    assert [s.start for s in again.ranges if s.offset == s.stop] == [span.start]
-    assert sum(s.stop - s.start for s in again.ranges) == plan.num_bytes
-    again.close()
-
-
-def test_spans_over_many_pieces_are_marked_piece_by_piece(tmp_path: Path) -> None:
-    chance = random.Random(5)
-    for turn in range(30):
-        size = chance.randrange(1, 40 << 16)
-        range_bytes = (1 << 16) * chance.randrange(1, 9)
-        path = tmp_path / f"part{turn}"
-        file = PartFile(path, size, 1 << 16, range_bytes=range_bytes)
-        file.open()
-        for span in file.ranges:
-            while span.offset < span.stop and chance.random() < 0.8:
-                step = min(span.stop - span.offset, chance.randrange(1, 1 << 17))
-                file.write(span, memoryview(bytes(step)), "x")
-        full = {
-            piece
-            for span in file.ranges
-            for piece in range(span.start >> 16, -(-span.stop >> 16))
-            if min(span.stop, (piece + 1) << 16) <= span.offset
-        }
-        file.close()
-        again = PartFile(path, size, 1 << 16, range_bytes=range_bytes)
-        again.open()
-        exists = {p for s in again.ranges if s.offset == s.stop for p in range(s.start >> 16, -(-s.stop >> 16))}
-        assert exists == full
-        assert [s.start for s in again.ranges] == [0, *(s.stop for s in again.ranges[:-1])]
-        again.close()
+def test_a_shard_of_215_gb_is_resumed_by_8_mib(tmp_path: Path) -> None:
+    plan, part = plan_download(215_000_000_000, 2 * 1024**3, "all"), tmp_path / "part"
+    info = SliceInfo(0, "big", plan.num_bytes, "", 0, 0, plan.piece_bytes)
+    create(part, map_path_of(part), info)
+    with RunFetcher(plan.workers) as fetcher:
+        assert FileTransfer(fetcher, info, part, [PathOrigin(tmp_path)]).received == 0
+        ChunkFile(part, map_path_of(part), info).marks[12_800:12_802] = UNVERIFIED  # In the middle of a range.
+        again = FileTransfer(fetcher, info, part, [PathOrigin(tmp_path)], run_bytes=plan.chunk_bytes)
+        assert again.received == 16 * MIB
 
 
 def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -13,20 +14,22 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 
+from forebay.cache.cache import ChunkCache
 from forebay.errors import IntegrityError, NetworkError, UsageError
 from forebay.storage.base import Timeouts
+from forebay.storage.chunk_file import PRESENT, ChunkFile, create
+from forebay.storage.fetch import RunFetcher, TransferCancelledError
 from forebay.storage.origins import open_origin
-from forebay.storage.part_file import PartFile
-from forebay.storage.transfer_state import (
-    TransferCancelledError,
-)
-from forebay.storage.transfers import Transfers
+from forebay.storage.transfers import ChunkTransfer, map_path_of
+from support.cached import leaves_of
 from support.calibration import scaled
 from support.origin_server import OriginServer
-from support.transfer_cases import CONTENT, INFO, MIB, QUICK, fetch, info_of
+from support.transfer_cases import CHUNK, CONTENT, INFO, LEAVES, MIB, QUICK, fetch, info_of, start
 
 
 @pytest.fixture
@@ -55,9 +58,9 @@ def server(make_server: Callable[..., OriginServer]) -> OriginServer:
 def test_whole(make_server: Callable[..., OriginServer], tmp_path: Path, size: int, kind: str) -> None:
     data = CONTENT[:size]
     server = make_server(data)
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         url = str(server.directory) if kind == "path" else server.url
-        assert fetch(transfers, tmp_path / "part", url, info=info_of(data)).error is None
+        assert fetch(transfers, tmp_path / "part", url, info=info_of(data), leaves=leaves_of(data, CHUNK)).error is None
         assert transfers.stats()["bytes"] == size
 
 
@@ -67,7 +70,7 @@ def test_drops_and_cuts(server: OriginServer, tmp_path: Path, monkeypatch: pytes
     for key, value in server.s3_environment.items():
         monkeypatch.setenv(key, value)
     server.faults.drop = server.faults.truncate = 0.2
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         for turn in range(5):
             assert (
                 fetch(transfers, tmp_path / f"part{turn}", server.url if kind == "http" else server.s3_url).error
@@ -82,7 +85,7 @@ def test_drops_and_cuts(server: OriginServer, tmp_path: Path, monkeypatch: pytes
 
 def test_retries_in_the_middle_of_a_piece(server: OriginServer, tmp_path: Path) -> None:
     server.faults.truncate = 0.9
-    with Transfers(connections=2, **QUICK) as transfers:
+    with RunFetcher(connections=2, **QUICK) as transfers:
         assert fetch(transfers, tmp_path / "part", server.url).error is None
     assert len(server.ranges) > 40
     assert server.bytes_sent["slice"] == INFO.bytes, "what came was not asked for again"
@@ -90,7 +93,7 @@ def test_retries_in_the_middle_of_a_piece(server: OriginServer, tmp_path: Path) 
 
 def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
     server.faults.requests_per_s = 12
-    with Transfers(connections=16, **QUICK) as transfers:
+    with RunFetcher(connections=16, **QUICK) as transfers:
         began = time.monotonic()
         assert fetch(transfers, tmp_path / "part", server.url).error is None
         took = time.monotonic() - began
@@ -103,7 +106,7 @@ def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
 def test_retry_after_is_honoured(server: OriginServer, tmp_path: Path) -> None:
     server.faults.requests_per_s, server.faults.retry_after = 1e-9, "1"
     threading.Timer(0.3, lambda: setattr(server.faults, "requests_per_s", 0)).start()
-    with Transfers(connections=4, **QUICK) as transfers:
+    with RunFetcher(connections=4, **QUICK) as transfers:
         began = time.monotonic()
         assert fetch(transfers, tmp_path / "part", server.url).error is None
         assert 1 <= time.monotonic() - began < scaled(3)
@@ -120,9 +123,11 @@ def test_more_connections_are_faster(make_server: Callable[..., OriginServer], t
             server = make_server(data)
             server.faults.connection_bytes_per_s = 700_000
             part = tmp_path / f"part{len(gains)}-{connections}"
-            with Transfers(connections) as transfers:
+            with RunFetcher(connections) as transfers:
                 began = time.monotonic()
-                assert fetch(transfers, part, server.url, info=info_of(data)).error is None
+                assert (
+                    fetch(transfers, part, server.url, info=info_of(data), leaves=leaves_of(data, CHUNK)).error is None
+                )
                 seconds[connections] = (time.monotonic() - began) / size
         gains.append(seconds[1] / seconds[16])
     assert max(gains) >= 10, gains
@@ -130,7 +135,7 @@ def test_more_connections_are_faster(make_server: Callable[..., OriginServer], t
 
 def test_a_black_hole_is_named(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
-    with Transfers(connections=2, timeout_s=0.8, tries=2, **QUICK) as transfers:
+    with RunFetcher(connections=2, timeout_s=0.8, tries=2, **QUICK) as transfers:
         error = fetch(transfers, tmp_path / "part", server.url, timeouts=Timeouts(0.5, 0.5)).error
     assert type(error) is NetworkError
     for word in (f"127.0.0.1:{server.port}", "failed attempts in", "no answer", "0.5 s", "Check the network"):
@@ -140,7 +145,7 @@ def test_a_black_hole_is_named(server: OriginServer, tmp_path: Path) -> None:
 def test_an_outage_is_waited_for(server: OriginServer, tmp_path: Path) -> None:
     server.faults.drop = 1
     threading.Timer(0.5, lambda: setattr(server.faults, "drop", 0)).start()
-    with Transfers(timeout_s=30, tries=2, **QUICK) as transfers:
+    with RunFetcher(timeout_s=30, tries=2, **QUICK) as transfers:
         assert fetch(transfers, tmp_path / "part", server.url).error is None
 
 
@@ -148,7 +153,7 @@ def test_refused_everywhere(make_server: Callable[..., OriginServer], tmp_path: 
     item, other = make_server(), make_server()
     item.faults.missing.add("slice")
     other.faults.forbidden.add("slice")
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         error = fetch(transfers, tmp_path / "part", item.url, other.url).error
     assert type(error) is NetworkError
     assert item.url in str(error) and "404" in str(error) and other.url in str(error) and "403" in str(error)
@@ -157,7 +162,7 @@ def test_refused_everywhere(make_server: Callable[..., OriginServer], tmp_path: 
 def test_one_of_several_refuses(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     item, other = make_server(), make_server()
     item.faults.missing.add("slice")
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         assert fetch(transfers, tmp_path / "part", item.url, other.url).error is None
 
 
@@ -167,12 +172,31 @@ def test_the_liar_is_named(make_server: Callable[..., OriginServer], tmp_path: P
     liar, honest = make_server(), make_server()
     liar.faults.corrupt["slice"] = 5  # of the first span, which goes to whoever is named first
     named: list[str] = []
-    with Transfers(connections, **QUICK) as transfers:
+    with RunFetcher(connections, **QUICK) as transfers:
         for turn in range(6):
             moved = fetch(transfers, tmp_path / f"{turn}", liar.url, honest.url, bad=named)
             assert moved.error is None
     assert named and set(named) == {liar.url}
     assert transfers._sources[liar.url].lies == len(named)
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_without_hashes_the_liar_is_named(
+    make_server: Callable[..., OriginServer], tmp_path: Path, connections: int
+) -> None:
+    """No source knows the hashes of the chunks: the slice comes from one at a time, and its id decides."""
+    liars, honest = [make_server(), make_server()], make_server()
+    for liar in liars:
+        liar.faults.corrupt["slice"] = 3_000_000
+    gone = make_server()
+    gone.faults.missing.add("slice")
+    urls, named = [*(liar.url for liar in liars), gone.url, honest.url], list[str]()
+    with RunFetcher(connections, **QUICK) as transfers:
+        for turn in range(3):
+            assert fetch(transfers, tmp_path / f"{turn}", *urls, bad=named, leaves=b"").error is None
+        assert named and set(named) <= {liar.url for liar in liars}
+        error = fetch(transfers, tmp_path / "lost", *urls[:3], leaves=b"").error
+    assert type(error) is IntegrityError and "404" in str(error) and all(liar.url in str(error) for liar in liars)
 
 
 def test_a_lie_among_several_is_traced(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
@@ -182,7 +206,7 @@ def test_a_lie_among_several_is_traced(make_server: Callable[..., OriginServer],
         server.faults.connection_bytes_per_s = 3_000_000
     servers[0].faults.corrupt = {"slice": 100}
     named: list[str] = []
-    with Transfers(3, **QUICK) as transfers:
+    with RunFetcher(3, **QUICK) as transfers:
         for turn in range(4):
             assert fetch(transfers, tmp_path / f"{turn}", *(s.url for s in servers), bad=named).error is None
             if named:
@@ -195,7 +219,7 @@ def test_only_liars(make_server: Callable[..., OriginServer], tmp_path: Path) ->
     for server in servers:
         server.faults.corrupt["slice"] = 5
     named: list[str] = []
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         error = fetch(transfers, tmp_path / "part", *(s.url for s in servers), bad=named).error
     assert type(error) is IntegrityError
     assert sorted(named) == sorted(s.url for s in servers)
@@ -204,19 +228,20 @@ def test_only_liars(make_server: Callable[..., OriginServer], tmp_path: Path) ->
 
 def test_a_wrong_resumed_part_blames_nobody(server: OriginServer, tmp_path: Path) -> None:
     part = tmp_path / "part"
-    file = PartFile(part, INFO.bytes, 1 << 18)
-    file.open()
-    file.write(file.ranges[0], memoryview(bytes(1 << 18)), "x")
-    file.close()
+    create(part, map_path_of(part), INFO)
+    file = ChunkFile(part, map_path_of(part), INFO)
+    file.set_leaves(LEAVES)
+    file.marks[:4] = PRESENT  # Of zeros.
+    part.write_bytes(bytes(INFO.bytes))
     named: list[str] = []
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         assert fetch(transfers, part, server.url, bad=named).error is None
     assert named == []
 
 
 def test_killed_before_the_rename(server: OriginServer, tmp_path: Path) -> None:
     part = tmp_path / "part"
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         for content, requests in ((CONTENT, 0), (bytes(INFO.bytes), 14)):
             part.write_bytes(content)
             server.reset()
@@ -227,7 +252,7 @@ def test_killed_before_the_rename(server: OriginServer, tmp_path: Path) -> None:
 def test_the_fastest_is_asked_most(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     slow, fast = make_server(), make_server()
     slow.faults.connection_bytes_per_s = 1_000_000
-    with Transfers(2, **QUICK) as transfers:
+    with RunFetcher(2, **QUICK) as transfers:
         assert fetch(transfers, tmp_path / "part", slow.url, fast.url).error is None
     assert fast.bytes_sent["slice"] > 3 * slow.bytes_sent["slice"]
 
@@ -240,10 +265,10 @@ def test_first_started_first_moved(make_server: Callable[..., OriginServer], tmp
     for name in names:
         (server.directory / name).write_bytes(CONTENT)
     ended: list[str] = []
-    with Transfers(4, **QUICK) as transfers:
+    with RunFetcher(4, **QUICK) as transfers:
         origins = [open_origin(server.url)]
         moved = [
-            transfers.start(info_of(CONTENT, name), tmp_path / name, origins, range_bytes=1 << 18) for name in names
+            start(transfers, info_of(CONTENT, name), tmp_path / name, origins, run_bytes=1 << 18) for name in names
         ]
         for name, each in zip(names, moved):
             each.on_done(lambda _, name=name: ended.append(name))
@@ -259,8 +284,8 @@ def test_first_started_first_moved(make_server: Callable[..., OriginServer], tmp
 def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
     server.faults.bytes_per_s = 4_000_000
     part = tmp_path / "part"
-    with Transfers(2, **QUICK) as transfers:
-        moved = transfers.start(INFO, part, [open_origin(server.url)])
+    with RunFetcher(2, **QUICK) as transfers:
+        moved = start(transfers, INFO, part, [open_origin(server.url)])
         while moved.received < 1_500_000:
             time.sleep(0.005)
         moved.cancel()
@@ -269,38 +294,75 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
         moved.cancel()
         time.sleep(0.1)
         assert part.read_bytes() == remaining, "nothing is written after the end"
-        pieces = remaining[INFO.bytes + 1 :].count(1)
-        assert pieces >= 3
+        retained = kept_bytes(part)
+        assert retained >= 3 << 18
         server.faults.bytes_per_s = 0
         server.reset()
         assert fetch(transfers, part, server.url).error is None
-        assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - pieces * (1 << 18)
+        assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
+
+
+def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.bytes_per_s = 4_000_000
+    cache, origins = ChunkCache(tmp_path / "cache", 8 * MIB), [open_origin(server.url)]
+
+    def claim() -> tuple[ChunkFile, NDArray[np.int64]]:
+        claimed, reason = cache.claim_slice(INFO)
+        assert claimed is not None, reason
+        return claimed
+
+    with RunFetcher(2, **QUICK) as fetcher:
+        entry, chunks = claim()
+        moved = ChunkTransfer(fetcher, entry, INFO, origins, chunks=chunks, read_leaves=lambda: LEAVES).start()
+        while moved.received < 1_500_000:
+            time.sleep(0.005)
+        moved.cancel()
+        cache.complete(entry, chunks)
+        cache.unpin_slice(INFO.sha256)
+        entry, absent = claim()
+        retained = INFO.bytes - sum(min(CHUNK, INFO.bytes - chunk * CHUNK) for chunk in absent.tolist())
+        assert 0 < retained < INFO.bytes and cache.get(INFO.sha256) is None
+        time.sleep(0.1)
+        server.faults.bytes_per_s = 0
+        server.reset()
+        moved = ChunkTransfer(fetcher, entry, INFO, origins, chunks=absent).start()
+        assert moved.wait(60) and moved.error is None and moved.received == INFO.bytes
+    assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
+    cache.complete(entry, absent)
+    path = cache.get(INFO.sha256)
+    assert path is not None and path.read_bytes() == CONTENT
+    cache.close()
 
 
 def test_close(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
-    transfers = Transfers(4, **QUICK)
-    moved = transfers.start(INFO, tmp_path / "part", [open_origin(server.url, timeouts=Timeouts(0.2, 0.2))])
+    transfers = RunFetcher(4, **QUICK)
+    moved = start(transfers, INFO, tmp_path / "part", [open_origin(server.url, timeouts=Timeouts(0.2, 0.2))])
     transfers.close()
     assert moved.wait(0) and isinstance(moved.error, TransferCancelledError)
     transfers.close()
     with pytest.raises(UsageError, match="closed"):
-        transfers.start(INFO, tmp_path / "part2", [open_origin(server.url)])
+        start(transfers, INFO, tmp_path / "part2", [open_origin(server.url)])
 
 
 def kept_bytes(part: Path) -> int:
-    marks = part.read_bytes()[INFO.bytes + 1 :]
-    return sum(min(INFO.bytes - (piece << 18), 1 << 18) for piece, mark in enumerate(marks) if mark)
+    marks = ChunkFile(part, map_path_of(part), INFO).marks
+    return sum(min(INFO.bytes - piece * CHUNK, CHUNK) for piece, mark in enumerate(marks) if mark)
 
 
 KILLED = """
-import sys
+import sys, time
 from pathlib import Path
 from forebay.dataset.manifest import SliceInfo
+from forebay.storage.chunk_file import PRESENT, ChunkFile, create
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_origin
-from forebay.storage.transfers import Transfers
-url, part, size, sha256 = sys.argv[1:]
-moved = Transfers(4, 1 << 18).start(SliceInfo(0, "slice", int(size), sha256, 1, 1), Path(part), [open_origin(url)])
+from forebay.storage.transfers import FileTransfer
+url, part, size, sha256, leaves = sys.argv[1:]
+info = SliceInfo(0, "slice", int(size), sha256, 1, 1, 1 << 16)
+moved = FileTransfer(
+    RunFetcher(4), info, Path(part), [open_origin(url)], read_leaves=lambda: bytes.fromhex(leaves)
+).start()
 print("started", flush=True)
 moved.wait()
 """
@@ -311,7 +373,7 @@ def test_killed_at_any_moment(server: OriginServer, tmp_path: Path) -> None:
     part, chance = tmp_path / "part", random.Random(5)
     server.faults.bytes_per_s = 5_000_000
     for _ in range(3):
-        command = [sys.executable, "-c", KILLED, server.url, str(part), str(INFO.bytes), INFO.sha256]
+        command = [sys.executable, "-c", KILLED, server.url, str(part), str(INFO.bytes), INFO.sha256, LEAVES.hex()]
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
@@ -324,7 +386,7 @@ def test_killed_at_any_moment(server: OriginServer, tmp_path: Path) -> None:
     server.faults.bytes_per_s = 0
     time.sleep(0.1)
     server.reset()
-    with Transfers(**QUICK) as transfers:
+    with RunFetcher(**QUICK) as transfers:
         assert fetch(transfers, part, server.url).error is None
     assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
 
@@ -340,12 +402,13 @@ def test_a_full_disk(server: OriginServer, tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     part = disk / "part"
     try:
-        with Transfers(2, **QUICK) as transfers:
+        with RunFetcher(2, **QUICK) as transfers:
             if not mounted:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, old[1]))
             error = fetch(transfers, part, server.url).error
             assert isinstance(error, UsageError)
             assert str(part) in str(error) and f"{INFO.bytes} bytes" in str(error) and "Free space" in str(error)
+            del error  # It has the frames of the transfer.
             if mounted:
                 subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -358,6 +421,7 @@ def test_a_full_disk(server: OriginServer, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, ignored)
         if mounted:
+            gc.collect()  # The file is mapped as long as its transfer lives.
             subprocess.run(["umount", disk], check=True)
 
 
@@ -365,11 +429,11 @@ def test_memory_is_bounded(make_server: Callable[..., OriginServer], tmp_path: P
     """16 connections x 256 KiB, whatever the slice's size."""
     data = os.urandom(1 << 20) * 96
     server = make_server(data)
-    info = info_of(data)
+    info, leaves = info_of(data), leaves_of(data, CHUNK)
     del data
     process, max_value, stop = psutil.Process(), [0], threading.Event()
-    with Transfers(16) as transfers:
-        fetch(transfers, tmp_path / "warm", server.url, info=info)
+    with RunFetcher(16) as transfers:
+        fetch(transfers, tmp_path / "warm", server.url, info=info, leaves=leaves)
         before = process.memory_info().rss
 
         def watch() -> None:
@@ -378,7 +442,7 @@ def test_memory_is_bounded(make_server: Callable[..., OriginServer], tmp_path: P
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        moved = transfers.start(info, tmp_path / "part", [open_origin(server.url)])
+        moved = start(transfers, info, tmp_path / "part", [open_origin(server.url)], leaves=leaves)
         assert moved.wait(60) and moved.error is None
         stop.set()
         watcher.join()

@@ -14,15 +14,13 @@ import pytest
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.storage.base import Origin, PermanentError
-from forebay.storage.transfer_state import (
-    PoolTransfer,
-)
-from forebay.storage.transfers import Transfers
+from forebay.storage.fetch import RunFetcher
+from forebay.storage.transfers import Transfer
 from support.calibration import scaled
-from support.transfer_cases import CONTENT, INFO, QUICK, fetch
+from support.transfer_cases import CONTENT, INFO, QUICK, fetch, start
 
 
-class Fake:
+class Fake(Origin):
     """An origin made of a function."""
 
     def __init__(self, url: str, answer: Callable[[int, int], Iterator[memoryview]]) -> None:
@@ -57,12 +55,12 @@ def too_much(start: int, stop: int) -> Iterator[memoryview]:
 @pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
 def test_a_violation_is_told(tmp_path: Path, fault: Callable[[int, int], Iterator[memoryview]]) -> None:
     reported: list[str] = []
-    with Transfers(4, **QUICK) as transfers:
+    with RunFetcher(4, **QUICK) as transfers:
         origins = [Fake("bad", fault), Fake("good", honest)]
-        moved = transfers.start(INFO, tmp_path / "part", origins, lambda origin, reason: reported.append(origin.url))
+        moved = start(transfers, INFO, tmp_path / "part", origins, lambda origin, reason: reported.append(origin.url))
         assert moved.wait(20) and moved.error is None
         assert set(reported) == {"bad"}
-        moved = transfers.start(INFO, tmp_path / "part2", [Fake("bad", fault)])
+        moved = start(transfers, INFO, tmp_path / "part2", [Fake("bad", fault)])
         assert moved.wait(20) and type(moved.error) is NetworkError
 
 
@@ -72,35 +70,35 @@ def test_without_a_thread_to_fetch_with_a_transfer_ends_and_the_next_one_is_trie
     def cannot(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with Transfers(3, **QUICK) as transfers:
+    with RunFetcher(3, **QUICK) as transfers:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", cannot)
-            moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+            moved = start(transfers, INFO, tmp_path / "part", [Fake("x", honest)])
             assert moved.wait(scaled(20)) and isinstance(moved.error, NetworkError)
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+        moved = start(transfers, INFO, tmp_path / "part", [Fake("x", honest)])
         assert moved.wait(scaled(20)) and moved.error is None
 
 
 def test_a_fork_is_told(tmp_path: Path) -> None:
-    with Transfers(1, **QUICK) as transfers:
+    with RunFetcher(1, **QUICK) as transfers:
         transfers._pid -= 1
         with pytest.raises(UsageError, match="a fork of it"):
-            transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+            start(transfers, INFO, tmp_path / "part", [Fake("x", honest)])
 
 
 def test_our_own_fault_is_not_hidden(tmp_path: Path) -> None:
-    with Transfers(1, **QUICK) as transfers:
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(ValueError("a bug")))])
+    with RunFetcher(1, **QUICK) as transfers:
+        moved = start(transfers, INFO, tmp_path / "part", [Fake("x", raising(ValueError("a bug")))])
         assert moved.wait(20) and isinstance(moved.error, ValueError)
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(OSError(errno.EDQUOT, "quota")))])
+        moved = start(transfers, INFO, tmp_path / "part", [Fake("x", raising(OSError(errno.EDQUOT, "quota")))])
         assert moved.wait(20) and isinstance(moved.error, UsageError) and "quota" in str(moved.error)
-        moved = transfers.start(INFO, tmp_path / "absent" / "part", [Fake("x", honest)])
-        assert moved.wait(20) and isinstance(moved.error, UsageError)
-        assert transfers.start(INFO, tmp_path / "part", [Fake("x", honest)]).wait(20), "the pool lives on"
+        with pytest.raises(UsageError, match="Check the directory"):
+            start(transfers, INFO, tmp_path / "absent" / "part", [Fake("x", honest)])
+        assert start(transfers, INFO, tmp_path / "part", [Fake("x", honest)]).wait(20), "the pool lives on"
 
 
 def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
-    def fails(moved: PoolTransfer) -> None:
+    def fails(moved: Transfer) -> None:
         raise ValueError("theirs")
 
     hold = threading.Event()
@@ -109,8 +107,8 @@ def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
         assert hold.wait(20)
         yield from honest(start, stop)
 
-    with Transfers(1, **QUICK) as transfers:
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", held)])
+    with RunFetcher(1, **QUICK) as transfers:
+        moved = start(transfers, INFO, tmp_path / "part", [Fake("x", held)])
         after = threading.Event()
         moved.on_done(fails)
         moved.on_done(lambda _: after.set())
@@ -120,16 +118,16 @@ def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
         assert after.wait(20)
 
 
-@pytest.mark.parametrize("wrong", [{"connections": 0}, {"piece_bytes": 100_000}, {"piece_bytes": 1024}, {"tries": 0}])
+@pytest.mark.parametrize("wrong", [{"connections": 0}, {"tries": 0}])
 def test_bad_arguments(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="expected"):
-        Transfers(**wrong)  # type: ignore[arg-type]
+        RunFetcher(**wrong)  # type: ignore[arg-type]
 
 
 def test_two_origins_of_one_url_are_each_asked_for_their_own(tmp_path: Path) -> None:
     """A peer is one source however many slices it is asked for; each transfer reads from the origin it was given."""
 
-    class Fixed:
+    class Fixed(Origin):
         url = "peer://a"
 
         def __init__(self, data: bytes) -> None:
@@ -146,13 +144,13 @@ def test_two_origins_of_one_url_are_each_asked_for_their_own(tmp_path: Path) -> 
             return [self]
 
     invalid: list[str] = []
-    with Transfers(4, tries=1, timeout_s=1.0) as transfers:
+    with RunFetcher(4, tries=1, timeout_s=1.0) as transfers:
         running = []
         for number in range(20):
             data = bytes([number]) * 1000
             info = SliceInfo(number, f"{number}", 1000, hashlib.sha256(data).hexdigest(), 0, 0)
             part = tmp_path / f"{number}.part"
-            running.append(transfers.start(info, part, [Fixed(data)], lambda origin, reason: invalid.append(reason)))
+            running.append(start(transfers, info, part, [Fixed(data)], lambda origin, reason: invalid.append(reason)))
         for transfer in running:
             assert transfer.wait(10) and transfer.error is None
     assert invalid == []

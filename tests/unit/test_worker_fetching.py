@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import random
 import threading
 import time
@@ -18,7 +19,6 @@ from forebay.errors import NetworkError, UsageError
 from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
-from forebay.storage.part_file import PartFile
 from forebay.worker import fetching
 from forebay.worker.fetching import CacheIndex
 from forebay.worker.lease_state import ActiveLease
@@ -212,13 +212,13 @@ def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node
 def test_a_passing_fault_of_the_machine_costs_one_lease_and_not_the_worker(
     worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, real = make_node("a"), worker.cache.try_reserve
+    node, real = make_node("a"), worker.cache.claim_slice
 
     def full(*args: Any, **more: Any) -> Any:
-        monkeypatch.setattr(worker.cache, "try_reserve", real)
+        monkeypatch.setattr(worker.cache, "claim_slice", real)
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(worker.cache, "try_reserve", full)
+    monkeypatch.setattr(worker.cache, "claim_slice", full)
     worker.lost(lease(worker, node))
     assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
 
@@ -226,15 +226,15 @@ def test_a_passing_fault_of_the_machine_costs_one_lease_and_not_the_worker(
 def test_a_full_disk_ends_the_work_only_once_it_lasts(
     worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, real, times = make_node("a"), PartFile.open, [1]
+    node, real, times = make_node("a"), os.pwrite, [1]
 
-    def full(self: PartFile) -> None:
+    def full(*args: Any) -> int:
         if times:
             times.pop()
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(self)
+        return real(*args)
 
-    monkeypatch.setattr(PartFile, "open", full)
+    monkeypatch.setattr(os, "pwrite", full)
     worker.lost(lease(worker, node))
     assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
     times.extend(range(100))

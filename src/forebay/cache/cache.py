@@ -20,16 +20,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
-from forebay.files import commit_files, remove_stale
+from forebay.files import remove_stale
 from forebay.storage.chunk_file import (
     ABSENT,
     FETCHING,
@@ -41,10 +39,8 @@ from forebay.storage.chunk_file import (
     create,
     read_generations,
     read_info,
-    round_up,
 )
 from forebay.storage.locks import EXCLUSIVE, Lock, acquire, at_fork, is_locked, try_acquire
-from forebay.storage.part_file import MIN_PIECE_BYTES
 
 I64 = NDArray[np.int64]
 Group = tuple[ChunkFile, I64]  # Chunks of an entry.
@@ -56,39 +52,6 @@ _STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; 
 _MAGIC = b"FBSTATE2"
 _MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 32nd of the budget.
 _MAX_USED = 1 << 16
-
-
-@dataclass(frozen=True)
-class NotReserved:
-    """Why space was not reserved: the slice is cached, another thread or process downloads it, or there is no room."""
-
-    reason: Literal["cached", "busy", "no room"]
-    detail: str = ""
-
-
-class Reservation:
-    """The right to download one slice as a whole, with space for it. Call exactly one of `commit` and `release`."""
-
-    def __init__(self, cache: ChunkCache, info: SliceInfo, lock: Lock, num_bytes: int) -> None:
-        self.part = cache.part_path(info.sha256)
-        self.info = info
-        self._cache, self._lock, self._num_bytes = cache, lock, num_bytes
-
-    def commit(self) -> Path:
-        """Make the verified, complete partial file the slice; it is pinned. Raises OSError; the reservation ends."""
-        try:
-            return self._cache._adopt(self.info, self.part, self._num_bytes)
-        except BaseException:
-            self._cache._unreserve(self._num_bytes)
-            raise
-        finally:
-            _remove_lock(self._lock)
-
-    def release(self) -> None:
-        """Return the space; the partial file is kept, to be resumed or evicted. May be repeated."""
-        if self._lock.descriptor >= 0:
-            self._cache._unreserve(self._num_bytes, self.part)
-            _remove_lock(self._lock)
 
 
 def cache_directory(directory: str | Path) -> Path:
@@ -106,18 +69,13 @@ def cache_directory(directory: str | Path) -> Path:
     return path
 
 
-def part_bytes(num_bytes: int) -> int:
-    """Return the maximum size of the partial file of a whole slice, whose trailer has a byte per piece."""
-    return num_bytes + -(-num_bytes // MIN_PIECE_BYTES) + 1
-
-
 class ChunkCache:
     """Chunks of slices within a budget. Safe between threads and processes, and against kills. `close` it.
 
     Args:
         directory: Created if absent. Other files in it are ignored. `ram` keeps the slices in memory (/dev/shm): fast,
             shared by the processes of this user, and lost when the machine restarts.
-        budget_bytes: For slices, what is known of their chunks, and partial files together.
+        budget_bytes: For slices, and what is known of their chunks, together.
 
     Raises:
         UsageError: If the budget is not positive, the directory cannot be created, or 64 processes use it.
@@ -163,9 +121,6 @@ class ChunkCache:
         if not SHA256.fullmatch(sha256):
             raise UsageError(f"cache: expected a sha256 in lower-case hex, got {sha256[:80]!r}.")
         return self.directory / sha256
-
-    def part_path(self, sha256: str) -> Path:
-        return self.path_of(sha256).with_name(f"{sha256}.part")
 
     # Chunks.
 
@@ -293,7 +248,7 @@ class ChunkCache:
         return entry.path if is_complete else None
 
     def unpin_slice(self, sha256: str) -> None:
-        """Undo one pin of `get` or `Reservation.commit`."""
+        """Undo one pin of `get` or `claim_slice`."""
         with self._threads:
             entry = self._entries.get(sha256)
             if entry is not None and entry.refs.any():
@@ -310,31 +265,33 @@ class ChunkCache:
                         complete.add(item.name)
         return complete
 
-    def try_reserve(self, info: SliceInfo) -> Reservation | NotReserved:
-        """Reserve the download of a whole slice, without waiting, and evict what is not pinned."""
-        num_bytes = part_bytes(info.bytes) + MapLayout(info.bytes, info.chunk_bytes).disk_bytes
-        if num_bytes > self.budget_bytes:
+    def claim_slice(self, info: SliceInfo) -> tuple[Group | None, str]:
+        """Pin a slice as a whole and claim its absent chunks. Fetch them, call `complete`, and later `unpin_slice`.
+
+        Returns (the claimed chunks, why there is no space for them or ""); None also if others fetch the slice, or it
+        is complete: nothing is pinned then.
+        """
+        map_bytes = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
+        if info.bytes + map_bytes > self.budget_bytes:
             raise UsageError(
-                f"cache: slice {info.sha256[:12]}… needs {num_bytes} bytes, the budget of {self.directory} is "
-                f"{self.budget_bytes}. Raise the cache's budget to a few slices at least."
+                f"cache: slice {info.sha256[:12]}… needs {info.bytes + map_bytes} bytes, the budget of "
+                f"{self.directory} is {self.budget_bytes}. Raise the cache's budget to a few slices at least."
             )
         with self._lock:
-            lock = try_acquire(self._locks / f"{info.sha256}.fetch")
-            if lock is None:
-                return NotReserved("busy")
-            try:
-                entry = self._open(info.sha256)
-                refused = NotReserved("cached") if entry is not None and entry.is_complete() else None
-                if refused is None and (reason := self._make_space(num_bytes, self.part_path(info.sha256))):
-                    refused = NotReserved("no room", reason)
-                if refused is None:
-                    self._reserved[self._slot_number] += num_bytes
-                    return Reservation(self, info, lock, num_bytes)
-            except BaseException:
-                _remove_lock(lock)
-                raise
-            _remove_lock(lock)
-            return refused
+            if self._open(info.sha256) is None and (reason := self._make_space(map_bytes)):
+                return None, reason
+            entry = self.open(info)
+            everything = np.arange(entry.layout.num_chunks)
+            self.pin([(entry, everything)])
+        entry.verify(everything)
+        claimed, reason = self.claim(entry, everything)
+        if not entry.has_leaves and len(claimed) < len(everything):  # Its chunks cannot be verified one by one.
+            self.complete(entry, claimed)
+            claimed = claimed[:0]
+        if len(claimed):
+            return (entry, claimed), ""
+        self.unpin([(entry, everything)])
+        return None, reason
 
     def discard(self, sha256: str) -> None:
         """Delete a slice whose bytes are wrong, even if it is pinned."""
@@ -459,9 +416,6 @@ class ChunkCache:
                         entry.marks[unfinished] = ABSENT
                         entry.punch(unfinished)
                     stored += entry.path.stat().st_blocks * 512 + entry.layout.disk_bytes
-        for item in os.scandir(self.directory):
-            if item.name.endswith(".part"):
-                stored += item.stat().st_blocks * 512
         self._stored = stored
         self._reserved[dead] = 0
         return True
@@ -488,17 +442,14 @@ class ChunkCache:
     def _claimed(self, entry: ChunkFile) -> list[int]:
         return list(self._claims.get(entry.info.sha256, ()))
 
-    def _make_space(self, num_bytes: int, own: Path | None = None) -> str:
-        """Evict until so many bytes fit the budget and the disk; why they do not, or "". `own` is written already."""
+    def _make_space(self, num_bytes: int) -> str:
+        """Evict until so many bytes fit the budget and the disk; why they do not, or ""."""
         for can_recount in (True, False):
             free = os.statvfs(self.directory)
             reserved = int(self._reserved.sum())
-            own_bytes = own.stat().st_blocks * 512 if own is not None and own.exists() else 0
-            over = self._stored - own_bytes + reserved + num_bytes - self.budget_bytes
-            short = reserved + num_bytes - own_bytes - free.f_bavail * free.f_frsize
-            if max(over, short) <= 0 or self._evict(max(over, short), own) >= max(over, short):
-                if own_bytes:
-                    self._stored -= own_bytes  # Counted by the reservation from now on.
+            over = self._stored + reserved + num_bytes - self.budget_bytes
+            short = reserved + num_bytes - free.f_bavail * free.f_frsize
+            if max(over, short) <= 0 or self._evict(max(over, short)) >= max(over, short):
                 return ""
             if not (can_recount and self._recount()):
                 break
@@ -509,11 +460,11 @@ class ChunkCache:
             )
         return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
 
-    def _evict(self, needed: int, own: Path | None) -> int:
+    def _evict(self, needed: int) -> int:
         """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""
         target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 32))
         live, freed = self._live(), 0
-        freed += self._evict_unused(needed, live, own)
+        freed += self._evict_unused(needed, live)
         while freed < target and self._used:
             next_use, number, sha256, chunks = heapq.heappop(self._used)
             if (entry := self._open(sha256)) is not None and sha256 in self._next_uses:
@@ -522,28 +473,23 @@ class ChunkCache:
                 if freed >= target and not entry.is_deleted:  # A part of them may be present yet.
                     heapq.heappush(self._used, (next_use, number, sha256, chunks))
         if freed < needed:
-            for _, path in self._files():
+            for path in self._files():
                 if freed >= needed:
                     break
-                if path.suffix != ".part" and (other := self._open(path.name)) is not None:
+                if (other := self._open(path.name)) is not None:
                     freed += self._evict_chunks(other, np.arange(other.layout.num_chunks), live, target - freed)
         self.evicted_bytes += freed
         return freed
 
-    def _evict_unused(self, needed: int, live: dict[int, int], own: Path | None) -> int:
+    def _evict_unused(self, needed: int, live: dict[int, int]) -> int:
         """Delete slices, and parts of slices, that no live process uses; those used longest ago first."""
         freed = 0
         if not self._has_foreign(live):
             return 0
-        for size, path in self._files():
+        for path in self._files():
             if freed >= needed:
                 break
-            if path.suffix == ".part":
-                if path != own and not is_locked(self._locks / f"{path.stem}.fetch", EXCLUSIVE):
-                    path.unlink(missing_ok=True)
-                    freed += size
-                    self._stored -= size
-            elif not _is_used(self._maps / path.name, live) and (entry := self._open(path.name)) is not None:
+            if not _is_used(self._maps / path.name, live) and (entry := self._open(path.name)) is not None:
                 freed += self._delete(entry, is_unused=True)
         return freed
 
@@ -552,23 +498,20 @@ class ChunkCache:
         now, key = time.monotonic(), tuple(sorted(live.items()))
         last_key, looked_at, result = self._foreign
         if key != last_key or now - looked_at > 5.0:
-            result = any(
-                path.suffix == ".part" or not _is_used(self._maps / path.name, live) for _, path in self._files()
-            )
+            result = any(not _is_used(self._maps / path.name, live) for path in self._files())
             self._foreign = key, now, result
         return bool(result)
 
-    def _files(self) -> list[tuple[int, Path]]:
-        """(bytes on disk, path) of all slices and partial files, the one used longest ago first."""
+    def _files(self) -> list[Path]:
+        """The paths of all slices, the one used longest ago first."""
         files = []
         for item in os.scandir(self.directory):
-            if SHA256.fullmatch(item.name.removesuffix(".part")):
+            if SHA256.fullmatch(item.name):
+                used_at = 0.0
                 with contextlib.suppress(FileNotFoundError):
-                    status, used_at = item.stat(), 0.0
-                    with contextlib.suppress(FileNotFoundError):
-                        used_at = (self._maps / item.name).stat().st_mtime
-                    files.append((used_at, status.st_blocks * 512, Path(item.path)))
-        return [(size, path) for _, size, path in sorted(files)]
+                    used_at = (self._maps / item.name).stat().st_mtime
+                files.append((used_at, Path(item.path)))
+        return [path for _, path in sorted(files)]
 
     def _evict_chunks(self, entry: ChunkFile, chunks: I64, live: dict[int, int], limit: int) -> int:
         """Evict those of the chunks that are present and not pinned, the last first; returns their bytes."""
@@ -597,26 +540,6 @@ class ChunkCache:
         self._stored -= size
         return size
 
-    def _adopt(self, info: SliceInfo, part: Path, reserved: int) -> Path:
-        path = self.path_of(info.sha256)
-        with self._lock:
-            old = self._open(info.sha256)
-            if old is not None:
-                self._delete(old)
-            create(part, self._maps / info.sha256, info, PRESENT)
-            commit_files({part: path})
-            entry = self._entries[info.sha256] = ChunkFile(path, self._maps / info.sha256, info)
-            self._reserved[self._slot_number] -= reserved
-            self._stored += round_up(info.bytes) + entry.layout.disk_bytes
-            entry.pin(np.arange(entry.layout.num_chunks), self._slot_number, self._generation)
-            return path
-
-    def _unreserve(self, num_bytes: int, part: Path | None = None) -> None:
-        with self._lock:
-            self._reserved[self._slot_number] -= num_bytes
-            if part is not None and part.exists():
-                self._stored += part.stat().st_blocks * 512
-
 
 def _warn_wrong(entry: ChunkFile) -> None:
     log.warning("%s: expected bytes of that id, got others. They are fetched again.", entry.path)
@@ -626,10 +549,3 @@ def _is_used(map_path: Path, live: dict[int, int]) -> bool:
     """Whether a live process has pinned anything of a slice since it came to the cache."""
     generations = read_generations(map_path)
     return any(generations[slot] == generation for slot, generation in live.items()) if len(generations) else False
-
-
-def _remove_lock(lock: Lock) -> None:
-    """Release a lock and delete its file. No effect if it was released, or stayed with the parent of a fork."""
-    if lock.descriptor >= 0:
-        lock.path.unlink(missing_ok=True)  # A process that waits for it notices, and creates another.
-        lock.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import shutil
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.cache import ChunkCache
+from forebay.cache.cache import ChunkCache, Group
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import user_cache
 from forebay.errors import NetworkError, UsageError
@@ -131,9 +130,7 @@ class ChunkSource:
         if dataset.id not in self._origins:
             self._origins[dataset.id] = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
         name = dataset.table.row(index).name
-        return ChunkRun(
-            entry, name, self._origins[dataset.id], first, stop, functools.partial(dataset.leaves, index), on_end
-        )
+        return ChunkRun(entry, name, self._origins[dataset.id], first, stop, lambda _: dataset.leaves(index), on_end)
 
     def start(self, run: ChunkRun) -> None:
         from forebay.storage.fetch import RunFetcher
@@ -142,10 +139,10 @@ class ChunkSource:
         self._fetcher.start(run)
 
     def fetch_slice(
-        self, dataset: Dataset, index: int, part: Path, on_end: Callable[[Exception | None], object]
+        self, dataset: Dataset, index: int, claimed: Group, on_end: Callable[[Exception | None], object]
     ) -> None:
-        """Fetch a slice from the swarm into a partial file."""
-        transfer = self._members[dataset.id].reader.fetch(index, part)
+        """Fetch claimed chunks of a slice from the swarm."""
+        transfer = self._members[dataset.id].reader.fetch(index, claimed)
         transfer.on_done(lambda done: on_end(done.error))
 
     def stats(self) -> dict[str, int]:

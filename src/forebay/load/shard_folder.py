@@ -1,7 +1,7 @@
 """Shards of a bucket in a local directory: pairs of files, fetched, verified, and removed again.
 
 One process of the machine fetches a shard, under a lock that the kernel releases if it dies. Tokens get their final
-name after every sample was verified by its id, in threads, while they are received (1 GB/s a processor). A mark file
+name after every sample was verified by its id, in threads (1 GB/s a processor). A mark file
 records sizes and times; a pair without one, or changed since, is verified again. Only shards that were fetched here are
 ever removed, and none that a process uses. Disk: the pairs that are kept and one partial pair.
 """
@@ -31,9 +31,8 @@ from forebay.formats.external import map_file, read_head
 from forebay.formats.vectors import NPY_MAGIC, Vector, vector_in
 from forebay.storage.base import ObjectMeta, Origin, PermanentError, TransientError, as_object_origin, head_object
 from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
-from forebay.storage.part_file import Check
 from forebay.storage.ranged_download import DownloadResult, Progress, Workers, download_object, plan_download
-from forebay.storage.transfers import PIECE_BYTES
+from forebay.storage.transfers import RUN_BYTES, map_path_of
 
 _BLOCK_BYTES = 1 << 20
 _MAX_SAME = 2  # Retries that give the same wrong bytes.
@@ -182,6 +181,7 @@ class ShardFolder:
                 continue
             if not (path.parent == self.tmp_dir and int(match[1]) in keep and self.ready(int(match[1])) is None):
                 path.unlink(missing_ok=True)
+                map_path_of(path).unlink(missing_ok=True)
         for path in self.folder.glob(".train_*.mark"):
             if (index := int(path.stem[-6:])) not in keep:
                 self.remove(index)
@@ -217,7 +217,7 @@ class ShardFolder:
                     on_progress=on_progress, **settings,
                     make_check=lambda plan, ids=ids: SampleCheck(  # type: ignore[misc]
                         index, ids, plan.num_bytes, self._sequence_length, plan.piece_bytes
-                    ),
+                    ).wrong,
                 )  # fmt: skip
                 return ShardFiles(index, tokens, ids), fetched
             except (IntegrityError, DatasetError) as error:
@@ -228,6 +228,7 @@ class ShardFolder:
                 failed.add(digest)
                 for part in parts:
                     part.unlink()
+                    map_path_of(part).unlink(missing_ok=True)
                 log.warning("%s Fetching the ids again", error)
 
     def _verify_local(self, index: int) -> ShardFiles | None:
@@ -298,53 +299,41 @@ def _state(files: ShardFiles) -> list[int]:
     return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns, stat.st_ino)]
 
 
-class SampleCheck(Check):
+class SampleCheck:
     """Checks one shard's tokens, a file of `num_bytes`, by the ids in the complete file `ids`.
 
     `seq_len` 0: from the sizes, as the ids verify it. `piece_bytes` is the unit that is fetched again.
     """
 
-    def __init__(self, index: int, ids: Path, num_bytes: int, seq_len: int = 0, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, index: int, ids: Path, num_bytes: int, seq_len: int = 0, piece_bytes: int = RUN_BYTES) -> None:
         self._index, self._ids = index, ids
         self._num_bytes, self._seq_len, self._piece_bytes = num_bytes, seq_len, piece_bytes
         self._num_samples = len(read_ids(ids))
         self._path = Path()  # Of the tokens.
-        self._vector: Vector | None = None  # Their layout, once the header is received.
-        self._num_checked = 0
+        self._vector: Vector | None = None  # Their layout.
         self._wrong: dict[int, int] = {}  # Sample to the id that its bytes have.
-        self._last_wrong: dict[int, int] = {}
+        self._is_verified: NDArray[np.bool_] = np.zeros(self._num_samples, bool)
         self._num_same = self._num_retries = 0
 
-    def advance(self, path: Path, start: int, stop: int) -> None:
-        if stop < min(self._num_bytes, _MAX_HEADER_BYTES):
-            return
-        if self._vector is None:
-            self._path, self._vector = path, self._read_header(path)
-        offset, width = self._layout()
-        first = min(self._num_checked, max(0, start - offset) // width)
-        end = max(0, stop - offset) // width
-        step = max(1, _BLOCK_BYTES // width)
-        blocks = [range(i, min(i + step, end)) for i in range(first, end, step)]
-        check_block = partial(self._check_block, map_file(path), read_ids(self._ids))
-        with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-            for wrong in pool.map(check_block, blocks):
-                self._wrong |= wrong
-        self._num_checked = end
-        if len(self._wrong) == end >= min(_MIN_SAMPLES, self._num_samples):
-            raise self._error()  # Not damage in transfer.
+    def wrong(self, path: Path) -> list[tuple[int, int]]:
+        """The ranges of a complete file that must be fetched again: the pieces of the samples that are wrong.
 
-    def wrong(self) -> list[tuple[int, int]]:
-        """See Check. Raises IntegrityError if the same wrong bytes are received repeatedly."""
+        Raises IntegrityError if all are wrong, or the same wrong bytes are received repeatedly; or DatasetError.
+        """
+        last = self._wrong
+        self._check(path)
         if not self._wrong:
             return []
-        self._num_same = self._num_same + 1 if self._wrong == self._last_wrong else 0
+        self._num_same = self._num_same + 1 if self._wrong == last else 0
         if self._num_retries == _MAX_CHECK_RETRIES or self._num_same == _MAX_SAME:
             raise self._error()
         self._num_retries += 1
-        self._last_wrong, self._wrong = self._wrong, {}
         (offset, width), size = self._layout(), self._piece_bytes
-        starts = np.array(sorted(self._last_wrong), np.int64) * width + offset
+        starts = np.array(sorted(self._wrong), np.int64) * width + offset
         pieces = np.unique(np.concatenate([starts, starts + width - 1]) // size).tolist()
+        for piece in pieces:  # Their other samples are received again, too.
+            first, stop = piece * size - offset, (piece + 1) * size - offset
+            self._is_verified[max(0, first) // width : -(-stop // width)] = False
         return [(piece * size, min((piece + 1) * size, self._num_bytes)) for piece in pieces]
 
     def finish(self, path: Path) -> None:
@@ -352,9 +341,25 @@ class SampleCheck(Check):
         size = path.stat().st_size
         if size != self._num_bytes:
             raise DatasetError(f"{path}: expected {self._num_bytes} bytes, got {size}. Fetch it again.")
-        self.advance(path, 0, size)
+        self._check(path)
         if self._wrong:
             raise self._error()
+
+    def _check(self, path: Path) -> None:
+        """Check the samples that are not verified."""
+        self._path, self._vector = path, self._read_header(path)
+        step = max(1, _BLOCK_BYTES // self._layout()[1])
+        blocks = [range(i, min(i + step, self._num_samples)) for i in range(0, self._num_samples, step)]
+        doubtful = [block for block in blocks if not self._is_verified[block.start : block.stop].all()]
+        check_block = partial(self._check_block, map_file(path), read_ids(self._ids))
+        self._wrong = {}
+        with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+            for wrong in pool.map(check_block, doubtful):
+                self._wrong |= wrong
+        self._is_verified[:] = True
+        self._is_verified[list(self._wrong)] = False
+        if len(self._wrong) == self._num_samples >= _MIN_SAMPLES:
+            raise self._error()  # Not damage in transfer.
 
     def _layout(self) -> tuple[int, int]:
         assert self._vector is not None

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.cache import ChunkCache, NotReserved
+from forebay.cache.cache import ChunkCache
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, file_offset, slice_of
@@ -522,39 +522,28 @@ class SliceReader:
         cache, row = self._open_cache(self._settings), dataset.table.row(index)
         if row.sha256 in self._running:
             return True
-        reserved = cache.try_reserve(row)
-        if isinstance(reserved, NotReserved):
-            self._no_room = reserved.detail if reserved.reason == "no room" else ""
-            return reserved.reason != "no room"
-        self._running[row.sha256] = group, group.chunks
-        everything = np.arange(int(self.chunks.first[group.key + 1] - self.chunks.first[group.key]))
-        self._count_fetch(group, everything)
+        claimed, self._no_room = cache.claim_slice(row)
+        if claimed is None:
+            return not self._no_room
+        entry, chunks = claimed
+        self._running[row.sha256] = group, chunks
+        self._count_fetch(group, chunks)
 
         def on_end(error: Exception | None) -> None:
-            try:
-                if error is None:
-                    reserved.commit()
-                else:
-                    reserved.release()
-            except OSError as fault:
-                error = UsageError(f"cache: cannot rename {reserved.part}: {fault}. Check the directory.")
+            cache.complete(entry, chunks)
             with self._changed:
                 self._running.pop(row.sha256, None)
-                if error is None:
-                    self._counts["fetched_bytes"] += row.bytes
-                    self._counts["fetched_chunks"] += len(everything)
-                    for plan in self._plans:
-                        for other in plan.groups:
-                            if other.key == group.key:
-                                self._is_complete(other)  # It pins its chunks in the new file.
-                    cache.unpin_slice(row.sha256)
-                else:
-                    self._record_failure(group, everything, error)
+                stored = chunks[entry.marks[chunks] == PRESENT]
+                self._counts["fetched_bytes"] += entry.size_of(stored)
+                self._counts["fetched_chunks"] += len(stored)
+                cache.unpin_slice(row.sha256)
+                if error is not None:
+                    self._record_failure(group, chunks, error)
                 self._start_fetches()
                 self._changed.notify_all()
 
         try:
-            source.fetch_slice(dataset, index, reserved.part, on_end)
+            source.fetch_slice(dataset, index, claimed, on_end)
         except Exception as error:  # noqa: BLE001 - the consumer that waits for the slice gets it
             on_end(error)
         return True

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
 from forebay.network.retry import backoff_s, log_while_waiting
 
@@ -90,6 +91,10 @@ class Origin(Protocol):
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return a small object. Errors as of `read`; PermanentError if it is larger than `max_bytes`."""
         raise PermanentError(f"{self.url}: expected the name of a slice, got {name}")
+
+    def leaves(self, name: str, info: SliceInfo) -> bytes:
+        """Return the hashes of the chunks of a slice, not verified. Errors as of `read`."""
+        raise PermanentError(f"{self.url}: has no hashes of the chunks of {name}")
 
     def sources(self) -> Sequence[Origin]:
         """Return the origins to request from one by one: itself, or the peers of a dataset. May look them up."""

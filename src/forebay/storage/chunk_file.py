@@ -68,7 +68,7 @@ class ChunkFile:
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
         self.pins = self._map[layout.pins : layout.pins + NUM_SLOTS * layout.pin_bytes].reshape(NUM_SLOTS, -1)
         self.refs = np.zeros(n, np.uint16)
-        self._has_leaves = n == 1
+        self._has_leaves = n == 1 and bool(info.sha256)
         inode, time_ns, boot = _identity_of(path)
         own_inode, own_time_ns, own_boot = self._identity()
         is_written = time_ns != own_time_ns and not (self.marks >= FETCHING).any()

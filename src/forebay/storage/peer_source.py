@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
 
-from forebay.dataset.chunks import CHUNKS_FILE, ChunkHasher, root_of
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.addresses import check_url
@@ -75,10 +75,18 @@ class PeerSource(Origin):
                 raise converted
 
     def get(self, name: str, max_bytes: int) -> bytes:
+        return self._get(self._file_path(name), max_bytes)
+
+    def _get(self, path: str, max_bytes: int) -> bytes:
         try:
-            return self.client.get_bytes(self.address, self._file_path(name), max_bytes, self.peer_id, self.stall_s)
+            return self.client.get_bytes(self.address, path, max_bytes, self.peer_id, self.stall_s)
         except NetworkError as error:
             raise _classify_error(self.url, error) from error
+
+    def leaves(self, name: str, info: SliceInfo) -> bytes:
+        path = f"/v1/slices/{self.sha256_of(name)}/chunks?chunk_bytes={info.chunk_bytes}"
+        size = num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES
+        return self._get(path, size)
 
     def _file_path(self, name: str) -> str:
         return f"/v1/datasets/{self.dataset_id}/{urllib.parse.quote(name)}"

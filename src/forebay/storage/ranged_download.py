@@ -1,6 +1,6 @@
 """Downloads one large object in many ranges; it gets its final name when it is complete.
 
-A broken range is resumed where it broke; after a kill, complete pieces are kept (`part_file.PartFile`). The ETag is
+A broken range is resumed where it broke; after a kill, complete pieces are kept (`transfers.FileTransfer`). The ETag is
 pinned: ranges of two versions never meet in one file, and an object that changes meanwhile is an error.
 
 Memory: 8 MiB, and 2 MiB per worker for a bucket or 0.5 MiB for a web server (measured: 60 MiB at 32 workers), plus 500
@@ -20,10 +20,10 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
 from forebay.files import commit_files
 from forebay.storage.base import ObjectOrigin, Origin, PinnedOrigin, Timeouts, as_object_origin, head_object
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
-from forebay.storage.part_file import Check, SizeCheck
-from forebay.storage.transfers import PIECE_BYTES, Transfers
+from forebay.storage.transfers import RUN_BYTES, Check, FileTransfer, map_path_of
 
 MAX_WORKERS = 32
 _MIN_CHUNK_BYTES, _MAX_DEFAULT_CHUNK_BYTES = 1 << 16, 64 << 20
@@ -71,8 +71,8 @@ def plan_download(num_bytes: int, chunk_size: int | None = None, max_workers: Wo
     max_workers = MAX_WORKERS if max_workers is None else max_workers
     if chunk_size is None:
         quarter = num_bytes // (4 * (MAX_WORKERS if max_workers == "all" else max_workers))
-        chunk_size = min(_MAX_DEFAULT_CHUNK_BYTES, max(PIECE_BYTES if quarter >= PIECE_BYTES else 1 << 20, quarter))
-    piece = min(PIECE_BYTES, 1 << (chunk_size.bit_length() - 1))
+        chunk_size = min(_MAX_DEFAULT_CHUNK_BYTES, max(RUN_BYTES if quarter >= RUN_BYTES else 1 << 20, quarter))
+    piece = min(RUN_BYTES, 1 << (chunk_size.bit_length() - 1))
     chunk = chunk_size // piece * piece
     num_ranges = max(1, -(-num_bytes // chunk))
     workers = num_ranges if max_workers == "all" else min(max_workers, num_ranges)
@@ -143,17 +143,19 @@ def download_object(
     for other in tmp_dir.glob(f".{path.name}.*.part"):  # of other versions
         if other != part:
             other.unlink(missing_ok=True)
-    check = SizeCheck() if make_check is None else make_check(plan)
+            map_path_of(other).unlink(missing_ok=True)
     began, fetched, retries = time.monotonic(), 0, 0
     if not meta.bytes:
         part.write_bytes(b"")
     else:
-        with Transfers(
-            plan.workers, plan.piece_bytes, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)
-        ) as transfers:
-            info, pinned = SliceInfo(0, name, meta.bytes, "", 0, 0), PinnedOrigin(origin, meta.etag)
-            transfer = transfers.start(info, part, [pinned], range_bytes=plan.chunk_bytes, check=check)
+        with RunFetcher(plan.workers, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)) as fetcher:
+            info = SliceInfo(0, name, meta.bytes, "", 0, 0, plan.piece_bytes)
+            transfer = FileTransfer(
+                fetcher, info, part, [PinnedOrigin(origin, meta.etag)], run_bytes=plan.chunk_bytes,
+                check=make_check(plan) if make_check is not None else None,
+            )  # fmt: skip
             fetched = meta.bytes - transfer.received
+            transfer.start()
             while not transfer.wait(_PROGRESS_S):
                 on_progress(transfer.received, meta.bytes)
                 if stop.is_set():
@@ -161,7 +163,7 @@ def download_object(
             if transfer.error is not None:
                 raise transfer.error
             on_progress(meta.bytes, meta.bytes)
-            retries = transfers.stats()["retries"]
+            retries = fetcher.retries
     _commit(part, path)
     return DownloadResult(path, meta.bytes, fetched, time.monotonic() - began, retries)
 

@@ -1,342 +1,313 @@
-"""A pool of connections that download slices from origins to disk, in order of start, and verify them.
+"""Transfers of whole objects into files, by the runs of chunks of `fetch.RunFetcher`.
 
-A slice is downloaded in ranges over all connections at once. A broken request is repeated from the byte where it broke,
-with a back-off. The connections hash the bytes as far as they are contiguous, so the hash is ready with the last byte.
-If bytes of several sources do not verify, the slice is downloaded again from one of them alone; the difference
-then shows which source lied.
-
-Memory: `connections` x 256 KiB (2 MiB for peers), 200 bytes per range.
+The hashes of a slice's chunks come from its sources, or from the dataset's `chunks.sha256`. Where no source has them, a
+slice comes from one source at a time, and all of it is verified at the end. Other objects are verified by a check of
+the caller. A killed transfer goes on with the chunks that are complete.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import threading
-import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Self, cast
 
-from forebay.closing import Closing
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, ProtocolError, UsageError
-from forebay.network.retry import backoff_s
-from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.part_file import MIN_PIECE_BYTES, ByteRange, Check, PartFile, Sha256Check, disk_error
-from forebay.storage.transfer_state import LOOKUP_INTERVAL_S, OnSourceFault, PoolTransfer, SourceStats, choose_source
-from forebay.threads import SupervisedThread
+from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.storage.base import Origin
+from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
+from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 
-PIECE_BYTES = 8 << 20  # the longest request by default
-_FIRST_BACKOFF_S = 0.2
-_CLOSE_S = 1.0
-_MAX_TRIES_ALONE = 3  # of a source that is the only one allowed, before another becomes it
+I64 = NDArray[np.int64]
+Group = tuple[ChunkFile, I64]  # Chunks of a file.
+RUN_BYTES = 8 << 20  # the longest request by default
+_MIN_RUN_BYTES = 1 << 20
 log = logging.getLogger("forebay.storage")
-_Job: TypeAlias = tuple[PoolTransfer, ByteRange | None, SourceStats | None]  # without a range: look up sources
+OnWrong = Callable[[Origin, str], object]
+Check = Callable[[Path], list[tuple[int, int]]]
+"""Returns the ranges of a complete file that must be fetched again. Raises ForebayError if that cannot help."""
 
 
-class Transfers(Closing):
-    """A pool of connections. Threads share it; a fork cannot use it.
+class Transfer(ABC):
+    """The download of one slice into the file `part`; after its end, nothing is written to it."""
+
+    def __init__(self, info: SliceInfo, part: Path) -> None:
+        self.info = info
+        self.part = part
+        self._end_state: Future[None] = Future()
+
+    @property
+    @abstractmethod
+    def received(self) -> int:
+        """Bytes in the file, those of earlier runs included."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the transfer soon; what was received is kept. No effect after the end."""
+
+    @property
+    def error(self) -> Exception | None:
+        """None after the end: `part` is complete and verified."""
+        return cast(Exception | None, self._end_state.exception()) if self._end_state.done() else None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; False after `timeout` seconds."""
+        return bool(futures.wait([self._end_state], timeout).done)
+
+    def on_done(self, callback: Callable[[Transfer], object]) -> None:
+        """Call `callback` once at the end, in another thread; at once, in this one, if it has ended."""
+        self._end_state.add_done_callback(lambda _: callback(self))
+
+    def finish(self, error: Exception | None) -> None:
+        """End the transfer. Only the first call has an effect."""
+        with suppress(InvalidStateError):
+            self._end_state.set_exception(error) if error is not None else self._end_state.set_result(None)
+
+
+class ChunkTransfer(Transfer):
+    """The absent chunks of a file, from several origins at once; `start` it.
 
     Args:
-        connections: Requests at once, each in a thread.
-        piece_bytes: Unit of resuming after a kill; a power of two.
-        timeout_s, tries: A transfer fails when no byte came for so long and one range was tried so often.
-        max_backoff_s: Maximum wait before another try of a range, before jitter.
+        chunks: To fetch, unless they are present: claimed, so that no other process fetches them; by default all.
+        read_leaves: Returns the hashes of the chunks where no source has them; raises ForebayError.
+        on_wrong: Called from another thread with a source that sent wrong bytes or broke the protocol.
+        run_bytes: Bytes of a request; by default 1 to 8 MiB.
+        check: Verifies a complete file that has no hashes.
     """
 
     def __init__(
-        self, connections: int = 16, piece_bytes: int = MIN_PIECE_BYTES, *, timeout_s: float = 300.0, tries: int = 6,
-        max_backoff_s: float = 15.0,
+        self, fetcher: RunFetcher, entry: ChunkFile, info: SliceInfo, origins: Sequence[Origin], *,
+        chunks: I64 | None = None, read_leaves: Callable[[], bytes] | None = None, on_wrong: OnWrong | None = None,
+        run_bytes: int = 0, check: Check | None = None,
     ) -> None:  # fmt: skip
-        if connections < 1 or tries < 1:
-            raise UsageError(f"transfers: expected at least one connection and try, got {connections=}, {tries=}.")
-        if piece_bytes < 1 << 16 or piece_bytes & (piece_bytes - 1):
-            raise UsageError(f"piece_bytes: expected a power of two from 65536 on, got {piece_bytes}.")
-        self.connections = connections
-        self.piece_bytes = piece_bytes
-        self._timeout_s, self._tries, self._max_backoff_s = timeout_s, tries, max_backoff_s
-        self._pid = os.getpid()
-        self._changed = threading.Condition()  # guards all below, and the transfers
-        self._active: list[PoolTransfer] = []
-        self._num_running = 0
-        self._sources: dict[str, SourceStats] = {}  # by URL
-        self._threads: list[SupervisedThread] = []
-        self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
-        self._closed = False
+        super().__init__(info, entry.path)
+        self.url = ", ".join(origin.url for origin in origins)
+        self._fetcher, self._entry, self._origins, self._check = fetcher, entry, origins, check
+        self._read_leaves, self._on_wrong = read_leaves, on_wrong or (lambda source, reason: None)
+        run_bytes = run_bytes or min(RUN_BYTES, max(_MIN_RUN_BYTES, -(-entry.info.bytes // fetcher.connections)))
+        self._run_chunks = max(1, run_bytes // entry.chunk_bytes)
+        chunks = np.arange(entry.layout.num_chunks) if chunks is None else chunks
+        self._chunks = chunks[~np.isin(entry.marks[chunks], (PRESENT, UNVERIFIED))]
+        self._mark = int(entry.marks[self._chunks[0]]) if len(self._chunks) else ABSENT
+        self._state, self._order = FetchState(), -1
+        self._lock = threading.RLock()  # guards all below
+        self._only: Origin | None = None  # the source of a slice whose hashes are not available
+        self._runs: list[ChunkRun] = []
+        self._todo: list[ChunkRun] = []
+        self._running: set[ChunkRun] = set()
+        self._base = entry.info.bytes - self._size_of(self._chunks)
+        self._has_ended = False
 
-    def start(
-        self, info: SliceInfo, part: Path, origins: Sequence[Origin], on_source_fault: OnSourceFault | None = None, *,
-        range_bytes: int = 0, check: Check | None = None,
-    ) -> PoolTransfer:  # fmt: skip
-        """Download a slice into `part`, resuming an earlier run. Transfers started earlier have priority.
+    @property
+    def received(self) -> int:
+        return self._base + sum(run.position - run.first * self._entry.chunk_bytes for run in self._runs)
 
-        Args:
-            on_source_fault: Called from another thread with a source that sent wrong bytes or broke the protocol.
-            range_bytes, check: See PartFile. With a check, `info.sha256` is ignored.
+    def start(self) -> Self:
+        """Start to fetch; returns at once. Raises UsageError if the fetcher is closed, or of another process."""
+        self._fetch(self._chunks)
+        if isinstance(self.error, UsageError):
+            raise self.error
+        return self
+
+    def cancel(self) -> None:
+        self._end(TransferCancelledError(self.info.name))
+
+    def sources(self) -> list[Origin]:
+        """The sources of all origins that can be reached, or the chosen one. Raises NetworkError if none can be."""
+        if self._only is not None:
+            return [self._only]
+        sources, fault = list[Origin](), None
+        for origin in self._origins:
+            try:
+                sources += origin.sources()
+            except NetworkError as error:
+                self._state.reasons[origin.url] = str(error)
+                fault = error
+        if fault is not None and not sources:
+            raise fault
+        return sources
+
+    def _size_of(self, chunks: I64) -> int:
+        size, num_bytes = self._entry.chunk_bytes, self._entry.info.bytes
+        return int((np.minimum((chunks + 1) * size, num_bytes) - chunks * size).sum())
+
+    def _fetch(self, chunks: I64) -> None:
+        entry, count = self._entry, self._run_chunks
+        starts = np.flatnonzero((np.diff(chunks) > 1) | (chunks[1:] % count == 0)) + 1
+        with self._lock:
+            if self._has_ended:
+                return
+            self._runs = [
+                ChunkRun(
+                    entry, self.info.name, self, int(run[0]), int(run[-1]) + 1, self._find_leaves,
+                    self._end_run, self._on_wrong, self._state, self._order,
+                ) for run in np.split(chunks, starts) if len(run)
+            ]  # fmt: skip
+            self._base = entry.info.bytes - self._size_of(chunks)
+            self._todo = self._runs[::-1]
+            is_over = self._start_runs()
+        if is_over:
+            self._conclude()
+
+    def _start_runs(self) -> bool:
+        """Start as many runs as there are connections, the first one alone until it has found the hashes.
+
+        Returns whether all have ended. With the lock held.
         """
-        if os.getpid() != self._pid:
-            raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
-        if not origins:
-            raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
-        if not range_bytes:  # An idle pool downloads one slice over all connections, a busy one a few slices.
-            num_ranges = max(1, self.connections // (1 + len(self._active)))
-            num_pieces = -(-info.bytes // (num_ranges * self.piece_bytes))
-            range_bytes = min(PIECE_BYTES, num_pieces * self.piece_bytes)
-        check = check or Sha256Check(info.chunk_bytes)
-        file = PartFile(part, info.bytes, self.piece_bytes, range_bytes=range_bytes, check=check)
-        transfer = PoolTransfer(info, file, list(origins), on_source_fault, self._end)
-        try:
-            file.open()
-        except OSError as error:
-            self._end(transfer, error)
-            return transfer
-        transfer.pending = [item for item in file.ranges if item.offset < item.stop]
-        with self._changed:
-            if self._closed:
-                file.close()
-                raise UsageError("transfers: closed; no more can be started.")
-            self._active.append(transfer)
-            fault = self._start_threads()
-            self._changed.notify_all()
-        if fault is not None and not self._threads:
-            self._end(transfer, NetworkError(f"{info.name}: cannot start a thread to fetch it: {fault}"), fault)
-        return transfer
+        has_found = self._entry.has_leaves or self._only is not None or not self.info.sha256
+        limit = self._fetcher.connections if has_found else 1
+        while self._todo and len(self._running) < limit:
+            run = self._todo.pop()
+            run.order = self._order
+            self._running.add(run)
+            try:
+                self._fetcher.start(run)
+            except ForebayError as error:  # The fetcher may have been closed since the first run.
+                was_closed = isinstance(error, UsageError) and self._order >= 0
+                self._end(TransferCancelledError(self.info.name) if was_closed else error)
+                return False
+            self._order = run.order
+        return not self._running
 
-    def close(self) -> None:
-        """Cancel all transfers and end the threads; one that waits for a dead peer ends later. May be repeated."""
-        if os.getpid() != self._pid:
-            return  # The threads, and what they had locked, stayed in the parent.
-        with self._changed:
-            self._closed = True
-            active = list(self._active)
-            self._changed.notify_all()
-        for transfer in active:
-            transfer.cancel()
-        deadline = time.monotonic() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+    def _find_leaves(self, source: Origin) -> bytes | None:
+        """The hashes of the chunks, of the first source that has them; None if none has."""
+        if self.info.sha256 and self._only is None and not self._entry.has_leaves:
+            leaves = self._ask_for_leaves(source)
+            with self._lock:
+                if leaves is not None:
+                    self._entry.set_leaves(leaves)
+                else:
+                    self._only, self._state.sources = source, [source]
+                self._start_runs()
+        return self._entry.leaves() if self._entry.has_leaves else None
 
-    def stats(self) -> dict[str, int]:
-        """Return `bytes`, `attempts`, `retries`, `finished` and `failed`."""
-        with self._changed:
-            return dict(self._counts)
-
-    def _start_threads(self) -> RuntimeError | None:
-        """Start the threads that are missing; return the fault if the process cannot have more."""
-        needed = self._num_running + sum(max(1, len(transfer.pending)) for transfer in self._active)
-        try:
-            while len(self._threads) < min(self.connections, needed):
-                self._threads.append(SupervisedThread(self._run_connection, f"fetch-{len(self._threads)}").start())
-        except RuntimeError as error:
-            log.warning("transfers: %d of %d connections: %s", len(self._threads), self.connections, error)
-            return error
+    def _ask_for_leaves(self, first: Origin) -> bytes | None:
+        count = self._entry.layout.num_chunks
+        others = [source for source in self.sources() if source.url not in {first.url, *self._state.refused}]
+        readers: list[Callable[[], bytes]] = [
+            functools.partial(source.leaves, self.info.name, self.info) for source in (first, *others)
+        ]
+        for read in [*readers, self._read_leaves or bytes]:
+            try:
+                leaves: bytes = read()
+            except ForebayError as error:
+                log.info("hashes of %s: %s", self.info.name, error)
+                continue
+            if len(leaves) == count * HASH_BYTES and root_of(leaves) == self.info.sha256:
+                return leaves
         return None
 
-    def _run_connection(self) -> None:
-        while True:
-            with self._changed:
-                job = None
-                while not self._closed and job is None:
-                    now = time.monotonic()
-                    job, later = self._next_job(now)
-                    if job is None:
-                        self._changed.wait(None if later == float("inf") else max(0.001, later - now))
-                if self._closed or job is None:
-                    return
-                self._num_running += 1
-            transfer, byte_range, source = job
-            try:
-                if byte_range is None or source is None:
-                    self._look_up(transfer)
-                else:
-                    self._request(transfer, byte_range, source)
-            except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
-                self._end(transfer, error)
-            with self._changed:
-                self._num_running -= 1
-                if any(transfer.pending for transfer in self._active):
-                    self._changed.notify_all()
-
-    def _next_job(self, now: float) -> tuple[_Job | None, float]:
-        """Return the next job, or when to look for one again. With the lock held."""
-        soonest = float("inf")
-        for transfer in self._active:
-            if not transfer.is_looking_up and (transfer.pending or not transfer.sources):
-                if transfer.next_lookup_at <= now:
-                    transfer.is_looking_up = True
-                    return (transfer, None, None), soonest
-                soonest = min(soonest, transfer.next_lookup_at)
-            only, remaining = transfer.only_source, transfer.remaining_sources()
-            allowed = [source for source in remaining if only in (None, source.origin.url)]
-            for index, byte_range in enumerate(transfer.pending if allowed else ()):
-                if byte_range.not_before > now:
-                    soonest = min(soonest, byte_range.not_before)
-                    continue
-                source, later = choose_source(allowed, now)
-                if source is None:
-                    soonest = min(soonest, later)
-                    break
-                del transfer.pending[index]
-                source.active += 1
-                return (transfer, byte_range, source), soonest
-        return None, soonest
-
-    def _look_up(self, transfer: PoolTransfer) -> None:
-        """Check what an earlier run left, and ask the origins for their sources."""
-        self._advance_check(transfer)
-        if transfer.has_ended:
-            return
-        origin_of: dict[str, Origin] = {}
-        fault: NetworkError | None = None
-        for origin in transfer.origins:
-            try:
-                origin_of |= {source.url: source for source in origin.sources()}
-            except NetworkError as error:
-                transfer.reasons[origin.url] = str(error)
-                fault = error
-        with self._changed:
-            now = time.monotonic()
-            transfer.is_looking_up = False
-            for url, origin in origin_of.items():
-                stats = self._sources.setdefault(url, SourceStats(origin, float(self.connections)))
-                transfer.sources[url] = stats
-                transfer.origin_of[url] = stats.origin = origin
-            if origin_of:
-                transfer.next_lookup_at = now + LOOKUP_INTERVAL_S
-                transfer.lookup_tries = 0
-                self._changed.notify_all()
+    def _end_run(self, run: ChunkRun, error: Exception | None) -> None:
+        with self._lock:
+            if self._has_ended or run not in self._running:
                 return
-            transfer.lookup_tries += 1
-            transfer.attempts += 1
-            transfer.next_lookup_at = now + self._backoff(transfer.lookup_tries)
-        if self._is_timed_out(transfer, transfer.lookup_tries, now):
-            self._end(transfer, transfer.timeout_error(now), fault)
+            self._running.remove(run)
+            only = self._only
+            is_over = error is None and self._start_runs()
+        if only is not None and isinstance(error, NetworkError) and not isinstance(error, TransferCancelledError):
+            self._state.refused.setdefault(only.url, str(error))
+            self._change_source()
+        elif error is not None:
+            self._end(error)
+        elif is_over:
+            self._conclude()
 
-    def _request(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats) -> None:
-        """Send one request, for the rest of a range, and decide what its failure means."""
-        url, began_at, first = source.origin.url, time.monotonic(), byte_range.offset
-        fault: Exception | None = None
+    def _conclude(self) -> None:
+        """All chunks are here: verify those that were not."""
+        entry, chunks = self._entry, np.arange(self._entry.layout.num_chunks)
         try:
-            transfer.receive(byte_range, source, self._advance_check)
-        except Exception as error:  # noqa: BLE001 - handled below
-            fault = error
-        if isinstance(fault, ProtocolError):
-            transfer.report_source(url, str(fault))
-        now, num_bytes = time.monotonic(), byte_range.offset - first
-        with self._changed:
-            source.active -= 1
-            self._counts["attempts"] += 1
-            self._counts["bytes"] += num_bytes
-            if num_bytes:
-                source.record_speed(num_bytes, now - began_at)
-            if fault is None:
-                source.record_success(self.connections)
-        if fault is None:
-            return self._advance_check(transfer)
-        with self._changed:
-            self._counts["retries"] += 1
-            transfer.attempts += 1
-            transfer.reasons[url] = str(fault)
-            not_before = now
-            if isinstance(fault, (ProtocolError, PermanentError)):
-                transfer.refused[url] = str(fault)
-            elif isinstance(fault, TransientError) and fault.throttled:
-                byte_range.tries += 1
-                source.record_overload(now, began_at, fault.wait_s, self._backoff)
-            elif isinstance(fault, NetworkError):
-                source.record_failure(now, self._backoff)
-                byte_range.tries += not num_bytes
-                not_before = now if num_bytes else now + self._backoff(byte_range.tries)
-            if isinstance(fault, NetworkError):
-                transfer.return_range(byte_range, not_before)
-            remaining = transfer.remaining_sources()
-            others = [other.origin.url for other in remaining if other is not source]
-            is_given_up = source not in remaining or byte_range.tries >= _MAX_TRIES_ALONE
-        if not isinstance(fault, NetworkError):
-            self._end(transfer, fault)
-        elif not remaining:
-            self._end(transfer, transfer.no_source_error(), fault)
-        elif self._is_timed_out(transfer, byte_range.tries, now):
-            self._end(transfer, transfer.timeout_error(now), fault)
-        elif others and transfer.only_source == url and is_given_up:
-            self._restart(transfer, others[0])
+            if not self.info.sha256:
+                wrong = self._check(entry.path) if self._check is not None else []
+                if wrong:
+                    num_bytes = sum(stop - start for start, stop in wrong)
+                    log.warning("%s: %d bytes did not verify, fetching them again", self.info.name, num_bytes)
+                    size = entry.chunk_bytes
+                    again = np.unique(np.concatenate([np.arange(a // size, -(-b // size)) for a, b in wrong]))
+                    entry.marks[again] = ABSENT
+                    return self._fetch(again)
+            elif not entry.verify(chunks):
+                reason = f"sent {entry.info.bytes} bytes that do not have the hash {self.info.sha256}"
+                if self._only is not None:
+                    self._state.refused[self._only.url] = reason
+                    self._state.has_liar = True
+                    self._fetcher.record_lie(self._only)
+                    self._on_wrong(self._only, f"{self._only.url}: {reason}")
+                return self._change_source()
+            self._end(None)
+        except Exception as error:  # noqa: BLE001 - who waits for the transfer gets it
+            self._end(error)
 
-    def _backoff(self, times: int) -> float:
-        return backoff_s(times, _FIRST_BACKOFF_S, self._max_backoff_s)
+    def _change_source(self) -> None:
+        """Fetch all again, from another source."""
+        with self._lock:
+            if self._has_ended:
+                return
+            self._fetcher.cancel(self._running)
+            self._running.clear()
+            self._only, self._state.looked_up_at = None, float("-inf")
+            self._entry.marks[self._chunks] = self._mark
+        self._fetch(self._chunks)
 
-    def _is_timed_out(self, transfer: PoolTransfer, tries: int, now: float) -> bool:
-        return tries >= self._tries and now - transfer.last_byte_at >= self._timeout_s
+    def _end(self, error: Exception | None) -> None:
+        with self._lock:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            self._fetcher.cancel(self._running)
+            self._base, self._runs, self._todo = self.received, [], []
+            if self.info.sha256 and error is not None:
+                marks = self._entry.marks
+                marks[self._chunks[marks[self._chunks] == UNVERIFIED]] = self._mark
+        if isinstance(error, OSError) and not isinstance(error, ForebayError):
+            error = disk_error(self.part, self.info.bytes, error)
+        self.finish(error)
 
-    def _advance_check(self, transfer: PoolTransfer) -> None:
+
+class FileTransfer(ChunkTransfer):
+    """A slice, or another object (`info.sha256` empty), into a file of its own; a map is beside it until its end.
+
+    An existing file is resumed. Raises UsageError if it cannot be written. Arguments as of ChunkTransfer.
+    """
+
+    def __init__(
+        self, fetcher: RunFetcher, info: SliceInfo, part: Path, origins: Sequence[Origin], **settings: Any
+    ) -> None:
         try:
-            if transfer.file.advance_check():
-                self._verify(transfer)
-        except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
-            self._end(transfer, error)
+            entry = _open(part, info)
+        except OSError as error:
+            raise disk_error(part, info.bytes, error) from error
+        super().__init__(fetcher, entry, info, origins, **settings)
 
-    def _verify(self, transfer: PoolTransfer) -> None:
-        """Verify the complete file; end the transfer, or download the wrong parts again."""
-        info, check = transfer.info, transfer.file.check
-        if not isinstance(check, Sha256Check):
-            if wrong := check.wrong():
-                num_bytes = sum(stop - start for start, stop in wrong)
-                log.warning("%s: %d bytes did not verify, fetching them again", info.name, num_bytes)
-                return self._discard(transfer, wrong)
-        elif check.hexdigest() != info.sha256:
-            return self._handle_wrong_hash(transfer)
-        else:
-            for url, reason in transfer.find_culprits().items():
-                self._accuse(transfer, url, reason)
-        transfer.file.finish()
-        self._end(transfer, None)
+    def finish(self, error: Exception | None) -> None:
+        """See Transfer."""
+        if error is None:
+            self._entry.map_path.unlink(missing_ok=True)
+        super().finish(error)
 
-    def _handle_wrong_hash(self, transfer: PoolTransfer) -> None:
-        if (liar := transfer.find_liar()) is not None:
-            reason = f"sent {transfer.info.bytes} bytes that do not have the hash {transfer.info.sha256}"
-            with self._changed:
-                transfer.refused[liar] = reason
-            self._accuse(transfer, liar, reason)
-        with self._changed:
-            remaining = transfer.remaining_sources()
-            best = choose_source(remaining, time.monotonic())[0] or (remaining[0] if remaining else None)
-        if best is None and transfer.refused:
-            return self._end(transfer, transfer.no_source_error())
-        self._restart(transfer, best.origin.url if best is not None else None)
 
-    def _accuse(self, transfer: PoolTransfer, url: str, reason: str) -> None:
-        with self._changed:
-            if url in transfer.liars:
-                return
-            transfer.liars.add(url)
-            self._sources[url].lies += 1
-        transfer.report_source(url, reason)
+def map_path_of(part: Path) -> Path:
+    """The map of the chunks that a partial file has."""
+    return part.with_name(f"{part.name}.map")
 
-    def _restart(self, transfer: PoolTransfer, only_source: str | None) -> None:
-        log.warning("%s did not verify, fetching it again from %s", transfer.info.name, only_source or "all sources")
-        with self._changed:
-            transfer.only_source = only_source
-        self._discard(transfer, [(0, transfer.info.bytes)])
 
-    def _discard(self, transfer: PoolTransfer, ranges: list[tuple[int, int]]) -> None:
-        transfer.file.forget(ranges)
-        with self._changed:
-            transfer.pending = [item for item in transfer.file.ranges if item.offset < item.stop]
-            self._changed.notify_all()
-
-    def _end(self, transfer: PoolTransfer, error: Exception | None, cause: Exception | None = None) -> None:
-        """End a transfer, once; the errors of the disk become UsageError."""
-        with self._changed:
-            if transfer.has_ended:
-                return
-            transfer.has_ended = True
-            if transfer in self._active:
-                self._active.remove(transfer)
-            self._counts["finished" if error is None else "failed"] += 1
-            self._changed.notify_all()
-        transfer.file.close()
-        if isinstance(error, OSError):
-            error, cause = disk_error(transfer.part, transfer.info.bytes, error), error
-        if error is not None and cause is not None:
-            error.__cause__ = cause
-        transfer.finish(error)
+def _open(part: Path, info: SliceInfo) -> ChunkFile:
+    """Open a partial file, or create it; without a map, one of the right size was complete before a kill."""
+    map_path = map_path_of(part)
+    has_size = part.is_file() and part.stat().st_size == info.bytes
+    mapped = read_info(map_path) if map_path.is_file() else None
+    if not (has_size and mapped is not None and (mapped.bytes, mapped.chunk_bytes) == (info.bytes, info.chunk_bytes)):
+        create(part, map_path, info, UNVERIFIED if has_size and mapped is None else ABSENT)
+    entry = ChunkFile(part, map_path, info)
+    if info.sha256:
+        entry.verify(np.arange(entry.layout.num_chunks))
+    return entry

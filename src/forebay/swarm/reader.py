@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.closing import Closing
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
@@ -24,11 +25,11 @@ from forebay.network.limits import Throttle
 from forebay.network.peer import Provider, node_of
 from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, read_small
+from forebay.storage.fetch import RunFetcher, TransferCancelledError
 from forebay.storage.origins import RemoteDataset
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import PeerSource
-from forebay.storage.transfer_state import PoolTransfer, Transfer, TransferCancelledError
-from forebay.storage.transfers import Transfers
+from forebay.storage.transfers import ChunkTransfer, FileTransfer, Group, Transfer
 from forebay.swarm.reader_state import Body, Flags, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
 from forebay.threads import SupervisedThread
@@ -41,9 +42,10 @@ _MAX_SHARE_AGE_S, _MAX_TRACKER_AGE_S = 15.0, 3.0  # of the claims of data nodes
 class SwarmTransfer(Transfer):
     """A slice from a swarm: waits for a provider, then comes by `current`; by another one if that fails."""
 
-    def __init__(self, info: SliceInfo, part: Path, reader: SwarmReader) -> None:
-        super().__init__(info, part)
-        self.current: PoolTransfer | None = None
+    def __init__(self, info: SliceInfo, target: Path | Group, reader: SwarmReader) -> None:
+        super().__init__(info, target if isinstance(target, Path) else target[0].path)
+        self.target = target
+        self.current: ChunkTransfer | None = None
         self.is_cancelled = False
         self._reader = reader
 
@@ -87,19 +89,19 @@ class SwarmReader:
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
         self._trackers = TrackerClient(client, dataset_id, trackers, own, clock)
-        self._transfers = Transfers(connections, tries=2, timeout_s=5.0)
+        self._fetcher = RunFetcher(connections, tries=2, timeout_s=5.0)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
-    def fetch(self, index: int, part: Path) -> SwarmTransfer:
-        """Request a slice; the download resumes from the partial file. Returns at once."""
-        transfer = SwarmTransfer(self._table.row(index), part, self)
+    def fetch(self, index: int, target: Path | Group) -> SwarmTransfer:
+        """Request a slice into a file, which is resumed, or claimed chunks of one into a cache. Returns at once."""
+        transfer = SwarmTransfer(self._table.row(index), target, self)
         with self._changed:
             if not self._closed:
                 self._waiting[index] = transfer
                 self._state.want(index, self._clock())
                 self._changed.notify_all()
                 return transfer
-        transfer.finish(TransferCancelledError(transfer.info))
+        transfer.finish(TransferCancelledError(transfer.info.name))
         return transfer
 
     def cancel(self, transfer: SwarmTransfer) -> None:
@@ -114,12 +116,12 @@ class SwarmReader:
         if current is not None:
             current.cancel()
         elif is_waiting:
-            transfer.finish(TransferCancelledError(transfer.info))
+            transfer.finish(TransferCancelledError(transfer.info.name))
 
     def stats(self) -> dict[str, Any]:
         """Return slices by origin, failures, and the figures of the transfers."""
         with self._changed:
-            return {**self._state.counts, "transfers": self._transfers.stats()}
+            return {**self._state.counts, "transfers": self._fetcher.stats()}
 
     def close(self) -> None:
         """Leave the swarm and cancel all transfers. May be called twice."""
@@ -131,9 +133,9 @@ class SwarmReader:
             waiting = [self._waiting.pop(index) for index in self._state.missing]
             self._state.missing.clear()
             self._changed.notify_all()
-        self._transfers.close()
+        self._fetcher.close()
         for transfer in waiting:
-            transfer.finish(TransferCancelledError(transfer.info))
+            transfer.finish(TransferCancelledError(transfer.info.name))
         self._thread.join(2.0)
 
     def _run(self) -> None:
@@ -179,11 +181,18 @@ class SwarmReader:
 
     def _start(self, transfer: SwarmTransfer, provider: Provider) -> None:
         faults = list[str]()  # wrong bytes, or breaches of the protocol
+        info, target = transfer.info, transfer.target
         try:
-            source = self._source(provider, transfer.info)
-            transfer.current = self._transfers.start(
-                transfer.info, transfer.part, [source], lambda origin, reason: faults.append(reason)
-            )
+            source = self._source(provider, info)
+            settings: dict[str, Any] = {
+                "read_leaves": lambda: self._read_leaves(source, info.index),
+                "on_wrong": lambda origin, reason: faults.append(reason),
+            }
+            if isinstance(target, Path):
+                current: ChunkTransfer = FileTransfer(self._fetcher, info, target, [source], **settings)
+            else:
+                current = ChunkTransfer(self._fetcher, target[0], info, [source], chunks=target[1], **settings)
+            transfer.current = current.start()
         except Exception as error:
             if isinstance(error, ProtocolError):  # a URL that no data node claims
                 self._trackers.drop_current()
@@ -191,9 +200,16 @@ class SwarmReader:
                 log.exception("slice %s from %s: cannot start", transfer.info.name, provider.address)
                 error = NetworkError(f"slice {transfer.info.name}: {error}")
             return self._handle_end(transfer, provider, error, bool(faults))
-        transfer.current.on_done(lambda done: self._handle_end(transfer, provider, done.error, bool(faults)))
+        current.on_done(lambda done: self._handle_end(transfer, provider, done.error, bool(faults)))
         if transfer.is_cancelled:
-            transfer.current.cancel()
+            current.cancel()
+
+    def _read_leaves(self, source: Origin, index: int) -> bytes:
+        """The hashes of a slice's chunks, from the file that a web server or bucket has of all."""
+        start, stop = (
+            first_chunks(self._table.bytes, self._table.chunk_bytes)[index : index + 2] * HASH_BYTES
+        ).tolist()
+        return b"".join(map(bytes, source.read(CHUNKS_FILE, start, stop)))
 
     def _source(self, provider: Provider, info: SliceInfo) -> Origin:
         if not provider.is_url:
@@ -207,7 +223,7 @@ class SwarmReader:
         transfer.current = None
         if is_cancelled or SwarmReaderState.is_final(error):
             # Before the tracker hears of it, so that the slice can be served by then.
-            transfer.finish(TransferCancelledError(transfer.info) if error is not None and is_cancelled else error)
+            transfer.finish(TransferCancelledError(transfer.info.name) if error is not None and is_cancelled else error)
         else:
             log.info("slice %s from %s: %s", transfer.info.name, provider.address, error)
         with self._changed:

@@ -15,14 +15,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
+from forebay.dataset.chunks import HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.app import (
     BINARY,
@@ -250,6 +253,8 @@ class SliceShare(SliceServer):
         self.bytes_sent += num_bytes
 
 
+_hash_once = lru_cache(maxsize=256)(hash_slice)  # some 8 MB
+
 # FastAPI uses `warnings.catch_warnings` while it adds a route, which is not thread-safe.
 _app_lock = threading.Lock()
 
@@ -274,6 +279,22 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         response = file_response(request, file.path, file.num_bytes)
         server.check(peer_of(request), file.dataset, file.dataset_id, response.stop - response.start)
         return response
+
+    @app.get(
+        "/v1/slices/{sha256}/chunks", response_class=Response, responses={200: ranged[200]},
+        summary="The SHA-256 of each chunk of a slice, 32 bytes each.",
+    )  # fmt: skip
+    async def read_chunks(request: Request, sha256: str, chunk_bytes: int) -> Response:
+        file = server.find_slice(sha256)
+        if file is None or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
+        server.check(
+            peer_of(request), file.dataset, file.dataset_id, num_chunks(file.num_bytes, chunk_bytes) * HASH_BYTES
+        )
+        root, leaves = await run_in_threadpool(_hash_once, file.path, chunk_bytes)
+        if root != sha256:
+            raise ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
+        return Response(leaves, media_type=BINARY)
 
     @app.get(
         "/v1/datasets/{dataset_id}/{name}", response_class=Response, responses=ranged,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import ChunkCache, NotReserved
+from forebay.cache.cache import ChunkCache
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, IntegrityError, NetworkError
 from forebay.network.client import Client, WrongPeerError
@@ -24,8 +24,9 @@ from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
 from forebay.scheduler.messages import Lease, prove
 from forebay.storage.base import Origin, TransientError
+from forebay.storage.fetch import RunFetcher
 from forebay.storage.peer_source import FromUrls, PeerSource, open_untrusted_origin
-from forebay.storage.transfers import Transfers
+from forebay.storage.transfers import ChunkTransfer, Group
 from forebay.swarm.members import format_ranges
 from forebay.threads import SupervisedThread
 from forebay.worker.lease_buffer import LeaseBuffer
@@ -113,7 +114,7 @@ class SliceFetcher:
         self._patience_s = patience_s
         self._from_urls = from_urls
         self._origins: dict[str, Origin] = {}  # by URL
-        self._transfers = Transfers(_CONNECTIONS, tries=2, timeout_s=1.0, max_backoff_s=1.0)
+        self._fetcher = RunFetcher(_CONNECTIONS, tries=2, timeout_s=1.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
         self._reported: dict[tuple[str, str], bool] = {}  # (peer id or URL, slice) to whether it is not asked again
         self._num_misses = 0
@@ -129,9 +130,9 @@ class SliceFetcher:
             thread.start()
 
     def close(self) -> None:
-        """Cancel fetches and join the threads; partial files stay and are resumed. The buffer must be closed."""
+        """Cancel fetches and join the threads; what was received stays. The buffer must be closed."""
         self._closing.set()
-        self._transfers.close()
+        self._fetcher.close()
         for thread in self._threads:
             thread.join()
 
@@ -184,23 +185,28 @@ class SliceFetcher:
         self._closing.wait(backoff_s(self._num_misses, 0.1, 2.0))
 
     def _fetch(self, lease: ActiveLease) -> Path | None:
-        """Reserve disk space, or wait for another process that fetches the slice; its file, pinned, or None."""
-        info = _info_of(lease.grant)
+        """Fetch the absent chunks, or wait for another process that does; the slice's file, pinned, or None."""
+        info, cache = _info_of(lease.grant), self._cache
         while not (lease.ended or self._closing.is_set()):
-            reserved = self._cache.try_reserve(info)
-            if not isinstance(reserved, NotReserved):
-                try:
-                    self._fetch_from_providers(lease)
-                except BaseException:
-                    reserved.release()
-                    raise
-                return reserved.commit()
-            if (path := self._cache.get(info.sha256, pin=True)) is not None:
+            if (path := cache.get(info.sha256, pin=True)) is not None:
                 return path
-            self._closing.wait(_RETRY_RESERVE_S)
+            claimed, _ = cache.claim_slice(info)
+            if claimed is None:
+                self._closing.wait(_RETRY_RESERVE_S)
+                continue
+            try:
+                self._fetch_from_providers(lease, claimed)
+            except BaseException:
+                cache.complete(*claimed)
+                cache.unpin_slice(info.sha256)
+                raise
+            cache.complete(*claimed)
+            if claimed[0].is_complete():
+                return claimed[0].path
+            cache.unpin_slice(info.sha256)
         return None
 
-    def _fetch_from_providers(self, lease: ActiveLease) -> None:
+    def _fetch_from_providers(self, lease: ActiveLease, claimed: Group) -> None:
         grant = lease.grant
         faults: list[NetworkError] = []
         for is_origin in (False, True):
@@ -211,7 +217,7 @@ class SliceFetcher:
             if not providers:
                 continue
             try:
-                self._transfer(lease, providers)
+                self._transfer(lease, claimed, providers)
             except NetworkError as error:
                 # The slice itself is at fault only if all that sent it sent wrong bytes.
                 is_transient = bool(faults) and not isinstance(faults[-1], IntegrityError)
@@ -224,13 +230,14 @@ class SliceFetcher:
             return
         raise faults[-1] if faults else NetworkError(f"slice {grant.name}: no usable provider is known now")
 
-    def _transfer(self, lease: ActiveLease, providers: Sequence[Provider]) -> None:
+    def _transfer(self, lease: ActiveLease, claimed: Group, providers: Sequence[Provider]) -> None:
         """One transfer from all of these providers at once, for as long as it is fast enough."""
         grant = lease.grant
-        sources, part = self._sources(grant, providers), self._cache.part_path(grant.sha256)
-        transfer = self._transfers.start(
-            _info_of(grant), part, sources, lambda source, reason: self._reject(grant, source, reason)
-        )
+        sources = self._sources(grant, providers)
+        transfer = ChunkTransfer(
+            self._fetcher, claimed[0], _info_of(grant), sources, chunks=claimed[1],
+            on_wrong=lambda source, reason: self._reject(grant, source, reason),
+        ).start()  # fmt: skip
         received, since = 0, time.monotonic()
         while not transfer.wait(0.25):
             now = time.monotonic()

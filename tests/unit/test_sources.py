@@ -1,0 +1,50 @@
+"""The choice of a source: without connections."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+from forebay.network.retry import backoff_s
+from forebay.storage.fetch import SourceStats, choose_source
+
+
+def test_backoff_doubles_and_jitters() -> None:
+    chance = random.Random(1)
+    for times in range(1, 40):
+        waits = [backoff_s(times, 0.2, 15, chance=chance) for _ in range(20)]
+        middle = min(15, 0.2 * 2 ** (times - 1))
+        assert all(0.5 * middle <= wait <= 1.5 * middle for wait in waits)
+        assert len(set(waits)) == 20
+
+
+def test_choice() -> None:
+    def source(**known: float) -> SourceStats:
+        created = SourceStats("x", 4.0)
+        for key, value in known.items():
+            setattr(created, key, value)
+        return created
+
+    fast, slow = source(speed=9.0), source(speed=1.0)
+    assert choose_source([slow, fast], 0)[0] is fast
+    assert choose_source([slow, source(speed=9.0, avoid_until=5)], 0)[0] is slow
+    assert choose_source([slow, source(speed=9.0, lies=1)], 0)[0] is slow
+    assert choose_source([slow, source(speed=9.0, active=4)], 0)[0] is slow
+    assert choose_source([new := source(), fast], 0)[0] is new, "one connection tries it"
+    assert choose_source([source(active=1), fast], 0)[0] is fast
+    assert choose_source([source(failing=1), new], 0)[0] is new
+    assert choose_source([source(wait_until=7.0), source(wait_until=3.0)], 0) == (None, 3.0)
+    assert choose_source([source(active=4)], 0) == (None, float("inf"))
+
+
+def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
+    created, backoff = SourceStats("x", 16.0), partial(backoff_s, first_s=1, max_s=10)
+    created.record_overload(10, 9, 5, backoff)
+    assert (created.limit, created.wait_until) == (8, 15)
+    created.record_overload(10.5, 9, 0, backoff)
+    assert created.limit == 8, "what was asked before counts once"
+    created.record_overload(20, 19, 0, backoff)
+    assert created.limit == 4
+    for _ in range(200):
+        created.record_success(16)
+    assert created.limit == 16
