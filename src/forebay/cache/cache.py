@@ -50,7 +50,7 @@ log = logging.getLogger("forebay.cache")
 _RAM = Path("/dev/shm")
 _STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; generation, reserved bytes by slot.
 _MAGIC = b"FBSTATE2"
-_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 32nd of the budget.
+_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 256th of the budget.
 _MAX_USED = 1 << 16
 
 
@@ -462,7 +462,7 @@ class ChunkCache:
 
     def _evict(self, needed: int) -> int:
         """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""
-        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 32))
+        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 256))
         live, freed = self._live(), 0
         freed += self._evict_unused(needed, live)
         while freed < target and self._used:

@@ -140,13 +140,13 @@ class BatchPlanner:
                 break
             self._next_step = plan.steps[0] - self._every[0] + self._num_steps
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)  # The chunks of the first steps come first.
+            self._need(plan, tuple(self._queue))
             self._queue.append(plan)
-            self._need(plan)
             if len(self._queue) == 1:
                 self._slices.fetch()
         self._slices.fetch()
 
-    def _need(self, plan: _Plan) -> None:
+    def _need(self, plan: _Plan, earlier: Sequence[_Plan]) -> None:
         """Say what a plan reads of its slices. Where documents decide, that is known when a slice is open."""
         reader = self._slices
         steps = np.repeat(np.arange(len(plan.steps)), np.diff(plan.bounds))
@@ -160,7 +160,8 @@ class BatchPlanner:
             waiting = reader.waiting_keys(distinct)
             if waiting is not None:
                 rows = np.isin(plan.keys, distinct[waiting])
-                keys, header = distinct[waiting], np.zeros(int(waiting.sum()), np.int64)
+                waiting &= ~np.isin(distinct, list(self._open.union(*(queued.distinct for queued in earlier))))
+                keys, header = distinct[waiting], np.zeros(int(waiting.sum()), np.int64)  # Of slices yet to be opened.
                 reader.need(
                     plan.needs, np.concatenate([plan.keys[rows], keys]), np.concatenate([starts[rows], header]),
                     np.concatenate([stops[rows], header + _HEADER_BYTES]),
@@ -251,7 +252,7 @@ class BatchPlanner:
             range(step, stop)[chosen], np.concatenate([[0], np.cumsum(lengths)]).tolist(), keys, samples,
             self._first_ids[keys] + samples, sources if self._mixed else None, epochs[chosen].tolist(),
             steps_in_epoch[chosen].tolist(), weights[chosen].tolist(),
-            PlanNeeds(step + k, len(keys) * self._sample_bytes),
+            PlanNeeds(step + k, stop, len(keys) * self._sample_bytes),
         )  # fmt: skip
 
     def _open_block(self, plan: _Plan, start: int) -> int:

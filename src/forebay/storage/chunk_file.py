@@ -102,6 +102,13 @@ class ChunkFile:
             size -= self.layout.num_chunks * self.chunk_bytes - round_up(self.info.bytes)
         return size
 
+    def bytes_of(self, chunks: I64) -> int:
+        """Bytes of the slice in these chunks."""
+        size = len(chunks) * self.chunk_bytes
+        if len(chunks) and int(chunks.max()) == self.layout.num_chunks - 1:
+            size -= self.layout.num_chunks * self.chunk_bytes - self.info.bytes
+        return size
+
     def leaves(self) -> bytes:
         """The leaves of the tree; only if `has_leaves`."""
         return bytes.fromhex(self.info.sha256) if self.layout.num_chunks == 1 else self._leaves().tobytes()
