@@ -14,6 +14,7 @@ import heapq
 import logging
 import os
 import re
+import resource
 import stat
 import struct
 import threading
@@ -52,6 +53,7 @@ _STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; 
 _MAGIC = b"FBSTATE2"
 _MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 256th of the budget.
 _MAX_USED = 1 << 16
+_OPEN_FILES = 1 << 16
 
 
 def cache_directory(directory: str | Path) -> Path:
@@ -86,6 +88,11 @@ class ChunkCache:
             raise UsageError(f"cache: expected a budget over 0 bytes, got {budget_bytes}.")
         self.directory = cache_directory(directory)
         self.budget_bytes = budget_bytes
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < _OPEN_FILES:  # A slice of which chunks are pinned takes two.
+            limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self._locks, self._maps = self.directory / "locks", self.directory / "chunks"
         self.after_fork()
         with self._lock:  # Errors are raised here, and not at the first chunk.

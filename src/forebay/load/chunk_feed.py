@@ -83,6 +83,7 @@ class ChunkFeed:
         self._no_room = ""
         self._stuck_since: tuple[PlanNeeds, float] | None = None
         self._pid = os.getpid()
+        self._finalizers: dict[str, weakref.finalize[[], ChunkFeed]] = {}
         self._cache: ChunkCache | None = None
         self._source: ChunkSource | None = None
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
@@ -320,7 +321,7 @@ class ChunkFeed:
         cache, self._cache = self._cache, None
         if cache is not None and self._pid == os.getpid():
             self._past["evicted_bytes"] = self._past.get("evicted_bytes", 0) + cache.evicted_bytes
-            cache.close()
+            self._finalizers.pop("cache")()
 
     def pause(self) -> None:
         """End the fetches, but continue to share. The next plan starts them again."""
@@ -333,7 +334,7 @@ class ChunkFeed:
     def _close_source(self) -> None:
         source, self._source = self._source, None
         if source is not None:
-            source.close()
+            self._finalizers.pop("source")()
             for name, count in source.stats().items():
                 self._past[name] = self._past.get(name, 0) + count
 
@@ -341,7 +342,7 @@ class ChunkFeed:
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():  # Threads and pins are the parent's.
-            self._pid, self._cache, self._source = os.getpid(), None, None
+            self._pid, self._cache, self._source, self._finalizers = os.getpid(), None, None, {}
             self._changed = threading.Condition(threading.RLock())
             self._plans.clear()
             self._lingering.clear()
@@ -351,7 +352,7 @@ class ChunkFeed:
         assert settings is not None
         if self._cache is None:
             self._cache = ChunkCache(settings.directory, settings.budget_bytes)
-            weakref.finalize(self, self._cache.close)
+            self._finalizers["cache"] = weakref.finalize(self, self._cache.close)
         return self._cache
 
     def _open_source(self) -> ChunkSource:
@@ -359,7 +360,7 @@ class ChunkFeed:
         if self._source is None:
             cache = self._open_cache(self._settings)
             self._source = ChunkSource(self._datasets, cache, self._settings.connections, self._settings.share)
-            weakref.finalize(self, self._source.close)
+            self._finalizers["source"] = weakref.finalize(self, self._source.close)
         return self._source
 
     def _is_complete(self, group: ChunkGroup) -> bool:
