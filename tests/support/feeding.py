@@ -125,7 +125,7 @@ def check_cache(directory: Path) -> int:
     """
     complete, problems = check_chunks(directory)
     assert not problems
-    for item in directory.glob("locks/*"):
+    for item in directory.glob("locks/[!p]*"):  # A process has `process-N` for as long as it has the cache open.
         with item.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if somebody holds it.
     return complete

@@ -56,6 +56,10 @@ _MAX_USED = 1 << 16
 _OPEN_FILES = 1 << 16
 
 
+class NoSpaceError(UsageError):
+    """What a cache needs now does not fit its budget, or its disk."""
+
+
 def cache_directory(directory: str | Path) -> Path:
     """Return the directory of a cache; for `ram` a private directory of this user in /dev/shm."""
     if directory != "ram":
@@ -144,7 +148,7 @@ class ChunkCache:
             if entry is None:
                 size = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
                 if reason := self._make_space(size):
-                    raise UsageError(f"cache: {reason} Raise the cache's budget.")
+                    raise NoSpaceError(f"cache: {reason} Raise the cache's budget.")
                 paths = self.path_of(info.sha256), self._maps / info.sha256
                 self._stored += size
                 create(*paths, info)
@@ -247,8 +251,7 @@ class ChunkCache:
             self._entries[sha256] = entry
             everything = np.arange(entry.layout.num_chunks)
             entry.pin(everything, self._slot_number, self._generation)
-        if not entry.verify(everything):
-            _warn_wrong(entry)
+        entry.verify(everything)
         is_complete = entry.is_complete() and not entry.is_deleted
         if not (pin and is_complete):
             self.unpin([(entry, everything)])
@@ -434,8 +437,10 @@ class ChunkCache:
         self._entries.pop(sha256, None)
         path, map_path = self.path_of(sha256), self._maps / sha256
         try:
-            info = read_info(map_path)
-            if info is not None and path.stat().st_size == info.bytes:
+            info, size = read_info(map_path), path.stat().st_size
+            if info is not None and size != info.bytes:
+                log.warning("%s: expected bytes of that id, got others. They are fetched again.", path)
+            if info is not None and size == info.bytes:
                 return ChunkFile(path, map_path, info)
         except FileNotFoundError:
             pass
@@ -546,10 +551,6 @@ class ChunkCache:
         self._entries.pop(entry.info.sha256, None)
         self._stored -= size
         return size
-
-
-def _warn_wrong(entry: ChunkFile) -> None:
-    log.warning("%s: expected bytes of that id, got others. They are fetched again.", entry.path)
 
 
 def _is_used(map_path: Path, live: dict[int, int]) -> bool:

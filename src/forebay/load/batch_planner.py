@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.cache.cache import NoSpaceError
 from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
@@ -100,6 +101,7 @@ class BatchPlanner:
         self._next_step = self._num_steps = 0  # Of the next plan.
         self._is_running = False  # A batch was made.
         self._queue: deque[_Plan] = deque()
+        self._current: _Plan | None = None  # Its batches are being made.
         self._open: set[int] = set()  # Keys.
         self._min_make_s = float("inf")
         self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
@@ -112,7 +114,7 @@ class BatchPlanner:
             self._plan_ahead()
             if not self._queue:
                 break
-            plan = self._queue.popleft()
+            plan = self._current = self._queue.popleft()
             start = 0
             while start < len(plan.steps):
                 stop = self._open_block(plan, start)
@@ -124,11 +126,13 @@ class BatchPlanner:
                     self._plan_ahead()
                 start = stop
             self._slices.release(plan.needs)
+            self._current = None
         self.close()
 
     def close(self) -> None:
         """Forget the plans, and close all slices."""
         self._queue.clear()
+        self._current = None
         self._slices.clear()
         self._close_except(())
 
@@ -138,9 +142,18 @@ class BatchPlanner:
             plan = self._plan(self._next_step, self._num_steps)
             if plan is None:
                 break
+            try:
+                self._need(plan, tuple(self._queue))
+            except NoSpaceError:
+                self._slices.release(plan.needs)
+                if self._queue or self._current is not None:
+                    break
+                if self._num_steps == self._every[1]:
+                    raise
+                self._num_steps = self._plan_steps = self._every[1]  # Plan fewer steps at once.
+                continue
             self._next_step = plan.steps[0] - self._every[0] + self._num_steps
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)  # The chunks of the first steps come first.
-            self._need(plan, tuple(self._queue))
             self._queue.append(plan)
             if len(self._queue) == 1:
                 self._slices.fetch()
@@ -263,13 +276,16 @@ class BatchPlanner:
         if start == 0:
             self._close_except(set().union(plan.distinct, *(queued.distinct for queued in self._queue)))
         while True:
-            self._resolve(plan)
-            stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
-            if stop > start:
-                break
-            began = time.perf_counter()
-            has_space = self._slices.wait(plan.needs, start)
-            self.network_s += time.perf_counter() - began
+            try:
+                self._resolve(plan)
+                stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
+                if stop > start:
+                    break
+                began = time.perf_counter()
+                has_space = self._slices.wait(plan.needs, start)
+                self.network_s += time.perf_counter() - began
+            except NoSpaceError:
+                has_space = False
             if has_space:
                 continue
             if self._queue:  # Plan less far ahead.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.cache import ChunkCache
+from forebay.cache.cache import ChunkCache, NoSpaceError
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, UsageError
@@ -54,8 +54,8 @@ class ChunkFeed:
     """Has the chunks that coming steps need fetched and verified. For one consumer.
 
     Plans are added in the order of their steps, waited for, and released. `cached`: for each dataset, whether its
-    slices go through the cache; then with the settings `cache`. Its threads start with the first plan and end with
-    `close`.
+    slices go through the cache; then with the settings `cache`. `verify`: hash what is cached or local again, also if
+    its file did not change. Its threads start with the first plan and end with `close`.
 
     Raises:
         UsageError: If the cache is smaller than a chunk.
@@ -63,8 +63,9 @@ class ChunkFeed:
 
     def __init__(
         self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
-        cache: CacheSettings | None,
+        cache: CacheSettings | None, verify: bool = False,
     ) -> None:  # fmt: skip
+        self._verify = verify
         self._datasets, self._cached, self._settings, self._run = datasets, cached, cache, run
         self.cached = any(cached)
         per_node = ranks_per_node(world_size)
@@ -144,14 +145,23 @@ class ChunkFeed:
             self._plans.append(plan)
 
     def need(self, plan: PlanNeeds, keys: I64, starts: I64, stops: I64, steps: I64) -> None:
-        """Add byte ranges [starts, stops) of slices `keys` to a plan's needs, from `steps` of the plan on; all [N]."""
+        """Add byte ranges [starts, stops) of slices `keys` to a plan's needs, from `steps` of the plan on; all [N].
+
+        Raises:
+            NoSpaceError: If the cache is full of what is pinned.
+        """
         groups = self.chunks.groups(keys, starts, stops, steps)
         with self._changed:
-            if self._settings is not None:
-                cache = self._open_cache(self._settings)
-                for group in groups:
-                    if self.is_cached(group.key):
-                        group.entry = cache.open_pinned(self._row(group.key), group.chunks)
+            for i, group in enumerate(groups):
+                if not self.is_cached(group.key):
+                    continue
+                try:
+                    self._open_entry(group)
+                except NoSpaceError:
+                    plan.groups += groups[:i]  # They are released with the plan.
+                    raise
+                if self._verify and group.entry is not None:
+                    group.entry.doubt(group.chunks[group.entry.refs[group.chunks] == 1])
             plan.add(groups)
 
     def fetch(self) -> None:
@@ -370,12 +380,17 @@ class ChunkFeed:
                 dataset.verify_chunks(index, int(run[0]), int(run[-1]) + 1)
             return True
         if group.entry.is_deleted:
-            self._reopen(group)
+            self._open_entry(group)  # Another process deleted the file, or replaced it.
         return bool((group.entry.marks[group.chunks] == PRESENT).all())
 
-    def _reopen(self, group: ChunkGroup) -> None:
-        """Another process deleted the file of a slice, or replaced it by a complete one."""
-        group.entry = self._open_cache(self._settings).open_pinned(self._row(group.key), group.chunks)
+    def _open_entry(self, group: ChunkGroup) -> None:
+        """Pin the chunks of a group in the file of its slice. Raises NoSpaceError."""
+        cache = self._open_cache(self._settings)
+        try:
+            group.entry = cache.open_pinned(self._row(group.key), group.chunks)
+        except NoSpaceError:
+            self._unpin(_ALL_STEPS)
+            group.entry = cache.open_pinned(self._row(group.key), group.chunks)
 
     def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
         missing = []
@@ -446,7 +461,7 @@ class ChunkFeed:
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
         """Claim and fetch neighbouring chunks; False if there is no space for them."""
         if group.entry is not None and group.entry.is_deleted:
-            self._reopen(group)
+            self._open_entry(group)  # Another process deleted the file, or replaced it.
         entry, cache = group.entry, self._open_cache(self._settings)
         assert entry is not None
         if (entry.marks[chunks] == UNVERIFIED).any():

@@ -25,17 +25,13 @@ _READAHEAD_BYTES = 4 << 20
 
 
 class SliceReader(ChunkFeed):
-    """Opens slices by key. Arguments and errors as of `ChunkFeed`.
-
-    `verify`: hash what is read of local slices again, also if their files did not change.
-    """
+    """Opens slices by key. Arguments and errors as of `ChunkFeed`."""
 
     def __init__(
         self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
         cache: CacheSettings | None, verify: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(datasets, cached, run, rank, world_size, cache)
-        self._verify = verify
+        super().__init__(datasets, cached, run, rank, world_size, cache, verify)
         self._verified: set[int] = set()  # Keys of local slices.
         self._readahead: ThreadPoolExecutor | None = None
         self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
