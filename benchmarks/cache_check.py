@@ -9,7 +9,7 @@ from forebay.storage.chunk_file import PRESENT, MapLayout, read_info
 
 
 def check_chunks(directory: Path) -> tuple[int, list[str]]:
-    """(slices that are complete, what is wrong) of a cache that nobody writes to."""
+    """(slices that are complete, what is wrong) of a cache to which no process writes."""
     complete, problems = 0, []
     for item in (directory / "chunks").glob("*"):
         info, data = read_info(item), item.read_bytes()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from forebay.cache.cache import cache_directory
+from forebay.cache.state import cache_directory
 from forebay.dataset.chunks import has_id
 from forebay.errors import StateError, UsageError
 from forebay.load.batch import NumpyTokens
@@ -179,4 +179,4 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
         for _ in loader:
             pass
         fetched = loader.stats()["fetched_bytes"] / sum(path.stat().st_size for path in slices_of(server))
-    assert 1 - (fetched - 1) / 4 >= held / SLICES
+    assert 1 - (fetched - 1) / 4 >= held / SLICES - 1e-9

@@ -224,7 +224,9 @@ def test_each_epoch_fetches_the_dataset_about_once(many: Path, tmp_path: Path, p
         print(f"cache of {part}: {ratio:.3f} times the dataset in two epochs")
         assert ratio <= 1.05 * 2 - 0.6 * part and stats["refetched_bytes"] <= 0.05 * full
         wide = OrderOptions(lanes=64, window_bytes=66_000)
-        with pytest.raises(UsageError, match=r"that lanes=64, window=\d+ samples open\)\. Use the default lanes") as refused:
+        with pytest.raises(
+            UsageError, match=r"that lanes=64, window=\d+ samples open\)\. Use the default lanes"
+        ) as refused:
             fetched(order=wide)
         advice = re.search(r"Use .*cache_bytes=(\d+)", str(refused.value))
         assert advice is not None
@@ -375,8 +377,8 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
         if disk is None:
             pytest.skip("needs to mount a small file system")
         arguments = {"dataset": server.url, "cache_dir": disk / "cache", **ONE_BY_ONE}
-        with pytest.raises(UsageError, match=r"disk is full, \d+ bytes short|No space left on device. Free space there"):
-            (disk / "ballast").write_bytes(bytes(3 * MIB - 150_000))
+        with pytest.raises(UsageError, match=r"disk is full|No space left on device\. Free space there"):
+            (disk / "ballast").write_bytes(bytes(3 * MIB - 30_000))
             ids_of(Loader(**arguments, cache_bytes=2 * MIB))
         (disk / "ballast").unlink()
         shutil.rmtree(disk / "cache")

@@ -194,7 +194,7 @@ def test_what_others_did_to_a_file_is_noticed(tmp_path: Path, damage: str, caplo
     is_right = damage in ("copied", "touched")
     assert (cache.get(names[0]) is not None) == is_right
     assert (cache.get(names[1]) is not None) == (damage != "swapped")
-    assert ("got others" in caplog.text) == (damage in ("flipped", "swapped"))
+    assert ("got others" in caplog.text) == (damage in ("flipped", "swapped", "cut"))
     entry = cache.open(info_of(content(2), CHUNK))
     if damage == "copied":
         assert entry.marks[1] == UNVERIFIED and entry.verify(np.arange(4))
@@ -224,7 +224,7 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytes
 
 
 def test_memory_for_those_who_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("forebay.cache.cache._RAM", tmp_path)
+    monkeypatch.setattr("forebay.cache.state._RAM", tmp_path)
     cache = ChunkCache("ram", 4 * SLICE)
     assert cache.directory.parent == tmp_path and cache.directory.stat().st_mode & 0o777 == 0o700
     cache.directory.chmod(0o755)

@@ -14,25 +14,20 @@ import heapq
 import logging
 import os
 import re
-import resource
-import stat
-import struct
-import threading
 import time
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.cache.state import SharedState
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
 from forebay.files import remove_stale
 from forebay.storage.chunk_file import (
     ABSENT,
     FETCHING,
-    NUM_SLOTS,
     PRESENT,
     UNVERIFIED,
     ChunkFile,
@@ -41,41 +36,22 @@ from forebay.storage.chunk_file import (
     read_generations,
     read_info,
 )
-from forebay.storage.locks import EXCLUSIVE, Lock, acquire, at_fork, is_locked, try_acquire
+from forebay.storage.locks import at_fork
 
 I64 = NDArray[np.int64]
 Group = tuple[ChunkFile, I64]  # Chunks of an entry.
 _Used = tuple[int, int, str, I64]  # Minus the next use, a number, slice, chunks.
 SHA256 = re.compile(r"[0-9a-f]{64}")
 log = logging.getLogger("forebay.cache")
-_RAM = Path("/dev/shm")
-_STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; generation, reserved bytes by slot.
-_MAGIC = b"FBSTATE2"
 _MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 256th of the budget.
 _MAX_USED = 1 << 16
-_OPEN_FILES = 1 << 16
 
 
 class NoSpaceError(UsageError):
     """What a cache needs now does not fit its budget, or its disk."""
 
 
-def cache_directory(directory: str | Path) -> Path:
-    """Return the directory of a cache; for `ram` a private directory of this user in /dev/shm."""
-    if directory != "ram":
-        return Path(directory)
-    path = _RAM / f"forebay-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise UsageError(f"cache: cannot make {path} in memory: {error}. Choose a directory on disk.") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise UsageError(f"cache: {path} is not a directory of this user's alone. Choose a directory on disk.")
-    return path
-
-
-class ChunkCache:
+class ChunkCache(SharedState):
     """Chunks of slices within a budget. Safe between threads and processes, and against kills. `close` it.
 
     Args:
@@ -90,43 +66,32 @@ class ChunkCache:
     def __init__(self, directory: str | Path, budget_bytes: int) -> None:
         if budget_bytes <= 0:
             raise UsageError(f"cache: expected a budget over 0 bytes, got {budget_bytes}.")
-        self.directory = cache_directory(directory)
+        super().__init__(directory)
         self.budget_bytes = budget_bytes
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < _OPEN_FILES:  # A slice of which chunks are pinned takes two.
-            limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        self._locks, self._maps = self.directory / "locks", self.directory / "chunks"
         self.after_fork()
         with self._lock:  # Errors are raised here, and not at the first chunk.
             remove_stale(self.directory)
         at_fork(self)
 
     def after_fork(self) -> None:
-        self._threads = threading.RLock()
+        super().after_fork()
         self._entries: dict[str, ChunkFile] = {}
         self._used: list[_Used] = []  # A heap of what was read, by the next use; chunks may be listed twice.
         self._next_uses: dict[str, I64] = {}  # The latest of each chunk, by slice.
         self._num_used, self._max_used = 0, _MAX_USED
-        self._slot: Lock | None = None
-        self._slot_number = self._generation = 0
-        self._state: NDArray[np.uint8] | None = None
-        self._state_inode = 0
-        self._depth = 0
+        self._claims: dict[str, set[int]] = {}  # Chunks that this process fetches, by slice.
         self._foreign: tuple[object, float, bool] = (None, 0.0, True)
         self.evicted_bytes = 0
 
     def close(self) -> None:
         """Release all pins and leave the cache; the next use enters it again. May be repeated."""
         with self._threads:
-            slot, self._slot = self._slot, None
-            if slot is not None:
-                slot.release()
-            self._entries.clear()
-            self._used.clear()
-            self._next_uses.clear()
-            self._state = None
+            self._leave()
+            self._forget()
+
+    def _forget(self) -> None:
+        for table in (self._entries, self._used, self._next_uses, self._claims):
+            table.clear()
 
     def path_of(self, sha256: str) -> Path:
         if not SHA256.fullmatch(sha256):
@@ -316,100 +281,6 @@ class ChunkCache:
             return self._stored + int(self._reserved.sum())
 
     # With the lock.
-
-    @property
-    def _lock(self) -> contextlib.AbstractContextManager[None]:
-        return self._hold_lock()
-
-    @contextlib.contextmanager
-    def _hold_lock(self) -> Iterator[None]:
-        """The lock of the directory, for threads and processes; may be taken again by its thread."""
-        with self._threads:
-            if self._depth:
-                yield
-                return
-            try:
-                try:
-                    lock = acquire(self._locks / "room")
-                except FileNotFoundError:
-                    if self._state is not None:
-                        log.warning("%s was deleted while it was in use. Created again.", self.directory)
-                    self._locks.mkdir(parents=True, exist_ok=True)
-                    self._maps.mkdir(exist_ok=True)
-                    lock = acquire(self._locks / "room")
-                self._depth = 1
-                try:
-                    self._enter()
-                    yield
-                finally:
-                    self._depth = 0
-                    lock.release()
-            except OSError as error:
-                raise UsageError(
-                    f"cache: cannot write in {self.directory}: {error.strerror or error}. Check its permissions and "
-                    "its disk, or choose another directory."
-                ) from error
-
-    def _enter(self) -> None:
-        """Map the state, and take a slot; again if the directory was deleted meanwhile."""
-        path = self.directory / "state"
-        try:
-            inode = path.stat().st_ino
-        except FileNotFoundError:
-            inode = 0
-        if self._state is None or inode != self._state_inode:
-            is_new = not inode or path.stat().st_size != _STATE.size
-            if is_new:
-                path.write_bytes(_STATE.pack(_MAGIC, 0, *[0] * (2 * NUM_SLOTS)))
-            with path.open("r+b") as file:
-                self._state_inode = os.fstat(file.fileno()).st_ino
-                self._state = np.memmap(file, np.uint8, "r+").view(np.ndarray)
-            numbers = self._state[8:]
-            self._totals = numbers[:8].view(np.int64)
-            self._generations = numbers[8 : 8 + 4 * NUM_SLOTS].view(np.uint32)
-            self._reserved = numbers[8 + 4 * NUM_SLOTS :].view(np.int64)
-            self._claims: dict[str, set[int]] = {}
-            self._entries.clear()
-            self._used.clear()
-            if self._slot is not None:
-                self._slot.release()
-                self._slot = None
-            self._recount(is_new)
-        if self._slot is None:
-            self._take_slot()
-
-    def _take_slot(self) -> None:
-        for number in range(NUM_SLOTS):
-            lock = try_acquire(self._locks / f"process-{number}")
-            if lock is None:
-                continue
-            self._slot, self._slot_number = lock, number
-            weakref.finalize(self, lock.release)
-            if self._reserved[number]:  # Of a process that was killed: its files may be larger than what was counted.
-                self._recount(True, number)
-            self._generations[number] += 1
-            self._generation = int(self._generations[number])
-            return
-        raise UsageError(
-            f"cache: {self.directory} is used by {NUM_SLOTS} processes, as many as can share one. Choose another."
-        )
-
-    @property
-    def _stored(self) -> int:
-        return int(self._totals[0])
-
-    @_stored.setter
-    def _stored(self, num_bytes: int) -> None:
-        self._totals[0] = max(0, num_bytes)
-
-    def _live(self) -> dict[int, int]:
-        """The generation of each slot whose process lives."""
-        live = {}
-        for number in np.flatnonzero(self._generations).tolist():
-            is_own = self._slot is not None and number == self._slot_number
-            if is_own or is_locked(self._locks / f"process-{number}", EXCLUSIVE):
-                live[number] = int(self._generations[number])
-        return live
 
     def _recount(self, always: bool = False, dead_slot: int | None = None) -> bool:
         """Count the files again if a process died with a reservation; whether it was necessary."""

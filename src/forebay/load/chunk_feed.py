@@ -8,7 +8,6 @@ first use. Cost of fetching: some 60 us a request of up to 2 MiB beside the tran
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import os
@@ -27,8 +26,10 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.load.arguments import ranks_per_node
+from forebay.load.chunk_pins import ChunkPins
 from forebay.load.chunk_source import CacheSettings, ChunkSource
-from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
+from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds, runs_of
+from forebay.load.refetches import Refetches
 from forebay.order.run import Run
 from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
 
@@ -43,10 +44,9 @@ _QUEUED = 4  # fetches that wait for a connection
 _RETRY_S = 5.0  # before a failed chunk is fetched again that no step waits for
 _POLL_S = 0.02  # for chunks that another process fetches
 _LOG_INTERVAL_S = 3.0
-_MIN_WARNED_BYTES = 64 << 20
 _ALL_STEPS = 1 << 62
 _STUCK_S = 10.0
-_COUNTS = ("fetched_bytes", "fetched_chunks", "refetched_bytes", "refetched_chunks", "failed", "late")
+_COUNTS = ("fetched_bytes", "fetched_chunks", "failed", "late")
 _log = logging.getLogger("forebay")
 
 
@@ -69,16 +69,13 @@ class ChunkFeed:
         self._datasets, self._cached, self._settings, self._run = datasets, cached, cache, run
         self.cached = any(cached)
         per_node = ranks_per_node(world_size)
-        self._ranks = rank // per_node * per_node, (rank // per_node + 1) * per_node  # Of this node.
-        self._world_size = world_size
-        self._counts_of_slices = np.concatenate([order.samples_per_slice for order in run.orders])
+        ranks = rank // per_node * per_node, (rank // per_node + 1) * per_node  # Of this node.
         counts = [len(dataset.table) for dataset in datasets]
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # [D + 1], of each slice 0.
         self.chunks = ChunkTable(datasets)
+        self._pins = ChunkPins(self.chunks, self.first_key, run, ranks, world_size)
         self._changed = threading.Condition(threading.RLock())  # guards all below
         self._plans: deque[PlanNeeds] = deque()
-        self._lingering: list[tuple[int, int, int, ChunkGroup]] = []  # A heap: until which step, number, plan, chunks.
-        self._num_lingered = 0
         self._running: dict[object, tuple[ChunkGroup, I64]] = {}  # fetches
         self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
         self._no_room = ""
@@ -90,9 +87,7 @@ class ChunkFeed:
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._past: dict[str, int] = {}  # Counts of sources and caches that were closed.
         self._waited_s, self._logged_at = 0.0, -math.inf
-        self._fetched = np.zeros(0, np.uint8)  # A bit a chunk: fetched in `_fetched_epoch`.
-        self._fetched_epoch: int | None = None
-        self._warned = False
+        self._refetches = Refetches(self.chunks, self.first_key, run)
         if cache is not None:
             self._check_budget(cache)
 
@@ -219,9 +214,9 @@ class ChunkFeed:
                     if not self._missing(plan, step):
                         return True
                     if self._no_room and not self._running:
-                        if not self._lingering:
+                        if not self._pins:
                             return False
-                        self._unpin(_ALL_STEPS)
+                        self._pins.unpin(_ALL_STEPS)
                         continue
                     self._changed.wait(_POLL_S)
                     self._log_wait(missing, self._waited_s + time.perf_counter() - began)
@@ -248,65 +243,17 @@ class ChunkFeed:
             if plan in self._plans:
                 self._plans.remove(plan)
             if self._cache is not None:
-                self._linger(plan)
-                self._unpin(plan.next_step)
+                self._pins.linger(plan)
+                self._pins.unpin(plan.next_step)
             plan.groups, plan.waiting, plan.todo = [], [], []
             self._start_fetches()
-
-    def _linger(self, plan: PlanNeeds) -> None:
-        """Leave a plan's chunks pinned until the windows are read that they lie in."""
-        groups = [group for group in plan.groups if group.entry is not None]
-        if not groups:
-            return
-        sizes = [len(group.chunks) for group in groups]
-        keys = np.repeat([group.key for group in groups], sizes)
-        chunks = np.concatenate([group.chunks for group in groups])
-        sources = np.searchsorted(self.first_key, keys, side="right") - 1
-        ends = np.full(len(keys), plan.first_step, np.int64)
-        for at in (0, 1):  # Both ends of a chunk: a window may end in it.
-            samples = self._samples_at(keys, chunks + at)
-            for source in np.unique(sources).tolist():
-                of = np.flatnonzero(sources == source)
-                slices = keys[of] - self.first_key[source]
-                ends[of] = np.maximum(ends[of], self._run.window_ends(plan.first_step, source, slices, samples[of]))
-        for group, of_group in zip(groups, np.split(ends, np.cumsum(sizes)[:-1])):
-            for end in np.unique(of_group).tolist():
-                self._num_lingered += 1
-                part = ChunkGroup(group.key, group.chunks[of_group == end], group.first_steps, group.entry)
-                heapq.heappush(self._lingering, (end, self._num_lingered, plan.first_step, part))
-
-    def _unpin(self, step: int) -> None:
-        """Unpin the chunks of released plans whose windows end at `step` at the latest."""
-        read: dict[int, list[ChunkGroup]] = {}  # By the first step of their plan.
-        while self._lingering and self._lingering[0][0] <= step:
-            _, _, first_step, group = heapq.heappop(self._lingering)
-            read.setdefault(first_step, []).append(group)
-        if self._cache is not None:
-            for first_step, groups in read.items():
-                pins = [(group.entry, group.chunks) for group in groups if group.entry is not None]
-                self._cache.unpin(pins, self._next_uses(first_step, groups))
-
-    def _next_uses(self, step: int, groups: Sequence[ChunkGroup]) -> Sequence[int] | None:
-        """When the first chunk of each group is read in the epoch after that of a step, about; None: unknown."""
-        keys = np.array([group.key for group in groups], np.int64)
-        samples = self._samples_at(keys, np.array([int(group.chunks[0]) for group in groups], np.int64))
-        steps = self._run.next_steps(step, keys, samples, self._ranks, self._world_size)
-        return None if steps is None else steps.tolist()
-
-    def _samples_at(self, keys: I64, chunks: I64) -> I64:
-        """The sample at the beginning of each chunk, as if all of a slice's had one size."""
-        table, counts = self.chunks, self._counts_of_slices[keys]
-        before = np.where(table.token_bytes[keys] > 0, table.token_starts[keys], 0)
-        places = chunks * table.chunk_bytes[keys] - before
-        samples: I64 = places * counts // np.maximum(1, table.num_bytes[keys] - before)
-        return np.maximum(0, np.minimum(samples, counts - 1))
 
     def clear(self) -> None:
         """Release all plans."""
         with self._changed:
             for plan in list(self._plans):
                 self.release(plan)
-            self._unpin(_ALL_STEPS)
+            self._pins.unpin(_ALL_STEPS)
             self._errors.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -314,8 +261,8 @@ class ChunkFeed:
             if self._settings is None:
                 return {}
             cached = 0 if self._cache is None else self._cache.used_bytes()
-            stats = {**self._counts, "waited_s": self._waited_s, "in_flight": len(self._running)}
-            return stats | {"cached_bytes": cached} | self._past_and_present()
+            now = {"waited_s": self._waited_s, "in_flight": len(self._running), "cached_bytes": cached}
+            return {**self._counts, **self._refetches.counts, **now, **self._past_and_present()}
 
     def _past_and_present(self) -> dict[str, int]:
         """Counts of the cache and the source, and of those that were closed."""
@@ -328,7 +275,7 @@ class ChunkFeed:
         """End the threads, and leave the swarm and the cache. The next plan starts them again."""
         self.pause()
         self._close_source()
-        cache, self._cache = self._cache, None
+        cache, self._cache, self._pins.cache = self._cache, None, None
         if cache is not None and self._pid == os.getpid():
             self._past["evicted_bytes"] = self._past.get("evicted_bytes", 0) + cache.evicted_bytes
             self._finalizers.pop("cache")()
@@ -355,13 +302,13 @@ class ChunkFeed:
             self._pid, self._cache, self._source, self._finalizers = os.getpid(), None, None, {}
             self._changed = threading.Condition(threading.RLock())
             self._plans.clear()
-            self._lingering.clear()
+            self._pins.forget()
             self._running.clear()
 
     def _open_cache(self, settings: CacheSettings | None) -> ChunkCache:
         assert settings is not None
         if self._cache is None:
-            self._cache = ChunkCache(settings.directory, settings.budget_bytes)
+            self._cache = self._pins.cache = ChunkCache(settings.directory, settings.budget_bytes)
             self._finalizers["cache"] = weakref.finalize(self, self._cache.close)
         return self._cache
 
@@ -376,7 +323,7 @@ class ChunkFeed:
     def _is_complete(self, group: ChunkGroup) -> bool:
         if group.entry is None:
             dataset, index = self.find(group.key)
-            for run in np.split(group.chunks, np.flatnonzero(np.diff(group.chunks) > 1) + 1):
+            for run in runs_of(group.chunks):
                 dataset.verify_chunks(index, int(run[0]), int(run[-1]) + 1)
             return True
         if group.entry.is_deleted:
@@ -389,7 +336,7 @@ class ChunkFeed:
         try:
             group.entry = cache.open_pinned(self._row(group.key), group.chunks)
         except NoSpaceError:
-            self._unpin(_ALL_STEPS)
+            self._pins.unpin(_ALL_STEPS)
             group.entry = cache.open_pinned(self._row(group.key), group.chunks)
 
     def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
@@ -423,7 +370,7 @@ class ChunkFeed:
         self._no_room = ""
         for group, chunks in urgent:
             absent = self._fetchable(group, chunks)
-            if len(absent) and not self._fetch(group, _runs(absent)[0]):
+            if len(absent) and not self._fetch(group, runs_of(absent)[0]):
                 return
         limit, planned = self._settings.connections + _QUEUED, 0
         for number, plan in enumerate(self._plans):
@@ -438,7 +385,7 @@ class ChunkFeed:
                 if group.entry is not None and group.entry.marks[chunk] in (ABSENT, UNVERIFIED):
                     failed = self._errors.get((group.key, chunk))
                     is_due = failed is None or time.monotonic() - failed[1] > _RETRY_S
-                    if is_due and not self._fetch(group, self._extend(group, chunk, number)):
+                    if is_due and not self._fetch(group, self._extend(plan, group, chunk, number)):
                         return
                 plan.position += 1
 
@@ -447,16 +394,12 @@ class ChunkFeed:
         own = [c for g, claimed in self._running.values() if g.key == group.key for c in claimed.tolist()]
         return np.setdiff1d(chunks, np.array(own, np.int64))
 
-    def _extend(self, group: ChunkGroup, chunk: int, number: int) -> I64:
-        """The chunk and its absent neighbours that are needed soon, too: one request. Few at the start of a run."""
+    def _extend(self, plan: PlanNeeds, group: ChunkGroup, chunk: int, number: int) -> I64:
+        """The chunk and its neighbours that are required, too, for one request. Few at the start of a run."""
         entry = group.entry
         assert entry is not None and self._settings is not None
-        max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 64) if number else entry.chunk_bytes
-        limit = max(1, max_bytes // entry.chunk_bytes)
-        required = (entry.refs[chunk : chunk + limit] > 0) & (entry.marks[chunk : chunk + limit] == ABSENT)
-        required[0] = True
-        count = len(required) if required.all() else int(required.argmin())
-        return np.arange(chunk, chunk + count)
+        max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 16) if number else entry.chunk_bytes
+        return self._pins.extend(plan, group, chunk, max(1, max_bytes // entry.chunk_bytes))
 
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
         """Claim and fetch neighbouring chunks; False if there is no space for them."""
@@ -473,7 +416,7 @@ class ChunkFeed:
         claimed, self._no_room = cache.claim(entry, chunks)
         if self._no_room:
             return False
-        for run in _runs(claimed) if len(claimed) else ():
+        for run in runs_of(claimed) if len(claimed) else ():
             job = source.run(dataset, index, entry, int(run[0]), int(run[-1]) + 1, self._end_run)
             self._running[job] = group, run
             self._count_fetch(group, run)
@@ -537,30 +480,10 @@ class ChunkFeed:
         return True
 
     def _count_fetch(self, group: ChunkGroup, chunks: I64) -> None:
-        """Count what is fetched a second time in an epoch, and say it."""
         plan = next((plan for plan in self._plans if group in plan.groups), None)
-        epoch = None if plan is None else self._run.epoch_of(plan.first_step, self._dataset_index(group.key))[0]
-        if epoch is None:
-            return
-        if epoch != self._fetched_epoch:
-            self._fetched_epoch = epoch
-            self._fetched = np.zeros(int(self.chunks.first[-1]) // 8 + 1, np.uint8)
-        numbers = int(self.chunks.first[group.key]) + chunks
-        places, bits = numbers >> 3, np.left_shift(1, numbers & 7).astype(np.uint8)
-        again = (self._fetched[places] & bits) > 0
-        np.bitwise_or.at(self._fetched, places, bits)
-        if again.any() and group.entry is not None:
-            self._counts["refetched_chunks"] += int(again.sum())
-            self._counts["refetched_bytes"] += group.entry.bytes_of(chunks[again])
-            if not self._warned and self._counts["refetched_bytes"] > max(
-                _MIN_WARNED_BYTES, self._counts["fetched_bytes"] // 20
-            ):
-                self._warned = True
-                _log.warning(
-                    "cache: %d bytes were fetched a second time in epoch %d: %s evicted them before they were read. "
-                    "Raise cache_bytes, or use fewer lanes.", self._counts["refetched_bytes"], epoch,
-                    "this run" if self._cache is not None and self._cache.evicted_bytes else "other processes",
-                )  # fmt: skip
+        if plan is not None:
+            is_own = self._cache is not None and self._cache.evicted_bytes > 0
+            self._refetches.add(group, chunks, plan.first_step, is_own)
 
     def _log_wait(self, missing: list[tuple[ChunkGroup, I64]], waited_s: float) -> None:
         now = time.monotonic()
@@ -574,7 +497,3 @@ class ChunkFeed:
                 sum(len(c) for _, c in missing), len(missing), self._row(group.key).name, len(self._running), waited_s,
                 self._no_room,
             )  # fmt: skip
-
-
-def _runs(chunks: I64) -> list[I64]:
-    return np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)

@@ -1,0 +1,174 @@
+"""What the processes that share a cache's directory know of each other: a lock, slots, and how much is stored.
+
+`DIR/state` is mapped by all. A process has a slot for as long as it uses the directory; what it reserves is in the
+state, by slot, so that it counts until the files were counted again if the process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import stat
+import struct
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+from forebay.storage.chunk_file import NUM_SLOTS
+from forebay.storage.locks import EXCLUSIVE, Lock, acquire, is_locked, try_acquire
+
+log = logging.getLogger("forebay.cache")
+_RAM = Path("/dev/shm")
+_STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; generation, reserved bytes by slot.
+_MAGIC = b"FBSTATE2"
+_OPEN_FILES = 1 << 16
+
+
+def cache_directory(directory: str | Path) -> Path:
+    """Return the directory of a cache; for `ram` a private directory of this user in /dev/shm."""
+    if directory != "ram":
+        return Path(directory)
+    path = _RAM / f"forebay-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise UsageError(f"cache: cannot make {path} in memory: {error}. Choose a directory on disk.") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise UsageError(f"cache: {path} is not a directory of this user's alone. Choose a directory on disk.")
+    return path
+
+
+class SharedState(ABC):
+    """The state of a cache's directory; `_lock` guards it between threads and processes."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = cache_directory(directory)
+        self._locks, self._maps = self.directory / "locks", self.directory / "chunks"
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < _OPEN_FILES:  # A slice of which chunks are pinned takes two.
+            limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+    def after_fork(self) -> None:
+        self._threads = threading.RLock()
+        self._slot: Lock | None = None
+        self._slot_number = self._generation = 0
+        self._state: NDArray[np.uint8] | None = None
+        self._state_inode = 0
+        self._depth = 0
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """The directory was deleted or made: what is known of its files is void."""
+
+    @abstractmethod
+    def _recount(self, always: bool = False, dead_slot: int | None = None) -> bool:
+        """Count the files again if a process died with a reservation; whether it was necessary."""
+
+    def _leave(self) -> None:
+        """Give the slot back; the next use of the lock takes one again."""
+        slot, self._slot, self._state = self._slot, None, None
+        if slot is not None:
+            slot.release()
+
+    @property
+    def _lock(self) -> contextlib.AbstractContextManager[None]:
+        return self._hold_lock()
+
+    @contextlib.contextmanager
+    def _hold_lock(self) -> Iterator[None]:
+        """The lock of the directory, for threads and processes; may be taken again by its thread."""
+        with self._threads:
+            if self._depth:
+                yield
+                return
+            try:
+                try:
+                    lock = acquire(self._locks / "room")
+                except FileNotFoundError:
+                    if self._state is not None:
+                        log.warning("%s was deleted while it was in use. Created again.", self.directory)
+                    self._locks.mkdir(parents=True, exist_ok=True)
+                    self._maps.mkdir(exist_ok=True)
+                    lock = acquire(self._locks / "room")
+                self._depth = 1
+                try:
+                    self._enter()
+                    yield
+                finally:
+                    self._depth = 0
+                    lock.release()
+            except OSError as error:
+                raise UsageError(
+                    f"cache: cannot write in {self.directory}: {error.strerror or error}. Check its permissions and "
+                    "its disk, or choose another directory."
+                ) from error
+
+    def _enter(self) -> None:
+        """Map the state, and take a slot; again if the directory was deleted meanwhile."""
+        path = self.directory / "state"
+        try:
+            inode = path.stat().st_ino
+        except FileNotFoundError:
+            inode = 0
+        if self._state is None or inode != self._state_inode:
+            is_new = not inode or path.stat().st_size != _STATE.size
+            if is_new:
+                path.write_bytes(_STATE.pack(_MAGIC, 0, *[0] * (2 * NUM_SLOTS)))
+            with path.open("r+b") as file:
+                self._state_inode = os.fstat(file.fileno()).st_ino
+                self._state = np.memmap(file, np.uint8, "r+").view(np.ndarray)
+            numbers = self._state[8:]
+            self._totals = numbers[:8].view(np.int64)
+            self._generations = numbers[8 : 8 + 4 * NUM_SLOTS].view(np.uint32)
+            self._reserved = numbers[8 + 4 * NUM_SLOTS :].view(np.int64)
+            self._forget()
+            if self._slot is not None:
+                self._slot.release()
+                self._slot = None
+            self._recount(is_new)
+        if self._slot is None:
+            self._take_slot()
+
+    def _take_slot(self) -> None:
+        for number in range(NUM_SLOTS):
+            lock = try_acquire(self._locks / f"process-{number}")
+            if lock is None:
+                continue
+            self._slot, self._slot_number = lock, number
+            weakref.finalize(self, lock.release)
+            if self._reserved[number]:  # Of a process that was killed: its files may be larger than what was counted.
+                self._recount(True, number)
+            self._generations[number] += 1
+            self._generation = int(self._generations[number])
+            return
+        raise UsageError(
+            f"cache: {self.directory} is used by {NUM_SLOTS} processes, as many as can share one. Choose another."
+        )
+
+    @property
+    def _stored(self) -> int:
+        return int(self._totals[0])
+
+    @_stored.setter
+    def _stored(self, num_bytes: int) -> None:
+        self._totals[0] = max(0, num_bytes)
+
+    def _live(self) -> dict[int, int]:
+        """The generation of each slot whose process lives."""
+        live = {}
+        for number in np.flatnonzero(self._generations).tolist():
+            is_own = self._slot is not None and number == self._slot_number
+            if is_own or is_locked(self._locks / f"process-{number}", EXCLUSIVE):
+                live[number] = int(self._generations[number])
+        return live
