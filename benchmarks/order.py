@@ -26,7 +26,7 @@ def _run_figures(counts: np.ndarray, rounds: int = 60) -> list[Figure]:
     figures = []
     for name, run, block in (("run", single, 4096), ("run", single, 16384), ("mixture", mixture, 16384)):
         steps, spent = block // 8, []
-        for start in range(10**8, 10**8 + rounds * steps, steps):  # Beyond the head.
+        for start in range(10**8, 10**8 + rounds * steps, steps):
             began = time.thread_time()
             run.steps(start, start + steps, 0, 1)
             spent.append(time.thread_time() - began)

@@ -1,7 +1,7 @@
 """Going on in the middle of an epoch in a fresh process, the origin slowed to 100 MB/s: cold cache and warm.
 
-Slices are of 8 MiB and 8 lanes are open, so that the first batch needs up to 8 slices: with an empty cache that is
-the least to wait for. The cache stays as it was where the first process stopped for the warm one.
+The first batch needs chunks of its own steps alone. The cache stays as it was where the first process stopped for the
+warm one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A trainer that needs half, or four fifths, of what the origin gives: how much of its time it waits for data.
 
 Steps are slept. Waits are those for slices on their way; the making of batches is told apart, as are the first
-seconds: after the first slice all lanes must come at once, which no order of fetching makes faster than the origin.
+seconds, in which all lanes open: no order of fetching makes these faster than the origin.
 """
 
 from __future__ import annotations

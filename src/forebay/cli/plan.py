@@ -80,32 +80,34 @@ def _job(args: argparse.Namespace) -> RunSpec:
 
     if (args.dataset is None) == (args.bytes is None):
         raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of a future one. Give one of them.")
-    slice_bytes, slice_samples, name, seq_len = _read_dataset(args) if args.dataset else _from_sizes(args)
+    slice_bytes, slice_samples, name, seq_len, chunk_bytes = _read_dataset(args) if args.dataset else _from_sizes(args)
     return RunSpec(
         slice_bytes, slice_samples, args.global_batch_size, seq_len, name, args.world_size,
         min(args.ranks_per_node, args.world_size), epochs=args.epochs, cache_bytes=args.cache_bytes,
         volume_bytes=None if args.disk is None else _free_bytes(args.disk), mem_bytes=args.memory or _memory_bytes(),
         bandwidth=args.bandwidth, step_s=args.step_s, whole_in_memory=args.disk == "ram",
+        chunk_bytes=chunk_bytes,
     )  # fmt: skip
 
 
-def _read_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
+def _read_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None, Any]:
     from forebay.load.samples import plan_samples
     from forebay.load.sources import open_dataset
 
     dataset = open_dataset(args.dataset, args.identity)
     seq_len = args.seq_len if dataset.manifest.layout == "tokens" else None
-    return dataset.table.bytes, plan_samples(dataset, seq_len).counts, dataset.name, seq_len
+    table = dataset.table
+    return table.bytes, plan_samples(dataset, seq_len).counts, dataset.name, seq_len, table.chunk_bytes
 
 
-def _from_sizes(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
+def _from_sizes(args: argparse.Namespace) -> tuple[Any, Any, str, int | None, Any]:
     import numpy as np
 
     if args.slice_bytes is None:
         raise UsageError("plan: expected --slice-bytes beside --bytes. Give the size of a slice.")
     full, rest = divmod(args.bytes, args.slice_bytes)
     sizes = np.array([args.slice_bytes] * full + [rest] * (rest > 0), np.int64)
-    return sizes, sizes // 2 // args.seq_len, "", args.seq_len
+    return sizes, sizes // 2 // args.seq_len, "", args.seq_len, None
 
 
 def _free_bytes(text: str) -> int:

@@ -23,7 +23,7 @@ _TOKEN_BYTES = 8
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
 _STALL_PART = 0.01  # Of an epoch; less is not reported.
-MIN_CACHE_PART, MIN_CACHE_BYTES = 50, 1 << 30  # A smaller cache than both is said to be small.
+MIN_CACHE_PART = 50  # Of the dataset; what is proposed is no smaller part.
 
 
 @dataclass(frozen=True)
