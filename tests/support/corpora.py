@@ -103,9 +103,11 @@ class Corpora:
         return self._servers.enter_context(OriginServer(folder)).url
 
     def copy(self, *to: Path) -> None:
-        """Copy the dataset of tokens to other names."""
-        for path in to:
+        """Copy the dataset of tokens to other names; each further one lacks a slice, so that its id is its own."""
+        for missing, path in enumerate(to):
             shutil.copytree(self.tokens / "slices", path / "slices")
+            for item in sorted((path / "slices").iterdir())[:missing]:
+                item.unlink()
             import_slices(path, path.name)
 
 
