@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
+from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.peer import Provider
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
-from forebay.worker.lease_state import ActiveLease, LeaseState
 from support.leases_by_hand import answer
 
 DATASET = "ab" * 32

@@ -15,6 +15,7 @@ from typing import Any
 from forebay.dataset.manifest import Manifest, SliceTable
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
+from forebay.lease.messages import Lease, LeaseGrant, ProviderReport
 from forebay.ledger.chain import read_entries
 from forebay.ledger.index import Job
 from forebay.network.client import Client
@@ -25,7 +26,6 @@ from forebay.network.retry import log_while_waiting
 from forebay.order.plan import samples_per_slice
 from forebay.scheduler.core import ProviderFault
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import Lease, LeaseGrant, ProviderReport
 from forebay.scheduler.sessions import WorkerSession
 from forebay.storage.peer_source import FromUrls, read_slice, verify_provider
 

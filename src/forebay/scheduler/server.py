@@ -24,6 +24,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
+from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
 from forebay.network.app import ApiError, JsonResponse, Metric, make_app, peer_of, role, source_of
 from forebay.network.client import Client
@@ -39,7 +40,6 @@ from forebay.scheduler.catalog import Catalog, ManifestStore, started_id
 from forebay.scheduler.core import PendingCheck, SchedulerCore, StaleAttemptError
 from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
 from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
 from forebay.storage.peer_source import FromUrls

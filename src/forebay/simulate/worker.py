@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
+from forebay.lease.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
+from forebay.lease.state import MAX_FETCHES, ActiveLease, LeaseState
 from forebay.network.retry import backoff_s
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.simulate.network import SimFetch, SimNetwork, SimNode
 from forebay.simulate.scenario import UsageRecord, UsedRange
 from forebay.swarm.members import format_ranges
-from forebay.worker.lease_state import MAX_FETCHES, ActiveLease, LeaseState
-from forebay.worker.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
 
 _log = logging.getLogger("forebay.simulate")
 _log.setLevel(logging.ERROR)  # refused uses are counted, not logged

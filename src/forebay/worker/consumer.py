@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError
+from forebay.lease.buffer import LeaseBuffer
+from forebay.lease.messages import Lease
+from forebay.lease.state import ActiveLease
 from forebay.load.batch import make_batch
 from forebay.network.retry import log_while_waiting
 from forebay.order.plan import lease_order
-from forebay.scheduler.messages import Lease
-from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import ActiveLease
 from forebay.worker.trainer import Trainer, make_trainer
 
 log = logging.getLogger("forebay.worker")

@@ -23,6 +23,11 @@ from typing import Any
 
 from forebay.cache.cache import ChunkCache
 from forebay.errors import ForebayError, UsageError
+from forebay.lease.buffer import LeaseBuffer
+from forebay.lease.fetching import CacheIndex, SliceFetcher
+from forebay.lease.messages import ExchangeReply
+from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachableError
+from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery
@@ -30,16 +35,11 @@ from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
-from forebay.scheduler.messages import ExchangeReply
 from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.peer_source import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
 from forebay.threads import SupervisedThread
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
-from forebay.worker.fetching import CacheIndex, SliceFetcher
-from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import LeaseState
-from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
 STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from forebay.worker.lease_state import ActiveLease, LeaseState
+from forebay.lease.state import ActiveLease, LeaseState
 
 T = TypeVar("T")
 _POLL_S = 1.0  # a wait checks its condition at least this often

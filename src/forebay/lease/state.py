@@ -16,9 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.ledger.chain import Used
-from forebay.order.shard_windows import receipt
-from forebay.scheduler.messages import (
+from forebay.lease.messages import (
     ExchangeReply,
     ExchangeRequest,
     FailedLease,
@@ -27,6 +25,8 @@ from forebay.scheduler.messages import (
     RefusedUse,
     UseMessage,
 )
+from forebay.ledger.chain import Used
+from forebay.order.shard_windows import receipt
 
 MAX_LEASES = 16  # the scheduler grants a session no more: the lease in use, and prefetched ones
 MAX_FETCHES = 4  # slices that a worker fetches at once
