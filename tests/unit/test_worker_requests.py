@@ -19,8 +19,7 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import create_network, join
 from forebay.scheduler.server import SchedulerService
 from forebay.threads import failures
-from forebay.worker.consumer import WorkerReport
-from forebay.worker.lease_worker import run_worker
+from forebay.worker.lease_worker import WorkerReport, run_worker
 from support.local_discovery import LocalDiscovery
 
 

@@ -3,13 +3,14 @@
 Pure: no lock, clock or network. `LeaseBuffer` drives it from threads, `forebay simulate` in virtual time. The guarantee
 on which stealing rests: from a request until its reply is received, no sample is taken at or beyond the limits that the
 request declares. The scheduler may cut a lease at its limit or behind it; the worker learns of the cut before it could
-take a sample beyond, so no sample is used by two live workers. What a lost lease wastes is bounded: see `receipt_s`.
+take a sample beyond, so no sample is used by two live workers. Samples are taken when a batch is formed, maybe
+ahead of its use, and used when the caller says so. What a lost lease wastes is bounded: see `receipt_s`.
 Memory: some KB a lease.
 """
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +40,7 @@ _MAX_REFUSALS = 3
 @dataclass(eq=False)
 class ActiveLease:
     """A lease of this worker. Of its samples [start, stop) those before `acknowledged` are on record, those before
-    `used` are used, those before `started` are used or in the current step, and none from `allowed_until` on may be
+    `used` are used, those before `started` are used or in formed batches, and none from `allowed_until` on may be
     taken now.
     """
 
@@ -97,7 +98,8 @@ class LeaseState:
         max_bytes: Of the slices of all leases together; one slice is always allowed.
         receipt_s: When leases are lost, at most the samples used in this time, and two steps, are wasted: requests that
             acknowledge uses are half of it apart, and limits reach half of it ahead; a step may end between two
-            requests, and another one is in progress.
+            requests, and another one is in progress. Where batches formed ahead last longer than half of it, their
+            samples are wasted in its place, unless they are dropped before their use.
         on_release: Called once for each slice that was fetched and is not needed any more.
     """
 
@@ -123,6 +125,7 @@ class LeaseState:
         self._samples_per_lease = 0.0
         self._fetch_s = 0.0
         self._started_at = 0.0
+        self._num_outstanding = 0  # samples taken and not used
 
     @property
     def leases(self) -> list[ActiveLease]:
@@ -133,39 +136,64 @@ class LeaseState:
         """What keeps the next step from starting, as text for a log line."""
         if self.paused:
             return "the scheduler's job, which is paused (`forebay job resume`)"
-        fetching = [lease.grant.name for lease in self._leases.values() if lease.path is None and not lease.ended]
-        if fetching:
-            return f"{len(fetching)} slices to be fetched: {', '.join(fetching[:3])}"
+        if names := self.fetching():
+            return f"{len(names)} slices to be fetched: {', '.join(names[:3])}"
         if self._awaits_reply:
             return "an answer of the scheduler"
         return "a lease; the scheduler has none free now, other workers have the rest"
+
+    def fetching(self) -> list[str]:
+        """The slices of leases of which nothing was taken, as they are still to be fetched."""
+        return [
+            lease.grant.name
+            for lease in self._leases.values()
+            if lease.path is None and not lease.ended and lease.started < lease.stop
+        ]
 
     # Use.
 
     def next_to_use(self) -> ActiveLease | None:
         """The first lease whose slice is fetched and that is neither used up nor in use; it is in use from now on."""
         for lease in self._leases.values():
-            if lease.path is not None and not lease.is_spent and not lease.in_use:
+            if lease.path is not None and not lease.is_spent and not lease.in_use and not lease.reason:
                 lease.in_use = True
                 return lease
         return None
 
-    def take(self, lease: ActiveLease, now: float) -> tuple[int, int] | None:
-        """The samples [start, stop) of the next step; None if there are no more, or none before the limit."""
-        stop = min(lease.started + self._batch_size, lease.stop)
-        if self.closed or lease.ended or lease.started >= lease.stop or stop > lease.allowed_until:
+    def take(self, lease: ActiveLease, now: float, max_samples: int | None = None) -> tuple[int, int] | None:
+        """The samples [start, stop) of the next step, or at most `max_samples`, for a batch.
+
+        None if there are no more, or not all of them before the limit.
+        """
+        stop = min(lease.started + (self._batch_size if max_samples is None else max_samples), lease.stop)
+        is_over = self.closed or lease.ended or lease.reason or lease.started >= lease.stop
+        if is_over or stop > lease.allowed_until:
             return None
         start, lease.started = lease.started, stop
-        self._started_at = now
+        if not self._num_outstanding:
+            self._started_at = now
+        self._num_outstanding += stop - start
         return start, stop
 
-    def used(self, lease: ActiveLease, step: int, now: float) -> None:
-        """The samples taken last were used, in this step."""
-        rate = (lease.started - lease.used) / max(1e-6, now - self._started_at)
+    def used(self, parts: Sequence[tuple[ActiveLease, int]], step: int, now: float) -> None:
+        """A batch was used, in this step: of each of its leases the samples up to a stop, in the order of `take`."""
+        num_samples = 0
+        for lease, stop in parts:
+            num_samples += stop - lease.used
+            if lease.ended:
+                self.counts.wasted += stop - lease.used
+            lease.used, lease.step = stop, step
+            lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
+        self._num_outstanding -= num_samples
+        rate = num_samples / max(1e-6, now - self._started_at)
+        self._started_at = now
         self.samples_per_s += (rate - self.samples_per_s) * (_NEW_WEIGHT if self.samples_per_s else 1.0)
-        if lease.ended:
-            self.counts.wasted += lease.started - lease.used
-        lease.used, lease.step = lease.started, step
+
+    def give_back(self, lease: ActiveLease, start: int) -> None:
+        """Samples from `start` on were taken, and will not be used before they are taken again."""
+        self._num_outstanding -= max(0, lease.started - start)
+        lease.started = min(lease.started, start)
+        lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
 
     def finish(self, lease: ActiveLease) -> None:
         """Its slice is not in use any more."""
@@ -191,9 +219,12 @@ class LeaseState:
         return True
 
     def fail(self, lease: ActiveLease, reason: str) -> None:
-        """Its slice cannot be used; the next request says so, and the scheduler leases it to others."""
+        """Its slice cannot be used; the next request says so, and the scheduler leases it to others.
+
+        What was taken before is used first.
+        """
         lease.reason = reason or "failed"
-        lease.ended = True
+        lease.ended = lease.ended or lease.used == lease.started
 
     def release(self, lease: ActiveLease) -> None:
         """Release it with the next request; what was used of it stays used."""
@@ -309,9 +340,10 @@ class LeaseState:
         The current step may always end, or one step begin. While an earlier request has no reply, no limit is raised
         that it declared: the scheduler may have received it.
         """
+        num_started = sum(lease.started - lease.used for lease in self._leases.values())
         steps = int(self._request_s * self.samples_per_s / self._batch_size)
-        is_idle = all(lease.started == lease.used for lease in self._leases.values())
-        remaining = max(steps, 1 if is_idle else 0) * self._batch_size
+        remaining = max(steps, 0 if num_started else 1) * self._batch_size
+        remaining = max(0, remaining - max(0, num_started - self._batch_size))  # batches formed ahead count
         limits = {}
         for lease in sorted(self._leases.values(), key=lambda lease: (not lease.in_use, lease.path is None)):
             limit = lease.started

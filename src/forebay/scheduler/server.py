@@ -72,6 +72,7 @@ class SchedulerService:
         rediscover_s: Interval at which providers are looked up.
         publishers: Peer ids; a dataset is only scheduled if one of them signed it. Without any all are.
         standby: `start` waits until the scheduler that runs on the state directory stops or dies.
+        packing, split, validation_fraction: Which samples are leased, as of the Loader.
         settings: Further fields of `JobSpec`: epochs, seed, lease_s, stall_s, steal_s, max_failures.
     """
 
@@ -79,7 +80,8 @@ class SchedulerService:
         self, identity: Identity, name: str, discovery: Discovery, client: Client, state_dir: str | Path,
         host: str = "127.0.0.1", port: int = 0, *, dataset_id: str = "", seq_len: int = 1024, wait_s: float = 30.0,
         rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
-        limits: ServerLimits = LIMITS, from_urls: FromUrls = "", **settings: Any,
+        limits: ServerLimits = LIMITS, from_urls: FromUrls = "", packing: str = "concat", split: str | None = None,
+        validation_fraction: float = 0.0, **settings: Any,
     ) -> None:  # fmt: skip
         self.name = name
         self.identity = identity
@@ -94,6 +96,7 @@ class SchedulerService:
         self._catalog = Catalog(
             name, dataset_id, seq_len, settings, identity.network_id, discovery, client, self._stopping,
             ManifestStore(self.state_dir), publishers, from_urls,
+            {"packing": packing, "split": split, "validation": validation_fraction},
         )  # fmt: skip
         self._bans = BanLog(identity)
         self._workers: dict[str, status.WorkerUsage] = {}
@@ -187,7 +190,7 @@ class SchedulerService:
         catalog = self._catalog
         body = job_body(
             catalog.spec, seq_len=catalog.seq_len, layout=catalog.manifest.layout,
-            scheduler=self.identity.public_key.hex(),
+            scheduler=self.identity.public_key.hex(), **catalog.identity,
         )  # fmt: skip
         # The salt: lease ids differ from those of earlier processes.
         return Journal.open(

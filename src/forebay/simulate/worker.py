@@ -102,7 +102,7 @@ class Worker:
                     break
                 self._num_steps += 1
                 time = self._free_at = step[2]
-                state.used(lease, self._num_steps, time)
+                state.used([(lease, lease.started)], self._num_steps, time)
                 first, self._step = step[0] if first is None else first, None
             elif lease is None:
                 self._lease = state.next_to_use()
