@@ -10,13 +10,16 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from forebay.closing import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.network.addresses import HostPort, parse_peer_address
-from forebay.network.discovery import Discovery
+from forebay.network.client import Client
+from forebay.network.discovery import MAX_CLAIMS, Discovery
 from forebay.network.pki.identity import Identity
 from forebay.network.retry import log_while_waiting
 from forebay.storage.base import Timeouts
@@ -29,40 +32,57 @@ log = logging.getLogger("forebay.worker")
 
 
 class LeaseJob(Closing):
-    """The job of a `forebay://NETWORK/NAME` URL. Reads the job's settings, and opens its dataset, when it is made.
+    """A job. Reads its settings, and opens its dataset, when it is made.
 
     Args:
-        identity: This node's, or its directory.
+        name: The job's, which is its dataset's; "" takes any, and needs an address.
         address: The scheduler's `host:port`; None: it is found in the DHT.
         discovery: The DHT; by default it is joined if it is needed.
         patience_s: How long to wait for a scheduler, or for providers, that do not answer.
         stop: Ends the waits.
+        dataset_id: The expected one. `publishers`: peer ids; if given, one of them must have signed the dataset.
 
     Raises:
         NetworkError: If the scheduler, or all of the dataset's data nodes, do not answer.
         DatasetError: If the dataset is damaged.
+        UsageError: If the job is of another dataset.
     """
 
     def __init__(
-        self, url: str, identity: str | Path | Identity | None, address: str | None, *,
-        discovery: Discovery | None = None, patience_s: float = 60.0, from_urls: FromUrls = "",
-        stop: threading.Event | None = None,
+        self, identity: Identity, name: str, address: str | None, *, discovery: Discovery | None = None,
+        patience_s: float = 60.0, from_urls: FromUrls = "", stop: threading.Event | None = None,
+        dataset_id: str | None = None, publishers: Collection[str] = (),
     ) -> None:  # fmt: skip
-        origin = open_peers(url, identity, None, None, Timeouts(), from_urls)
-        self.identity, self.name, self.from_urls, self.client = origin.identity, origin.name, from_urls, origin.client
+        self.identity, self.from_urls, self.client = identity, from_urls, Client(identity)
         if discovery is None and address is None:
-            discovery = join_dht(self.identity)
+            discovery = join_dht(identity)
             weakref.finalize(self, discovery.close)
         self.discovery = discovery
         self.scheduler = SchedulerClient(
-            self.identity, self.client, self.name, discovery, address, patience_s, stop or threading.Event()
+            identity, self.client, name, discovery, address, patience_s, stop or threading.Event()
         )
         self.info = self.scheduler.read_job()
-        dataset_id = str(self.info.get("dataset_id"))
-        if origin.id not in (None, dataset_id):
-            raise UsageError(f"{url}: expected a job of this dataset, got one of {dataset_id}. Leave out ?id=.")
-        origin.id, origin.discovery = dataset_id, _DataNodes(self.scheduler)
+        self.name, expected_id = str(self.info.get("name")), str(self.info.get("dataset_id"))
+        if dataset_id not in (None, expected_id):
+            raise UsageError(f"job {self.name}: expected dataset {dataset_id}, got {expected_id}. Leave out ?id=.")
+        origin = PeerOrigin(
+            identity, self.name, expected_id=expected_id, discovery=_DataNodes(self.scheduler), publishers=publishers,
+            from_urls=from_urls,
+        )  # fmt: skip
+        origin.client = self.client
         self.dataset = self._open(origin, patience_s)
+
+    @classmethod
+    def at(
+        cls, url: str, identity: str | Path | Identity | None, address: str | None, *, from_urls: FromUrls = "",
+        **settings: Any,
+    ) -> LeaseJob:  # fmt: skip
+        """The job of the dataset at a `forebay://NETWORK/NAME` URL; `settings` as of the class."""
+        origin = open_peers(url, identity, None, None, Timeouts(), from_urls)
+        return cls(
+            origin.identity, origin.name, address, from_urls=from_urls, dataset_id=origin.id,
+            publishers=origin.publishers, **settings,
+        )  # fmt: skip
 
     def _open(self, origin: PeerOrigin, patience_s: float) -> RemoteDataset:
         deadline, reason = time.monotonic() + patience_s, ""
@@ -89,14 +109,17 @@ class _DataNodes:
 
     def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
+        self._is_first = True
 
     def announce(self, key: bytes, port: int) -> None:
         """See Discovery. The scheduler finds data nodes by itself."""
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery."""
+        info = self._scheduler.job if self._is_first else self._scheduler.read_job()
+        self._is_first = False  # What the job's settings came with is new.
         found = []
-        for address in list(self._scheduler.read_job().get("data_nodes", ()))[:64]:
+        for address in list(info.get("data_nodes", ()))[:MAX_CLAIMS]:
             with contextlib.suppress(ProtocolError):
                 found.append(parse_peer_address(str(address)))
         return found

@@ -190,7 +190,7 @@ class LeaseGrant(_Reply):
 
 @dataclass(frozen=True)
 class Lease(LeaseGrant):
-    """A grant with what a worker has to know of its slice; `job_id` is the ledger's.
+    """A grant with what a worker has to know of its slice; `job_id` is the ledger's. `GET /v1/job` has the rest.
 
     `sample_base` + sample is the global id.
     """
@@ -201,10 +201,6 @@ class Lease(LeaseGrant):
     bytes: Annotated[int, Field(ge=1, le=2**62)]
     sample_base: Count
     seed: int
-    seq_len: Count
-    layout: str
-    dtype: str
-    vocab_size: Count
     chunk_bytes: Count = 0
 
 

@@ -37,6 +37,18 @@ _NEW_WEIGHT = 0.3  # of the latest value in moving averages
 _MAX_REFUSALS = 3
 
 
+@dataclass
+class LeaseUse:
+    """Samples up to `stop`, used up to `step`: of steps one after the other, with whole batches of this lease.
+
+    Unless it `is_whole`, the last batch has samples of other leases, too, or is short: nothing is added.
+    """
+
+    stop: int
+    step: int
+    is_whole: bool
+
+
 @dataclass(eq=False)
 class ActiveLease:
     """A lease of this worker. Of its samples [start, stop) those before `acknowledged` are on record, those before
@@ -50,7 +62,7 @@ class ActiveLease:
     used: int
     started: int
     allowed_until: int
-    step: int = 0
+    uses: list[LeaseUse] = field(default_factory=list)  # one after the other, up to `used`
     path: Path | None = None  # the verified slice, pinned in the cache; None until it is fetched
     proof: str = ""  # that the slice is in the cache
     read_ids: NDArray[np.int64] | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
@@ -70,14 +82,28 @@ class ActiveLease:
         """Whether no further sample of it will be used."""
         return self.ended or self.used >= self.stop
 
-    def unacknowledged(self) -> UseMessage:
-        """What was used and is not on record; the digest covers the samples that were read, not those expected."""
-        start, stop, grant = self.acknowledged, min(self.used, self.stop), self.grant
-        digest = ""
-        if self.read_ids is not None:
-            digest = receipt(self.read_ids[start - grant.start : stop - grant.start].view(np.uint64))[0]
-        proof = self.proof if start == grant.start else ""
-        return UseMessage(grant.lease_id, grant.epoch, grant.slice, start, stop, self.step, digest, proof)
+    def add_use(self, stop: int, step: int, batch_size: int, is_alone: bool) -> None:
+        """Samples up to `stop` were used in a step; `is_alone`: its batch has no others."""
+        is_whole = stop - self.used == batch_size
+        last = self.uses[-1] if self.uses else None
+        if last is not None and last.is_whole and last.step == step - 1 and (is_whole or is_alone or stop == self.stop):
+            last.stop, last.step, last.is_whole = stop, step, is_whole
+        else:
+            self.uses.append(LeaseUse(stop, step, is_whole))
+        self.used = stop
+
+    def unacknowledged(self) -> list[UseMessage]:
+        """What was used and is not on record; the digests cover the samples that were read, not those expected."""
+        messages, start, grant = [], self.acknowledged, self.grant
+        self.uses = [use for use in self.uses if use.stop > start]
+        for use in self.uses:
+            digest, stop = "", min(use.stop, self.stop)
+            if self.read_ids is not None:
+                digest = receipt(self.read_ids[start - grant.start : stop - grant.start].view(np.uint64))[0]
+            proof = self.proof if start == grant.start else ""
+            messages.append(UseMessage(grant.lease_id, grant.epoch, grant.slice, start, stop, use.step, digest, proof))
+            start = stop
+        return messages
 
 
 @dataclass
@@ -182,7 +208,7 @@ class LeaseState:
             num_samples += stop - lease.used
             if lease.ended:
                 self.counts.wasted += stop - lease.used
-            lease.used, lease.step = stop, step
+            lease.add_use(stop, step, self._batch_size, len(parts) == 1)
             lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
         self._num_outstanding -= num_samples
         rate = num_samples / max(1e-6, now - self._started_at)
@@ -255,7 +281,7 @@ class LeaseState:
         return ExchangeRequest(
             known_leases=tuple(self._leases),
             job_id=used[0].grant.job_id if used else "",
-            uses=tuple(lease.unacknowledged() for lease in used),
+            uses=tuple(use for lease in used for use in lease.unacknowledged()),
             declared_until=declared_until,
             release=tuple(lease_id for lease_id, lease in ended.items() if not lease.reason),
             failed=tuple(FailedLease(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
@@ -269,7 +295,7 @@ class LeaseState:
         released = {*request.release, *(failed.lease_id for failed in request.failed)}
         recorded = {use.lease_id: use for use in reply.uses}
         refused = {use.lease_id: use for use in reply.refused}
-        for use in request.uses:
+        for use in {use.lease_id: use for use in reversed(request.uses)}.values():  # the first of each lease
             lease = self._leases[use.lease_id]
             if use.lease_id in recorded:
                 accepted = recorded[use.lease_id]

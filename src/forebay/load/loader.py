@@ -36,6 +36,7 @@ from forebay.order.run import Run
 from forebay.order.step_index import check_integer
 
 if TYPE_CHECKING:
+    from forebay.lease.job import LeaseJob
     from forebay.load.lease_planner import LeasePlanner
 
 _log = logging.getLogger("forebay")
@@ -93,7 +94,7 @@ class Loader(Closing, BatchSource[BatchT]):
         document_masks: bool = False, split: str | None = None, cache_dir: str | Path | None = None,
         cache_bytes: int | None = None, order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None, scheduler: str | Mapping[str, str] | None = None,
+        samples: SampleOptions | None = None, scheduler: str | LeaseJob | Mapping[str, str] | None = None,
     ) -> None: ...  # fmt: skip
     @overload
     def __init__(
@@ -103,7 +104,7 @@ class Loader(Closing, BatchSource[BatchT]):
         epochs: int | None = 1, steps: int | None = None, split: str | None = None,
         cache_dir: str | Path | None = None, cache_bytes: int | None = None, order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None, scheduler: str | Mapping[str, str] | None = None,
+        samples: SampleOptions | None = None, scheduler: str | LeaseJob | Mapping[str, str] | None = None,
     ) -> None: ...  # fmt: skip
     def __init__(
         self, dataset: DatasetSource | Mixture, *, seq_len: int | None = None, batch_size: int | None = None,
@@ -112,7 +113,7 @@ class Loader(Closing, BatchSource[BatchT]):
         steps: int | None = None, packing: str = "concat", document_masks: bool = False, split: str | None = None,
         cache_dir: str | Path | None = None, cache_bytes: int | None = None, order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None, scheduler: str | Mapping[str, str] | None = None,
+        samples: SampleOptions | None = None, scheduler: str | LeaseJob | Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         """As they were given."""

@@ -2,7 +2,8 @@
 that used it; and all uses as a table.
 
 A worker uses one lease after the other, one batch of consecutive samples per step, so samples acknowledged at step b
-after step a were used in steps (a, b]; its batch size, derived from its receipts, gives the exact samples of each step.
+after step a were used in steps (a, b]; a batch that goes on in the next lease has a use of its own there. Its batch
+size, derived from its receipts, gives the exact samples of each step.
 Sample ids are a pure function of the job's seed, epoch and slice.
 
 A coordinator's log of steps is its SQLite file (`coordinator/store.py`); the samples of a step are a pure function and
@@ -71,12 +72,15 @@ def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tup
 
 
 def steps_before(uses: NDArray[Any]) -> I64:
-    """For each use the last earlier step of the same session: 0 where the session started or restarted."""
+    """For each use the last earlier step of the same session: 0 where the session started or restarted.
+
+    A batch with samples of two leases has two uses that end with its step: the second has this step only.
+    """
     order = np.argsort(uses["session"], kind="stable")
     sessions, steps = uses["session"][order], uses["step"][order]
     before = np.concatenate([[0], steps[:-1]])
     before[np.concatenate([[True], sessions[1:] != sessions[:-1]])[: len(before)]] = 0
-    before = np.where(before < steps, before, 0)
+    before = np.where(before == steps, steps - 1, np.where(before < steps, before, 0))
     result = np.empty(len(uses), np.int64)
     result[order] = before[: len(uses)]
     return result

@@ -231,12 +231,11 @@ class Catalog:
 
     def describe(self, grant: LeaseGrant, job_id: str) -> Lease:
         """A lease as it is sent to a worker."""
-        row, manifest = self.table.row(grant.slice), self.manifest
+        row = self.table.row(grant.slice)
         return Lease(
             **vars(grant), job_id=job_id, name=row.name, sha256=row.sha256, bytes=row.bytes,
             chunk_bytes=row.chunk_bytes,
-            sample_base=int(self._bases[grant.slice]), seed=self.spec.seed, seq_len=self.seq_len,
-            layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
+            sample_base=int(self._bases[grant.slice]), seed=self.spec.seed,
         )  # fmt: skip
 
     def check_slice(self, index: int, provider: Provider | None) -> bool | None:

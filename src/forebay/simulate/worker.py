@@ -241,8 +241,7 @@ class Worker:
         leases = tuple(
             Lease(
                 **vars(grant), job_id=grant.job, name=str(grant.slice), sha256=f"{grant.slice:064x}",
-                bytes=self.net.settings.slice_bytes, sample_base=0, seed=0, seq_len=1, layout="tokens", dtype="U16",
-                vocab_size=1,
+                bytes=self.net.settings.slice_bytes, sample_base=0, seed=0,
             )
             for grant in reply.leases
         )  # fmt: skip

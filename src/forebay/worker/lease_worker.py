@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachableError
+from forebay.lease.job import LeaseJob
+from forebay.lease.scheduler_client import SchedulerUnreachableError
 from forebay.load.batch import TokenBatch
 from forebay.load.loader import Loader
 from forebay.load.options import NetworkOptions, SampleOptions
-from forebay.network.client import Client
 from forebay.network.discovery import Discovery
 from forebay.network.pki.identity import Identity
 from forebay.storage.peer_source import FromUrls, check_from_urls
@@ -152,22 +151,21 @@ def _open_loader(
     identity: Identity, settings: LeaseSettings, discovery: Discovery | None, stop: threading.Event
 ) -> Loader[Any]:
     """A loader of the job's samples, whatever their settings."""
-    with Client(identity) as client:
-        info = SchedulerClient(
-            identity, client, settings.name, discovery, settings.scheduler, settings.patience_s, stop
-        ).read_job()
-    split, fraction = info.get("split") or (None, 0.0)
-    url = f"forebay://{quote(identity.network_name, safe='')}/{quote(str(info['name']))}"
-    network = NetworkOptions(
-        identity, listen=settings.share, from_urls=settings.from_urls, receipt_s=settings.receipt_s,
-        patience_s=settings.patience_s, upload_bytes_per_s=settings.upload_bytes_per_s, discovery=discovery, stop=stop,
+    job = LeaseJob(
+        identity, settings.name, settings.scheduler, discovery=discovery, patience_s=settings.patience_s,
+        from_urls=settings.from_urls, stop=stop,
     )  # fmt: skip
+    info = job.info
+    split, fraction = info.get("split") or (None, 0.0)
+    network = NetworkOptions(
+        listen=settings.share, receipt_s=settings.receipt_s, upload_bytes_per_s=settings.upload_bytes_per_s
+    )
     seq_len: Any = int(info["seq_len"]) if info["layout"] == "tokens" else None
     return Loader(
-        url, seq_len=seq_len, batch_size=settings.batch_size,
+        job.dataset.origin.url, seq_len=seq_len, batch_size=settings.batch_size,
         packing=info.get("packing", "concat"), split=split, samples=SampleOptions(validation_fraction=fraction),
         cache_dir=settings.cache_dir, cache_bytes=settings.cache_bytes, network=network,
-        scheduler=settings.scheduler or "auto",
+        scheduler=job,
     )  # fmt: skip
 
 
