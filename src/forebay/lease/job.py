@@ -36,7 +36,7 @@ class LeaseJob(Closing):
 
     Args:
         name: The job's, which is its dataset's; "" takes any, and needs an address.
-        address: The scheduler's `host:port`; None: it is found in the DHT.
+        address: The scheduler's `host:port`; None: it is addresses in the DHT.
         discovery: The DHT; by default it is joined if it is needed.
         patience_s: How long to wait for a scheduler, or for providers, that do not answer.
         stop: Ends the waits.
@@ -73,7 +73,7 @@ class LeaseJob(Closing):
         self.dataset = self._open(origin, patience_s)
 
     @classmethod
-    def at(
+    def from_url(
         cls, url: str, identity: str | Path | Identity | None, address: str | None, *, from_urls: FromUrls = "",
         **settings: Any,
     ) -> LeaseJob:  # fmt: skip
@@ -118,11 +118,11 @@ class _DataNodes:
         """See Discovery."""
         info = self._scheduler.job if self._is_first else self._scheduler.read_job()
         self._is_first = False  # What the job's settings came with is new.
-        found = []
+        addresses = []
         for address in list(info.get("data_nodes", ()))[:MAX_CLAIMS]:
             with contextlib.suppress(ProtocolError):
-                found.append(parse_peer_address(str(address)))
-        return found
+                addresses.append(parse_peer_address(str(address)))
+        return addresses
 
     def close(self) -> None:
         """See Discovery. There is nothing to close."""

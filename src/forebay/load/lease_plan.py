@@ -76,7 +76,7 @@ def open_jobs(options: SimpleNamespace, mixture: Mixture | None) -> dict[str, Le
         if isinstance(scheduler, LeaseJob):
             return scheduler
         address = None if scheduler == "auto" else scheduler
-        return LeaseJob.at(
+        return LeaseJob.from_url(
             str(sources[name]), network.identity, address, discovery=network.discovery, stop=network.stop,
             patience_s=network.patience_s, from_urls=network.from_urls,
         )  # fmt: skip

@@ -161,7 +161,7 @@ class LeasePlanner:
         self._first_ids = np.concatenate([index.bases + index.offsets for index in indexes])
         self._open: list[_OpenLease] = []  # In the order of their grants; changed by the thread that iterates.
         self._formed: dict[int, list[_Part]] = {}  # By step: not used.
-        self._given: int | None = None  # The step of the batch that the loop has.
+        self._delivered: int | None = None  # The step of the batch that the loop has.
         self._epoch_starts: dict[int, int] = {}
         self.network_s = self.disk_s = self.scheduler_s = 0.0
         self.num_opened = self.num_failed = self.epoch = 0
@@ -187,17 +187,17 @@ class LeasePlanner:
             if session.failure is not None:
                 raise session.failure
 
-    def give(self, step: int) -> bool:
+    def deliver(self, step: int) -> bool:
         """The loop gets the batch of a step; False if a lease of it was lost, or work was stopped: then it does not."""
         parts = self._formed.get(step)
         if parts is None or self.sessions.is_stopping or any(part.opened.lease.ended for part in parts):
             return False
-        self._given, self.epoch = step, parts[0].opened.lease.grant.epoch
+        self._delivered, self.epoch = step, parts[0].opened.lease.grant.epoch
         return True
 
     def commit(self) -> None:
         """The batch that the loop has was used."""
-        step, self._given = self._given, None
+        step, self._delivered = self._delivered, None
         parts = [] if step is None else self._formed.pop(step, [])
         for source, session in enumerate(self.sessions.open() if parts else ()):
             mine = [(part.opened.lease, part.stop) for part in parts if part.opened.source == source]
@@ -206,7 +206,7 @@ class LeasePlanner:
 
     def close(self) -> None:
         """Forget all batches that were formed and not used: their samples are taken again. Nothing may iterate."""
-        self._given = None
+        self._delivered = None
         steps = sorted(self._formed, reverse=True)
         for part in [part for step in steps for part in reversed(self._formed.pop(step))]:
             self._give_back(part)
@@ -230,13 +230,13 @@ class LeasePlanner:
 
     def _form(self, step: int) -> list[_Part] | None:
         """Take the samples of a batch; None if there are none left, or the wait was interrupted."""
-        wanted = [self._batch_size]
+        requested = [self._batch_size]
         if self._mixture is not None:
             first = step * self._batch_size
             sources = self._mixture.locate(first, first + self._batch_size)[0]
-            wanted = np.bincount(sources, minlength=len(self._counts)).tolist()
+            requested = np.bincount(sources, minlength=len(self._counts)).tolist()
         parts: list[_Part] = []
-        for source, count in enumerate(wanted):
+        for source, count in enumerate(requested):
             taken = self._take_of(source, count)
             parts += taken
             if count and not taken:

@@ -257,7 +257,7 @@ class Loader(Closing, BatchSource[BatchT]):
                 if source is None:
                     source, device_s = self._batches(num_workers, depth, convert), 0.0
                 item = next(source, None)
-                if leases is not None and item is not None and not leases.give(item[0]):
+                if leases is not None and item is not None and not leases.deliver(item[0]):
                     self._pause()  # A lease of it was lost: what was formed ahead is formed again.
                     continue
                 received_at = clock()
