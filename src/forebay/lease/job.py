@@ -36,7 +36,7 @@ class LeaseJob(Closing):
 
     Args:
         name: The job's, which is its dataset's; "" takes any, and needs an address.
-        address: The scheduler's `host:port`; None: it is addresses in the DHT.
+        address: The scheduler's `host:port`; None: it is found in the DHT.
         discovery: The DHT; by default it is joined if it is needed.
         patience_s: How long to wait for a scheduler, or for providers, that do not answer.
         stop: Ends the waits.

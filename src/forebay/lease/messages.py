@@ -196,11 +196,11 @@ class Lease(LeaseGrant):
     """
 
     job_id: str
-    name: str
     sha256: Sha256
     bytes: Annotated[int, Field(ge=1, le=2**62)]
     sample_base: Count
     seed: int
+    name: str = ""  # This and the next are not sent: a worker has them from the dataset's table.
     chunk_bytes: Count = 0
 
 

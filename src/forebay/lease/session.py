@@ -24,7 +24,7 @@ from forebay.errors import ForebayError
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import CacheIndex, SliceFetcher
 from forebay.lease.job import LeaseJob
-from forebay.lease.messages import ExchangeReply
+from forebay.lease.messages import ExchangeReply, Lease
 from forebay.lease.scheduler_client import SchedulerUnreachableError
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
@@ -168,11 +168,19 @@ class LeaseSession(Closing):
             address=share.address if share is not None else "",
         ).to_json()  # fmt: skip
         reply = ExchangeReply.from_json(job.scheduler.exchange(body, patience_s))
+        reply = replace(reply, leases=tuple(map(self._with_table, reply.leases)))
         self.index.mark_reported(cached)
         self._reports_all = reply.report_cached
         with self.leases.locked() as state:
             state.receive(request, reply, time.monotonic())
         self._replied_at = time.monotonic()
+
+    def _with_table(self, lease: Lease) -> Lease:
+        table = self.job.dataset.table
+        if lease.slice >= len(table):
+            return replace(lease, name=f"slice {lease.slice}")  # Of no slice of the dataset: refused when it is opened.
+        row = table.row(lease.slice)
+        return replace(lease, name=row.name, chunk_bytes=row.chunk_bytes)
 
     def _open_share(self, share: str, upload_bytes_per_s: float | None) -> SliceShare:
         host, _, port = share.rpartition(":")

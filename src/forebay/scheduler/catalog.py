@@ -233,8 +233,7 @@ class Catalog:
         """A lease as it is sent to a worker."""
         row = self.table.row(grant.slice)
         return Lease(
-            **vars(grant), job_id=job_id, name=row.name, sha256=row.sha256, bytes=row.bytes,
-            chunk_bytes=row.chunk_bytes,
+            **vars(grant), job_id=job_id, sha256=row.sha256, bytes=row.bytes,
             sample_base=int(self._bases[grant.slice]), seed=self.spec.seed,
         )  # fmt: skip
 
