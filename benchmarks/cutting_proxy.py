@@ -44,9 +44,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cache_check import check_chunks
 from benchmarks.swarm import HOST, NAME, FixedDiscovery, make_dataset
 from forebay.data_node import DataNode
-from forebay.dataset.chunks import has_id
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
 from forebay.load.loader import Loader
@@ -627,9 +627,8 @@ def _prove(folder: Path, samples: int, epochs: int, outcome: Outcome) -> None:
     epoch_counts = [(epoch["epoch"], epoch["samples"], epoch["missing"], epoch["repeated"]) for epoch in report.epochs]
     if not report.ok or epoch_counts != [(epoch, samples, 0, 0) for epoch in range(epochs)]:
         outcome.faults.append(f"ledger: {report}"[:2000])
-    for path in folder.glob("cache*/*"):
-        if re.fullmatch("[0-9a-f]{64}", path.name) and not has_id(path, path.name):
-            outcome.faults.append(f"cache: {path} has other bytes")
+    for directory in folder.glob("cache*"):
+        outcome.faults += [f"cache: {problem}" for problem in check_chunks(directory)[1]]
 
 
 def run_seeds(folder: Path, seeds: range, log: Callable[[str], object] = print) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dataset.chunks import HASH_BYTES, wrong_chunks
+from benchmarks.cache_check import check_chunks
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
-from forebay.storage.chunk_file import PRESENT, MapLayout, read_info
 from support.calibration import scaled
 
 MIB = 1 << 20
@@ -124,20 +123,9 @@ def check_cache(directory: Path) -> int:
 
     Nobody writes to the cache meanwhile.
     """
-    complete = 0
-    for item in (directory / "chunks").iterdir():
-        info, data = read_info(item), item.read_bytes()
-        assert info is not None
-        layout, size = MapLayout(info.bytes, info.chunk_bytes), info.chunk_bytes or info.bytes
-        marks = data[layout.marks : layout.marks + layout.num_chunks]
-        leaves = data[layout.leaves : layout.generations] if layout.num_chunks > 1 else bytes.fromhex(info.sha256)
-        with (directory / item.name).open("rb") as file:
-            for chunk in [number for number, mark in enumerate(marks) if mark == PRESENT]:
-                file.seek(chunk * size)
-                leaf = leaves[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-                assert not wrong_chunks(memoryview(file.read(size)), leaf, info.chunk_bytes), f"{item.name}: {chunk}"
-        complete += all(mark == PRESENT for mark in marks)
-    for item in directory.glob("locks/*"):
+    complete, problems = check_chunks(directory)
+    assert not problems
+    for item in directory.glob("locks/[!p]*"):  # A process has `process-N` for as long as it has the cache open.
         with item.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if somebody holds it.
     return complete

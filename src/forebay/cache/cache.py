@@ -14,6 +14,7 @@ import heapq
 import logging
 import os
 import re
+import resource
 import stat
 import struct
 import threading
@@ -50,8 +51,13 @@ log = logging.getLogger("forebay.cache")
 _RAM = Path("/dev/shm")
 _STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; generation, reserved bytes by slot.
 _MAGIC = b"FBSTATE2"
-_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 32nd of the budget.
+_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 256th of the budget.
 _MAX_USED = 1 << 16
+_OPEN_FILES = 1 << 16
+
+
+class NoSpaceError(UsageError):
+    """What a cache needs now does not fit its budget, or its disk."""
 
 
 def cache_directory(directory: str | Path) -> Path:
@@ -86,6 +92,11 @@ class ChunkCache:
             raise UsageError(f"cache: expected a budget over 0 bytes, got {budget_bytes}.")
         self.directory = cache_directory(directory)
         self.budget_bytes = budget_bytes
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < _OPEN_FILES:  # A slice of which chunks are pinned takes two.
+            limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self._locks, self._maps = self.directory / "locks", self.directory / "chunks"
         self.after_fork()
         with self._lock:  # Errors are raised here, and not at the first chunk.
@@ -137,7 +148,7 @@ class ChunkCache:
             if entry is None:
                 size = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
                 if reason := self._make_space(size):
-                    raise UsageError(f"cache: {reason} Raise the cache's budget.")
+                    raise NoSpaceError(f"cache: {reason} Raise the cache's budget.")
                 paths = self.path_of(info.sha256), self._maps / info.sha256
                 self._stored += size
                 create(*paths, info)
@@ -240,8 +251,7 @@ class ChunkCache:
             self._entries[sha256] = entry
             everything = np.arange(entry.layout.num_chunks)
             entry.pin(everything, self._slot_number, self._generation)
-        if not entry.verify(everything):
-            _warn_wrong(entry)
+        entry.verify(everything)
         is_complete = entry.is_complete() and not entry.is_deleted
         if not (pin and is_complete):
             self.unpin([(entry, everything)])
@@ -427,8 +437,10 @@ class ChunkCache:
         self._entries.pop(sha256, None)
         path, map_path = self.path_of(sha256), self._maps / sha256
         try:
-            info = read_info(map_path)
-            if info is not None and path.stat().st_size == info.bytes:
+            info, size = read_info(map_path), path.stat().st_size
+            if info is not None and size != info.bytes:
+                log.warning("%s: expected bytes of that id, got others. They are fetched again.", path)
+            if info is not None and size == info.bytes:
                 return ChunkFile(path, map_path, info)
         except FileNotFoundError:
             pass
@@ -462,7 +474,7 @@ class ChunkCache:
 
     def _evict(self, needed: int) -> int:
         """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""
-        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 32))
+        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 256))
         live, freed = self._live(), 0
         freed += self._evict_unused(needed, live)
         while freed < target and self._used:
@@ -539,10 +551,6 @@ class ChunkCache:
         self._entries.pop(entry.info.sha256, None)
         self._stored -= size
         return size
-
-
-def _warn_wrong(entry: ChunkFile) -> None:
-    log.warning("%s: expected bytes of that id, got others. They are fetched again.", entry.path)
 
 
 def _is_used(map_path: Path, live: dict[int, int]) -> bool:

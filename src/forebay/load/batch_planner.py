@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.cache.cache import NoSpaceError
 from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
@@ -102,6 +103,7 @@ class BatchPlanner:
         self._next_step = self._num_steps = 0  # Of the next plan.
         self._is_running = False  # A batch was made.
         self._queue: deque[_Plan] = deque()
+        self._current: _Plan | None = None  # Its batches are being made.
         self._open: set[int] = set()  # Keys.
         self._min_make_s = float("inf")
         self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
@@ -114,7 +116,7 @@ class BatchPlanner:
             self._plan_ahead()
             if not self._queue:
                 break
-            plan = self._queue.popleft()
+            plan = self._current = self._queue.popleft()
             start = 0
             while start < len(plan.steps):
                 stop = self._open_block(plan, start)
@@ -126,11 +128,13 @@ class BatchPlanner:
                     self._plan_ahead()
                 start = stop
             self._slices.release(plan.needs)
+            self._current = None
         self.close()
 
     def close(self) -> None:
         """Forget the plans, and close all slices."""
         self._queue.clear()
+        self._current = None
         self._slices.clear()
         self._close_except(())
 
@@ -140,15 +144,24 @@ class BatchPlanner:
             plan = self._plan(self._next_step, self._num_steps)
             if plan is None:
                 break
+            try:
+                self._need(plan, tuple(self._queue))
+            except NoSpaceError:
+                self._slices.release(plan.needs)
+                if self._queue or self._current is not None:
+                    break
+                if self._num_steps == self._every[1]:
+                    raise
+                self._num_steps = self._plan_steps = self._every[1]  # Plan fewer steps at once.
+                continue
             self._next_step = plan.steps[0] - self._every[0] + self._num_steps
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)  # The chunks of the first steps come first.
             self._queue.append(plan)
-            self._need(plan)
             if len(self._queue) == 1:
                 self._slices.fetch()
         self._slices.fetch()
 
-    def _need(self, plan: _Plan) -> None:
+    def _need(self, plan: _Plan, earlier: Sequence[_Plan]) -> None:
         """Say what a plan reads of its slices. Where documents decide, that is known when a slice is open."""
         reader = self._slices
         steps = np.repeat(np.arange(len(plan.steps)), np.diff(plan.bounds))
@@ -162,7 +175,8 @@ class BatchPlanner:
             waiting = reader.waiting_keys(distinct)
             if waiting is not None:
                 rows = np.isin(plan.keys, distinct[waiting])
-                keys, header = distinct[waiting], np.zeros(int(waiting.sum()), np.int64)
+                waiting &= ~np.isin(distinct, list(self._open.union(*(queued.distinct for queued in earlier))))
+                keys, header = distinct[waiting], np.zeros(int(waiting.sum()), np.int64)  # Of slices yet to be opened.
                 reader.need(
                     plan.needs, np.concatenate([plan.keys[rows], keys]), np.concatenate([starts[rows], header]),
                     np.concatenate([stops[rows], header + _HEADER_BYTES]),
@@ -253,7 +267,7 @@ class BatchPlanner:
             range(step, stop)[chosen], np.concatenate([[0], np.cumsum(lengths)]).tolist(), keys, samples,
             self._first_ids[keys] + samples, sources if self._mixed else None, epochs[chosen].tolist(),
             steps_in_epoch[chosen].tolist(), weights[chosen].tolist(),
-            PlanNeeds(step + k, len(keys) * self._sample_bytes),
+            PlanNeeds(step + k, stop, len(keys) * self._sample_bytes),
         )  # fmt: skip
 
     def _open_block(self, plan: _Plan, start: int) -> int:
@@ -264,13 +278,16 @@ class BatchPlanner:
         if start == 0:
             self._close_except(set().union(plan.distinct, *(queued.distinct for queued in self._queue)))
         while True:
-            self._resolve(plan)
-            stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
-            if stop > start:
-                break
-            began = time.perf_counter()
-            has_space = self._slices.wait(plan.needs, start)
-            self.network_s += time.perf_counter() - began
+            try:
+                self._resolve(plan)
+                stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
+                if stop > start:
+                    break
+                began = time.perf_counter()
+                has_space = self._slices.wait(plan.needs, start)
+                self.network_s += time.perf_counter() - began
+            except NoSpaceError:
+                has_space = False
             if has_space:
                 continue
             if self._queue:  # Plan less far ahead.

@@ -243,6 +243,10 @@ class GrownRun(Run):
         )
         return Steps(start, np.concatenate(bounds), *columns)
 
+    def window_ends(self, step: int, source: int, slices: I64, samples: I64) -> I64:
+        run, first, _ = self._part_of(step)
+        return first + run.window_ends(step - first, source, slices, samples)
+
     def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
         run, first, _ = self._part_of(end)
         is_known = slices < (self.growth.slices if run is self._before else len(self.orders[0].samples_per_slice))

@@ -32,6 +32,7 @@ class PlanNeeds:
     """What a plan of steps needs before it can be made into batches. The reader's lock guards it."""
 
     first_step: int  # of the run
+    next_step: int  # after its last
     num_bytes: int  # that its samples read, about
     groups: list[ChunkGroup] = field(default_factory=list)
     waiting: list[ChunkGroup] = field(default_factory=list)  # those of `groups` that are not complete

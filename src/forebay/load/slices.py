@@ -1,129 +1,40 @@
-"""The slices of a run, by key: read in place, or fetched chunk by chunk through the cache before they are needed.
-
-A key is the number of a slice among those of all datasets, one dataset after another. Plans say which chunks the coming
-steps need. These are pinned in the cache, and fetched in the order of their first use, neighbours by one request; a
-plan's chunks are released when its batches were made. Local slices are hashed chunk by chunk at their first use.
-Cost of fetching: some 60 us a request of up to 2 MiB beside the transfer, and 60 bytes a planned chunk.
-"""
+"""The slices of a run, by key: read in place, or through the cache, whose chunks come before they are needed."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
-import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.cache import ChunkCache
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, file_offset, slice_of
-from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.load.arguments import ranks_per_node
-from forebay.load.chunk_source import CacheSettings, ChunkSource
-from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
+from forebay.errors import DatasetError
+from forebay.load.chunk_feed import ChunkFeed
+from forebay.load.chunk_source import CacheSettings
 from forebay.order.run import Run
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
-
-if TYPE_CHECKING:
-    from forebay.storage.fetch import ChunkRun
 
 I64 = NDArray[np.int64]
 
-_AHEAD_BYTES = 1 << 30
-_MAX_RUN_BYTES = 2 << 20  # of a request
 _READAHEAD_BYTES = 4 << 20
-_QUEUED = 4  # fetches that wait for a connection
-_RETRY_S = 5.0  # before a failed chunk is fetched again that no step waits for
-_POLL_S = 0.02  # for chunks that another process fetches
-_LOG_INTERVAL_S = 3.0
-_MIN_WARNED_BYTES = 64 << 20
-_ALL_STEPS = 1 << 62
-_STUCK_S = 10.0
-_COUNTS = ("fetched_bytes", "fetched_chunks", "refetched_bytes", "refetched_chunks", "failed", "late")
-_log = logging.getLogger("forebay")
 
 
-class SliceReader:
-    """Opens slices by key, and has the chunks that coming steps need fetched and verified. For one consumer.
-
-    Plans are added in the order of their steps, waited for, and released. `cached`: for each dataset, whether its
-    slices go through the cache; then with the settings `cache`. `verify`: hash what is read of local slices again, also
-    if their files did not change. Its threads start with the first plan and end with `close`.
-
-    Raises:
-        UsageError: If the cache is smaller than a chunk.
-    """
+class SliceReader(ChunkFeed):
+    """Opens slices by key. Arguments and errors as of `ChunkFeed`."""
 
     def __init__(
         self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
         cache: CacheSettings | None, verify: bool = False,
     ) -> None:  # fmt: skip
-        self._datasets, self._cached, self._settings, self._run = datasets, cached, cache, run
-        self.cached = any(cached)
-        per_node = ranks_per_node(world_size)
-        self._ranks = rank // per_node * per_node, (rank // per_node + 1) * per_node  # Of this node.
-        self._world_size = world_size
-        self._counts_of_slices = np.concatenate([order.samples_per_slice for order in run.orders])
-        self._verify = verify
+        super().__init__(datasets, cached, run, rank, world_size, cache, verify)
         self._verified: set[int] = set()  # Keys of local slices.
-        counts = [len(dataset.table) for dataset in datasets]
-        self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # [D + 1], of each slice 0.
-        self.chunks = ChunkTable(datasets)
-        self._changed = threading.Condition(threading.RLock())  # guards all below
-        self._plans: deque[PlanNeeds] = deque()
-        self._running: dict[object, tuple[ChunkGroup, I64]] = {}  # fetches
-        self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
-        self._no_room = ""
-        self._stuck_since: tuple[PlanNeeds, float] | None = None
-        self._pid = os.getpid()
-        self._cache: ChunkCache | None = None
-        self._source: ChunkSource | None = None
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        self._waited_s, self._logged_at = 0.0, -math.inf
-        self._fetched = np.zeros(0, np.uint8)  # A bit a chunk: fetched in `_fetched_epoch`.
-        self._fetched_epoch: int | None = None
-        self._warned = False
         self._readahead: ThreadPoolExecutor | None = None
         self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
-        if cache is not None:
-            self._check_budget(cache)
-
-    def _check_budget(self, settings: CacheSettings) -> None:
-        cached = np.repeat(self._cached, np.diff(self.first_key))
-        largest = int(self.chunks.chunk_bytes[cached].max(initial=0))
-        key = int((self.chunks.chunk_bytes * cached).argmax())
-        needed = largest + MapLayout(int(self.chunks.num_bytes[key]), self._row(key).chunk_bytes).disk_bytes
-        if needed > settings.budget_bytes:
-            raise UsageError(
-                f"cache_bytes: expected at least {needed:,} for a chunk of {self._row(key).name}, got "
-                f"{settings.budget_bytes:,}. Make the cache larger, or prepare smaller slices (--slice-bytes)."
-            )
-
-    def find(self, key: int) -> tuple[Dataset, int]:
-        """(dataset, index of the slice in it)."""
-        i = self._dataset_index(key)
-        return self._datasets[i], key - int(self.first_key[i])
-
-    def _dataset_index(self, key: int) -> int:
-        return int(np.searchsorted(self.first_key, key, side="right")) - 1
-
-    def _row(self, key: int) -> SliceInfo:
-        dataset, index = self.find(key)
-        return dataset.table.row(index)
-
-    def is_cached(self, key: int) -> bool:
-        return self.cached and self._cached[self._dataset_index(key)]
 
     def waiting_keys(self, keys: I64) -> NDArray[np.bool_] | None:
         """Which of these slices have chunks that must be fetched or verified before they are used; None: none."""
@@ -147,146 +58,6 @@ class SliceReader:
     def describe(self, key: int) -> tuple[SliceInfo, int]:
         """(row of the table, bytes of a token) of a slice."""
         return self._row(key), int(self.chunks.token_bytes[key])
-
-    @property
-    def ahead_bytes(self) -> int:
-        """How many bytes of samples are planned ahead, so that their chunks are fetched and stay."""
-        if self._settings is None:
-            return 0
-        if self._settings.readahead_bytes is not None:
-            return self._settings.readahead_bytes
-        budget = self._settings.budget_bytes
-        return min(budget // 3, max(self._settings.open_bytes, min(_AHEAD_BYTES, budget // 8)))
-
-    @property
-    def planned_bytes(self) -> int:
-        return sum(plan.num_bytes for plan in self._plans)
-
-    # Plans.
-
-    def add(self, plan: PlanNeeds) -> None:
-        """Add the plan of the next steps; what is known of its needs is fetched from now on."""
-        self._check_process()
-        with self._changed:
-            self._plans.append(plan)
-
-    def need(self, plan: PlanNeeds, keys: I64, starts: I64, stops: I64, steps: I64) -> None:
-        """Add byte ranges [starts, stops) of slices `keys` to a plan's needs, from `steps` of the plan on; all [N]."""
-        groups = self.chunks.groups(keys, starts, stops, steps)
-        with self._changed:
-            if self._settings is not None:
-                cache = self._open_cache(self._settings)
-                for group in groups:
-                    if self.is_cached(group.key):
-                        group.entry = cache.open_pinned(self._row(group.key), group.chunks)
-            plan.add(groups)
-
-    def fetch(self) -> None:
-        """Start to fetch what the plans so far need."""
-        with self._changed:
-            self._start_fetches()
-
-    def has_bytes(self, key: int, plan: PlanNeeds) -> bool:
-        """Whether what a plan needs of a slice so far is here."""
-        with self._changed:
-            return all(group.key != key or self._is_complete(group) for group in plan.waiting)
-
-    def available(self, plan: PlanNeeds, start: int) -> int:
-        """The first of a plan's steps from `start` on for which something known is missing; a huge number for none.
-
-        Raises:
-            DatasetError: If step `start` needs a local chunk that is damaged.
-        """
-        with self._changed:
-            stop = _ALL_STEPS
-            remaining = []
-            for group in plan.waiting:
-                first = int(group.first_steps.min())
-                try:
-                    if self._is_complete(group):
-                        continue
-                except DatasetError:
-                    if first <= start:
-                        raise
-                    stop = min(stop, first)  # It is raised when that step is read.
-                else:
-                    assert group.entry is not None
-                    absent = group.entry.marks[group.chunks] != PRESENT
-                    stop = min(stop, int(group.first_steps[absent].min()))
-                remaining.append(group)
-            plan.waiting = remaining
-            return stop
-
-    def wait(self, plan: PlanNeeds, step: int) -> bool:
-        """Wait until something changed for step `step` of a plan; False if there is no space for what it needs.
-
-        Raises:
-            NetworkError: If a fetch failed; the next call tries again. IntegrityError likewise.
-        """
-        with self._changed:
-            began = time.perf_counter()
-            try:
-                while True:
-                    missing = self._missing(plan, step)
-                    if not missing:
-                        return True
-                    if error := self._take_error(missing):
-                        raise error
-                    self._start_fetches(missing)
-                    if not self._missing(plan, step):
-                        return True
-                    if self._no_room and not self._running:
-                        return False
-                    self._changed.wait(_POLL_S)
-                    self._log_wait(missing, self._waited_s + time.perf_counter() - began)
-            finally:
-                self._counts["late"] += 1
-                self._waited_s += time.perf_counter() - began
-
-    def wait_for_space(self, plan: PlanNeeds) -> None:
-        """Wait while other processes that share the cache need all of it. UsageError after ten seconds."""
-        with self._changed:
-            now = time.monotonic()
-            if self._stuck_since is None or self._stuck_since[0] is not plan:
-                self._stuck_since = plan, now
-            if now - self._stuck_since[1] > _STUCK_S:
-                raise UsageError(
-                    f"cache: a step's chunks found no space in {_STUCK_S:.0f} s: {self._no_room} Raise the budget to "
-                    "what the processes that share it read at once, or use fewer lanes."
-                )
-            self._changed.wait(_POLL_S)
-
-    def release(self, plan: PlanNeeds) -> None:
-        """A plan was used, or is not required any more: its chunks may be evicted."""
-        with self._changed:
-            if plan in self._plans:
-                self._plans.remove(plan)
-            if self._cache is not None:
-                groups = [group for group in plan.groups if group.entry is not None]
-                pins = [(group.entry, group.chunks) for group in groups if group.entry is not None]
-                self._cache.unpin(pins, self._next_uses(plan.first_step, groups))
-            plan.groups, plan.waiting, plan.todo = [], [], []
-            self._start_fetches()
-
-    def _next_uses(self, step: int, groups: Sequence[ChunkGroup]) -> Sequence[int] | None:
-        """When the first chunk of each group is read again, about; None: unknown."""
-        if not groups:
-            return None
-        keys = np.array([group.key for group in groups])
-        places = np.array([int(group.chunks[0]) for group in groups]) * self.chunks.chunk_bytes[keys]
-        counts = self._counts_of_slices
-        samples = np.minimum(counts[keys] - 1, places * counts[keys] // np.maximum(1, self.chunks.num_bytes[keys]))
-        steps = self._run.next_steps(step, keys, np.maximum(0, samples), self._ranks, self._world_size)
-        return None if steps is None else steps.tolist()
-
-    def clear(self) -> None:
-        """Release all plans."""
-        with self._changed:
-            for plan in list(self._plans):
-                self.release(plan)
-            self._errors.clear()
-
-    # Slices.
 
     def open(self, key: int) -> tuple[int, Slice]:
         """(index in its dataset, mapped slice); its header must be here.
@@ -328,268 +99,11 @@ class SliceReader:
                 self._readahead = self._readahead or ThreadPoolExecutor(1, "readahead")
                 self._readahead.submit(_read_ahead, dataset.slice_path(index), start, size)
 
-    def stats(self) -> dict[str, Any]:
-        with self._changed:
-            if self._settings is None:
-                return {}
-            evicted, cached = 0, 0
-            if self._cache is not None:
-                evicted, cached = self._cache.evicted_bytes, self._cache.used_bytes()
-            stats: dict[str, Any] = {**self._counts, "waited_s": self._waited_s, "in_flight": len(self._running)}
-            stats |= {"evicted_bytes": self._past_evicted + evicted, "cached_bytes": cached}
-            return stats | (self._source.stats() if self._source is not None else {})
-
-    def close(self) -> None:
-        """End the threads, and leave the swarm and the cache. The next plan starts them again."""
-        self.pause()
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
-        cache, self._cache = self._cache, None
-        if cache is not None and self._pid == os.getpid():
-            self._past_evicted += cache.evicted_bytes
-            cache.close()
-
     def pause(self) -> None:
-        """End the fetches, but continue to share. The next plan starts them again."""
         pool, self._readahead, self._advised = self._readahead, None, {}
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-        if self._pid != os.getpid():
-            return
-        self.clear()
-        source = self._source
-        if source is not None and not source.shares:
-            self._source = None
-            source.close()
-
-    _past_evicted = 0
-
-    # With the lock.
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():  # Threads and pins are the parent's.
-            self._pid, self._cache, self._source = os.getpid(), None, None
-            self._changed = threading.Condition(threading.RLock())
-            self._plans.clear()
-            self._running.clear()
-
-    def _open_cache(self, settings: CacheSettings | None) -> ChunkCache:
-        assert settings is not None
-        if self._cache is None:
-            self._cache = ChunkCache(settings.directory, settings.budget_bytes)
-            weakref.finalize(self, self._cache.close)
-        return self._cache
-
-    def _open_source(self) -> ChunkSource:
-        assert self._settings is not None
-        if self._source is None:
-            cache = self._open_cache(self._settings)
-            self._source = ChunkSource(self._datasets, cache, self._settings.connections, self._settings.share)
-            weakref.finalize(self, self._source.close)
-        return self._source
-
-    def _is_complete(self, group: ChunkGroup) -> bool:
-        if group.entry is None:
-            dataset, index = self.find(group.key)
-            for run in np.split(group.chunks, np.flatnonzero(np.diff(group.chunks) > 1) + 1):
-                dataset.verify_chunks(index, int(run[0]), int(run[-1]) + 1)
-            return True
-        if group.entry.is_deleted:
-            self._reopen(group)
-        return bool((group.entry.marks[group.chunks] == PRESENT).all())
-
-    def _reopen(self, group: ChunkGroup) -> None:
-        """Another process deleted the file of a slice, or replaced it by a complete one."""
-        group.entry = self._open_cache(self._settings).open_pinned(self._row(group.key), group.chunks)
-
-    def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
-        missing = []
-        for group in plan.waiting:
-            if not self._is_complete(group):
-                assert group.entry is not None
-                required = group.chunks[group.first_steps <= step]
-                required = required[group.entry.marks[required] != PRESENT]
-                if len(required):
-                    missing.append((group, required))
-        return missing
-
-    def _take_error(self, missing: list[tuple[ChunkGroup, I64]]) -> Exception | None:
-        for group, chunks in missing:
-            for chunk in chunks.tolist():
-                failed = self._errors.pop((group.key, chunk), None)
-                if failed is not None:
-                    self._errors.clear()
-                    kind = type(failed[0]) if isinstance(failed[0], ForebayError) else UsageError
-                    row = self._row(group.key)
-                    error = kind(f"slice {row.name} ({row.sha256[:12]}…) was not fetched: {failed[0]}")
-                    error.__cause__ = failed[0]
-                    return error
-        return None
-
-    def _start_fetches(self, urgent: Sequence[tuple[ChunkGroup, I64]] = ()) -> None:
-        """Start to fetch what is needed next, as far as connections and space allow."""
-        if self._settings is None or self._pid != os.getpid():
-            return
-        self._no_room = ""
-        for group, chunks in urgent:
-            absent = self._fetchable(group, chunks)
-            if len(absent) and not self._fetch(group, _runs(absent)[0]):
-                return
-        limit, planned = self._settings.connections + _QUEUED, 0
-        for number, plan in enumerate(self._plans):
-            if planned > self.ahead_bytes // 2:
-                return  # Later neighbours of these chunks are not known yet: one request will fetch them all.
-            planned += plan.num_bytes
-            while plan.position < len(plan.todo):
-                if len(self._running) >= limit:
-                    return
-                _, group, chunk = plan.todo[plan.position]
-                assert group.entry is not None or not self.is_cached(group.key)
-                if group.entry is not None and group.entry.marks[chunk] in (ABSENT, UNVERIFIED):
-                    failed = self._errors.get((group.key, chunk))
-                    is_due = failed is None or time.monotonic() - failed[1] > _RETRY_S
-                    if is_due and not self._fetch(group, self._extend(group, chunk, number)):
-                        return
-                plan.position += 1
-
-    def _fetchable(self, group: ChunkGroup, chunks: I64) -> I64:
-        assert group.entry is not None
-        own = [c for g, claimed in self._running.values() if g.key == group.key for c in claimed.tolist()]
-        return np.setdiff1d(chunks, np.array(own, np.int64))
-
-    def _extend(self, group: ChunkGroup, chunk: int, number: int) -> I64:
-        """The chunk and its absent neighbours that are needed soon, too: one request. Few at the start of a run."""
-        entry = group.entry
-        assert entry is not None and self._settings is not None
-        max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 64) if number else entry.chunk_bytes
-        limit = max(1, max_bytes // entry.chunk_bytes)
-        required = (entry.refs[chunk : chunk + limit] > 0) & (entry.marks[chunk : chunk + limit] == ABSENT)
-        required[0] = True
-        count = len(required) if required.all() else int(required.argmin())
-        return np.arange(chunk, chunk + count)
-
-    def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
-        """Claim and fetch neighbouring chunks; False if there is no space for them."""
-        if group.entry is not None and group.entry.is_deleted:
-            self._reopen(group)
-        entry, cache = group.entry, self._open_cache(self._settings)
-        assert entry is not None
-        if (entry.marks[chunks] == UNVERIFIED).any():
-            entry.verify(chunks)
-        dataset, index = self.find(group.key)
-        source = self._open_source()
-        if source.shares:
-            return self._fetch_slice(group, source, dataset, index)
-        claimed, self._no_room = cache.claim(entry, chunks)
-        if self._no_room:
-            return False
-        for run in _runs(claimed) if len(claimed) else ():
-            job = source.run(dataset, index, entry, int(run[0]), int(run[-1]) + 1, self._end_run)
-            self._running[job] = group, run
-            self._count_fetch(group, run)
-            try:
-                source.start(job)
-            except Exception as error:  # noqa: BLE001 - the consumer that waits for the chunks gets it
-                self._end_run(job, error)
-        return True
-
-    def _end_run(self, job: ChunkRun, error: Exception | None) -> None:
-        cache, chunks = self._cache, np.arange(job.first, job.stop)
-        if cache is not None:
-            cache.complete(job.entry, chunks)
-        with self._changed:
-            group, _ = self._running.pop(job, (None, None))
-            if group is None:
-                return
-            size = job.entry.chunk_bytes
-            self._counts["fetched_bytes"] += min(job.next * size, job.entry.info.bytes) - job.first * size
-            self._counts["fetched_chunks"] += job.next - job.first
-            if error is not None:
-                self._record_failure(group, np.arange(job.next, job.stop), error)
-            self._start_fetches()
-            self._changed.notify_all()
-
-    def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception) -> None:
-        self._counts["failed"] += 1
-        failed = error, time.monotonic()
-        self._errors |= {(group.key, chunk): failed for chunk in chunks.tolist()}
-        for plan in self._plans:
-            plan.position = 0
-
-    def _fetch_slice(self, group: ChunkGroup, source: ChunkSource, dataset: Dataset, index: int) -> bool:
-        """From a swarm, which sends whole slices: fetch the slice, unless it is being fetched."""
-        cache, row = self._open_cache(self._settings), dataset.table.row(index)
-        if row.sha256 in self._running:
-            return True
-        claimed, self._no_room = cache.claim_slice(row)
-        if claimed is None:
-            return not self._no_room
-        entry, chunks = claimed
-        self._running[row.sha256] = group, chunks
-        self._count_fetch(group, chunks)
-
-        def on_end(error: Exception | None) -> None:
-            cache.complete(entry, chunks)
-            with self._changed:
-                self._running.pop(row.sha256, None)
-                stored = chunks[entry.marks[chunks] == PRESENT]
-                self._counts["fetched_bytes"] += entry.size_of(stored)
-                self._counts["fetched_chunks"] += len(stored)
-                cache.unpin_slice(row.sha256)
-                if error is not None:
-                    self._record_failure(group, chunks, error)
-                self._start_fetches()
-                self._changed.notify_all()
-
-        try:
-            source.fetch_slice(dataset, index, claimed, on_end)
-        except Exception as error:  # noqa: BLE001 - the consumer that waits for the slice gets it
-            on_end(error)
-        return True
-
-    def _count_fetch(self, group: ChunkGroup, chunks: I64) -> None:
-        """Count what is fetched a second time in an epoch, and say it."""
-        plan = next((plan for plan in self._plans if group in plan.groups), None)
-        epoch = None if plan is None else self._run.epoch_of(plan.first_step, self._dataset_index(group.key))[0]
-        if epoch is None:
-            return
-        if epoch != self._fetched_epoch:
-            self._fetched_epoch = epoch
-            self._fetched = np.zeros(int(self.chunks.first[-1]) // 8 + 1, np.uint8)
-        numbers = int(self.chunks.first[group.key]) + chunks
-        places, bits = numbers >> 3, np.left_shift(1, numbers & 7).astype(np.uint8)
-        again = (self._fetched[places] & bits) > 0
-        np.bitwise_or.at(self._fetched, places, bits)
-        if again.any() and group.entry is not None:
-            self._counts["refetched_chunks"] += int(again.sum())
-            self._counts["refetched_bytes"] += int(again.sum()) * group.entry.chunk_bytes
-            if not self._warned and self._counts["refetched_bytes"] > max(
-                _MIN_WARNED_BYTES, self._counts["fetched_bytes"] // 20
-            ):
-                self._warned = True
-                _log.warning(
-                    "cache: %d bytes were fetched a second time in epoch %d: %s evicted them before they were read. "
-                    "Raise cache_bytes, or use fewer lanes.", self._counts["refetched_bytes"], epoch,
-                    "this run" if self._cache is not None and self._cache.evicted_bytes else "other processes",
-                )  # fmt: skip
-
-    def _log_wait(self, missing: list[tuple[ChunkGroup, I64]], waited_s: float) -> None:
-        now = time.monotonic()
-        if now - self._logged_at < _LOG_INTERVAL_S:
-            return
-        first, self._logged_at = self._logged_at == -math.inf, now
-        if not first:
-            group, _ = missing[0]
-            _log.warning(
-                "waiting for %d chunks of %d slices, the first of %s; %d fetches are running, %.1f s waited so far. %s",
-                sum(len(c) for _, c in missing), len(missing), self._row(group.key).name, len(self._running), waited_s,
-                self._no_room,
-            )  # fmt: skip
-
-
-def _runs(chunks: I64) -> list[I64]:
-    return np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)
+        super().pause()
 
 
 def _read_ahead(path: Path, start: int, size: int) -> None:

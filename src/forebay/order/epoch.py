@@ -89,6 +89,19 @@ class Epoch:
 
     def positions_near(self, slices: I64, samples: I64) -> I64:
         """About where samples are in the epoch, int64 [K]: a window off at most."""
+        lane, index = self._in_lanes(slices, samples)
+        positions: I64 = index * self.lanes.num_lanes + lane
+        return positions
+
+    def window_stops(self, slices: I64, samples: I64) -> I64:
+        """The position after the last sample of each sample's window, int64 [K]."""
+        lane, index = self._in_lanes(slices, samples)
+        stop = self.lanes.window_stop(lane, self.lanes.window_of(lane, index))
+        positions: I64 = (stop - 1) * self.lanes.num_lanes + lane + 1
+        return positions
+
+    def _in_lanes(self, slices: I64, samples: I64) -> tuple[I64, I64]:
+        """(lane, index in the lane) before the permutation in windows."""
         if self._places_of is None:
             self._places_of = np.full(int(self.slices.max(initial=0)) + 1, -1, np.int64)
             self._places_of[self.slices] = np.arange(len(self.slices))
@@ -96,8 +109,7 @@ class Epoch:
         turns, rest = divmod(self.lanes.num_samples, self.lanes.num_lanes)
         long = rest * (turns + 1)  # Samples of the lanes that have one more.
         lane = np.where(sequence < long, sequence // (turns + 1), rest + (sequence - long) // max(1, turns))
-        positions: I64 = (sequence - self.lanes.start(lane)) * self.lanes.num_lanes + lane
-        return positions
+        return lane, sequence - self.lanes.start(lane)
 
     def _read_lanes(self, positions: I64) -> tuple[I64, I64]:
         lanes = self.lanes

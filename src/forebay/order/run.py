@@ -107,6 +107,31 @@ class Run:
             return np.full(len(slices), NEVER)
         return self._next_steps(end, slices, samples, ranks, world_size)
 
+    def window_ends(self, step: int, source: int, slices: I64, samples: I64) -> I64:
+        """About the first step at which the windows of samples are read to their ends, int64 [K].
+
+        The samples of dataset `source` are some that run step `step` reads, or a step after it in the same epoch.
+        """
+        order, taken = self.orders[source], self.progress(step).samples_taken
+        size, epoch = int(self.batch_lens(step, step + 1)[0]), self.progress(step).epoch
+        if self._mixture is not None:
+            sources, positions = self._mixture.locate(taken, taken + size)
+            positions = positions[sources == source]
+            if not len(positions):
+                return np.full(len(slices), step, np.int64)
+            (epoch, taken), size = divmod(int(positions.min()), order.num_samples), len(positions)
+        return step + self._steps_until(order, epoch, slices, samples, taken, size)
+
+    def _steps_until(
+        self, order: Order, epoch: int, slices: I64, samples: I64, taken: int, size: int
+    ) -> I64:  # fmt: skip
+        if order.shuffle:
+            stops = order.epoch_at(epoch).window_stops(slices, samples)
+        else:
+            stops = order.sample_ids_of(slices, samples) + 1
+        steps: I64 = -(np.minimum(0, taken - stops) // size)
+        return steps
+
     def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
         order, size = self.orders[0], int(self.batch_lens(end, end + 1)[0])
         epoch = self.progress(end).epoch
@@ -259,6 +284,11 @@ class OwnedRun(Run):
     def epoch_stop(self, step: int) -> int | None:
         stop = (step // self._per_epoch + 1) * self._per_epoch
         return stop if self._end is None else min(stop, self._end)
+
+    def window_ends(self, step: int, source: int, slices: I64, samples: I64) -> I64:
+        order, before = self.orders[0], self.progress(step)
+        size = max(1, order.num_samples // self._per_epoch)
+        return step + self._steps_until(order, before.epoch, slices, samples, before.samples_taken, size)
 
     def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
         order = self.orders[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import struct
 from functools import cache
@@ -29,6 +30,7 @@ NUM_SLOTS = 64  # Processes that use a cache at once.
 ABSENT, PRESENT, UNVERIFIED, FETCHING = 0, 1, 2, 16  # FETCHING + s: a process with slot s fetches it.
 PAGE_BYTES = 4096
 _EXTENTS_PER_PAGE = 340  # ext4's; other file systems take no more.
+_log = logging.getLogger("forebay.cache")
 _HEADER = struct.Struct("<8sqqqqq16s")  # Magic, bytes, chunk bytes, deleted, inode and time of the file, boot id.
 _MAGIC = b"FOREBAY2"
 _DELETED_AT = 24
@@ -102,6 +104,13 @@ class ChunkFile:
             size -= self.layout.num_chunks * self.chunk_bytes - round_up(self.info.bytes)
         return size
 
+    def bytes_of(self, chunks: I64) -> int:
+        """Bytes of the slice in these chunks."""
+        size = len(chunks) * self.chunk_bytes
+        if len(chunks) and int(chunks.max()) == self.layout.num_chunks - 1:
+            size -= self.layout.num_chunks * self.chunk_bytes - self.info.bytes
+        return size
+
     def leaves(self) -> bytes:
         """The leaves of the tree; only if `has_leaves`."""
         return bytes.fromhex(self.info.sha256) if self.layout.num_chunks == 1 else self._leaves().tobytes()
@@ -117,13 +126,17 @@ class ChunkFile:
             return True
         if not self.has_leaves and not self._find_leaves():
             self.marks[self.marks == UNVERIFIED] = ABSENT
+            _log.warning("%s: cannot be verified; it is fetched again.", self.path)
             return False
         leaves = self.leaves()
         for chunk in doubtful.tolist():
             data = memoryview(self.data[chunk * size : (chunk + 1) * size])  # type: ignore[arg-type]
             is_wrong = wrong_chunks(data, leaves[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], self.info.chunk_bytes)
             self.marks[chunk] = ABSENT if is_wrong else PRESENT
-        return bool((self.marks[doubtful] == PRESENT).all())
+        is_right = bool((self.marks[doubtful] == PRESENT).all())
+        if not is_right:
+            _log.warning("%s: expected bytes of that id, got others. They are fetched again.", self.path)
+        return is_right
 
     def record_write(self) -> None:
         """This process wrote to the file: its time is not a reason to doubt it."""
