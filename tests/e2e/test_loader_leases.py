@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import StateError, UsageError
+from forebay.lease.scheduler_client import SchedulerClient
 from forebay.ledger.index import open_index
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
@@ -193,6 +195,37 @@ def test_batches_formed_ahead_are_given_or_formed_again(network: Network) -> Non
         assert loader.stats()["scheduler_s"] >= 0 and "job" in loader.describe() and "scheduler" in repr(loader)
     assert sorted(seen) == sorted(static_samples(network.datasets["web"]))
     assert_used_once(service, len(seen))
+
+
+def test_lost_leases_are_counted_and_what_was_formed_ahead_is_not_given(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the worker's requests do not arrive, its leases expire: what it used meanwhile counts as wasted."""
+    service = network.schedule(lease_s=0.5)
+    real, is_cut = SchedulerClient.exchange, threading.Event()
+
+    def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
+        if is_cut.is_set():
+            time.sleep(2.0)
+            is_cut.clear()
+        return real(self, *args)
+
+    monkeypatch.setattr(SchedulerClient, "exchange", exchange)
+    num_given = 0
+    samples = SampleOptions(prefetch_batches=4)
+    options = NetworkOptions(network.node_a, receipt_s=0.2)
+    with network.loader(service, samples=samples, network=options) as loader:
+        for count, batch in enumerate(loader, 1):
+            num_given += len(batch)
+            if count == 10:
+                is_cut.set()
+            time.sleep(0.03)
+        stats = loader.stats()
+    num_samples = len(static_samples(network.datasets["web"]))
+    assert stats["leases_lost"] > 0
+    assert num_given == num_samples + stats["wasted_samples"]
+    assert stats["wasted_samples"] <= (4 + 2) * BATCH + 0.2 / 0.03 * BATCH
+    assert_used_once(service, num_samples)
 
 
 def test_a_mixture_of_two_jobs_changes_its_weights_at_a_step(network: Network) -> None:

@@ -165,9 +165,21 @@ def _documents_of(
     job: Job, documents: Documents | None, slice_index: int, samples: Sequence[int], text: bool
 ) -> list[DocumentRange]:
     seq_len = job.body.get("seq_len")
+    if documents is not None:
+        _check_plain(job)
     if documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
         return []
     return documents.of_samples(slice_index, samples, int(seq_len), text=text)
+
+
+def _check_plain(job: Job) -> None:
+    """Raise UsageError for samples that are no consecutive tokens of whole slices."""
+    for name in ("packing", "split"):
+        if value := job.body.get(name):
+            raise UsageError(
+                f"blame: expected a job without {name}, got {value!r}: its samples are not tokens by their number. "
+                "Find its documents by Loader.documents(batch), with the job's settings and the batch's sample ids."
+            )
 
 
 def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list[BatchShare]:
@@ -176,6 +188,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     Slices are numbered over all datasets of the job.
     """
     job, uses = index.job, index.uses
+    _check_plain(job)
     if not 0 <= slice_index < len(job.samples) or not 0 <= start < stop:
         raise UsageError(f"who: expected a slice of {len(job.samples)} and A:B, got {slice_index} and {start}:{stop}.")
     count = int(job.samples[slice_index])
