@@ -92,9 +92,11 @@ class Loader(Closing, BatchSource[BatchT]):
         rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
         epochs: int | None = 1, steps: int | None = None, packing: Literal["concat", "best_fit"] = "concat",
         document_masks: bool = False, split: str | None = None, cache_dir: str | Path | None = None,
-        cache_bytes: int | None = None, order: OrderOptions | None = None,
+        cache_bytes: int | None = None,
+        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None, scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        samples: SampleOptions | None = None,
     ) -> None: ...  # fmt: skip
     @overload
     def __init__(
@@ -102,18 +104,22 @@ class Loader(Closing, BatchSource[BatchT]):
         batch_size: int | None = None, global_batch_size: int | Sequence[tuple[int, int]] | None = None,
         rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
         epochs: int | None = 1, steps: int | None = None, split: str | None = None,
-        cache_dir: str | Path | None = None, cache_bytes: int | None = None, order: OrderOptions | None = None,
+        cache_dir: str | Path | None = None, cache_bytes: int | None = None,
+        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None, scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        samples: SampleOptions | None = None,
     ) -> None: ...  # fmt: skip
     def __init__(
         self, dataset: DatasetSource | Mixture, *, seq_len: int | None = None, batch_size: int | None = None,
         global_batch_size: int | Sequence[tuple[int, int]] | None = None, rank: int | None = None,
         world_size: int | None = None, seed: int = 0, shuffle: bool = True, epochs: int | None = 1,
         steps: int | None = None, packing: str = "concat", document_masks: bool = False, split: str | None = None,
-        cache_dir: str | Path | None = None, cache_bytes: int | None = None, order: OrderOptions | None = None,
+        cache_dir: str | Path | None = None, cache_bytes: int | None = None,
+        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None, scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        samples: SampleOptions | None = None,
     ) -> None:  # fmt: skip
         self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         """As they were given."""
