@@ -30,6 +30,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
+from forebay.lease.messages import prove
 from forebay.ledger.chain import Used, receipt_message
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.client import Client
@@ -37,7 +38,6 @@ from forebay.network.dht import LibtorrentDht
 from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server
-from forebay.scheduler.messages import prove
 from forebay.scheduler.server import SchedulerService
 
 MINUTE_S = 60.0

@@ -19,11 +19,11 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.measure import rss_bytes
+from forebay.lease.messages import ExchangeRequest, LeaseGrant
 from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler.journal import Journal, job_body
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeRequest, LeaseGrant
 
 SAMPLES = 32
 

@@ -17,6 +17,7 @@ import pytest
 
 from forebay.cli import main
 from forebay.data_node import DataNode
+from forebay.lease.messages import ExchangeRequest
 from forebay.ledger.chain import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
@@ -24,7 +25,6 @@ from forebay.scheduler import proofs, sessions
 from forebay.scheduler import server as service
 from forebay.scheduler.core import PendingCheck, SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeRequest
 from forebay.scheduler.server import SchedulerService
 from support.attackers import HOST, ask, issue, organisation
 from support.local_discovery import LocalDiscovery

@@ -24,6 +24,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.lease import fetching
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
@@ -32,7 +33,6 @@ from forebay.storage.base import Timeouts
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
 from forebay.storage.transfers import FileTransfer
-from forebay.worker import fetching
 from support.leases_by_hand import FetchingWorker
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery

@@ -31,8 +31,7 @@ from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, verify
 from forebay.scheduler import proofs
 from forebay.scheduler.server import SchedulerService
-from forebay.worker.consumer import WorkerReport
-from forebay.worker.lease_worker import run_worker
+from forebay.worker.lease_worker import WorkerReport, run_worker
 from support.calibration import scaled
 from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 from support.proofs import proof_by_hand

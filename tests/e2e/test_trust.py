@@ -21,6 +21,7 @@ import pytest
 from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.lease.scheduler_client import SchedulerClient
 from forebay.network.access import AccessPolicy
 from forebay.network.addresses import parse_address
 from forebay.network.admission import Admissions, AdmissionServer
@@ -37,7 +38,6 @@ from forebay.network.publications import sign_dataset
 from forebay.network.revocation_sync import TrustWatch, send_crl
 from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
-from forebay.worker.scheduler_client import SchedulerClient
 from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset

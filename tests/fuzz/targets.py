@@ -44,6 +44,7 @@ from forebay.formats.html import HtmlError
 from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.formats.report import CheckOptions as DoctorOptions
 from forebay.formats.sources import open_source
+from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
@@ -63,7 +64,6 @@ from forebay.prepare.extract import extract_html
 from forebay.prepare.inputs import read_split, split_files
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.compression import sniff_compression
 from forebay.swarm.members import MAX_RANGES, parse_ranges
 from forebay.swarm.tracker import Tracker

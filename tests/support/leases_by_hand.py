@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cache.cache import ChunkCache
+from forebay.lease.buffer import LeaseBuffer
+from forebay.lease.fetching import CacheIndex, SliceFetcher
+from forebay.lease.messages import ExchangeReply
+from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.client import Client
-from forebay.scheduler.messages import ExchangeReply
 from forebay.storage.peer_source import FromUrls
-from forebay.worker.fetching import CacheIndex, SliceFetcher
-from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import ActiveLease, LeaseState
 from support.calibration import scaled
 
 DATASET = "ab" * 32

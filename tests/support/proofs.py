@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from forebay.lease.messages import proof_of, range_of
 from forebay.network.client import Client
-from forebay.scheduler.messages import proof_of, range_of
 
 
 def proof_by_hand(client: Client, lease: dict[str, Any], providers: list[dict[str, Any]] | None = None) -> str:

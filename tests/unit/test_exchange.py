@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from forebay.scheduler.messages import ExchangeRequest, FailedLease, ProviderReport
+from forebay.lease.messages import ExchangeRequest, FailedLease, ProviderReport
 
 USE = {"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}
 BODY: dict[str, Any] = {

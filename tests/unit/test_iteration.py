@@ -208,9 +208,9 @@ def test_an_error_comes_after_the_items_before_it() -> None:
     prefetcher.close()
 
 
-def test_the_arguments_are_fifteen_and_four_objects() -> None:
+def test_the_arguments_are_sixteen_and_four_objects() -> None:
     import inspect
 
     names = list(inspect.signature(Loader.__init__).parameters)[1:]
-    assert names[-4:] == ["order", "cache", "network", "samples"] and len(names) == 15 + 4
+    assert names[-4:] == ["order", "cache", "network", "samples"] and len(names) == 16 + 4
     assert {"OrderOptions", "CacheOptions", "NetworkOptions", "SampleOptions"} <= set(forebay.__all__)

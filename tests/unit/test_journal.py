@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import LedgerError, StateError
+from forebay.lease.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 from forebay.ledger.chain import Used
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
@@ -27,7 +28,6 @@ from forebay.scheduler import journal as journals
 from forebay.scheduler.events import WorkerEnlisted
 from forebay.scheduler.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 from support.calibration import scaled
 
 WORKER = peer_id_of(b"k" * 32)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.scheduler.messages import RANGE_BYTES, is_checked, proof_of, prove, range_of
+from forebay.lease.messages import RANGE_BYTES, is_checked, proof_of, prove, range_of
 
 NAMES = st.text("abcdef0123456789", min_size=1, max_size=40)
 

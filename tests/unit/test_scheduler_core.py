@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from forebay.errors import LeaseError, UsageError
+from forebay.lease.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 
 EXAMPLES = int(os.environ.get("FOREBAY_SCHEDULER_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from forebay.lease.messages import ExchangeRequest, FailedLease, LeaseGrant
 from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeRequest, FailedLease, LeaseGrant
 
 SLICES = 600
 ORIGIN = Provider("origin", "h:1", True)

@@ -16,12 +16,12 @@ import pytest
 from starlette.responses import Response
 
 from forebay.errors import NetworkError, UsageError
+from forebay.lease import fetching
+from forebay.lease.fetching import CacheIndex
+from forebay.lease.state import ActiveLease
 from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
-from forebay.worker import fetching
-from forebay.worker.fetching import CacheIndex
-from forebay.worker.lease_state import ActiveLease
 from support.cached import put
 from support.calibration import scaled
 from support.handlers import Request, serve

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
+from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.peer import Provider
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
-from forebay.worker.lease_state import ActiveLease, LeaseState
 from support.leases_by_hand import answer
 
 DATASET = "ab" * 32
@@ -81,7 +81,7 @@ class Worker:
             assert stop <= lease.allowed_until
             self.world.now += self.step_s
             self.steps += 1
-            self.leases.used(lease, self.steps, self.world.now)
+            self.leases.used([(lease, lease.started)], self.steps, self.world.now)
             self.used += [(lease.grant.epoch, lease.grant.slice, sample) for sample in range(start, stop)]
         if lease.started >= lease.stop or lease.ended:
             self.leases.finish(lease)
@@ -225,7 +225,7 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
         now = max(now, min(due_at, float("inf") if step_ends_at is None else step_ends_at))
         if step_ends_at is not None and now >= step_ends_at:
             assert lease is not None
-            leases.used(lease, 0, now)
+            leases.used([(lease, lease.started)], 0, now)
             step_ends_at = None
         if not is_unanswered and leases.due_at(now) <= now:
             request = leases.request(now)

@@ -14,13 +14,12 @@ import pytest
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
+from forebay.lease.scheduler_client import SchedulerClient
 from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import create_network, join
 from forebay.scheduler.server import SchedulerService
 from forebay.threads import failures
-from forebay.worker.consumer import WorkerReport
-from forebay.worker.lease_worker import run_worker
-from forebay.worker.scheduler_client import SchedulerClient
+from forebay.worker.lease_worker import WorkerReport, run_worker
 from support.local_discovery import LocalDiscovery
 
 

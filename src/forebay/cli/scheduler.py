@@ -27,8 +27,10 @@ def _schedule(args: argparse.Namespace) -> int:
         service = SchedulerService(
             identity, args.name, discovery, Client(identity), args.state, host, port, dataset_id=args.id or "",
             seq_len=args.seq_len, wait_s=args.timeout, standby=args.standby, publishers=args.publisher, limits=limits,
-            from_urls=args.from_urls or "", epochs=args.epochs, seed=args.seed, lease_s=args.lease_timeout,
-            stall_s=args.idle_timeout, steal_s=args.steal_after, max_failures=args.max_failures,
+            from_urls=args.from_urls or "", packing=args.packing, split=args.split,
+            validation_fraction=args.validation_fraction, epochs=args.epochs, seed=args.seed,
+            lease_s=args.lease_timeout, stall_s=args.idle_timeout, steal_s=args.steal_after,
+            max_failures=args.max_failures,
         )  # fmt: skip
         try:
             SupervisedThread(lambda: _watch_standby(args, service, stop, started), "standby", stopping=started).start()
@@ -98,6 +100,9 @@ def add_verbs(verb: Any, group: Any) -> None:
     add_from_urls(p)
     p.add("--standby", action="store_true", help="wait until the scheduler on --state ends, then take over")
     p.add("--seq-len", type=positive, default=1024, metavar="L", help="tokens per sample")
+    p.add("--packing", choices=["concat", "best_fit"], default="concat", help="how documents are put into samples")
+    p.add("--split", choices=["train", "validation"], help="lease this part only (default: all samples)")
+    p.add("--validation-fraction", type=float, default=0.0, metavar="F", help="samples of the split validation, 0 to 1")
     p.add("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
     p.add("--seed", type=int, default=0, metavar="N", help="seed of the order")
     p.add("--lease-timeout", type=seconds, default=30.0, metavar="S", help="silence until a worker's leases expire")

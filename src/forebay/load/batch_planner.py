@@ -80,6 +80,8 @@ class BatchPlanner:
     `indexes` has one entry a dataset. `every` (k, n): only the steps k, k + n, ... counted from the start of `batches`.
     """
 
+    scheduler_s = 0.0  # No scheduler is waited for.
+
     def __init__(
         self, run: Run, indexes: Sequence[SampleIndex], collator: Collator, slices: SliceReader, rank: int,
         world_size: int, every: tuple[int, int],

@@ -43,6 +43,8 @@ def describe(loader: Any) -> dict[str, str]:
         )
     sizes = ", then ".join(f"{size:,} from step {step:,}" for step, size in loader.global_batch_sizes)
     fields["global batch"] = sizes.removesuffix(" from step 0") if "then" not in sizes else sizes
+    if loader.plan.jobs:
+        return fields | _describe_jobs(loader)
     fields["rank"] = f"{loader.rank} of {loader.world_size}"
     fields["position"] = f"epoch {loader.epoch}, step {loader.step:,} of {_limit(run.num_steps)}"
     if loader.mixture is None:
@@ -58,6 +60,17 @@ def describe(loader: Any) -> dict[str, str]:
     if tail:
         fields["tail"] = f"{tail:,} tokens an epoch in no sample"
     return fields | _traffic(loader)
+
+
+def _describe_jobs(loader: Any) -> dict[str, str]:
+    jobs, settings = loader.plan.jobs, loader.plan.cache
+    return {
+        "position": f"epoch {loader.epoch}, step {loader.step:,} of {_limit(loader.run.num_steps)} of this worker",
+        "order": "as leases are granted: "
+        + ", ".join(f"job {job.job_id[:12]} of {job.name} at {job.scheduler.addresses()[0]}" for job in jobs.values()),
+        "packing": f"{loader.plan.options.packing}, document masks {'on' if loader.plan.has_masks else 'off'}",
+        "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}",
+    }
 
 
 def _limit(number: int | None) -> str:

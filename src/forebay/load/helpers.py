@@ -37,6 +37,8 @@ class HelperPool:
         num_workers: Helper processes.
     """
 
+    scheduler_s = 0.0
+
     def __init__(self, loader: Any, num_workers: int) -> None:
         self.num_workers = num_workers
         self.network_s = self.disk_s = 0.0  # Of the helper that waited longest.

@@ -10,9 +10,9 @@ import copy
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import BatchSource, BatchT, Take
 from forebay.load.growth import grow
 from forebay.load.helpers import HelperPool
+from forebay.load.lease_plan import make_lease_state, step_of_lease_state
 from forebay.load.loader_plan import LoaderPlan
 from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions
 from forebay.load.prefetch import Prefetcher
@@ -33,6 +34,10 @@ from forebay.load.state import make_state, step_of_state
 from forebay.load.stats import Bottleneck, Callbacks, WaitTimes, find_bottleneck
 from forebay.order.run import Run
 from forebay.order.step_index import check_integer
+
+if TYPE_CHECKING:
+    from forebay.lease.job import LeaseJob
+    from forebay.load.lease_planner import LeasePlanner
 
 _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
@@ -69,6 +74,9 @@ class Loader(Closing, BatchSource[BatchT]):
         cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
         order, cache, network, samples: Rare arguments. `cache` may be "disk" or "ram".
+        scheduler: `host:port` of the scheduler of a `forebay://NETWORK/NAME` dataset, or "auto" to find it in the DHT;
+            of a mixture, by name. Batches are then of the samples that it leases to this process: each is used once by
+            all workers together. A batch counts as used when the next one is asked for, or at `commit`.
 
     Raises:
         UsageError: If an argument is missing, out of range or contradicts another, a chunk does not fit the cache, or
@@ -84,7 +92,9 @@ class Loader(Closing, BatchSource[BatchT]):
         rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
         epochs: int | None = 1, steps: int | None = None, packing: Literal["concat", "best_fit"] = "concat",
         document_masks: bool = False, split: str | None = None, cache_dir: str | Path | None = None,
-        cache_bytes: int | None = None, order: OrderOptions | None = None,
+        cache_bytes: int | None = None,
+        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
         samples: SampleOptions | None = None,
     ) -> None: ...  # fmt: skip
@@ -94,7 +104,9 @@ class Loader(Closing, BatchSource[BatchT]):
         batch_size: int | None = None, global_batch_size: int | Sequence[tuple[int, int]] | None = None,
         rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
         epochs: int | None = 1, steps: int | None = None, split: str | None = None,
-        cache_dir: str | Path | None = None, cache_bytes: int | None = None, order: OrderOptions | None = None,
+        cache_dir: str | Path | None = None, cache_bytes: int | None = None,
+        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
         samples: SampleOptions | None = None,
     ) -> None: ...  # fmt: skip
@@ -103,7 +115,9 @@ class Loader(Closing, BatchSource[BatchT]):
         global_batch_size: int | Sequence[tuple[int, int]] | None = None, rank: int | None = None,
         world_size: int | None = None, seed: int = 0, shuffle: bool = True, epochs: int | None = 1,
         steps: int | None = None, packing: str = "concat", document_masks: bool = False, split: str | None = None,
-        cache_dir: str | Path | None = None, cache_bytes: int | None = None, order: OrderOptions | None = None,
+        cache_dir: str | Path | None = None, cache_bytes: int | None = None,
+        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
+        order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
         samples: SampleOptions | None = None,
     ) -> None:  # fmt: skip
@@ -112,7 +126,7 @@ class Loader(Closing, BatchSource[BatchT]):
         plan = self.plan = LoaderPlan(self.arguments)
         self.rank, self.world_size, self.seq_len = plan.rank, plan.world_size, plan.seq_len
         self.datasets, self.mixture, self.run, self.order = plan.datasets, plan.mixture, plan.run, plan.run.orders[0]
-        self._epochs = None if plan.mixture is not None else epochs
+        self._epochs = None if plan.mixture is not None or plan.jobs else epochs
         self._step, self._shares, self._identity = 0, True, plan.identity
         self._reset()
 
@@ -130,10 +144,14 @@ class Loader(Closing, BatchSource[BatchT]):
     def _make_planner(self, every: tuple[int, int]) -> None:
         self._pass, self._every = _Pass(self.run), every
         self._slices, self._planner = self.plan.open_slices(self._pass, every, self._shares)  # type: ignore[arg-type]
+        self.leases: LeasePlanner | None = self._planner if self.plan.jobs else None  # type: ignore[assignment]
+        """The leased batches; None without `scheduler`."""
 
     def __len__(self) -> int:
         """Batches of a full `for` at the loader's position. Raises TypeError where it has no end."""
         start, stop = self.pass_of(self._step)
+        if self.leases is not None:
+            raise TypeError("len: expected a loader without scheduler=: how many batches a worker gets is not known.")
         if stop is None:
             raise TypeError("len: expected a loader whose iteration ends, got epochs=None or a mixture. Give steps=.")
         return stop - start
@@ -146,11 +164,13 @@ class Loader(Closing, BatchSource[BatchT]):
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0; 0 for a mixture."""
-        return self.run.progress(self._step).epoch
+        return self.run.progress(self._step).epoch if self.leases is None else self.leases.epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch, with the largest batches. Raises TypeError for a mixture, which has no epochs."""
+        """Steps of an epoch, with the largest batches. Raises TypeError for a mixture or leases, which have none."""
+        if self.leases is not None:
+            raise TypeError("steps_per_epoch: expected a loader without scheduler=: workers divide an epoch by speed.")
         if self.mixture is not None:
             raise TypeError("steps_per_epoch: expected one dataset, got a mixture, which has no epochs. Use steps=.")
         return self.run.steps_per_epoch
@@ -196,6 +216,8 @@ class Loader(Closing, BatchSource[BatchT]):
         batches of a mixture without `steps`, which has no end.
         """
         check_integer("n", n, 0)
+        if self.leases is not None:
+            raise UsageError("take: expected a loader without scheduler=: a leased sample is used once, by one worker.")
         other = copy.copy(self)
         other._epochs = None if self.mixture is not None else 1
         start, stop = other.pass_of(self._step)
@@ -214,6 +236,12 @@ class Loader(Closing, BatchSource[BatchT]):
     def iterate(
         self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
     ) -> Generator[Any, None, None]:
+        leases = self.leases
+        if leases is not None and num_workers:
+            raise UsageError(
+                f"num_workers: expected 0 with scheduler=, got {num_workers}: a batch counts as used in "
+                "the process that leases. Use prefetch, or SampleOptions.prefetch_batches."
+            )
         self._pause()
         self._iteration += 1
         iteration, depth = self._iteration, self.plan.options.samples.prefetch_batches if prefetch is None else prefetch
@@ -225,7 +253,7 @@ class Loader(Closing, BatchSource[BatchT]):
                 self.run.num_steps,
             )
         maker = self._helpers(num_workers) if num_workers else self._planner
-        network_s, disk_s, device_s = maker.network_s, maker.disk_s, 0.0
+        network_s, disk_s, scheduler_s, device_s = maker.network_s, maker.disk_s, maker.scheduler_s, 0.0
         asked_at = clock()
         try:
             while True:
@@ -235,11 +263,18 @@ class Loader(Closing, BatchSource[BatchT]):
                 if source is None:
                     source, device_s = self._batches(num_workers, depth, convert), 0.0
                 item = next(source, None)
+                if leases is not None and item is not None and not leases.deliver(item[0]):
+                    self._pause()  # A lease of it was lost: what was formed ahead is formed again.
+                    continue
                 received_at = clock()
                 wait_s = received_at - asked_at
                 rest = "queue" if wait_s < ready_s else "decode"
-                waits.add(wait_s, maker.network_s - network_s, maker.disk_s - disk_s, source.convert_s - device_s, rest)
+                waits.add(
+                    wait_s, maker.network_s - network_s, maker.disk_s - disk_s, source.convert_s - device_s, rest,
+                    maker.scheduler_s - scheduler_s,
+                )  # fmt: skip
                 network_s, disk_s, device_s = maker.network_s, maker.disk_s, source.convert_s
+                scheduler_s = maker.scheduler_s
                 if received_at > waits.check_at:
                     waits.check(received_at)
                 if item is None:
@@ -254,6 +289,8 @@ class Loader(Closing, BatchSource[BatchT]):
                 del item
                 yield batch
                 del batch  # Its memory is free for the next one.
+                if leases is not None:
+                    leases.commit()
                 if callbacks.functions:
                     callbacks.call(self._step)
                 asked_at = clock()
@@ -280,6 +317,14 @@ class Loader(Closing, BatchSource[BatchT]):
             source = self._planner.batches(self._step)
         self._source = Prefetcher(source, depth, finish, self._slices.pause)
         return self._source
+
+    def commit(self) -> None:
+        """Count the last batch as used, before the next one is asked for: before a checkpoint, or a `break`.
+
+        For a loader with `scheduler`; without one nothing is done.
+        """
+        if self.leases is not None:
+            self.leases.commit()
 
     def raw_batches(self, start: int, stop: int | None, every: tuple[int, int]) -> Generator[Any, None, None]:
         """In a helper process: the batches of steps start + k, start + k + n, ... below `stop`, for `every` (k, n)."""
@@ -313,6 +358,8 @@ class Loader(Closing, BatchSource[BatchT]):
     def close(self) -> None:
         """Stop sharing, end all threads and processes and drop prefetched batches; iterating starts them again."""
         self._pause()
+        if self.leases is not None:
+            self.leases.forget()
         self._slices.close()
         if self._pool is not None:
             self._pool.close()
@@ -334,12 +381,15 @@ class Loader(Closing, BatchSource[BatchT]):
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that iterating returned. Plain JSON values.
 
-        A loader of any rank and world size with the same global batch can load it.
+        A loader of any rank and world size with the same global batch can load it. With `scheduler` it has the step and
+        the jobs' ids; which samples are used is in the schedulers' ledgers.
         """
-        return make_state(self._identity, self.run, self._step)
+        return self.state_at(self._step)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state before run step `step`. A running iteration is not changed."""
+        if self.leases is not None:
+            return make_lease_state(self.plan.jobs, step)
         return make_state(self._identity, self.run, step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -351,6 +401,11 @@ class Loader(Closing, BatchSource[BatchT]):
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
         """
         plan = self.plan
+        if self.leases is not None:
+            step = step_of_lease_state(state, plan.jobs)
+            self._pause()
+            self._step = step
+            return
         run, identity, own_state = grow(
             state, plan.identity, plan.run, plan.dataset.manifest.lineage, num_steps=plan.run.num_steps
         )

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from forebay.errors import UsageError
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch_planner import BatchPlanner, make_collator
 from forebay.load.chunk_source import CacheSettings, resolve_cache
+from forebay.load.lease_plan import check_arguments, check_job, open_jobs, session_settings
 from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions, as_options
 from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, needs_of_nodes, sample_size
 from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
@@ -29,6 +30,10 @@ from forebay.order.bijection import derive_key
 from forebay.order.plan import Order
 from forebay.order.run import OwnedRun, Run
 from forebay.order.step_index import check_integer
+
+if TYPE_CHECKING:
+    from forebay.lease.job import LeaseJob
+    from forebay.load.lease_planner import LeasePlanner, LeaseSessions
 
 _log = logging.getLogger("forebay")
 
@@ -54,7 +59,12 @@ class LoaderPlan:
         options.network = as_options("network", options.network, NetworkOptions)
         options.samples = as_options("samples", options.samples, SampleOptions)
         _check(options)
-        self.rank, self.world_size = rank_of_world(options.rank, options.world_size)
+        self.jobs: dict[str, LeaseJob] = {}  # By name of the dataset, with `scheduler`.
+        if options.scheduler is None:
+            self.rank, self.world_size = rank_of_world(options.rank, options.world_size)
+        else:
+            check_arguments(options)
+            self.rank, self.world_size = 0, 1  # Of this worker's own steps.
         self.is_owned = options.order.assignment == "owned"
         self.has_masks = bool(options.document_masks) or options.packing == "best_fit"
         self._open_datasets(options)
@@ -71,6 +81,9 @@ class LoaderPlan:
         sources: Mapping[str, Any] = {"": options.dataset} if self.mixture is None else self.mixture.datasets
         verify: Literal["once", "never"] = "never" if options.cache.verify == "never" else "once"
         network = options.network
+        if options.scheduler is not None:
+            self.jobs = open_jobs(options, self.mixture)
+            sources = {name: job.dataset for name, job in self.jobs.items()}
         opened = open_datasets(list(sources.values()), network.identity, network.from_urls, verify)
         self.datasets = dict(zip(sources, opened))
         is_tokens = self.dataset.manifest.layout == "tokens"
@@ -139,6 +152,8 @@ class LoaderPlan:
         else:
             weights = None if self.mixture is None else self.mixture.plan
             self.run = Run(orders, sizes, weights=weights, drop_last=drop_last, epochs=None, num_steps=options.steps)
+        for job, index in zip(self.jobs.values(), self.indexes):
+            check_job(job, index, options)
         self.identity = owner | run_identity(self.run, self.datasets, self.indexes, seed, drop_last)
 
     def _windows(self) -> list[int | None]:
@@ -165,19 +180,29 @@ class LoaderPlan:
         self.cached, self.cache = resolve_cache(
             list(self.datasets.values()), cache_dir="ram" if options.cache.tier == "ram" else options.cache_dir,
             cache_bytes=options.cache_bytes, connections=options.network.connections,
-            readahead_bytes=options.cache.readahead_bytes, share=listen == "auto" or listen or False,
+            readahead_bytes=options.cache.readahead_bytes,
+            share=not self.jobs and (listen == "auto" or listen or False),
             verify=options.cache.verify == "open",
         )  # fmt: skip
-        if self.cache is not None:
+        if self.cache is not None and not self.jobs:
             self.cache = self._check_traffic(self.cache)
 
-    def open_slices(self, run: Run, every: tuple[int, int], shares: bool) -> tuple[SliceReader, BatchPlanner]:
+    def open_slices(
+        self, run: Run, every: tuple[int, int], shares: bool
+    ) -> tuple[SliceReader | LeaseSessions, BatchPlanner | LeasePlanner]:
         """New readers of slices and batches of `run`: of steps k, k + n, ... from where they start, for `every` (k, n).
 
         Args:
             shares: False: do not serve slices to peers.
         """
         cache, verify = self.cache, self.options.cache.verify == "open"
+        if self.jobs and cache is not None:
+            from forebay.load.lease_planner import LeasePlanner, LeaseSessions  # Others need no network packages.
+
+            jobs = list(self.jobs.values())
+            sessions = LeaseSessions(jobs, session_settings(self.options, jobs, cache))
+            collator, size = make_collator(self.indexes, **self._collation), run.batches.largest
+            return sessions, LeasePlanner(sessions, self.indexes, collator, size, run.mixture, lambda: run.num_steps)
         if cache is not None and not shares:
             cache = replace(cache, share=False)
         datasets = list(self.datasets.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from forebay.load.arguments import check_choice
 from forebay.load.packing import DocumentSubset
 from forebay.load.resources import MAX_RATIO
 from forebay.order.step_index import check_integer
+
+if TYPE_CHECKING:
+    from forebay.network.pki.identity import Identity
 
 _T = TypeVar("_T")
 
@@ -81,23 +84,34 @@ class NetworkOptions:
     """How chunks are fetched, and slices shared.
 
     Args:
-        identity: For `forebay://` URLs, the node's directory.
+        identity: For `forebay://` URLs, the node's directory, or what was loaded of it.
         connections: Concurrent requests to an origin.
         listen: For a `forebay://` dataset: serve cached slices to peers of its swarm, from the first batch until
             `close`, at `HOST:PORT`, or at any port with "auto". None: nothing is shared.
         from_urls: For `forebay://` URLs: read also from URLs that data nodes announce: `public` or `any`.
+        receipt_s, patience_s, upload_bytes_per_s, discovery, stop: With `scheduler`: a lost lease wastes at most the
+            samples used in the first, and two steps; how long to wait for a scheduler, or for providers, that do not
+            answer; limit of what is sent to other workers; the DHT, if the caller joined it; an event that ends waits.
 
     Raises:
         UsageError: If a value is out of range.
     """
 
-    identity: str | Path | None = None
+    identity: str | Path | Identity | None = None
     connections: int = 16
     listen: str | None = None
     from_urls: str = ""
+    receipt_s: float = 1.0
+    patience_s: float = 60.0
+    upload_bytes_per_s: float | None = None
+    discovery: Any = None
+    stop: Any = None
 
     def __post_init__(self) -> None:
         check_integer("connections", self.connections, 1)
+        for name in ("receipt_s", "patience_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name}: expected seconds above 0, got {getattr(self, name)!r}.")
         if self.listen is not None and not isinstance(self.listen, str):
             raise UsageError(f"listen: expected HOST:PORT or 'auto', got {self.listen!r}.")
 

@@ -2,7 +2,7 @@
 
 Costs less than a microsecond a batch. Causes:
 
-- `scheduler`: a lease or an assignment (workers; never for a Loader).
+- `scheduler`: a lease; only with `Loader(scheduler=...)`.
 - `network`: a slice in transfer from its origin.
 - `disk`: pages of a slice that were not in memory.
 - `decode`: computing the order, gathering, casting and packing, on the processor.
@@ -72,12 +72,18 @@ class WaitTimes:
         self._every_s = every_s
         self._checked: dict[str, float] | None = None
 
-    def add(self, wait_s: float, network_s: float, disk_s: float, device_s: float, rest: str) -> None:
-        """Record the wait for a batch: its length, the parts for network, disk and device, and the cause of the rest.
+    def add(
+        self, wait_s: float, network_s: float, disk_s: float, device_s: float, rest: str, scheduler_s: float = 0.0
+    ) -> None:  # fmt: skip
+        """Record the wait for a batch: its length, the parts for network, disk, device and scheduler, and the cause of
+        the rest.
 
         A part may be longer than the wait, as it may be of a thread that worked ahead.
         """
         seconds = self.seconds
+        scheduler_s = min(scheduler_s, wait_s)
+        seconds["scheduler"] += scheduler_s
+        wait_s -= scheduler_s
         network_s = min(network_s, wait_s)
         disk_s = min(disk_s, wait_s - network_s)
         seconds["network"] += network_s

@@ -2,7 +2,8 @@
 that used it; and all uses as a table.
 
 A worker uses one lease after the other, one batch of consecutive samples per step, so samples acknowledged at step b
-after step a were used in steps (a, b]; its batch size, derived from its receipts, gives the exact samples of each step.
+after step a were used in steps (a, b]; a batch that goes on in the next lease has a use of its own there. Its batch
+size, derived from its receipts, gives the exact samples of each step.
 Sample ids are a pure function of the job's seed, epoch and slice.
 
 A coordinator's log of steps is its SQLite file (`coordinator/store.py`); the samples of a step are a pure function and
@@ -71,12 +72,15 @@ def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tup
 
 
 def steps_before(uses: NDArray[Any]) -> I64:
-    """For each use the last earlier step of the same session: 0 where the session started or restarted."""
+    """For each use the last earlier step of the same session: 0 where the session started or restarted.
+
+    A batch with samples of two leases has two uses that end with its step: the second has this step only.
+    """
     order = np.argsort(uses["session"], kind="stable")
     sessions, steps = uses["session"][order], uses["step"][order]
     before = np.concatenate([[0], steps[:-1]])
     before[np.concatenate([[True], sessions[1:] != sessions[:-1]])[: len(before)]] = 0
-    before = np.where(before < steps, before, 0)
+    before = np.where(before == steps, steps - 1, np.where(before < steps, before, 0))
     result = np.empty(len(uses), np.int64)
     result[order] = before[: len(uses)]
     return result
@@ -161,9 +165,21 @@ def _documents_of(
     job: Job, documents: Documents | None, slice_index: int, samples: Sequence[int], text: bool
 ) -> list[DocumentRange]:
     seq_len = job.body.get("seq_len")
+    if documents is not None:
+        _check_plain(job)
     if documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
         return []
     return documents.of_samples(slice_index, samples, int(seq_len), text=text)
+
+
+def _check_plain(job: Job) -> None:
+    """Raise UsageError for samples that are no consecutive tokens of whole slices."""
+    for name in ("packing", "split"):
+        if value := job.body.get(name):
+            raise UsageError(
+                f"blame: expected a job without {name}, got {value!r}: its samples are not tokens by their number. "
+                "Find its documents by Loader.documents(batch), with the job's settings and the batch's sample ids."
+            )
 
 
 def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list[BatchShare]:
@@ -172,6 +188,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     Slices are numbered over all datasets of the job.
     """
     job, uses = index.job, index.uses
+    _check_plain(job)
     if not 0 <= slice_index < len(job.samples) or not 0 <= start < stop:
         raise UsageError(f"who: expected a slice of {len(job.samples)} and A:B, got {slice_index} and {start}:{stop}.")
     count = int(job.samples[slice_index])

@@ -66,6 +66,11 @@ class Run:
         return self._step_index.num_steps
 
     @property
+    def mixture(self) -> MixtureOrder | None:
+        """The dataset of each sample of the run; None for a single dataset."""
+        return self._mixture
+
+    @property
     def steps_per_epoch(self) -> int:
         """Of the first dataset, with the largest batches."""
         return self.orders[0].steps_per_epoch

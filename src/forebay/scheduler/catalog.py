@@ -12,21 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from forebay.dataset.manifest import Manifest, SliceTable
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
+from forebay.lease.messages import Lease, LeaseGrant, ProviderReport
 from forebay.ledger.chain import read_entries
 from forebay.ledger.index import Job
+from forebay.load.samples import plan_samples
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.peer import Provider
 from forebay.network.publications import select_published
 from forebay.network.retry import log_while_waiting
-from forebay.order.plan import samples_per_slice
 from forebay.scheduler.core import ProviderFault
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import Lease, LeaseGrant, ProviderReport
 from forebay.scheduler.sessions import WorkerSession
+from forebay.storage.origins import RemoteDataset
+from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import FromUrls, read_slice, verify_provider
 
 DIRECTORY = "datasets"
@@ -41,18 +46,18 @@ class ManifestStore:
     """The manifests and slice tables in a state directory."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._directory = state_dir / DIRECTORY
+        self.directory = state_dir / DIRECTORY
 
     def put(self, expected_id: str, manifest: bytes, table: bytes) -> None:
         """Store verified files; the manifest last, so that it is not there without its table."""
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        remove_stale(self._directory)
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        remove_stale(self.directory)
         for suffix, data in ((".parquet", table), (".json", manifest)):
-            atomic_write(self._directory / f"{expected_id}{suffix}", data, 0o600)
+            atomic_write(self.directory / f"{expected_id}{suffix}", data, 0o600)
 
     def get(self, expected_id: str) -> tuple[Manifest, SliceTable] | None:
         """The stored files of a dataset; None if they are missing or corrupt."""
-        path = self._directory / f"{expected_id}.json"
+        path = self.directory / f"{expected_id}.json"
         try:
             return parse(expected_id, path.read_bytes(), path.with_suffix(".parquet").read_bytes(), str(path))
         except (OSError, IntegrityError, DatasetError):
@@ -91,6 +96,7 @@ class Catalog:
         name, dataset_id: Of the dataset; the id is "" where the name stands for one.
         seq_len: Tokens of a sample; not used for rows.
         settings: Further fields of `JobSpec`.
+        samples: Packing, split and validation fraction, as `load.samples.plan_samples` has them.
         store: Where the manifest and table are stored.
         publishers: Peer ids; only datasets that one of them signed count. Without any all do.
     """
@@ -98,12 +104,14 @@ class Catalog:
     spec: JobSpec
     manifest: Manifest
     table: SliceTable
+    identity: dict[str, Any]  # Packing and split.
 
     def __init__(
         self, name: str, dataset_id: str, seq_len: int, settings: Mapping[str, Any], network_id: str,
         discovery: Discovery, client: Client, stopping: threading.Event, store: ManifestStore,
-        publishers: Collection[str] = (), from_urls: FromUrls = "",
+        publishers: Collection[str] = (), from_urls: FromUrls = "", samples: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        self._samples = dict(samples or {})
         self.name, self.seq_len, self.claims = name, seq_len, list[Claim]()
         self._id, self._settings, self._network_id, self._discovery = dataset_id, settings, network_id, discovery
         self._client, self._stopping, self._store, self._publishers = client, stopping, store, publishers
@@ -126,9 +134,22 @@ class Catalog:
             with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {self._state}"):
                 started, files = self._search(wait_s)
         self.manifest, self.table = files
-        samples = samples_per_slice(self.table.count, self.seq_len, self.manifest.layout)
-        self._bases = samples.cumsum() - samples
-        self.spec = JobSpec(self.name, started, samples, **self._settings)
+        counts = self._count_samples(started)
+        self._bases = counts.cumsum() - counts
+        self.spec = JobSpec(self.name, started, counts, **self._settings)
+
+    def _count_samples(self, dataset_id: str) -> NDArray[np.int64]:
+        """The samples of each slice. Packing `best_fit` reads document ends from data nodes, once."""
+        assert self._client.identity is not None
+        origin = PeerOrigin(
+            self._client.identity, self.name, expected_id=dataset_id, discovery=self._discovery,
+            publishers=self._publishers, from_urls=self._from_urls,
+        )  # fmt: skip
+        dataset = RemoteDataset(origin, self.manifest, self.table, dataset_id)
+        seq_len = self.seq_len if self.manifest.layout == "tokens" else None
+        index = plan_samples(dataset, seq_len, **self._samples, cache_dir=self._store.directory)
+        self.identity = {name: index.describe()[name] for name in ("packing", "split")}
+        return index.counts
 
     def _search(self, wait_s: float) -> tuple[str, tuple[Manifest, SliceTable]]:
         deadline = time.monotonic() + wait_s
@@ -205,16 +226,15 @@ class Catalog:
             "seq_len": self.seq_len, "seed": spec.seed, "epochs": spec.epochs, "num_slices": len(self.table),
             "num_samples": int(spec.samples.sum()), "dtype": manifest.dtype, "vocab_size": manifest.vocab_size,
             "lease_s": spec.lease_s,
+            **self.identity, "data_nodes": [claim.address for claim in self.claims],
         }  # fmt: skip
 
     def describe(self, grant: LeaseGrant, job_id: str) -> Lease:
         """A lease as it is sent to a worker."""
-        row, manifest = self.table.row(grant.slice), self.manifest
+        row = self.table.row(grant.slice)
         return Lease(
-            **vars(grant), job_id=job_id, name=row.name, sha256=row.sha256, bytes=row.bytes,
-            chunk_bytes=row.chunk_bytes,
-            sample_base=int(self._bases[grant.slice]), seed=self.spec.seed, seq_len=self.seq_len,
-            layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
+            **vars(grant), job_id=job_id, sha256=row.sha256, bytes=row.bytes,
+            sample_base=int(self._bases[grant.slice]), seed=self.spec.seed,
         )  # fmt: skip
 
     def check_slice(self, index: int, provider: Provider | None) -> bool | None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import LeaseError, ProtocolError
+from forebay.lease.messages import AcceptedUse, ExchangeRequest, ExchangeResult, LeaseGrant, LeaseStatus, RefusedUse
 from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.events import Event
 from forebay.scheduler.free_ranges import SampleRange
 from forebay.scheduler.leases import JobSpec, LeaseLostError, LeaseTable
-from forebay.scheduler.messages import AcceptedUse, ExchangeRequest, ExchangeResult, LeaseGrant, LeaseStatus, RefusedUse
 from forebay.scheduler.sessions import PeerQuotas, SessionCaches, WorkerSession
 from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm

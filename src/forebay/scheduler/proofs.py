@@ -11,12 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from forebay.lease.messages import UseMessage, is_checked, proof_of, range_of
 from forebay.network.app import ApiError
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.catalog import Catalog
 from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.messages import UseMessage, is_checked, proof_of, range_of
 
 MAX_TOKENS_PER_S = 1e8  # of one lease; uses that claim more are refused until so much time has passed
 

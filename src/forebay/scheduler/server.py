@@ -24,6 +24,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
+from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
 from forebay.network.app import ApiError, JsonResponse, Metric, make_app, peer_of, role, source_of
 from forebay.network.client import Client
@@ -39,7 +40,6 @@ from forebay.scheduler.catalog import Catalog, ManifestStore, started_id
 from forebay.scheduler.core import PendingCheck, SchedulerCore, StaleAttemptError
 from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
 from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
 from forebay.storage.peer_source import FromUrls
@@ -72,6 +72,7 @@ class SchedulerService:
         rediscover_s: Interval at which providers are looked up.
         publishers: Peer ids; a dataset is only scheduled if one of them signed it. Without any all are.
         standby: `start` waits until the scheduler that runs on the state directory stops or dies.
+        packing, split, validation_fraction: Which samples are leased, as of the Loader.
         settings: Further fields of `JobSpec`: epochs, seed, lease_s, stall_s, steal_s, max_failures.
     """
 
@@ -79,7 +80,8 @@ class SchedulerService:
         self, identity: Identity, name: str, discovery: Discovery, client: Client, state_dir: str | Path,
         host: str = "127.0.0.1", port: int = 0, *, dataset_id: str = "", seq_len: int = 1024, wait_s: float = 30.0,
         rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
-        limits: ServerLimits = LIMITS, from_urls: FromUrls = "", **settings: Any,
+        limits: ServerLimits = LIMITS, from_urls: FromUrls = "", packing: str = "concat", split: str | None = None,
+        validation_fraction: float = 0.0, **settings: Any,
     ) -> None:  # fmt: skip
         self.name = name
         self.identity = identity
@@ -94,6 +96,7 @@ class SchedulerService:
         self._catalog = Catalog(
             name, dataset_id, seq_len, settings, identity.network_id, discovery, client, self._stopping,
             ManifestStore(self.state_dir), publishers, from_urls,
+            {"packing": packing, "split": split, "validation": validation_fraction},
         )  # fmt: skip
         self._bans = BanLog(identity)
         self._workers: dict[str, status.WorkerUsage] = {}
@@ -187,7 +190,7 @@ class SchedulerService:
         catalog = self._catalog
         body = job_body(
             catalog.spec, seq_len=catalog.seq_len, layout=catalog.manifest.layout,
-            scheduler=self.identity.public_key.hex(),
+            scheduler=self.identity.public_key.hex(), **catalog.identity,
         )  # fmt: skip
         # The salt: lease ids differ from those of earlier processes.
         return Journal.open(

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
+from forebay.lease.messages import ExchangeRequest, ExchangeResult, LeaseGrant
+from forebay.lease.scheduler_client import ANSWER_S
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
 from forebay.simulate import scenario
 from forebay.simulate.network import Clock, SimNetwork
 from forebay.simulate.scenario import Scenario, SimulationResult, UsedRange
 from forebay.simulate.worker import Worker
-from forebay.worker.scheduler_client import ANSWER_S
 
 _JOB = "job"
 _DATASET = "dataset"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
+from forebay.lease.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
+from forebay.lease.state import MAX_FETCHES, ActiveLease, LeaseState
 from forebay.network.retry import backoff_s
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.simulate.network import SimFetch, SimNetwork, SimNode
 from forebay.simulate.scenario import UsageRecord, UsedRange
 from forebay.swarm.members import format_ranges
-from forebay.worker.lease_state import MAX_FETCHES, ActiveLease, LeaseState
-from forebay.worker.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
 
 _log = logging.getLogger("forebay.simulate")
 _log.setLevel(logging.ERROR)  # refused uses are counted, not logged
@@ -102,7 +102,7 @@ class Worker:
                     break
                 self._num_steps += 1
                 time = self._free_at = step[2]
-                state.used(lease, self._num_steps, time)
+                state.used([(lease, lease.started)], self._num_steps, time)
                 first, self._step = step[0] if first is None else first, None
             elif lease is None:
                 self._lease = state.next_to_use()
@@ -241,8 +241,7 @@ class Worker:
         leases = tuple(
             Lease(
                 **vars(grant), job_id=grant.job, name=str(grant.slice), sha256=f"{grant.slice:064x}",
-                bytes=self.net.settings.slice_bytes, sample_base=0, seed=0, seq_len=1, layout="tokens", dtype="U16",
-                vocab_size=1,
+                bytes=self.net.settings.slice_bytes, sample_base=0, seed=0,
             )
             for grant in reply.leases
         )  # fmt: skip

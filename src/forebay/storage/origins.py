@@ -115,10 +115,11 @@ def open_remote(
     origin = open_origin(
         url, identity=identity, dataset_id=dataset_id, discovery=discovery, timeouts=timeouts, from_urls=from_urls
     )
-    return _read_remote(origin, dataset_id)
+    return read_dataset(origin, dataset_id)
 
 
-def _read_remote(origin: Origin, expected_id: str | None) -> RemoteDataset:
+def read_dataset(origin: Origin, expected_id: str | None) -> RemoteDataset:
+    """Read the manifest and table at an origin; errors as of `open_remote`."""
     data = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
     manifest = Manifest.from_json(data)
     id = manifest.id

@@ -181,7 +181,7 @@ class PeerOrigin(Origin):
     def _find_claims(self) -> list[Claim]:
         """Look up who serves it. With the lock held."""
         if self.discovery is None:
-            self.discovery = _join_dht(self.identity)
+            self.discovery = join_dht(self.identity)
             weakref.finalize(self, self.discovery.close)
         try:
             claims = find_providers(self.discovery, self.client, self.identity.network_id, self.name, _FIND_S)
@@ -235,7 +235,8 @@ def open_peers(
     )  # fmt: skip
 
 
-def _join_dht(identity: Identity) -> Discovery:
+def join_dht(identity: Identity) -> Discovery:
+    """Join the DHT of an identity's network. Raises UsageError if it names no node of it."""
     try:
         from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
     except ImportError as error:

@@ -1,63 +1,31 @@
-"""The worker: leases slices, prefetches them while it trains, acknowledges what it used.
+"""The worker of a lease job: trains on a Loader's batches, in the caller's thread, and reports what it did."""
 
-The caller's thread trains. Others prefetch slices into a cache from which other workers are served. One talks to the
-scheduler: a request carries signed receipts, the limit up to which samples may be used before the response, released
-leases, and the number of leases wanted. So a step waits neither for the network nor for the scheduler, except when
-data arrives slower than it is used; that wait is measured.
-
-When a lease is lost, acknowledged samples stay used; the others are leased to another worker. `wasted` counts the
-samples that were used here and not acknowledged: at most those of one `receipt_s`, and two steps.
-"""
-
-import contextlib
-import itertools
-import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from forebay.cache.cache import ChunkCache
-from forebay.errors import ForebayError, UsageError
-from forebay.ledger.chain import receipt_message
-from forebay.network.client import Client
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+from forebay.lease.job import LeaseJob
+from forebay.lease.scheduler_client import SchedulerUnreachableError
+from forebay.load.batch import TokenBatch
+from forebay.load.loader import Loader
+from forebay.load.options import NetworkOptions, SampleOptions
 from forebay.network.discovery import Discovery
-from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity
-from forebay.network.reachability import advertised_host
-from forebay.network.revocation_sync import TrustWatch
-from forebay.scheduler.messages import ExchangeReply
-from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.peer_source import FromUrls, check_from_urls
-from forebay.swarm.share import SliceShare
 from forebay.threads import SupervisedThread
-from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
-from forebay.worker.fetching import CacheIndex, SliceFetcher
-from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import LeaseState
-from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
-from forebay.worker.trainer import check_trainer
+from forebay.worker.trainer import check_trainer, make_trainer
 
-STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
-_CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
-
-
-def _open_session(directory: Path) -> tuple[str, int, Lock]:
-    """Lock the first unlocked session of the cache directory: its name, and the number before its first attempt's."""
-    numbers = itertools.count()
-    while (lock := try_acquire(directory / f"session-{next(numbers)}")) is None:
-        pass
-    match = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
-    name = match[1].decode() if match else secrets.token_hex(8)
-    run = int(match[2]) + 1 if match else 0
-    content = f"{name} {run}\n".encode()
-    os.pwrite(lock.descriptor, content, 0)
-    os.ftruncate(lock.descriptor, len(content))
-    return name, run << 32, lock
+PROGRESS_S = 0.5
+MAX_LOSSES = 20
+OnBatch: TypeAlias = Callable[[dict[str, NDArray[Any]], NDArray[np.int64]], None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +35,7 @@ class LeaseSettings:
     Args:
         name: The job's, by which the scheduler is found; "" takes leases of any job of the scheduler at `scheduler`.
         cache_dir, cache_bytes: The directory of verified slices, and how much they may take, partial ones included.
-        batch_size: Samples of a step; the last step of a slice may have fewer.
+        batch_size: Samples of a step; a step has fewer where no other lease is here.
         scheduler: `host:port`; None finds it in the DHT.
         trainer: auto, count, none, or FILE.py:NAME of a class of one's own.
         receipt_s: A lost lease wastes at most the samples used in this time, and two steps; used samples are
@@ -107,6 +75,29 @@ class LeaseSettings:
             raise UsageError(f"worker: expected share as HOST:PORT, or none, got {self.share!r}.")
 
 
+@dataclass
+class WorkerReport:
+    """What a worker did. Losses are means over the first and last steps; `wait_share` is in [0, 1]."""
+
+    samples: int = 0
+    tokens: int = 0
+    steps: int = 0
+    wasted: int = 0  # samples used here and not acknowledged in time: other workers use them again
+    tokens_per_s: float = 0.0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    wait_share: float = 0.0
+    bytes_fetched: int = 0
+    bytes_from_workers: int = 0
+    bytes_shared: int = 0
+    slices_fetched: int = 0
+    slices_failed: int = 0
+    leases_lost: int = 0  # lost after their first sample
+    rejected: list[dict[str, Any]] = field(default_factory=list)  # providers rejected for a slice
+    done: bool = False  # nothing is left to lease
+    num_left_out: int = 0  # samples of slices set aside: no worker used them
+
+
 def run_worker(
     identity: Identity, name: str, *, discovery: Discovery | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None, on_batch: OnBatch | None = None,
@@ -127,155 +118,129 @@ def run_worker(
     """
     settings = LeaseSettings(name, **options)
     stop = stop or threading.Event()
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(contextlib.closing(Client(identity)))
-        worker = _Worker(identity, client, settings, discovery, stop)
-        stack.callback(worker.session_lock.release)
-        stack.callback(worker.cache.close)
-        trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
-        stack.enter_context(contextlib.closing(trust.start()))
-        if settings.share is not None:
-            worker.share = _open_share(identity, settings, worker)
-            stack.callback(worker.share.close, STOPPING_S)
-        return worker.run(on_batch, on_progress)
+    waiting = threading.Event()  # ends the waits of the start, and those of the loader
+
+    def watch() -> None:
+        while not stop.wait(0.1):
+            if ended.is_set():
+                return
+        waiting.set()
+        if loaders:
+            loaders[0].leases.sessions.stop()
+
+    ended, loaders = threading.Event(), list[Any]()
+    watcher = SupervisedThread(watch, "worker stop")
+    watcher.start()
+    try:
+        with _open_loader(identity, settings, discovery, waiting) as loader:
+            loaders.append(loader)
+            if waiting.is_set():
+                loaders[0].leases.sessions.stop()
+            return _Worker(loader, settings.trainer, on_batch, on_progress).run(stop)
+    except SchedulerUnreachableError:
+        if not stop.is_set():
+            raise
+        return WorkerReport()
+    finally:
+        ended.set()
+        watcher.stop()
+        watcher.join()
+
+
+def _open_loader(
+    identity: Identity, settings: LeaseSettings, discovery: Discovery | None, stop: threading.Event
+) -> Loader[Any]:
+    """A loader of the job's samples, whatever their settings."""
+    job = LeaseJob(
+        identity, settings.name, settings.scheduler, discovery=discovery, patience_s=settings.patience_s,
+        from_urls=settings.from_urls, stop=stop,
+    )  # fmt: skip
+    info = job.info
+    split, fraction = info.get("split") or (None, 0.0)
+    network = NetworkOptions(
+        listen=settings.share, receipt_s=settings.receipt_s, upload_bytes_per_s=settings.upload_bytes_per_s
+    )
+    seq_len: Any = int(info["seq_len"]) if info["layout"] == "tokens" else None
+    return Loader(
+        job.dataset.origin.url, seq_len=seq_len, batch_size=settings.batch_size,
+        packing=info.get("packing", "concat"), split=split, samples=SampleOptions(validation_fraction=fraction),
+        cache_dir=settings.cache_dir, cache_bytes=settings.cache_bytes, network=network,
+        scheduler=job,
+    )  # fmt: skip
 
 
 class _Worker:
-    """One run: a thread's requests to the scheduler, for the leases that a fetcher and a consumer work on."""
+    """One run: steps of a trainer over the batches of a loader."""
 
     def __init__(
-        self, identity: Identity, client: Client, settings: LeaseSettings, discovery: Discovery | None,
-        stop: threading.Event,
+        self, loader: Loader[Any], trainer: str, on_batch: OnBatch | None,
+        on_progress: Callable[[dict[str, Any]], None] | None,
     ) -> None:  # fmt: skip
-        self.identity = identity
-        self.settings = settings
-        self.report = WorkerReport()
-        self.cache = ChunkCache(settings.cache_dir, settings.cache_bytes)
-        self.index = CacheIndex(self.cache)
-        self.share: SliceShare | None = None
-        self._stop = stop
-        self._session, first_attempt, self.session_lock = _open_session(self.cache.directory)
-        self.scheduler = SchedulerClient(
-            identity, client, settings.name, discovery, settings.scheduler, settings.patience_s, stop, first_attempt,
+        assert loader.leases is not None
+        self._loader, self._leases = loader, loader.leases
+        self._on_batch, self._on_progress = on_batch, on_progress or (lambda progress: None)
+        manifest = loader.dataset.manifest
+        self._trainer = make_trainer(
+            trainer, vocab_size=manifest.vocab_size, dtype=manifest.dtype, seq_len=loader.seq_len or 0,
+            layout=manifest.layout, is_used=on_batch is not None,
         )  # fmt: skip
-        state = LeaseState(
-            settings.batch_size, settings.cache_bytes, settings.receipt_s,
-            lambda grant: self.cache.unpin_slice(grant.sha256),
-        )  # fmt: skip
-        self._leases = LeaseBuffer(state)
-        self._fetcher = SliceFetcher(
-            client, self.cache, self.index, self._leases, settings.patience_s, settings.from_urls
-        )
-        self._failure: Exception | None = None
-        self._is_unreachable = False
-        self._replied_at = time.monotonic()
-        self._reports_all = True  # the next request says all that is cached, not only what changed
+        self._report = WorkerReport()
+        self._losses: list[float] = []
+        self._started_at = self._progress_at = time.monotonic()
 
-    def run(self, on_batch: OnBatch | None, on_progress: Callable[[dict[str, Any]], None] | None) -> WorkerReport:
+    def run(self, stop: threading.Event) -> WorkerReport:
         """Work in this thread until the job is done or the worker is stopped."""
-
-        def progress() -> None:
-            if on_progress is not None:
-                on_progress(self._progress())
-
-        settings, leases = self.settings, self._leases
-        consumer = Consumer(leases, self.report, settings.trainer, on_batch, progress)
-        threads = [SupervisedThread(self._request, "worker requests"), SupervisedThread(self._watch, "worker stop")]
-        for thread in threads:
-            thread.start()
-        self._fetcher.start()
+        report = self._report
         try:
-            consumer.run()
+            for batch in self._loader:
+                if self._trainer is not None:
+                    assert isinstance(batch, TokenBatch)
+                    self._losses.append(self._trainer.step(batch.inputs, batch.labels))
+                if self._on_batch is not None:
+                    arrays = dict(batch.arrays())
+                    self._on_batch(arrays, batch.sample_ids)
+                self._count(len(batch))
         finally:
-            leases.close()
-            self._fetcher.close()
-            for thread in threads:
-                thread.stop()
-                thread.join()
-            self._release_all()
-            with leases.locked() as state:
-                state.clear()
-        if (failure := self._failure or self._fetcher.failure) is not None:
-            raise failure
-        self._update_report()
-        consumer.measure()
-        progress()
-        return self.report
+            self._update()
+            self._loader.close()
+        report.done = self._is_done
+        self._update()
+        self._on_progress(self._progress())
+        return report
 
-    def _watch(self) -> None:
-        while not self._leases.state.closed:
-            if self._stop.wait(0.1):
-                self._leases.close()
+    def _count(self, samples: int) -> None:
+        report = self._report
+        report.steps += 1
+        report.samples += samples
+        report.tokens += samples * (self._loader.seq_len or 0)
+        if self._losses and len(self._losses) <= MAX_LOSSES:
+            report.loss_first = float(np.mean(self._losses))
+        self._losses = self._losses[-MAX_LOSSES:] if report.steps > MAX_LOSSES else self._losses
+        if self._losses:
+            report.loss_last = float(np.mean(self._losses))
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            self._update()
+            self._on_progress(self._progress())
 
-    def _request(self) -> None:
-        """Send one request after the other, whenever one is due.
-
-        A `ForebayError` ends the work; so does any other exception once there was no reply for `patience_s`.
-        """
-        try:
-            while self._leases.wait_due():
-                self._exchange()
-        except SchedulerUnreachableError as error:
-            self._is_unreachable = True
-            self._failure = None if self._stop.is_set() else error
-        except Exception as error:
-            is_transient = time.monotonic() - self._replied_at < self.settings.patience_s
-            if is_transient and not isinstance(error, ForebayError):
-                raise  # logged, and run again after a wait: a missing descriptor does not end the work
-            self._failure = error
-        self._leases.close()
-
-    def _release_all(self) -> None:
-        if self._is_unreachable:
-            return
-        with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
-            while self._leases.state.leases:
-                self._exchange(STOPPING_S, last=True)
-
-    def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
-        with self._leases.locked() as state:
-            request = state.request(time.monotonic(), last)
-        share, cached = self.share, dict[str, str]()
-        if share is not None:
-            cached = self.index.changes(everything=self._reports_all)
-        signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
-        body = replace(
-            request, job=self.settings.name, session=self._session, cached=cached, signature=signature,
-            address=share.address if share is not None else "",
-        ).to_json()  # fmt: skip
-        reply = ExchangeReply.from_json(self.scheduler.exchange(body, patience_s))
-        self.index.mark_reported(cached)
-        self._reports_all = reply.report_cached
-        with self._leases.locked() as state:
-            state.receive(request, reply, time.monotonic())
-        self._replied_at = time.monotonic()
-
-    def _update_report(self) -> None:
-        report, state, fetcher = self.report, self._leases.state, self._fetcher
-        report.wasted, report.leases_lost, report.done = state.counts.wasted, state.counts.lost, state.done
-        report.bytes_fetched, report.slices_fetched = fetcher.bytes, fetcher.slices
-        report.bytes_from_workers = fetcher.bytes_from_workers
-        report.bytes_shared = self.share.bytes_sent if self.share is not None else 0
-        report.num_left_out = state.num_left_out
-        report.rejected = [vars(provider) for provider in state.counts.rejected]
+    def _update(self) -> None:
+        report, stats, sessions = self._report, self._loader.stats(), self._leases.sessions
+        self._is_done = sessions.is_done
+        elapsed = max(1e-9, time.monotonic() - self._started_at)
+        report.tokens_per_s, report.wait_share = report.tokens / elapsed, min(1.0, stats["wait_s"] / elapsed)
+        report.wasted, report.leases_lost = int(stats["wasted_samples"]), int(stats["leases_lost"])
+        report.bytes_fetched, report.slices_fetched = int(stats["fetched_bytes"]), int(stats["fetched_slices"])
+        report.bytes_from_workers = int(stats["fetched_bytes_of_workers"])
+        report.bytes_shared = int(stats["shared_bytes"])
+        report.num_left_out, report.slices_failed = int(stats["samples_left_out"]), self._leases.num_failed
+        report.rejected = [asdict(provider) for provider in sessions.rejected]
 
     def _progress(self) -> dict[str, Any]:
-        self._update_report()
-        report = self.report
+        report = self._report
         names = ("samples", "tokens", "bytes_fetched", "bytes_shared")
         return {
             "step": report.steps, **{name: getattr(report, name) for name in names},
             "tokens_per_s": round(report.tokens_per_s, 1), "wait_share": round(report.wait_share, 4),
-            "paused": self._leases.state.paused, "loss": report.loss_last,
+            "paused": self._leases.sessions.is_paused, "loss": report.loss_last,
         }  # fmt: skip
-
-
-def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) -> SliceShare:
-    host, _, port = str(settings.share).rpartition(":")
-    # The scheduler's network is the one in which others must reach this worker.
-    others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
-    named = advertised_host(host, others[0]) if others else host
-    throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
-    return SliceShare(
-        identity, worker.cache, worker.index.sizes, host or "0.0.0.0", int(port), throttle, advertised_host=named
-    )

@@ -1,15 +1,15 @@
 """`LeaseState` for threads: one that uses samples, some that fetch slices, and one that talks to the scheduler.
 
-Hides the lock, the waits and the clock; every rule is in `lease_state`.
+Hides the lock, the waits and the clock; every rule is in `lease.state`.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from forebay.worker.lease_state import ActiveLease, LeaseState
+from forebay.lease.state import ActiveLease, LeaseState
 
 T = TypeVar("T")
 _POLL_S = 1.0  # a wait checks its condition at least this often
@@ -35,23 +35,17 @@ class LeaseBuffer:
         with self.locked() as state:
             state.closed = True
 
-    # The thread that uses samples.
+    # The thread that forms batches, and the one that uses them.
 
-    def next_to_use(self) -> ActiveLease | None:
-        """As `LeaseState.next_to_use`, but waits for one. None when closed."""
-        return self._wait(self.state.next_to_use, counted=True)
+    def wait(self, get: Callable[[], T | None], interrupted: Callable[[], bool]) -> T | None:
+        """The first result of `get`, called with the lock, that is not None; None when closed or interrupted."""
+        return self._wait(get, interrupted, counted=True)
 
-    def take(self, lease: ActiveLease) -> tuple[int, int] | None:
-        """The samples [start, stop) of the next step; waits at the limit. None when there are no more."""
-        return self._wait(
-            lambda: self.state.take(lease, self._clock()), lambda: lease.ended or lease.started >= lease.stop, True
-        )
-
-    def used(self, lease: ActiveLease, step: int) -> None:
-        """The samples taken last were used, in this step."""
+    def used(self, parts: Sequence[tuple[ActiveLease, int]], step: int) -> None:
+        """See `LeaseState.used`."""
         with self._changed:
-            self.state.used(lease, step, self._clock())
-            if lease.used >= lease.stop:
+            self.state.used(parts, step, self._clock())
+            if any(lease.is_spent for lease, _ in parts):
                 self._changed.notify_all()
 
     # The threads that fetch.
@@ -73,12 +67,12 @@ class LeaseBuffer:
         return False
 
     def _wait(
-        self, get: Callable[[], T | None], never: Callable[[], bool] = lambda: False, counted: bool = False
+        self, get: Callable[[], T | None], interrupted: Callable[[], bool] = lambda: False, counted: bool = False
     ) -> T | None:
-        """The first result of `get` that is not None; None when closed or once `never` is true."""
+        """The first result of `get` that is not None; None when closed or once `interrupted` is true."""
         with self._changed:
             started = self._clock()
-            while not (self.state.closed or never()):
+            while not (self.state.closed or interrupted()):
                 if (result := get()) is not None:
                     if counted:
                         self.state.counts.waited_s += self._clock() - started

@@ -6,6 +6,7 @@ A scheduler must have a certificate with the role scheduler, wherever its addres
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class SchedulerClient:
         self._address = self.fixed_address
         self._peer_id: str | None = None
         self._job_id: str | None = None
+        self.job: dict[str, Any] = {}
         self._reason = "no request was sent yet"
         self._subject = f"the scheduler of {self.name!r}" if self.name else "the scheduler"
 
@@ -67,14 +69,39 @@ class SchedulerClient:
         RemoteError if the scheduler refuses it; SchedulerUnreachableError after `patience_s`, or soon after a stop.
         """
         with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
-            return self._exchange(body, self.patience_s if patience_s is None else patience_s)
+            return self._repeat(lambda address: self._post(address, body), patience_s)
+
+    def read_job(self) -> dict[str, Any]:
+        """The job's description, as of `GET /v1/job`; the scheduler is pinned. Raises as `exchange`."""
+
+        is_known = self._peer_id is not None  # Else finding it reads the job.
+
+        def get(address: str) -> dict[str, Any]:
+            if is_known and not self._is_ours(address):
+                raise NetworkError(self._reason)
+            return self.job
+
+        with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
+            return self._repeat(get)
 
     def addresses(self) -> list[str]:
         """The scheduler's address, if it is known."""
         address = self._address
         return [] if address is None else [address]
 
-    def _exchange(self, body: dict[str, Any], patience_s: float) -> dict[str, Any]:
+    def _post(self, address: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.attempt += 1
+        self._reason = f"{address} has not answered yet"
+        body = {**body, "attempt": self.attempt}
+        answer, _ = self.client.request_json(
+            address, "POST", _PATH, body, expect_peer=self._peer_id, timeout_s=ANSWER_S, role=_ROLE
+        )
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"scheduler {address}: expected an object, got {answer!r:.80}")
+        return answer
+
+    def _repeat(self, request: Callable[[str], dict[str, Any]], patience_s: float | None = None) -> dict[str, Any]:
+        patience_s = self.patience_s if patience_s is None else patience_s
         stopped_at = time.monotonic()
         deadline, tried = stopped_at + patience_s, 0
         while True:
@@ -82,15 +109,7 @@ class SchedulerClient:
             address = self._find()
             if address is not None:
                 try:
-                    self.attempt += 1
-                    self._reason = f"{address} has not answered yet"
-                    body = {**body, "attempt": self.attempt}
-                    answer, _ = self.client.request_json(
-                        address, "POST", _PATH, body, expect_peer=self._peer_id, timeout_s=ANSWER_S, role=_ROLE
-                    )
-                    if not isinstance(answer, dict):
-                        raise ProtocolError(f"scheduler {address}: expected an object, got {answer!r:.80}")
-                    return answer
+                    return request(address)
                 except RemoteError as error:
                     # A stale attempt: a copy of it was answered, and the answer lost. The next attempt is newer.
                     if error.status < 500 and error.status != 429 and error.code != STALE_ATTEMPT:
@@ -149,5 +168,5 @@ class SchedulerClient:
         if self._job_id not in (None, answer.get("job_id")):
             self._reason = f"{address} has started another job"
             return False
-        self._peer_id, self._job_id = peer.peer_id, str(answer.get("job_id"))
+        self._peer_id, self._job_id, self.job = peer.peer_id, str(answer.get("job_id")), answer
         return True

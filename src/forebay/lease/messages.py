@@ -190,21 +190,17 @@ class LeaseGrant(_Reply):
 
 @dataclass(frozen=True)
 class Lease(LeaseGrant):
-    """A grant with what a worker has to know of its slice; `job_id` is the ledger's.
+    """A grant with what a worker has to know of its slice; `job_id` is the ledger's. `GET /v1/job` has the rest.
 
     `sample_base` + sample is the global id.
     """
 
     job_id: str
-    name: str
     sha256: Sha256
     bytes: Annotated[int, Field(ge=1, le=2**62)]
     sample_base: Count
     seed: int
-    seq_len: Count
-    layout: str
-    dtype: str
-    vocab_size: Count
+    name: str = ""  # This and the next are not sent: a worker has them from the dataset's table.
     chunk_bytes: Count = 0
 
 

@@ -3,22 +3,21 @@
 Pure: no lock, clock or network. `LeaseBuffer` drives it from threads, `forebay simulate` in virtual time. The guarantee
 on which stealing rests: from a request until its reply is received, no sample is taken at or beyond the limits that the
 request declares. The scheduler may cut a lease at its limit or behind it; the worker learns of the cut before it could
-take a sample beyond, so no sample is used by two live workers. What a lost lease wastes is bounded: see `receipt_s`.
+take a sample beyond, so no sample is used by two live workers. Samples are taken when a batch is formed, maybe
+ahead of its use, and used when the caller says so. What a lost lease wastes is bounded: see `receipt_s`.
 Memory: some KB a lease.
 """
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.ledger.chain import Used
-from forebay.order.shard_windows import receipt
-from forebay.scheduler.messages import (
+from forebay.lease.messages import (
     ExchangeReply,
     ExchangeRequest,
     FailedLease,
@@ -27,6 +26,8 @@ from forebay.scheduler.messages import (
     RefusedUse,
     UseMessage,
 )
+from forebay.ledger.chain import Used
+from forebay.order.shard_windows import receipt
 
 MAX_LEASES = 16  # the scheduler grants a session no more: the lease in use, and prefetched ones
 MAX_FETCHES = 4  # slices that a worker fetches at once
@@ -36,10 +37,22 @@ _NEW_WEIGHT = 0.3  # of the latest value in moving averages
 _MAX_REFUSALS = 3
 
 
+@dataclass
+class LeaseUse:
+    """Samples up to `stop`, used up to `step`: of steps one after the other, with whole batches of this lease.
+
+    Unless it `is_whole`, the last batch has samples of other leases, too, or is short: nothing is added.
+    """
+
+    stop: int
+    step: int
+    is_whole: bool
+
+
 @dataclass(eq=False)
 class ActiveLease:
     """A lease of this worker. Of its samples [start, stop) those before `acknowledged` are on record, those before
-    `used` are used, those before `started` are used or in the current step, and none from `allowed_until` on may be
+    `used` are used, those before `started` are used or in formed batches, and none from `allowed_until` on may be
     taken now.
     """
 
@@ -49,7 +62,7 @@ class ActiveLease:
     used: int
     started: int
     allowed_until: int
-    step: int = 0
+    uses: list[LeaseUse] = field(default_factory=list)  # one after the other, up to `used`
     path: Path | None = None  # the verified slice, pinned in the cache; None until it is fetched
     proof: str = ""  # that the slice is in the cache
     read_ids: NDArray[np.int64] | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
@@ -69,14 +82,28 @@ class ActiveLease:
         """Whether no further sample of it will be used."""
         return self.ended or self.used >= self.stop
 
-    def unacknowledged(self) -> UseMessage:
-        """What was used and is not on record; the digest covers the samples that were read, not those expected."""
-        start, stop, grant = self.acknowledged, min(self.used, self.stop), self.grant
-        digest = ""
-        if self.read_ids is not None:
-            digest = receipt(self.read_ids[start - grant.start : stop - grant.start].view(np.uint64))[0]
-        proof = self.proof if start == grant.start else ""
-        return UseMessage(grant.lease_id, grant.epoch, grant.slice, start, stop, self.step, digest, proof)
+    def add_use(self, stop: int, step: int, batch_size: int, is_alone: bool) -> None:
+        """Samples up to `stop` were used in a step; `is_alone`: its batch has no others."""
+        is_whole = stop - self.used == batch_size
+        last = self.uses[-1] if self.uses else None
+        if last is not None and last.is_whole and last.step == step - 1 and (is_whole or is_alone or stop == self.stop):
+            last.stop, last.step, last.is_whole = stop, step, is_whole
+        else:
+            self.uses.append(LeaseUse(stop, step, is_whole))
+        self.used = stop
+
+    def unacknowledged(self) -> list[UseMessage]:
+        """What was used and is not on record; the digests cover the samples that were read, not those expected."""
+        messages, start, grant = [], self.acknowledged, self.grant
+        self.uses = [use for use in self.uses if use.stop > start]
+        for use in self.uses:
+            digest, stop = "", min(use.stop, self.stop)
+            if self.read_ids is not None:
+                digest = receipt(self.read_ids[start - grant.start : stop - grant.start].view(np.uint64))[0]
+            proof = self.proof if start == grant.start else ""
+            messages.append(UseMessage(grant.lease_id, grant.epoch, grant.slice, start, stop, use.step, digest, proof))
+            start = stop
+        return messages
 
 
 @dataclass
@@ -97,7 +124,8 @@ class LeaseState:
         max_bytes: Of the slices of all leases together; one slice is always allowed.
         receipt_s: When leases are lost, at most the samples used in this time, and two steps, are wasted: requests that
             acknowledge uses are half of it apart, and limits reach half of it ahead; a step may end between two
-            requests, and another one is in progress.
+            requests, and another one is in progress. Where batches formed ahead last longer than half of it, their
+            samples are wasted in its place, unless they are dropped before their use.
         on_release: Called once for each slice that was fetched and is not needed any more.
     """
 
@@ -123,6 +151,7 @@ class LeaseState:
         self._samples_per_lease = 0.0
         self._fetch_s = 0.0
         self._started_at = 0.0
+        self._num_outstanding = 0  # samples taken and not used
 
     @property
     def leases(self) -> list[ActiveLease]:
@@ -133,39 +162,64 @@ class LeaseState:
         """What keeps the next step from starting, as text for a log line."""
         if self.paused:
             return "the scheduler's job, which is paused (`forebay job resume`)"
-        fetching = [lease.grant.name for lease in self._leases.values() if lease.path is None and not lease.ended]
-        if fetching:
-            return f"{len(fetching)} slices to be fetched: {', '.join(fetching[:3])}"
+        if names := self.fetching():
+            return f"{len(names)} slices to be fetched: {', '.join(names[:3])}"
         if self._awaits_reply:
             return "an answer of the scheduler"
         return "a lease; the scheduler has none free now, other workers have the rest"
+
+    def fetching(self) -> list[str]:
+        """The slices of leases of which nothing was taken, as they are still to be fetched."""
+        return [
+            lease.grant.name
+            for lease in self._leases.values()
+            if lease.path is None and not lease.ended and lease.started < lease.stop
+        ]
 
     # Use.
 
     def next_to_use(self) -> ActiveLease | None:
         """The first lease whose slice is fetched and that is neither used up nor in use; it is in use from now on."""
         for lease in self._leases.values():
-            if lease.path is not None and not lease.is_spent and not lease.in_use:
+            if lease.path is not None and not lease.is_spent and not lease.in_use and not lease.reason:
                 lease.in_use = True
                 return lease
         return None
 
-    def take(self, lease: ActiveLease, now: float) -> tuple[int, int] | None:
-        """The samples [start, stop) of the next step; None if there are no more, or none before the limit."""
-        stop = min(lease.started + self._batch_size, lease.stop)
-        if self.closed or lease.ended or lease.started >= lease.stop or stop > lease.allowed_until:
+    def take(self, lease: ActiveLease, now: float, max_samples: int | None = None) -> tuple[int, int] | None:
+        """The samples [start, stop) of the next step, or at most `max_samples`, for a batch.
+
+        None if there are no more, or not all of them before the limit.
+        """
+        stop = min(lease.started + (self._batch_size if max_samples is None else max_samples), lease.stop)
+        is_over = self.closed or lease.ended or lease.reason or lease.started >= lease.stop
+        if is_over or stop > lease.allowed_until:
             return None
         start, lease.started = lease.started, stop
-        self._started_at = now
+        if not self._num_outstanding:
+            self._started_at = now
+        self._num_outstanding += stop - start
         return start, stop
 
-    def used(self, lease: ActiveLease, step: int, now: float) -> None:
-        """The samples taken last were used, in this step."""
-        rate = (lease.started - lease.used) / max(1e-6, now - self._started_at)
+    def used(self, parts: Sequence[tuple[ActiveLease, int]], step: int, now: float) -> None:
+        """A batch was used, in this step: of each of its leases the samples up to a stop, in the order of `take`."""
+        num_samples = 0
+        for lease, stop in parts:
+            num_samples += stop - lease.used
+            if lease.ended:
+                self.counts.wasted += stop - lease.used
+            lease.add_use(stop, step, self._batch_size, len(parts) == 1)
+            lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
+        self._num_outstanding -= num_samples
+        rate = num_samples / max(1e-6, now - self._started_at)
+        self._started_at = now
         self.samples_per_s += (rate - self.samples_per_s) * (_NEW_WEIGHT if self.samples_per_s else 1.0)
-        if lease.ended:
-            self.counts.wasted += lease.started - lease.used
-        lease.used, lease.step = lease.started, step
+
+    def give_back(self, lease: ActiveLease, start: int) -> None:
+        """Samples from `start` on were taken, and will not be used before they are taken again."""
+        self._num_outstanding -= max(0, lease.started - start)
+        lease.started = min(lease.started, start)
+        lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
 
     def finish(self, lease: ActiveLease) -> None:
         """Its slice is not in use any more."""
@@ -191,9 +245,12 @@ class LeaseState:
         return True
 
     def fail(self, lease: ActiveLease, reason: str) -> None:
-        """Its slice cannot be used; the next request says so, and the scheduler leases it to others."""
+        """Its slice cannot be used; the next request says so, and the scheduler leases it to others.
+
+        What was taken before is used first.
+        """
         lease.reason = reason or "failed"
-        lease.ended = True
+        lease.ended = lease.ended or lease.used == lease.started
 
     def release(self, lease: ActiveLease) -> None:
         """Release it with the next request; what was used of it stays used."""
@@ -224,7 +281,7 @@ class LeaseState:
         return ExchangeRequest(
             known_leases=tuple(self._leases),
             job_id=used[0].grant.job_id if used else "",
-            uses=tuple(lease.unacknowledged() for lease in used),
+            uses=tuple(use for lease in used for use in lease.unacknowledged()),
             declared_until=declared_until,
             release=tuple(lease_id for lease_id, lease in ended.items() if not lease.reason),
             failed=tuple(FailedLease(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
@@ -238,7 +295,7 @@ class LeaseState:
         released = {*request.release, *(failed.lease_id for failed in request.failed)}
         recorded = {use.lease_id: use for use in reply.uses}
         refused = {use.lease_id: use for use in reply.refused}
-        for use in request.uses:
+        for use in {use.lease_id: use for use in reversed(request.uses)}.values():  # the first of each lease
             lease = self._leases[use.lease_id]
             if use.lease_id in recorded:
                 accepted = recorded[use.lease_id]
@@ -309,9 +366,10 @@ class LeaseState:
         The current step may always end, or one step begin. While an earlier request has no reply, no limit is raised
         that it declared: the scheduler may have received it.
         """
+        num_started = sum(lease.started - lease.used for lease in self._leases.values())
         steps = int(self._request_s * self.samples_per_s / self._batch_size)
-        is_idle = all(lease.started == lease.used for lease in self._leases.values())
-        remaining = max(steps, 1 if is_idle else 0) * self._batch_size
+        remaining = max(steps, 0 if num_started else 1) * self._batch_size
+        remaining = max(0, remaining - max(0, num_started - self._batch_size))  # batches formed ahead count
         limits = {}
         for lease in sorted(self._leases.values(), key=lambda lease: (not lease.in_use, lease.path is None)):
             limit = lease.started

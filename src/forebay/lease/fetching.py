@@ -19,18 +19,18 @@ import numpy as np
 from forebay.cache.cache import ChunkCache
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, IntegrityError, NetworkError
+from forebay.lease.buffer import LeaseBuffer
+from forebay.lease.messages import Lease, prove
+from forebay.lease.state import MAX_FETCHES, ActiveLease
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
-from forebay.scheduler.messages import Lease, prove
 from forebay.storage.base import Origin, TransientError
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.peer_source import FromUrls, PeerSource, open_untrusted_origin
 from forebay.storage.transfers import ChunkTransfer, Group
 from forebay.swarm.members import format_ranges
 from forebay.threads import SupervisedThread
-from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import MAX_FETCHES, ActiveLease
 
 log = logging.getLogger("forebay.worker")
 _LINE = re.compile(rb"^(\d{1,10}) (\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)

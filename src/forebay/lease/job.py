@@ -1,0 +1,128 @@
+"""A scheduler's job, as a worker sees it: the connection to the scheduler, the job's settings, and its dataset.
+
+The dataset's manifest and table come from data nodes that the scheduler names, so a worker needs no DHT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from forebay.closing import Closing
+from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.lease.scheduler_client import SchedulerClient
+from forebay.network.addresses import HostPort, parse_peer_address
+from forebay.network.client import Client
+from forebay.network.discovery import MAX_CLAIMS, Discovery
+from forebay.network.pki.identity import Identity
+from forebay.network.retry import log_while_waiting
+from forebay.storage.base import Timeouts
+from forebay.storage.origins import RemoteDataset, read_dataset
+from forebay.storage.peer_dataset import PeerOrigin, join_dht, open_peers
+from forebay.storage.peer_source import FromUrls
+
+_RETRY_S = 0.2
+log = logging.getLogger("forebay.worker")
+
+
+class LeaseJob(Closing):
+    """A job. Reads its settings, and opens its dataset, when it is made.
+
+    Args:
+        name: The job's, which is its dataset's; "" takes any, and needs an address.
+        address: The scheduler's `host:port`; None: it is found in the DHT.
+        discovery: The DHT; by default it is joined if it is needed.
+        patience_s: How long to wait for a scheduler, or for providers, that do not answer.
+        stop: Ends the waits.
+        dataset_id: The expected one. `publishers`: peer ids; if given, one of them must have signed the dataset.
+
+    Raises:
+        NetworkError: If the scheduler, or all of the dataset's data nodes, do not answer.
+        DatasetError: If the dataset is damaged.
+        UsageError: If the job is of another dataset.
+    """
+
+    def __init__(
+        self, identity: Identity, name: str, address: str | None, *, discovery: Discovery | None = None,
+        patience_s: float = 60.0, from_urls: FromUrls = "", stop: threading.Event | None = None,
+        dataset_id: str | None = None, publishers: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.identity, self.from_urls, self.client = identity, from_urls, Client(identity)
+        if discovery is None and address is None:
+            discovery = join_dht(identity)
+            weakref.finalize(self, discovery.close)
+        self.discovery = discovery
+        self.scheduler = SchedulerClient(
+            identity, self.client, name, discovery, address, patience_s, stop or threading.Event()
+        )
+        self.info = self.scheduler.read_job()
+        self.name, expected_id = str(self.info.get("name")), str(self.info.get("dataset_id"))
+        if dataset_id not in (None, expected_id):
+            raise UsageError(f"job {self.name}: expected dataset {dataset_id}, got {expected_id}. Leave out ?id=.")
+        origin = PeerOrigin(
+            identity, self.name, expected_id=expected_id, discovery=_DataNodes(self.scheduler), publishers=publishers,
+            from_urls=from_urls,
+        )  # fmt: skip
+        origin.client = self.client
+        self.dataset = self._open(origin, patience_s)
+
+    @classmethod
+    def from_url(
+        cls, url: str, identity: str | Path | Identity | None, address: str | None, *, from_urls: FromUrls = "",
+        **settings: Any,
+    ) -> LeaseJob:  # fmt: skip
+        """The job of the dataset at a `forebay://NETWORK/NAME` URL; `settings` as of the class."""
+        origin = open_peers(url, identity, None, None, Timeouts(), from_urls)
+        return cls(
+            origin.identity, origin.name, address, from_urls=from_urls, dataset_id=origin.id,
+            publishers=origin.publishers, **settings,
+        )  # fmt: skip
+
+    def _open(self, origin: PeerOrigin, patience_s: float) -> RemoteDataset:
+        deadline, reason = time.monotonic() + patience_s, ""
+        with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {reason}"):
+            while True:
+                try:
+                    return read_dataset(origin, origin.id)
+                except NetworkError as error:
+                    reason = str(error)
+                    if time.monotonic() > deadline or self.scheduler.stop.wait(_RETRY_S):
+                        raise
+
+    @property
+    def job_id(self) -> str:
+        return str(self.info.get("job_id"))
+
+    def close(self) -> None:
+        """Close the connections that are idle; the job stays usable."""
+        self.client.close()
+
+
+class _DataNodes:
+    """The data nodes that a scheduler names, as a Discovery."""
+
+    def __init__(self, scheduler: SchedulerClient) -> None:
+        self._scheduler = scheduler
+        self._is_first = True
+
+    def announce(self, key: bytes, port: int) -> None:
+        """See Discovery. The scheduler finds data nodes by itself."""
+
+    def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
+        """See Discovery."""
+        info = self._scheduler.job if self._is_first else self._scheduler.read_job()
+        self._is_first = False  # What the job's settings came with is new.
+        addresses = []
+        for address in list(info.get("data_nodes", ()))[:MAX_CLAIMS]:
+            with contextlib.suppress(ProtocolError):
+                addresses.append(parse_peer_address(str(address)))
+        return addresses
+
+    def close(self) -> None:
+        """See Discovery. There is nothing to close."""

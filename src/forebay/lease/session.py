@@ -1,0 +1,208 @@
+"""One session of a worker: its leases, and the threads that fetch their slices and talk to the scheduler.
+
+One thread sends requests with signed receipts, the limit up to which samples may be used before the response, released
+leases, and the number of leases wanted. Others fetch slices into a cache from which other workers are served. So a step
+waits neither for the network nor for the scheduler, except when data arrives slower than it is used.
+
+When a lease is lost, acknowledged samples stay used; the others are leased to another worker. See `LeaseState` for what
+is wasted.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forebay.cache.cache import ChunkCache
+from forebay.closing import Closing
+from forebay.errors import ForebayError
+from forebay.lease.buffer import LeaseBuffer
+from forebay.lease.fetching import CacheIndex, SliceFetcher
+from forebay.lease.job import LeaseJob
+from forebay.lease.messages import ExchangeReply, Lease
+from forebay.lease.scheduler_client import SchedulerUnreachableError
+from forebay.lease.state import LeaseState
+from forebay.ledger.chain import receipt_message
+from forebay.network.limits import Throttle
+from forebay.network.reachability import advertised_host
+from forebay.network.revocation_sync import TrustWatch
+from forebay.storage.locks import Lock, try_acquire
+from forebay.swarm.share import SliceShare
+from forebay.threads import SupervisedThread
+
+STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
+_CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """The settings of a session.
+
+    Args:
+        cache_dir, cache_bytes: The directory of verified slices, and how much they may take.
+        batch_size: Samples of a step.
+        receipt_s: See `LeaseState`.
+        share: `host:port` where other workers get cached slices; port 0: any; no host: every address of this machine;
+            None: nowhere.
+        upload_bytes_per_s: Limit of what is sent to other workers.
+    """
+
+    cache_dir: str | Path
+    cache_bytes: int
+    batch_size: int
+    receipt_s: float = 1.0
+    share: str | None = None
+    upload_bytes_per_s: float | None = None
+
+
+class LeaseSession(Closing):
+    """Leases of a job, from construction to `close`, which acknowledges what was used and releases the rest.
+
+    `failure` is set when the leases closed because of an error: no scheduler, or no provider, for `patience_s`; a
+    slice that does not fit the cache.
+    """
+
+    def __init__(self, job: LeaseJob, settings: SessionSettings) -> None:
+        self.job = job
+        self.patience_s = job.scheduler.patience_s
+        with contextlib.ExitStack() as stack:
+            self.cache = ChunkCache(settings.cache_dir, settings.cache_bytes)
+            stack.callback(self.cache.close)
+            self._name, job.scheduler.attempt, lock = _open_session(self.cache.directory)
+            stack.callback(lock.release)
+            self.index = CacheIndex(self.cache)
+            state = LeaseState(
+                settings.batch_size, settings.cache_bytes, settings.receipt_s,
+                lambda grant: self.cache.unpin_slice(grant.sha256),
+            )  # fmt: skip
+            self.leases = LeaseBuffer(state)
+            self.fetcher = SliceFetcher(job.client, self.cache, self.index, self.leases, self.patience_s, job.from_urls)
+            trust = TrustWatch(job.identity, job.client, peers=job.scheduler.addresses, discovery=job.discovery)
+            stack.enter_context(contextlib.closing(trust.start()))
+            self._share: SliceShare | None = None
+            if settings.share is not None:
+                self._share = self._open_share(settings.share, settings.upload_bytes_per_s)
+                stack.callback(self._share.close, STOPPING_S)
+            self._resources = stack.pop_all()
+        self._failure: Exception | None = None
+        self._is_unreachable = self._is_closed = False
+        self._replied_at = time.monotonic()
+        self._reports_all = True  # the next request says all that is cached, not only what changed
+        job.scheduler.stop = threading.Event()
+        self._thread = SupervisedThread(self._request, "worker requests")
+        self._thread.start()
+        self.fetcher.start()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._failure or self.fetcher.failure
+
+    def stop(self) -> None:
+        """Nothing more is leased or taken; what waits returns. For a signal handler or another thread."""
+        self.job.scheduler.stop.set()
+        self.leases.close()
+
+    def close(self) -> None:
+        """Acknowledge what was used, release the leases, and end the threads. May be repeated."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.leases.close()
+        self.fetcher.close()
+        self._thread.stop()
+        self._thread.join()
+        try:
+            if not self._is_unreachable:
+                with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
+                    while self.leases.state.leases:
+                        self._exchange(STOPPING_S, last=True)
+        finally:
+            with self.leases.locked() as state:
+                state.clear()
+            self._resources.close()
+
+    def counts(self) -> dict[str, int]:
+        """What was fetched, shared, lost and wasted, as numbers."""
+        state, fetcher = self.leases.state, self.fetcher
+        return {
+            "fetched_bytes": fetcher.bytes, "fetched_slices": fetcher.slices,
+            "fetched_bytes_of_workers": fetcher.bytes_from_workers,
+            "shared_bytes": self._share.bytes_sent if self._share is not None else 0,
+            "leases_lost": state.counts.lost, "wasted_samples": state.counts.wasted,
+            "rejected_providers": len(state.counts.rejected), "samples_left_out": state.num_left_out,
+        }  # fmt: skip
+
+    def _request(self) -> None:
+        """Send one request after the other, whenever one is due.
+
+        A `ForebayError` ends the work; so does any other exception once there was no reply for `patience_s`.
+        """
+        try:
+            while self.leases.wait_due():
+                self._exchange()
+        except SchedulerUnreachableError as error:
+            self._is_unreachable = True
+            self._failure = None if self.job.scheduler.stop.is_set() else error
+        except Exception as error:
+            is_transient = time.monotonic() - self._replied_at < self.patience_s
+            if is_transient and not isinstance(error, ForebayError):
+                raise  # logged, and run again after a wait: a missing descriptor does not end the work
+            self._failure = error
+        self.leases.close()
+
+    def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
+        job = self.job
+        with self.leases.locked() as state:
+            request = state.request(time.monotonic(), last)
+        share, cached = self._share, dict[str, str]()
+        if share is not None:
+            cached = self.index.changes(everything=self._reports_all)
+        signature = job.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
+        body = replace(
+            request, job=job.name, session=self._name, cached=cached, signature=signature,
+            address=share.address if share is not None else "",
+        ).to_json()  # fmt: skip
+        reply = ExchangeReply.from_json(job.scheduler.exchange(body, patience_s))
+        reply = replace(reply, leases=tuple(map(self._with_table, reply.leases)))
+        self.index.mark_reported(cached)
+        self._reports_all = reply.report_cached
+        with self.leases.locked() as state:
+            state.receive(request, reply, time.monotonic())
+        self._replied_at = time.monotonic()
+
+    def _with_table(self, lease: Lease) -> Lease:
+        table = self.job.dataset.table
+        if lease.slice >= len(table):
+            return replace(lease, name=f"slice {lease.slice}")  # Of no slice of the dataset: refused when it is opened.
+        row = table.row(lease.slice)
+        return replace(lease, name=row.name, chunk_bytes=row.chunk_bytes)
+
+    def _open_share(self, share: str, upload_bytes_per_s: float | None) -> SliceShare:
+        host, _, port = share.rpartition(":")
+        # The scheduler's network is the one in which others must reach this worker.
+        others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
+        named = advertised_host(host, others[0]) if others else host
+        throttle = Throttle(upload_bytes_per_s=upload_bytes_per_s)
+        return SliceShare(
+            self.job.identity, self.cache, self.index.sizes, host or "0.0.0.0", int(port), throttle,
+            advertised_host=named,
+        )  # fmt: skip
+
+
+def _open_session(directory: Path) -> tuple[str, int, Lock]:
+    """Lock the first unlocked session of the cache directory: its name, and the number before its first attempt's."""
+    numbers = itertools.count()
+    while (lock := try_acquire(directory / f"session-{next(numbers)}")) is None:
+        pass
+    match = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
+    name = match[1].decode() if match else secrets.token_hex(8)
+    run = int(match[2]) + 1 if match else 0
+    content = f"{name} {run}\n".encode()
+    os.pwrite(lock.descriptor, content, 0)
+    os.ftruncate(lock.descriptor, len(content))
+    return name, run << 32, lock
