@@ -220,15 +220,18 @@ def round_up(num_bytes: int) -> int:
 
 
 def create(path: Path, map_path: Path, info: SliceInfo, mark: int = ABSENT) -> None:
-    """Make the map of a slice, and its file unless that is complete (`mark` PRESENT). Raises OSError."""
-    if mark == ABSENT:
-        with path.open("wb") as file:
-            file.truncate(info.bytes)
+    """Make the map of a slice, then its file unless that is complete (`mark` not ABSENT). Raises OSError.
+
+    In this order: a file without a map is a complete one.
+    """
     layout = MapLayout(info.bytes, info.chunk_bytes)
     data = bytearray(layout.num_bytes)  # Written, so that a full disk is an error now, and no signal later.
     data[: _HEADER.size] = _header(info, False, path).tobytes()
     data[layout.marks : layout.marks + layout.num_chunks] = bytes([mark]) * layout.num_chunks
     map_path.write_bytes(data)
+    if mark == ABSENT:
+        with path.open("wb") as file:
+            file.truncate(info.bytes)
 
 
 def read_info(map_path: Path) -> SliceInfo | None:
@@ -283,7 +286,8 @@ def _identity_of(path: Path) -> tuple[int, int, bytes]:
 
 
 def _header(info: SliceInfo, is_deleted: bool, path: Path) -> U8:
-    header = _HEADER.pack(_MAGIC, info.bytes, info.chunk_bytes, is_deleted, *_identity_of(path))
+    identity = _identity_of(path) if path.exists() else (0, 0, _boot_id())
+    header = _HEADER.pack(_MAGIC, info.bytes, info.chunk_bytes, is_deleted, *identity)
     return np.frombuffer(header, np.uint8)
 
 

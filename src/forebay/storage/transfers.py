@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.files import sync_file
 from forebay.storage.base import Origin
 from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
 from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
@@ -291,7 +292,11 @@ class FileTransfer(ChunkTransfer):
     def finish(self, error: Exception | None) -> None:
         """See Transfer."""
         if error is None:
-            self._entry.map_path.unlink(missing_ok=True)
+            try:
+                sync_file(self.part)  # Without a map it counts as complete.
+                self._entry.map_path.unlink(missing_ok=True)
+            except OSError as fault:
+                error = disk_error(self.part, self.info.bytes, fault)
         super().finish(error)
 
 
@@ -303,10 +308,10 @@ def map_path_of(part: Path) -> Path:
 def _open(part: Path, info: SliceInfo) -> ChunkFile:
     """Open a partial file, or create it; without a map, one of the right size was complete before a kill."""
     map_path = map_path_of(part)
-    has_size = part.is_file() and part.stat().st_size == info.bytes
-    mapped = read_info(map_path) if map_path.is_file() else None
+    has_size, has_map = part.is_file() and part.stat().st_size == info.bytes, map_path.is_file()
+    mapped = read_info(map_path) if has_map else None
     if not (has_size and mapped is not None and (mapped.bytes, mapped.chunk_bytes) == (info.bytes, info.chunk_bytes)):
-        create(part, map_path, info, UNVERIFIED if has_size and mapped is None else ABSENT)
+        create(part, map_path, info, UNVERIFIED if has_size and not has_map else ABSENT)
     entry = ChunkFile(part, map_path, info)
     if info.sha256:
         entry.verify(np.arange(entry.layout.num_chunks))
