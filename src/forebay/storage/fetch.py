@@ -262,6 +262,7 @@ class RunFetcher(Closing):
                 self._end(run, error)
             with self._changed:
                 self._running.discard(run)
+            del run  # A thread that waits must not keep a deleted file open.
 
     def _attempt(self, run: ChunkRun) -> None:
         """One request, for the rest of a run, and what its failure means."""
