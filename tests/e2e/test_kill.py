@@ -75,8 +75,9 @@ class Cluster:
         """A worker that is not there now."""
         name = next(name for name in self.others if name not in self.nodes)
         self.nodes[name] = self.start(
-            "work", name, cache=str(self.directory / f"cache-{name}"), cache_bytes=40_000, pause_s=PAUSE_S, receipt_s=0.1
-        )
+            "work", name, cache=str(self.directory / f"cache-{name}"), cache_bytes=40_000, pause_s=PAUSE_S,
+            receipt_s=0.1,
+        )  # fmt: skip
 
     def kill_one(self) -> None:
         """Somebody dies at once; after a moment it is back, or a worker or data node like it."""
