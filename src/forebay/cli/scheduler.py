@@ -13,6 +13,7 @@ from forebay.cli.arguments import add_identity, positive, seconds
 from forebay.cli.running import add_from_urls, add_node, joined_network, listen_at, ready, send_request, stop_event
 from forebay.errors import LeaseError, UsageError
 from forebay.threads import SupervisedThread
+from forebay.toml import parse_settings
 
 
 def _schedule(args: argparse.Namespace) -> int:
@@ -21,16 +22,19 @@ def _schedule(args: argparse.Namespace) -> int:
     from forebay.scheduler.server import LIMITS, SchedulerService
 
     limits = parse_limits(LIMITS, args.limit)
+    samples = parse_settings(args.samples)
+    names = ("packing", "split", "validation_fraction")
+    if wrong := sorted(set(samples) - set(names)):
+        raise UsageError(f"--samples: expected settings of {', '.join(names)}, got {', '.join(wrong)}.")
     stop, started = stop_event(), threading.Event()
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
         service = SchedulerService(
             identity, args.name, discovery, Client(identity), args.state, host, port, dataset_id=args.id or "",
             seq_len=args.seq_len, wait_s=args.timeout, standby=args.standby, publishers=args.publisher, limits=limits,
-            from_urls=args.from_urls or "", packing=args.packing, split=args.split,
-            validation_fraction=args.validation_fraction, epochs=args.epochs, seed=args.seed,
-            lease_s=args.lease_timeout, stall_s=args.idle_timeout, steal_s=args.steal_after,
-            max_failures=args.max_failures,
+            from_urls=args.from_urls or "", epochs=args.epochs, seed=args.seed,
+            lease_s=args.lease_timeout, stall_s=args.idle_timeout,
+            max_failures=args.max_failures, **samples,
         )  # fmt: skip
         try:
             SupervisedThread(lambda: _watch_standby(args, service, stop, started), "standby", stopping=started).start()
@@ -100,14 +104,11 @@ def add_verbs(verb: Any, group: Any) -> None:
     add_from_urls(p)
     p.add("--standby", action="store_true", help="wait until the scheduler on --state ends, then take over")
     p.add("--seq-len", type=positive, default=1024, metavar="L", help="tokens per sample")
-    p.add("--packing", choices=["concat", "best_fit"], default="concat", help="how documents are put into samples")
-    p.add("--split", choices=["train", "validation"], help="lease this part only (default: all samples)")
-    p.add("--validation-fraction", type=float, default=0.0, metavar="F", help="samples of the split validation, 0 to 1")
+    p.add_list("--samples", "KEY=VALUE", "packing=best_fit, split=train, validation_fraction=F; may be repeated")
     p.add("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
     p.add("--seed", type=int, default=0, metavar="N", help="seed of the order")
     p.add("--lease-timeout", type=seconds, default=30.0, metavar="S", help="silence until a worker's leases expire")
     p.add("--idle-timeout", type=seconds, default=600.0, metavar="S", help="no progress until its leases expire")
-    p.add("--steal-after", type=seconds, default=2.0, metavar="S", help="take samples from workers that need longer")
     p.add("--max-failures", type=positive, default=3, metavar="N", help="workers that fail until a slice is set aside")
     p.add("--exit-when-done", action="store_true", help="exit when the job is done; 1 if slices were set aside")
     p = verb("job", _job, "pause, resume or change the job of a running scheduler; needs the role admin")
