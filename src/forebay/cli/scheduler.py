@@ -27,7 +27,9 @@ def _schedule(args: argparse.Namespace) -> int:
     if wrong := sorted(set(samples) - set(names)):
         raise UsageError(f"--samples: expected settings of {', '.join(names)}, got {', '.join(wrong)}.")
     if not isinstance(samples.get("validation_fraction", 0.0), (int, float)):
-        raise UsageError(f"--samples: expected a number as validation_fraction, got {samples['validation_fraction']!r}.")
+        raise UsageError(
+            f"--samples: expected a number as validation_fraction, got {samples['validation_fraction']!r}."
+        )
     stop, started = stop_event(), threading.Event()
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
