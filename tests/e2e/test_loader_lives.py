@@ -26,6 +26,7 @@ from support.feeding import are_whole, check_cache, ended, lines_of, make_datase
 from support.origin_server import OriginServer
 
 TIMES = int(os.environ.get("FOREBAY_LOADER_OPENS", "60"))
+FORKS = int(os.environ.get("FOREBAY_LOADER_FORKS", "5"))
 SAMPLES, SEQ_LEN = 32, 256
 ORDER = {"seq_len": SEQ_LEN, "batch_size": 4, "order": OrderOptions(lanes=2, window_bytes=SAMPLES * SEQ_LEN * 4)}
 
@@ -166,28 +167,32 @@ def test_a_fork_after_a_bucket_was_read_is_told(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_path: Path, prefetch: int) -> None:
     """The child goes on by itself, as a helper process of PyTorch's would; the parent is not disturbed."""
     expected = ids_of(Loader(data, **ORDER))
-    loader = Loader(server.url, cache_dir=tmp_path / "cache", **ORDER)
-    batches = iter(loader)
-    result = next(batches).sample_ids.tolist()
-    if (child := os.fork()) == 0:
-        code = 1
-        try:
-            threading.Timer(20, give_up, [tmp_path / "fault"]).start()
-            rest = ids_of(pickle.loads(pickle.dumps(loader)))
-            again = ids_of(loader)
-            (tmp_path / "child").write_bytes(pickle.dumps((rest, again)))
-            code = 0
-        except BaseException:  # noqa: BLE001 - told by the parent
-            (tmp_path / "fault").write_text(traceback.format_exc())
-        finally:
-            os._exit(code)
-    result += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == 0, (tmp_path / "fault").read_text()
-    loader.close()
-    rest, again = pickle.loads((tmp_path / "child").read_bytes())
-    assert result == expected and rest == again == expected[4:]
-    check_cache(tmp_path / "cache")
+    for number in range(FORKS):
+        cache = tmp_path / f"cache{number}"
+        loader = Loader(server.url, cache_dir=cache, samples=SampleOptions(prefetch_batches=prefetch), **ORDER)
+        batches = iter(loader)
+        result = next(batches).sample_ids.tolist()
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                threading.Timer(scaled(60), give_up, [tmp_path / "fault"]).start()
+                rest = [ids_of(pickle.loads(pickle.dumps(loader)))]
+                loader.close() if number % 2 else None
+                rest.append(list(chain(*(batch.sample_ids.tolist() for batch in batches))))
+                (tmp_path / "child").write_bytes(pickle.dumps(rest))
+                code = 0
+            except BaseException:  # noqa: BLE001 - told by the parent
+                (tmp_path / "fault").write_text(traceback.format_exc())
+            finally:
+                os._exit(code)
+        result += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == 0, (tmp_path / "fault").read_text()
+        loader.close()
+        assert result == expected
+        assert pickle.loads((tmp_path / "child").read_bytes()) == [expected[4:]] * 2
+        check_cache(cache)

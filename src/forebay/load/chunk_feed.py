@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 import weakref
@@ -32,6 +31,7 @@ from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds, runs_of
 from forebay.load.refetches import Refetches
 from forebay.order.run import Run
 from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
+from forebay.storage.locks import at_fork
 
 if TYPE_CHECKING:
     from forebay.storage.fetch import ChunkRun
@@ -74,22 +74,27 @@ class ChunkFeed:
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # [D + 1], of each slice 0.
         self.chunks = ChunkTable(datasets)
         self._pins = ChunkPins(self.chunks, self.first_key, run, ranks, world_size)
-        self._changed = threading.Condition(threading.RLock())  # guards all below
-        self._plans: deque[PlanNeeds] = deque()
-        self._running: dict[object, tuple[ChunkGroup, I64]] = {}  # fetches
-        self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
-        self._no_room = ""
-        self._stuck_since: tuple[PlanNeeds, float] | None = None
-        self._pid = os.getpid()
-        self._finalizers: dict[str, weakref.finalize[[], ChunkFeed]] = {}
-        self._cache: ChunkCache | None = None
-        self._source: ChunkSource | None = None
+        self.after_fork()
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._past: dict[str, int] = {}  # Counts of sources and caches that were closed.
         self._waited_s, self._logged_at = 0.0, -math.inf
         self._refetches = Refetches(self.chunks, self.first_key, run)
         if cache is not None:
             self._check_budget(cache)
+        at_fork(self)
+
+    def after_fork(self) -> None:
+        """Begin without plans: the threads, the fetches and the pins are the parent's."""
+        self._changed = threading.Condition(threading.RLock())  # guards all below
+        self._plans: deque[PlanNeeds] = deque()
+        self._running: dict[object, tuple[ChunkGroup, I64]] = {}  # fetches
+        self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
+        self._no_room = ""
+        self._stuck_since: tuple[PlanNeeds, float] | None = None
+        self._finalizers: dict[str, weakref.finalize[[], ChunkFeed]] = {}
+        self._cache: ChunkCache | None = None
+        self._source: ChunkSource | None = None
+        self._pins.forget()
 
     def _check_budget(self, settings: CacheSettings) -> None:
         cached = np.repeat(self._cached, np.diff(self.first_key))
@@ -135,7 +140,6 @@ class ChunkFeed:
 
     def add(self, plan: PlanNeeds) -> None:
         """Add the plan of the next steps; what is known of its needs is fetched from now on."""
-        self._check_process()
         with self._changed:
             self._plans.append(plan)
 
@@ -276,14 +280,12 @@ class ChunkFeed:
         self.pause()
         self._close_source()
         cache, self._cache, self._pins.cache = self._cache, None, None
-        if cache is not None and self._pid == os.getpid():
+        if cache is not None:
             self._past["evicted_bytes"] = self._past.get("evicted_bytes", 0) + cache.evicted_bytes
             self._finalizers.pop("cache")()
 
     def pause(self) -> None:
         """End the fetches, but continue to share. The next plan starts them again."""
-        if self._pid != os.getpid():
-            return
         self.clear()
         if self._source is not None and not self._source.shares:
             self._close_source()
@@ -296,14 +298,6 @@ class ChunkFeed:
                 self._past[name] = self._past.get(name, 0) + count
 
     # With the lock.
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():  # Threads and pins are the parent's.
-            self._pid, self._cache, self._source, self._finalizers = os.getpid(), None, None, {}
-            self._changed = threading.Condition(threading.RLock())
-            self._plans.clear()
-            self._pins.forget()
-            self._running.clear()
 
     def _open_cache(self, settings: CacheSettings | None) -> ChunkCache:
         assert settings is not None
@@ -365,7 +359,7 @@ class ChunkFeed:
 
     def _start_fetches(self, urgent: Sequence[tuple[ChunkGroup, I64]] = ()) -> None:
         """Start to fetch what is needed next, as far as connections and space allow."""
-        if self._settings is None or self._pid != os.getpid():
+        if self._settings is None:
             return
         self._no_room = ""
         for group, chunks in urgent:

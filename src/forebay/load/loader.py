@@ -34,6 +34,7 @@ from forebay.load.state import make_state, step_of_state
 from forebay.load.stats import Bottleneck, Callbacks, WaitTimes, find_bottleneck
 from forebay.order.run import Run
 from forebay.order.step_index import check_integer
+from forebay.storage.locks import at_fork
 
 if TYPE_CHECKING:
     from forebay.lease.job import LeaseJob
@@ -136,6 +137,8 @@ class Loader(Closing, BatchSource[BatchT]):
         self._iteration = 0
         self._source: Prefetcher[Any] | None = None
         self._pool: HelperPool | None = None
+        self._of_parent: object = None
+        at_fork(self)
         self._received, self._samples_of = {"batches": 0, "samples": 0}, [0] * len(self.datasets)
         self._callbacks = Callbacks(self)
         self._text = display.TokenText(self.dataset)
@@ -261,6 +264,7 @@ class Loader(Closing, BatchSource[BatchT]):
                     raise UsageError("Loader: this iteration ended when another began. Open another Loader for two.")
                 source = self._source
                 if source is None:
+                    self._pause()  # In a forked child, the plans are still the parent's.
                     source, device_s = self._batches(num_workers, depth, convert), 0.0
                 item = next(source, None)
                 if leases is not None and item is not None and not leases.deliver(item[0]):
@@ -364,6 +368,11 @@ class Loader(Closing, BatchSource[BatchT]):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def after_fork(self) -> None:
+        """In a forked child: leave the threads and helper processes to the parent. An iteration goes on by itself."""
+        self._of_parent = self._of_parent, self._source, self._pool  # Never closed here.
+        self._source = self._pool = None
 
     def _pause(self) -> None:
         source, self._source = self._source, None

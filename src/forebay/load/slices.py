@@ -33,6 +33,9 @@ class SliceReader(ChunkFeed):
     ) -> None:  # fmt: skip
         super().__init__(datasets, cached, run, rank, world_size, cache, verify)
         self._verified: set[int] = set()  # Keys of local slices.
+
+    def after_fork(self) -> None:
+        super().after_fork()
         self._readahead: ThreadPoolExecutor | None = None
         self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
 
