@@ -43,7 +43,7 @@ Group = tuple[ChunkFile, I64]  # Chunks of an entry.
 _Used = tuple[int, int, str, I64]  # Minus the next use, a number, slice, chunks.
 SHA256 = re.compile(r"[0-9a-f]{64}")
 log = logging.getLogger("forebay.cache")
-_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 128th of the budget.
+_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 256th of the budget.
 _MAX_USED = 1 << 16
 
 
@@ -354,7 +354,7 @@ class ChunkCache(SharedState):
 
     def _evict(self, needed: int) -> int:
         """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""
-        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 128))
+        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 256))
         live, freed = self._live(), 0
         freed += self._evict_unused(needed, live)
         while freed < target and self._used:
