@@ -48,12 +48,10 @@ def distances(dataset: Path, order: str, seed: int) -> tuple[float, float, float
     step_of[np.concatenate(steps)] = np.repeat(np.arange(len(steps)), [len(ids) for ids in steps])
     later = np.full(len(step_of), len(steps))
     for distance in range(1, NEAR + 1):
-        for one, other in (
-            (slice(None, -distance), slice(distance, None)),
-            (slice(distance, None), slice(None, -distance)),
-        ):
-            gap = step_of[other] - step_of[one]
-            later[one] = np.minimum(later[one], np.where(gap >= 0, gap, len(steps)))
+        low, high = slice(None, -distance), slice(distance, None)
+        for first, second in ((low, high), (high, low)):
+            gap = step_of[second] - step_of[first]
+            later[first] = np.minimum(later[first], np.where(gap >= 0, gap, len(steps)))
     return median(nearest.tolist()), median(later.tolist()), float(np.mean(later < NEAR))
 
 
@@ -84,7 +82,7 @@ def _write(tokens: NDArray[np.uint16], folder: Path) -> None:
 
 
 def losses(dataset: Path, held_out: NDArray[np.uint16], order: str, seed: int) -> tuple[float, float]:
-    """Mean losses, in nats a token: of the last tenth of an epoch's steps, before each is learnt; of the held-out text."""
+    """Mean losses, nats a token: of the last tenth of an epoch's steps, before each is learnt; of held-out text."""
     import torch
 
     torch.manual_seed(0)  # The same first weights for all.
@@ -93,7 +91,7 @@ def losses(dataset: Path, held_out: NDArray[np.uint16], order: str, seed: int) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = Loader(dataset, seq_len=SEQ_LEN, batch_size=1, shuffle=False)
     rows = np.stack([np.append(batch.inputs[0], batch.labels[0][-1]) for batch in loader])
-    told = []
+    seen = []
     steps = [ids for ids in steps_of(order, dataset, seed) if len(ids) == BATCH_SIZE]
     for number, ids in enumerate(steps):
         for group in optimizer.param_groups:
@@ -102,11 +100,11 @@ def losses(dataset: Path, held_out: NDArray[np.uint16], order: str, seed: int) -
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        told.append(float(loss.detach()))
+        seen.append(float(loss.detach()))
     with torch.no_grad():
         windows = held_out[: len(held_out) // (SEQ_LEN + 1) * (SEQ_LEN + 1)].reshape(-1, SEQ_LEN + 1)
         pieces = [float(_loss(torch, model, piece)) for piece in np.array_split(windows, max(1, len(windows) // 64))]
-    return float(np.mean(told[-len(told) // 10 :])), float(np.mean(pieces))
+    return float(np.mean(seen[-len(seen) // 10 :])), float(np.mean(pieces))
 
 
 def _loss(torch: Any, model: Any, rows: NDArray[Any]) -> Any:
@@ -139,20 +137,15 @@ def measure(files: Sequence[Path], seeds: int, folder: Path) -> Iterator[Figure]
     else:
         _write(np.zeros(1 << 22, np.uint16), folder / "text")
     for order in ORDERS:
-        near, later, soon = (
-            median(list(values)) for values in zip(*(distances(folder / "text", order, s) for s in range(seeds)))
-        )
-        detail = (
-            f"samples to the nearest of a batch; a near one follows after {later:.0f} steps, {soon:.1%} within {NEAR}"
-        )
+        medians = [distances(folder / "text", order, seed) for seed in range(seeds)]
+        near, later, soon = (median(list(values)) for values in zip(*medians))
+        detail = f"to the nearest of a batch; a near one follows after {later:.0f} steps, {soon:.1%} within {NEAR}"
         yield Figure(f"distance: {order}", near, "samples", detail)
     for order in ORDERS if files else ():
-        trained = [
-            losses(folder / "text", held_out, order, seed) for seed in range(seeds if order != "as stored" else 1)
-        ]
-        told = ", ".join(f"{held:.4f}" for _, held in trained)
-        detail = f"held out, of seeds {told}; training, last tenth {np.mean([last for last, _ in trained]):.4f}"
-        yield Figure(f"loss: {order}", float(np.mean([held for _, held in trained])), "nats", detail)
+        trained = np.array([losses(folder / "text", held_out, order, seed) for seed in range(seeds)])  # [seeds, 2]
+        each = ", ".join(f"{loss:.4f}" for loss in trained[:, 1])
+        detail = f"of held-out text, seeds {each}; training, last tenth {trained[:, 0].mean():.4f}"
+        yield Figure(f"loss: {order}", float(trained[:, 1].mean()), "nats", detail)
 
 
 def main() -> None:
