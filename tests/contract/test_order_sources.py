@@ -1,0 +1,181 @@
+"""What every order source of a Loader promises: ranks, a coordinator's ranks, owned slices, and leases of a scheduler.
+
+Workers are processes. A Loader that cannot have an option says so when it is made. FOREBAY_CONTRACT_KILLS says how
+often workers are killed (3 a source), FOREBAY_CONTRACT_SEED when (0).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("libtorrent")
+
+from forebay.errors import StateError, UsageError
+from support.calibration import scaled
+from support.order_sources import (
+    GLOBAL_BATCH,
+    SAMPLES_PER_WORKER,
+    SOURCES,
+    WORKERS,
+    Cluster,
+    Coordinated,
+    Leased,
+    Line,
+    Source,
+    Static,
+    batches_of,
+    wait_for,
+)
+from support.order_worker import describe, open_loader
+from support.reference_samples import samples_of
+
+KILLS = int(os.environ.get("FOREBAY_CONTRACT_KILLS", "3"))
+SEED = int(os.environ.get("FOREBAY_CONTRACT_SEED", "0"))
+FILTER = {"exclude": [0, 3, 17, 60], "min_tokens": 4, "max_tokens": 50}
+FRACTION, CHANGE_AT, STEPS = 0.3, 4, 14
+CASES: dict[str, dict[str, Any]] = {
+    "concat": {"dataset": "web"},
+    "masks": {"dataset": "web", "document_masks": True},
+    "best_fit": {"dataset": "web", "packing": "best_fit"},
+    "filter": {"dataset": "web", "document_masks": True, "samples": {"documents": FILTER}},
+    "filter_best_fit": {"dataset": "web", "packing": "best_fit", "samples": {"documents": FILTER, "pad_id": 7}},
+    "train": {"dataset": "web", "split": "train", "samples": {"validation_fraction": FRACTION}},
+    "validation": {"dataset": "web", "split": "validation", "samples": {"validation_fraction": FRACTION}},
+    "rows": {"dataset": "rows"},
+    "mixture": {
+        "dataset": ["web", "books"], "document_masks": True, "steps": STEPS,
+        "weights": [[0, {"web": 1}], [CHANGE_AT, {"web": 1, "books": 1}]],
+    },
+}  # fmt: skip
+JOBS = {
+    "best_fit": ["--samples", "packing=best_fit"],
+    "train": ["--samples", "split=train", "--samples", f"validation_fraction={FRACTION}"],
+    "validation": ["--samples", "split=validation", "--samples", f"validation_fraction={FRACTION}"],
+}
+REFUSED = {
+    ("lease", "filter"): r"documents: expected none with scheduler=, got .*leave it out",
+    ("lease", "filter_best_fit"): r"documents: expected none with scheduler=, got .*leave it out",
+    ("owned", "mixture"): r"assignment='owned': expected one dataset.*Use assignment='global'",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(tmp_path_factory.mktemp("cluster"), stack)
+
+
+def make(cluster: Cluster, source: str, case: str) -> Source:
+    return SOURCES[source](cluster, CASES[case], JOBS.get(case, ()))
+
+
+def reference(cluster: Cluster, case: str) -> dict[tuple[int, int], list[Any]]:
+    """Each sample of a case by the index of its dataset and its id; of a split, the samples of both."""
+    spec = CASES[case]
+    if spec["dataset"] == "rows":
+        rows = [
+            [image.tolist(), int(label)] for of in cluster.rows for image, label in zip(of["image"], of["label"])
+        ]
+        return {(0, number): row for number, row in enumerate(rows)}
+    options = spec.get("samples", {})
+    masks = spec.get("document_masks", False) or spec.get("packing") == "best_fit"
+    names = spec["dataset"] if isinstance(spec["dataset"], list) else [spec["dataset"]]
+    result = {}
+    for index, name in enumerate(names):
+        samples = samples_of(
+            cluster.tokens[name], 16, packing=spec.get("packing", "concat"), masks=masks,
+            pad_id=options.get("pad_id", 0), **options.get("documents", {}),
+        )  # fmt: skip
+        result |= {(index, number): list(row if masks else row[:2]) for number, row in samples.items()}
+    return result
+
+
+def check_contents(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[tuple[int, int]]:
+    """How often each sample came; all as the reference has them."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for line in lines:
+        assert line["rows"] == max(1, len(line["ids"])), "an empty batch"
+        for source, number, row in zip(line["sources"], line["ids"], line["content"]):
+            assert row == expected[source, number]
+            counts[source, number] += 1
+    return counts
+
+
+def check_shares(source: Source, workers: list[list[Line]]) -> None:
+    """Equally many steps; weights that make the mean over ranks the mean over samples."""
+    if not source.is_lockstep:
+        assert all(line["weight"] == len(line["ids"]) / SAMPLES_PER_WORKER for line in chain(*workers))
+        return
+    steps = [[line["step"] for line in lines] for lines in workers]
+    assert all(of_rank == list(range(len(steps[0]))) for of_rank in steps) and steps[0]
+    is_uneven = False
+    for lines in zip(*workers):
+        sizes = [len(line["ids"]) for line in lines]
+        is_uneven |= len(set(sizes)) > 1
+        for line in lines:
+            assert line["weight"] == pytest.approx(len(line["ids"]) * len(lines) / sum(sizes))
+    assert is_uneven
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: Cluster, name: str, case: str) -> None:
+    source = make(cluster, name, case)
+    if (name, case) in REFUSED:
+        with pytest.raises(UsageError, match=REFUSED[name, case]):
+            open_loader(source.loader(0))
+        return
+    workers = source.run(has_content=True)
+    expected = reference(cluster, case)
+    counts = check_contents(list(chain(*workers)), expected)
+    check_shares(source, workers)
+    if source.is_global:
+        alone = Static(cluster, CASES[case])
+        alone.num_workers = 1
+        steps = [sorted(chain(*(line["ids"] for line in lines))) for lines in zip(*workers)]
+        assert steps == [sorted(batch.sample_ids.tolist()) for batch in open_loader(alone.loader(0))]
+    if case == "mixture":
+        check_mixture(source, workers, counts)
+        return
+    assert set(counts.values()) == {1}
+    num_validation = round(FRACTION * len(expected))
+    sizes = {"train": len(expected) - num_validation, "validation": num_validation}
+    assert len(counts) == sizes.get(case, len(expected))
+    if case == "train":
+        validation = {number for of_worker in make(cluster, "static", "validation").run() for line in of_worker
+                      for number in line["ids"]}  # fmt: skip
+        assert {number for _, number in counts} == {number for _, number in expected} - validation
+    if isinstance(source, Leased):
+        report = source.verify(CASES[case]["dataset"])
+        assert report["ok"] and report["epochs"] == [
+            {"epoch": 0, "samples": len(counts), "missing": 0, "repeated": 0}
+        ], report
+
+
+def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int]]) -> None:
+    """From a step on half of the samples are of the second dataset; none comes again before all of its dataset came."""
+    by_step: dict[int, Counter[int]] = defaultdict(Counter)
+    for line in chain(*workers):
+        by_step[line["step"]].update(line["sources"])
+    assert all(by_step[step].keys() == {0} for step in range(CHANGE_AT))
+    later = sum((by_step[step] for step in range(CHANGE_AT, STEPS)), Counter())
+    assert abs(later[0] - later[1]) <= 2 * len(workers)
+    assert set(counts.values()) == {1}
+    if isinstance(source, Leased):
+        for index, job in enumerate(("web", "books")):
+            report = source.verify(job)
+            assert not report["epochs"][0]["repeated"]
+            assert report["epochs"][0]["samples"] == sum(of == index for of, _ in counts)
+    else:
+        assert sum(counts.values()) == STEPS * GLOBAL_BATCH
