@@ -84,9 +84,7 @@ def reference(cluster: Cluster, case: str) -> dict[tuple[int, int], list[Any]]:
     """Each sample of a case by the index of its dataset and its id; of a split, the samples of both."""
     spec = CASES[case]
     if spec["dataset"] == "rows":
-        rows = [
-            [image.tolist(), int(label)] for of in cluster.rows for image, label in zip(of["image"], of["label"])
-        ]
+        rows = [[image.tolist(), int(label)] for of in cluster.rows for image, label in zip(of["image"], of["label"])]
         return {(0, number): row for number, row in enumerate(rows)}
     options = spec.get("samples", {})
     masks = spec.get("document_masks", False) or spec.get("packing") == "best_fit"
@@ -161,6 +159,9 @@ def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: Cluster,
         assert report["ok"] and report["epochs"] == [
             {"epoch": 0, "samples": len(counts), "missing": 0, "repeated": 0}
         ], report
+        used = [(use["name"], sample) for use in source.uses(CASES[case]["dataset"]) for sample in use["samples"]]
+        given = [(f"worker-{i}", number) for i, of in enumerate(workers) for line in of for number in line["ids"]]
+        assert sorted(used) == sorted(given)
 
 
 def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int]]) -> None:

@@ -101,7 +101,9 @@ def _fitted(parts: list[_Part], seq_len: int, pad_id: int) -> list[Sample]:
         ids, positions = _numbered([i for i, (_, tokens, _) in enumerate(row) for _ in tokens])
         result.append(
             Sample(
-                inputs + [pad_id] * missing, labels + [IGNORED] * missing, ids + [-1] * missing,
+                inputs + [pad_id] * missing,
+                labels + [IGNORED] * missing,
+                ids + [-1] * missing,
                 positions + list(range(missing)),
             )  # fmt: skip
         )
