@@ -180,3 +180,164 @@ def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tup
             assert report["epochs"][0]["samples"] == sum(of == index for of, _ in counts)
     else:
         assert sum(counts.values()) == STEPS * GLOBAL_BATCH
+
+
+LEASED = {
+    "epochs: expected none with scheduler=, got 2. .*leave it out": {"epochs": 2},
+    "shuffle: expected none .*leave it out": {"shuffle": False},
+    "seed: expected none .*leave it out": {"seed": 3},
+    "rank, world_size: expected none .*Leave it out": {"rank": 0, "world_size": 2},
+    "drop_last: expected none .*Leave it out": {"samples": {"drop_last": True}},
+    "order: expected none .*Leave it out": {"order": {"lanes": 2}},
+    "global_batch_size: expected none .*Leave it out": {"batch_size": None, "global_batch_size": 4},
+    "batch_size: expected a number with scheduler=": {"batch_size": None},
+    "scheduler: expected a dataset forebay://NETWORK/NAME": {"dataset": "DIRECTORY"},
+    "scheduler: expected 'host:port' or 'auto', got": {"scheduler": {"x": "127.0.0.1:1"}},
+    "seq_len: expected that of the job web, 16, got 8. Change the Loader's arguments, or start a job": {"seq_len": 8},
+    "packing: expected that of the job web, 'concat', got 'best_fit'. Change": {"packing": "best_fit"},
+    "split: expected that of the job web, None, got .*Change": {
+        "split": "train", "samples": {"validation_fraction": FRACTION}
+    },
+}  # fmt: skip
+OWNED = {
+    "assignment='owned': expected .*no drop_last, got others. Use assignment='global'": {
+        "samples": {"drop_last": True}
+    },
+    "assignment='owned': expected .*one batch size.*Use assignment='global'": {
+        "global_batch_size": [[0, GLOBAL_BATCH], [3, 2 * GLOBAL_BATCH]]
+    },
+    "worker_names: expected a name for each of 3 ranks, got 2": {
+        "order": {"assignment": "owned", "worker_names": ["a", "b"]}
+    },
+    "worker_names: expected assignment='owned', got 'global'. Leave the names out": {
+        "order": {"worker_names": ["a", "b", "c"]}
+    },
+    "expected samples for each of 20 workers.*Prepare smaller slices .*or use assignment='global'": {
+        "world_size": 20, "global_batch_size": 20, "order": {"assignment": "owned"}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "refused"), [("lease", LEASED), ("owned", OWNED)])
+def test_what_a_source_cannot_have_is_refused_when_the_loader_is_made(
+    cluster: Cluster, name: str, refused: dict[str, dict[str, Any]]
+) -> None:
+    spec = make(cluster, name, "concat").loader(0)
+    for message, wrong in refused.items():
+        if wrong.get("dataset") == "DIRECTORY":
+            wrong = {"dataset": cluster.datasets["web"]}
+        with pytest.raises(UsageError, match=message):
+            open_loader({**spec, **wrong})
+    with open_loader(spec) as loader:
+        if name == "owned":
+            state = loader.state_dict()
+            with pytest.raises(StateError, match="rank"), open_loader({**spec, "rank": 1}) as other:
+                other.load_state_dict(state)
+            return
+        with pytest.raises(UsageError, match="num_workers: expected 0 with scheduler=.*Use prefetch"):
+            next(loader.iterate(num_workers=1))
+        with pytest.raises(UsageError, match="take: expected a loader without scheduler="):
+            loader.take(1)
+        for ask in (len, lambda loader: loader.steps_per_epoch):
+            with pytest.raises(TypeError, match="expected a loader without scheduler="):
+                ask(loader)
+
+
+def lines_of(batches: Any) -> list[Line]:
+    return [{**describe(batch, True), "at": 0.0} for batch in batches]
+
+
+@pytest.mark.parametrize("case", ["best_fit", "filter", "rows"])
+@pytest.mark.parametrize("name", ["static", "owned"])
+def test_a_state_of_any_batch_resumes_with_the_next_one(cluster: Cluster, name: str, case: str) -> None:
+    """Over the end of an epoch, with batches made ahead by a thread or by helper processes, too."""
+    spec = {**make(cluster, name, case).loader(1), "epochs": 2}
+
+    def ahead(batches: int) -> dict[str, Any]:
+        return {**spec, "samples": {**spec.get("samples", {}), "prefetch_batches": batches}}
+
+    expected = lines_of(open_loader(spec))
+    for stop in range(len(expected) + 1):
+        with open_loader(ahead(stop % 3)) as loader:
+            batches = iter(loader)
+            assert lines_of(next(batches) for _ in range(stop)) == expected[:stop]
+            state = json.loads(json.dumps(loader.state_dict()))
+        with open_loader(ahead((stop + 1) % 3)) as loader:
+            loader.load_state_dict(state)
+            rest = expected[stop:] if stop < len(expected) else []
+            assert lines_of(next(batches) for batches in [iter(loader)] for _ in rest[:3]) == rest[:3]
+            if stop % 7 == 0 and len(rest) > 3:
+                assert lines_of(loader) == rest[3:]
+    if case != "filter":
+        return
+    with open_loader(spec) as loader:
+        batches = loader.iterate(num_workers=2, prefetch=2)
+        assert lines_of(next(batches) for _ in range(5)) == expected[:5]
+        state = loader.state_dict()
+        assert lines_of(batches) == expected[5:]
+        loader.load_state_dict(state)
+        assert lines_of(loader.iterate(num_workers=2)) == expected[5:]
+
+
+@pytest.mark.parametrize("case", ["masks", "mixture"])
+def test_a_state_resumes_on_any_world_size(cluster: Cluster, case: str) -> None:
+    """As a coordinator's next generation does: ranks of another number go on with the same global batches."""
+    source = Static(cluster, CASES[case])
+    source.num_workers = 1
+    expected = [sorted(zip(line["sources"], line["ids"])) for line in lines_of(open_loader(source.loader(0)))]
+    chance, step, state, seen = random.Random(SEED), 0, None, []
+    while step < len(expected):
+        source.num_workers = chance.choice([1, 2, 3, 5, 8])
+        stop = min(len(expected), step + chance.randrange(1, 6))
+        parts: list[list[list[tuple[int, int]]]] = []
+        for rank in range(source.num_workers):
+            with open_loader(source.loader(rank)) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                lines = lines_of(batch for _, batch in zip(range(step, stop), loader))
+                parts.append([list(zip(line["sources"], line["ids"])) for line in lines])
+                assert [line["step"] for line in lines] == list(range(step, stop))
+                last = loader.state_dict()
+        seen += [sorted(chain(*of_ranks)) for of_ranks in zip(*parts)]
+        step, state = stop, last
+    assert seen == expected
+
+
+def test_a_lease_loader_resumes_with_what_is_not_committed(cluster: Cluster) -> None:
+    """Wherever it stops, committed batches never come again, and all others do."""
+    source = make(cluster, "lease", "masks")
+    assert isinstance(source, Leased)
+    expected, counts = reference(cluster, "masks"), Counter[int]()
+    chance, state, dropped = random.Random(SEED), None, Counter[int]()
+    for number in range(12):
+        spec = source.loader(number % 2)
+        with open_loader({**spec, "samples": {"prefetch_batches": number % 3}}) as loader:
+            if state is not None:
+                assert loader.step == 0
+                loader.load_state_dict(state)
+            first, stop = loader.step, chance.randrange(1, 5)
+            for count, batch in enumerate(loader):
+                line = describe(batch, True)
+                assert line["step"] == first + count == loader.step - 1
+                counts += check_ids([line], expected)
+                if count + 1 == stop:
+                    if number % 2:
+                        loader.commit()
+                    else:
+                        dropped.update(line["ids"])
+                    break
+            state = json.loads(json.dumps(loader.state_dict()))
+            assert state["step"] == first + stop
+    with open_loader(source.loader(0)) as loader:
+        loader.load_state_dict(state)
+        counts += check_ids([describe(batch, True) for batch in loader], expected)
+        assert loader.stats()["wasted_samples"] == 0
+        with pytest.raises(StateError, match="expected one of the jobs .*they know what is used"):
+            loader.load_state_dict({**state, "jobs": {"": "another"}})
+    assert counts == Counter(number for _, number in expected) + dropped
+    report = source.verify("web")
+    assert report["ok"] and report["epochs"][0]["samples"] == len(expected)
+
+
+def check_ids(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[int]:
+    return Counter({number: count for (_, number), count in check_contents(lines, expected).items()})
