@@ -35,6 +35,7 @@ from support.order_sources import (
     Source,
     Static,
     batches_of,
+    ledger,
     wait_for,
 )
 from support.order_worker import describe, open_loader
@@ -341,3 +342,116 @@ def test_a_lease_loader_resumes_with_what_is_not_committed(cluster: Cluster) -> 
 
 def check_ids(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[int]:
     return Counter({number: count for (_, number), count in check_contents(lines, expected).items()})
+
+
+def any_moment(chance: random.Random, workers: list[Any], count: int) -> None:
+    """Wait until the workers together have so many batches more, and then for a moment within a batch."""
+    before = sum(len(batches_of(worker)) for worker in workers)
+    deadline = time.monotonic() + scaled(30.0)
+    while sum(len(batches_of(worker)) for worker in workers) < before + count:
+        assert time.monotonic() < deadline, [worker.errors()[-1000:] for worker in workers]
+        if all(worker.wait(0.0) is not None for worker in workers):
+            return
+        time.sleep(0.002)
+    time.sleep(chance.uniform(0.0, 0.03))
+
+
+@pytest.mark.parametrize("name", ["static", "owned"])
+def test_ranks_killed_at_any_moment_resume_where_all_of_them_were(cluster: Cluster, name: str) -> None:
+    """A checkpoint is of the last step that all ranks have done. Static ranks come back in another number."""
+    chance, source = random.Random(f"{name} {SEED}"), make(cluster, name, "masks")
+    alone = make(cluster, name, "masks")
+    alone.num_workers = WORKERS if name == "owned" else 1
+    ranks = [[batch.sample_ids.tolist() for batch in open_loader(alone.loader(i))] for i in range(alone.num_workers)]
+    expected = [sorted(chain(*of_ranks)) for of_ranks in zip(*ranks)]
+    committed: list[list[int]] = []
+    states: list[Any] = [None] * WORKERS
+    kills = 0
+    while len(committed) < len(expected):
+        if source.is_elastic:
+            source.num_workers = chance.choice([1, 2, 3, 4])
+            assert all(state == states[0] for state in states)
+            states = states[:1] * source.num_workers
+        workers = [source.start(i, state=state, has_state=True, pause_s=0.01) for i, state in enumerate(states)]
+        if kills < KILLS:
+            any_moment(chance, workers, chance.randrange(4 * len(workers)))
+            for worker in chance.sample(workers, len(workers)):
+                worker.kill()
+            kills += 1
+        for worker in workers:
+            assert worker.wait(scaled(30.0)) in (0, -9), worker.errors()
+        for lines in zip(*map(batches_of, workers)):
+            assert {line["step"] for line in lines} == {len(committed)}
+            committed.append(sorted(chain(*(line["ids"] for line in lines))))
+            states = [line["state"] for line in lines]
+    assert committed == expected
+
+
+def test_a_coordinators_ranks_go_on_when_any_of_them_is_killed(cluster: Cluster) -> None:
+    """Others take the dead rank's part; newcomers, and it under its name, join in the middle of an epoch."""
+    chance, spec = random.Random(SEED), {**CASES["masks"], "epochs": 2}
+    source = Coordinated(cluster, spec)
+    alone = Static(cluster, spec)
+    alone.num_workers = 1
+    expected = [sorted(batch.sample_ids.tolist()) for batch in open_loader(alone.loader(0))]
+    live = {index: source.start(index, pause_s=0.02) for index in range(WORKERS)}
+    names = iter(range(WORKERS, 100))
+    for _ in range(KILLS):
+        any_moment(chance, list(live.values()), chance.randrange(1, 12))
+        index = chance.choice(list(live))
+        live[index].kill()
+        again = index if chance.random() < 0.5 else next(names)
+        del live[index]
+        time.sleep(chance.uniform(0.0, 0.3))
+        live[again] = source.start(again, pause_s=0.02)
+    wait_for(live.values())
+    lines = list(chain(*map(batches_of, source.processes)))
+    last = {line["step"]: 0 for line in lines}
+    for line in lines:
+        last[line["step"]] = max(last[line["step"]], line["generation"])
+    counted = [line for line in lines if line["generation"] == last[line["step"]]]
+    steps: dict[int, list[Line]] = defaultdict(list)
+    for line in counted:
+        steps[line["step"]].append(line)
+    assert sorted(steps) == list(range(len(expected)))
+    for step, of_ranks in steps.items():
+        assert all(line["of_ranks"] == of_ranks[0]["of_ranks"] for line in of_ranks)  # Of those that live.
+        assert all(line["of_ranks"][line["rank"]] == line["ids"] for line in of_ranks)
+        assert sorted(chain(*of_ranks[0]["of_ranks"])) == expected[step]
+    assert len(set(last.values())) > 1
+    report = ledger("verify", source.directory / "state")
+    assert report["ok"] and report["steps"] == len(expected), report
+
+
+def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> None:
+    """What a killed worker had not committed comes again; what the ledger has as used does not."""
+    chance, source = random.Random(SEED), make(cluster, "lease", "masks")
+    assert isinstance(source, Leased)
+    pause_s, names = 0.02, iter(range(WORKERS, 8))
+    live = {index: source.start(index, pause_s=pause_s) for index in range(WORKERS)}
+    killed = []
+    for _ in range(KILLS):
+        any_moment(chance, list(live.values()), chance.randrange(1, 15))
+        index = chance.choice(list(live))
+        live[index].kill()
+        killed.append((index, live.pop(index)))
+        again = index if chance.random() < 0.5 else next(names, index)
+        live[again] = source.start(again, pause_s=pause_s)
+    wait_for(live.values())
+    report = source.verify("web")
+    expected = {number for _, number in reference(cluster, "masks")}
+    assert report["ok"] and report["epochs"][0]["samples"] == len(expected), report
+    given: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for index, process in [*killed, *live.items()]:
+        for line in batches_of(process):
+            for number in line["ids"]:
+                given[number].append((line["at"], f"worker-{index}"))
+    assert given.keys() == expected
+    used = {number: use["name"] for use in source.uses("web") for number in use["samples"]}
+    assert used == {number: max(times)[1] for number, times in given.items()}
+    repeated = sum(len(times) - 1 for times in given.values())
+    wasted = sum(process.lines()[-1]["stats"]["wasted_samples"] for process in live.values())
+    of_killed = [number for _, process in killed for line in batches_of(process) for number in line["ids"]]
+    assert repeated - wasted <= sum(len(given[number]) > 1 for number in of_killed)
+    # Of each killed worker: what it used in one `receipt_s` of 0.2 s, and two steps.
+    assert repeated - wasted <= KILLS * SAMPLES_PER_WORKER * (2 + scaled(0.2) / pause_s)

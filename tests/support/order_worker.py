@@ -91,13 +91,13 @@ class Worker:
     def _read_together(self, loader: Loader[Any], ranks: Ranks, member: Member, step: int) -> tuple[int, str]:
         for batch in loader:
             time.sleep(self.pause_s)
-            votes = ranks.gather(step, member.is_changing)
-            if votes is None:
+            results = ranks.gather(step, batch.sample_ids.tolist(), member)
+            if results is None:
                 return step, "broken"
-            where = {"generation": ranks.number, "rank": ranks.rank, "world_size": ranks.world_size}
+            where = {"generation": ranks.number, "rank": ranks.rank, "of_ranks": [result["ids"] for result in results]}
             self.write(**where, **describe(batch, self.settings.get("has_content", False)))
             step += 1
-            if any(votes):
+            if any(result["is_changing"] for result in results):
                 return step, "changing"
         return step, "finished"
 
@@ -111,19 +111,19 @@ class Ranks:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._put("pid", str(os.getpid()))
 
-    def gather(self, step: int, is_changing: bool) -> list[bool] | None:
-        """Whether each rank wants another generation, once all are at this step; None if one of them is gone."""
-        self._put(f"{step}", "1" if is_changing else "0")
-        votes = []
+    def gather(self, step: int, ids: list[int], member: Member) -> list[dict[str, Any]] | None:
+        """The results of all ranks in this step; None if one of them is gone without one."""
+        self._put(f"{step}", json.dumps({"ids": ids, "is_changing": member.is_changing}))
+        results = []
         for rank in range(self.world_size):
-            while (vote := self._get(f"{step}", rank)) is None:
+            while (text := self._get(f"{step}", rank)) is None:
                 pid = self._get("pid", rank)
-                is_gone = pid is not None and not Path(f"/proc/{pid}").exists()
+                is_gone = member.is_changing if pid is None else not Path(f"/proc/{pid}").exists()
                 if is_gone and self._get(f"{step}", rank) is None:
                     return None
                 time.sleep(_MEET_S)
-            votes.append(vote == "1")
-        return votes
+            results.append(json.loads(text))
+        return results
 
     def _put(self, name: str, text: str) -> None:
         path = self._directory / f"{name}-{self.rank}"
