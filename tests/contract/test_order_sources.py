@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +35,8 @@ from support.order_sources import (
     Static,
     batches_of,
     ledger,
+    make_rows,
+    make_slices,
     wait_for,
 )
 from support.order_worker import describe, open_loader
@@ -74,7 +75,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Cluster(tmp_path_factory.mktemp("cluster"), stack)
+        tokens = {"web": make_slices(18, 0), "books": make_slices(5, 30_000)}
+        yield Cluster(tmp_path_factory.mktemp("cluster"), stack, tokens, make_rows(12))
 
 
 def make(cluster: Cluster, source: str, case: str) -> Source:
@@ -235,7 +237,7 @@ def test_what_a_source_cannot_have_is_refused_when_the_loader_is_made(
             with pytest.raises(StateError, match="rank"), open_loader({**spec, "rank": 1}) as other:
                 other.load_state_dict(state)
             return
-        with pytest.raises(UsageError, match="num_workers: expected 0 with scheduler=.*Use prefetch"):
+        with pytest.raises(UsageError, match=r"num_workers: expected 0 with scheduler=.*Use prefetch"):
             next(loader.iterate(num_workers=1))
         with pytest.raises(UsageError, match="take: expected a loader without scheduler="):
             loader.take(1)
@@ -333,7 +335,7 @@ def test_a_lease_loader_resumes_with_what_is_not_committed(cluster: Cluster) -> 
         loader.load_state_dict(state)
         counts += check_ids([describe(batch, True) for batch in loader], expected)
         assert loader.stats()["wasted_samples"] == 0
-        with pytest.raises(StateError, match="expected one of the jobs .*they know what is used"):
+        with pytest.raises(StateError, match=r"expected one of the jobs .*they know what is used"):
             loader.load_state_dict({**state, "jobs": {"": "another"}})
     assert counts == Counter(number for _, number in expected) + dropped
     report = source.verify("web")

@@ -1,4 +1,4 @@
-"""The order sources of the Loader, each with real processes: what `tests/contract/test_order_sources.py` runs on all."""
+"""The order sources of the Loader, each with real processes: what `tests/contract` runs on all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +49,27 @@ def make_rows(num_slices: int) -> list[dict[str, Any]]:
 class Cluster:
     """Datasets, a data node and whatever is started, each node a `forebay` process; closed with `stack`."""
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, directory: Path, stack: contextlib.ExitStack, tokens: Mapping[str, Slices],
+        rows: Sequence[dict[str, Any]] = (),
+    ) -> None:  # fmt: skip
         self.directory, self.forks = directory, Forks()
         stack.callback(self.forks.close)
         self._numbers = itertools.count()
-        self.tokens = {"web": make_slices(18, 0), "books": make_slices(5, 30_000)}
-        self.rows = make_rows(12)
+        self.tokens, self.rows = tokens, rows
         for name, slices in self.tokens.items():
-            for index, (tokens, ends) in enumerate(slices):
+            for index, (numbers, ends) in enumerate(slices):
                 path = self._slice_path(name, index)
-                write_token_slice(path, np.array(tokens, np.uint16), np.array(ends, np.uint64))
+                write_token_slice(path, np.array(numbers, np.uint16), np.array(ends, np.uint64))
         for index, tensors in enumerate(self.rows):
             write_rows_slice(self._slice_path("rows", index), tensors)
-        self.datasets = {name: str(directory / name) for name in (*self.tokens, "rows")}
+        self.datasets = {name: str(directory / name) for name in (*tokens, *(["rows"] if rows else []))}
         for name, path in self.datasets.items():
             import_slices(path, name)
-        bootstrap = Bootstrap(3)
-        stack.callback(bootstrap.close)
-        self.nodes = ["data", "scheduler", *(f"worker-{i}" for i in range(8))]
-        self.homes = make_network(directory, self.nodes, bootstrap.at)
+        self.bootstrap = Bootstrap(3)
+        stack.callback(self.bootstrap.close)
+        nodes = ["data", "liar", "scheduler", *(f"worker-{i}" for i in range(8))]
+        self.homes = make_network(directory, nodes, self.bootstrap.at)
         self.node("serve", "data", *self.datasets.values())
 
     def _slice_path(self, name: str, index: int) -> Path:
@@ -110,6 +112,7 @@ class Source:
     """Workers of one run. `spec` has the Loader's arguments that all sources share, as `order_worker` reads them."""
 
     name = ""
+    seq_len = SEQ_LEN
     is_lockstep = True  # All ranks have the same steps.
     is_elastic = True
     is_global = True  # The global batch of a step is that of a Loader alone.
@@ -125,7 +128,7 @@ class Source:
         names = spec["dataset"]
         paths = self.cluster.datasets
         dataset = {name: paths[name] for name in names} if isinstance(names, list) else paths[names]
-        return {"seq_len": None if names == "rows" else SEQ_LEN, **spec, "dataset": dataset}
+        return {"seq_len": None if names == "rows" else self.seq_len, **spec, "dataset": dataset}
 
     def loader(self, index: int) -> dict[str, Any]:
         """The arguments of a worker's Loader."""
@@ -190,14 +193,12 @@ class Leased(Source):
         self.schedulers = {name: self.start_scheduler(name) for name in jobs}
         addresses = {name: address for name, (_, address) in self.schedulers.items()}
         urls = {name: f"forebay://test/{name}" for name in jobs}
-        is_mixture = isinstance(names, list)
-        return {
-            "seq_len": None if names == "rows" else SEQ_LEN, **spec, "dataset": urls if is_mixture else urls[names],
-            "scheduler": addresses if is_mixture else addresses[names],
-        }  # fmt: skip
+        where: Any = (urls, addresses) if isinstance(names, list) else (urls[names], addresses[names])
+        size = None if names == "rows" else self.seq_len
+        return {"seq_len": size, **spec, "dataset": where[0], "scheduler": where[1]}
 
     def start_scheduler(self, name: str) -> tuple[Process, str]:
-        size = [] if name == "rows" else ["--seq-len", SEQ_LEN]
+        size = [] if name == "rows" else ["--seq-len", self.seq_len]
         timeouts = ["--lease-timeout", round(scaled(1.0), 2)]
         return self.cluster.node(
             "scheduler", "scheduler", name, "--state", self.states[name], *size, *self.job, *timeouts

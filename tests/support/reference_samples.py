@@ -99,14 +99,9 @@ def _fitted(parts: list[_Part], seq_len: int, pad_id: int) -> list[Sample]:
         labels = [label for _, tokens, last in row for label in [*tokens[1:], last]]
         missing = seq_len - len(inputs)
         ids, positions = _numbered([i for i, (_, tokens, _) in enumerate(row) for _ in tokens])
-        result.append(
-            Sample(
-                inputs + [pad_id] * missing,
-                labels + [IGNORED] * missing,
-                ids + [-1] * missing,
-                positions + list(range(missing)),
-            )  # fmt: skip
-        )
+        inputs += [pad_id] * missing
+        labels += [IGNORED] * missing
+        result.append(Sample(inputs, labels, ids + [-1] * missing, positions + list(range(missing))))
     return result
 
 
