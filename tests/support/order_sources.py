@@ -188,7 +188,7 @@ class Leased(Source):
 
     def with_datasets(self, spec: dict[str, Any]) -> dict[str, Any]:
         names = spec["dataset"]
-        jobs = names if isinstance(names, list) else [names]
+        jobs, self.lease_s = names if isinstance(names, list) else [names], round(scaled(1.0), 2)
         self.states = {name: self.directory / f"state-{name}" for name in jobs}
         self.schedulers = {name: self.start_scheduler(name) for name in jobs}
         addresses = {name: address for name, (_, address) in self.schedulers.items()}
@@ -199,10 +199,8 @@ class Leased(Source):
 
     def start_scheduler(self, name: str) -> tuple[Process, str]:
         size = [] if name == "rows" else ["--seq-len", self.seq_len]
-        timeouts = ["--lease-timeout", round(scaled(1.0), 2)]
-        return self.cluster.node(
-            "scheduler", "scheduler", name, "--state", self.states[name], *size, *self.job, *timeouts
-        )
+        words = [name, "--state", self.states[name], "--lease-timeout", self.lease_s, *size, *self.job]
+        return self.cluster.node("scheduler", "scheduler", *words)
 
     def loader(self, index: int) -> dict[str, Any]:
         network = {"identity": str(self.cluster.homes[f"worker-{index}"]), "receipt_s": 0.2, "patience_s": 30.0}

@@ -5,6 +5,7 @@ The settings are JSON, so that tests and processes open the same Loaders; see `o
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -51,8 +52,24 @@ def describe(batch: Any, has_content: bool) -> dict[str, Any]:
     return line
 
 
+def digest_of(batch: Any, row: int) -> str:
+    """A hash of a packed row: of its tokens, labels and documents."""
+    digest = hashlib.sha256()
+    for values in (batch.inputs, batch.labels, batch.document_ids, batch.position_ids):
+        digest.update(np.ascontiguousarray(values[row], np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def loss_of(batch: Any, row: int) -> float:
+    """A number that stands for the loss of a row."""
+    return float(batch.labels[row].clip(0).mean())
+
+
 class Worker:
-    """One process. Settings: `loader`, `pause_s`; optional `state`, `has_content`, `coordinator`, `name`, `shared`."""
+    """One process. Settings: `loader`, `pause_s`; optional `state`, `has_content`, `coordinator`, `name`, `shared`.
+
+    With `has_losses` lines have the rows' digests and their mean loss, and at the end the providers that were rejected.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -67,10 +84,19 @@ class Worker:
                 loader.load_state_dict(state)
             self.write(ready=True, at=time.monotonic())
             for batch in loader:
-                state = loader.state_dict() if self.settings.get("has_state") else None
-                self.write(**describe(batch, self.settings.get("has_content", False)), state=state)
+                line = describe(batch, self.settings.get("has_content", False))
+                if self.settings.get("has_losses"):
+                    rows = range(len(batch))
+                    line["digests"] = [digest_of(batch, row) for row in rows]
+                    line["loss"] = float(np.mean([loss_of(batch, row) for row in rows]))
+                self.write(**line, state=loader.state_dict() if self.settings.get("has_state") else None)
                 time.sleep(self.pause_s)
-            self.write(done=True, stats={k: v for k, v in loader.stats().items() if isinstance(v, (int, float))})
+            rejected = [vars(report) for report in loader.leases.sessions.rejected] if loader.leases else []
+            self.write(
+                done=True,
+                rejected=rejected,
+                stats={k: v for k, v in loader.stats().items() if isinstance(v, (int, float))},
+            )
 
     def run_coordinated(self) -> None:
         """Steps of all ranks together, in generations of a coordinator; files carry what ranks say to each other."""
