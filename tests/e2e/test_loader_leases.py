@@ -20,9 +20,11 @@ from forebay.dataset.slices import write_token_slice
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
+from forebay.network.discovery import record_key
 from forebay.network.pki.identity import create_network, join, verify
 from forebay.scheduler.server import SchedulerService
 from support.calibration import scaled
+from support.liars import Liar
 from support.local_discovery import LocalDiscovery
 
 SEQ_LEN, BATCH = 16, 4
@@ -49,9 +51,9 @@ class Network:
         self.dataset = make_dataset(directory / "web", 12)
         self.discovery = LocalDiscovery()
         identity = join(directory / "network", directory / "data", "data")
-        node = DataNode(identity, [self.dataset], "127.0.0.1", 0, self.discovery, ttl_s=30)
-        node.start()
-        stack.callback(node.stop)
+        self.data = DataNode(identity, [self.dataset], "127.0.0.1", 0, self.discovery, ttl_s=30)
+        self.data.start()
+        stack.callback(self.data.stop)
 
     def schedule(self, **settings: Any) -> SchedulerService:
         node = join(self.directory / "network", self.directory / "scheduler", "scheduler")
@@ -137,3 +139,23 @@ def test_lost_leases_are_counted_and_what_was_formed_ahead_is_not_given(
     assert num_given == num_samples + stats["wasted_samples"]
     assert stats["wasted_samples"] <= (4 + 2) * BATCH + 0.2 / 0.03 * BATCH
     assert_used_once(service, num_samples)
+
+
+def test_proofs_are_not_judged_by_a_data_node_that_lies(network: Network) -> None:
+    """The honest data node ends; the worker has all slices in its cache, and its proofs are of the right bytes."""
+    identity = join(network.directory / "network", network.directory / "liar", "liar")
+    with Liar(identity, network.dataset, "wrong_bytes") as liar:
+        network.discovery.announce(record_key(identity.network_id, "dataset", "web"), liar.port)
+        service = network.schedule(epochs=4)
+        epochs: list[int] = []
+        with network.loader(service) as loader:
+            for batch in loader:
+                if batch.epoch == 1 and 1 not in epochs:
+                    network.data.stop()
+                    liar.told.clear()
+                epochs += [batch.epoch] * len(batch)
+        assert any(name == "scheduler" for name, _ in liar.told)
+    num_samples = len(static_samples(network.dataset))
+    assert [epochs.count(epoch) for epoch in range(4)] == [num_samples] * 4
+    report = verify_ledger(service.ledger_path, service.identity.public_key, verify)
+    assert report.ok and [epoch["samples"] for epoch in report.epochs] == [num_samples] * 4

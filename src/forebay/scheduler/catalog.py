@@ -252,13 +252,13 @@ class Catalog:
             return True
         return None if None in answers or not answers else False
 
-    def read_range(self, index: int, start: int, stop: int) -> Iterator[bytes]:
-        """Bytes [start, stop) of a slice, from one origin after the other; those that do not answer are left out."""
+    def read_range(self, index: int, start: int, stop: int) -> Iterator[tuple[Provider, bytes]]:
+        """Bytes [start, stop) of a slice, as each origin sends them; those that do not answer are left out."""
         row = self.table.row(index)
         for origin in self.origins():
             try:
                 pieces = read_slice(self._client, origin, row, start, stop, self._from_urls)
-                yield b"".join(bytes(piece) for piece in pieces)
+                yield origin, b"".join(bytes(piece) for piece in pieces)
             except NetworkError as error:
                 log.info("cannot read slice for a check: slice=%s origin=%s: %s", row.name, origin.address, error)
 

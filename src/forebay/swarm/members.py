@@ -232,7 +232,7 @@ class PeerPenalties:
     A member that fails an asker is avoided by that asker for 1 s, then 2 s, up to a minute. One that sent wrong bytes
     is banned for the asker's node at once. Two accusers make a suspect: it is banned for all, or with `checks` once the
     tracker has fetched wrong bytes from it and called `ban`. An origin may have one corrupt file: it is banned once it
-    sent a node wrong bytes of a second slice, and a suspect with `checks` once two slices were reported by any accusers.
+    sent a node wrong bytes of a second slice, and with `checks` a suspect once its accusers report two slices.
     """
 
     def __init__(self, checks: bool = False) -> None:
