@@ -45,7 +45,7 @@ from support.reference_samples import samples_of
 KILLS = int(os.environ.get("FOREBAY_CONTRACT_KILLS", "3"))
 SEED = int(os.environ.get("FOREBAY_CONTRACT_SEED", "0"))
 FILTER = {"exclude": [0, 3, 17, 60], "min_tokens": 4, "max_tokens": 50}
-FRACTION, CHANGE_AT, STEPS = 0.3, 4, 14
+FRACTION, CHANGE_AT, STEPS, EPOCHS = 0.3, 4, 14, 2
 CASES: dict[str, dict[str, Any]] = {
     "concat": {"dataset": "web"},
     "masks": {"dataset": "web", "document_masks": True},
@@ -55,12 +55,16 @@ CASES: dict[str, dict[str, Any]] = {
     "train": {"dataset": "web", "split": "train", "samples": {"validation_fraction": FRACTION}},
     "validation": {"dataset": "web", "split": "validation", "samples": {"validation_fraction": FRACTION}},
     "rows": {"dataset": "rows"},
+    "epochs": {"dataset": "web", "epochs": EPOCHS},
+    "drop_last": {"dataset": "web", "samples": {"drop_last": True}},
+    "growing": {"dataset": "web", "global_batch_size": [[0, GLOBAL_BATCH], [5, 3 * GLOBAL_BATCH]]},
     "mixture": {
         "dataset": ["web", "books"], "document_masks": True, "steps": STEPS,
         "weights": [[0, {"web": 1}], [CHANGE_AT, {"web": 1, "books": 1}]],
     },
 }  # fmt: skip
 JOBS = {
+    "epochs": ["--epochs", EPOCHS],
     "best_fit": ["--samples", "packing=best_fit"],
     "train": ["--samples", "split=train", "--samples", f"validation_fraction={FRACTION}"],
     "validation": ["--samples", "split=validation", "--samples", f"validation_fraction={FRACTION}"],
@@ -68,7 +72,11 @@ JOBS = {
 REFUSED = {
     ("lease", "filter"): r"documents: expected none with scheduler=, got .*leave it out",
     ("lease", "filter_best_fit"): r"documents: expected none with scheduler=, got .*leave it out",
+    ("lease", "drop_last"): "drop_last: expected none with scheduler=.*Leave it out",
+    ("lease", "growing"): "global_batch_size: expected none with scheduler=.*Leave it out",
     ("owned", "mixture"): r"assignment='owned': expected one dataset.*Use assignment='global'",
+    ("owned", "drop_last"): "assignment='owned': expected .* no drop_last, got others. Use assignment='global'",
+    ("owned", "growing"): "assignment='owned': expected .* one batch size .*Use assignment='global'",
 }
 
 
@@ -102,14 +110,14 @@ def reference(cluster: Cluster, case: str) -> dict[tuple[int, int], list[Any]]:
     return result
 
 
-def check_contents(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[tuple[int, int]]:
-    """How often each sample came; all as the reference has them."""
-    counts: Counter[tuple[int, int]] = Counter()
+def check_contents(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[tuple[int, int, int]]:
+    """How often each sample came in each epoch, by epoch, dataset and id; all as the reference has them."""
+    counts: Counter[tuple[int, int, int]] = Counter()
     for line in lines:
         assert line["rows"] == max(1, len(line["ids"])), "an empty batch"
         for source, number, row in zip(line["sources"], line["ids"], line["content"]):
             assert row == expected[source, number]
-            counts[source, number] += 1
+            counts[line["epoch"], source, number] += 1
     return counts
 
 
@@ -151,23 +159,26 @@ def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: Cluster,
         return
     assert set(counts.values()) == {1}
     num_validation = round(FRACTION * len(expected))
-    sizes = {"train": len(expected) - num_validation, "validation": num_validation}
+    sizes = {
+        "train": len(expected) - num_validation, "validation": num_validation, "epochs": EPOCHS * len(expected),
+        "drop_last": len(expected) // GLOBAL_BATCH * GLOBAL_BATCH,
+    }  # fmt: skip
     assert len(counts) == sizes.get(case, len(expected))
     if case == "train":
         validation = {number for of_worker in make(cluster, "static", "validation").run() for line in of_worker
                       for number in line["ids"]}  # fmt: skip
-        assert {number for _, number in counts} == {number for _, number in expected} - validation
+        assert {number for _, _, number in counts} == {number for _, number in expected} - validation
     if isinstance(source, Leased):
         report = source.verify(CASES[case]["dataset"])
-        assert report["ok"] and report["epochs"] == [
-            {"epoch": 0, "samples": len(counts), "missing": 0, "repeated": 0}
-        ], report
+        num_epochs = EPOCHS if case == "epochs" else 1
+        once = {"samples": len(counts) // num_epochs, "missing": 0, "repeated": 0}
+        assert report["ok"] and report["epochs"] == [{"epoch": epoch, **once} for epoch in range(num_epochs)], report
         used = [(use["name"], sample) for use in source.uses(CASES[case]["dataset"]) for sample in use["samples"]]
         given = [(f"worker-{i}", number) for i, of in enumerate(workers) for line in of for number in line["ids"]]
         assert sorted(used) == sorted(given)
 
 
-def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int]]) -> None:
+def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int, int]]) -> None:
     """From a step on half of the samples are of the second dataset; none comes again before all of its dataset came."""
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
     for line in chain(*workers):
@@ -180,7 +191,7 @@ def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tup
         for index, job in enumerate(("web", "books")):
             report = source.verify(job)
             assert not report["epochs"][0]["repeated"]
-            assert report["epochs"][0]["samples"] == sum(of == index for of, _ in counts)
+            assert report["epochs"][0]["samples"] == sum(of == index for _, of, _ in counts)
     else:
         assert sum(counts.values()) == STEPS * GLOBAL_BATCH
 
@@ -343,7 +354,7 @@ def test_a_lease_loader_resumes_with_what_is_not_committed(cluster: Cluster) -> 
 
 
 def check_ids(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[int]:
-    return Counter({number: count for (_, number), count in check_contents(lines, expected).items()})
+    return Counter({number: count for (_, _, number), count in check_contents(lines, expected).items()})
 
 
 def any_moment(chance: random.Random, workers: list[Any], count: int) -> None:

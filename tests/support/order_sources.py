@@ -132,7 +132,7 @@ class Source:
 
     def loader(self, index: int) -> dict[str, Any]:
         """The arguments of a worker's Loader."""
-        return {**self.spec, "global_batch_size": GLOBAL_BATCH, "rank": index, "world_size": self.num_workers}
+        return {"global_batch_size": GLOBAL_BATCH, **self.spec, "rank": index, "world_size": self.num_workers}
 
     def settings(self, index: int, **more: Any) -> dict[str, Any]:
         return {"loader": self.loader(index), **more}
@@ -175,7 +175,7 @@ class Coordinated(Source):
         self.coordinator = process
 
     def loader(self, index: int) -> dict[str, Any]:
-        return {**self.spec, "global_batch_size": GLOBAL_BATCH}
+        return {"global_batch_size": GLOBAL_BATCH, **self.spec}
 
     def settings(self, index: int, **more: Any) -> dict[str, Any]:
         shared = str(self.directory / "ranks")
@@ -195,7 +195,8 @@ class Leased(Source):
         urls = {name: f"forebay://test/{name}" for name in jobs}
         where: Any = (urls, addresses) if isinstance(names, list) else (urls[names], addresses[names])
         size = None if names == "rows" else self.seq_len
-        return {"seq_len": size, **spec, "dataset": where[0], "scheduler": where[1]}
+        of_loader = {name: value for name, value in spec.items() if name != "epochs"}  # The job decides this.
+        return {"seq_len": size, **of_loader, "dataset": where[0], "scheduler": where[1]}
 
     def start_scheduler(self, name: str) -> tuple[Process, str]:
         size = [] if name == "rows" else ["--seq-len", self.seq_len]
