@@ -440,6 +440,7 @@ def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> No
     """What a killed worker had not committed comes again; what the ledger has as used does not."""
     chance, source = random.Random(SEED), make(cluster, "lease", "masks")
     assert isinstance(source, Leased)
+    source.spec["samples"] = {"prefetch_batches": 2}  # Batches that were formed, and not given, come again, too.
     pause_s, names = 0.02, iter(range(WORKERS, 8))
     live = {index: source.start(index, pause_s=pause_s) for index in range(WORKERS)}
     killed = []

@@ -137,7 +137,7 @@ class Catalog:
         index = self._index_samples(started)
         self.identity = {name: index.describe()[name] for name in ("packing", "split")}
         self._first_ids = index.bases + index.offsets
-        skipped = np.diff(self._first_ids - (index.counts.cumsum() - index.counts), prepend=0)
+        skipped = np.diff(np.append(0, self._first_ids - (index.counts.cumsum() - index.counts)))
         self.skipped_samples = encode_runs(skipped) if index.split is not None else None
         self.spec = JobSpec(self.name, started, index.counts, **self._settings)
 
