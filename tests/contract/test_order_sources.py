@@ -437,7 +437,10 @@ def test_a_coordinators_ranks_go_on_when_any_of_them_is_killed(cluster: Cluster)
 
 
 def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> None:
-    """What a killed worker had not committed comes again; what the ledger has as used does not."""
+    """What a killed worker had not committed comes again; what the ledger has as used does not.
+
+    The scheduler is killed, too, and started again where it was.
+    """
     chance, source = random.Random(SEED), make(cluster, "lease", "masks")
     assert isinstance(source, Leased)
     source.spec["samples"] = {"prefetch_batches": 2}  # Batches that were formed, and not given, come again, too.
@@ -451,6 +454,11 @@ def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> No
         killed.append((index, live.pop(index)))
         again = index if chance.random() < 0.5 else next(names, index)
         live[again] = source.start(again, pause_s=pause_s)
+    any_moment(chance, list(live.values()), 3)
+    scheduler, address = source.schedulers["web"]
+    scheduler.kill()
+    assert scheduler.wait(scaled(10.0)) == -9
+    source.start_scheduler("web", address)
     wait_for(live.values())
     report = source.verify("web")
     expected = {number for _, number in reference(cluster, "masks")}

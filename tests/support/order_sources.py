@@ -83,9 +83,9 @@ class Cluster:
             log.touch()
         return self.forks.start("", [str(word) for word in argv], path)
 
-    def node(self, verb: str, name: str, *argv: object) -> tuple[Process, str]:
+    def node(self, verb: str, name: str, *argv: object, listen: str = f"{HOST}:0") -> tuple[Process, str]:
         """A node of the command line, once it is ready, and its address."""
-        process = self.start(verb, *argv, "--identity", self.homes[name], "--listen", f"{HOST}:0", "--json")
+        process = self.start(verb, *argv, "--identity", self.homes[name], "--listen", listen, "--json")
         return process, process.ready()["address"]
 
     def worker(self, **settings: Any) -> Process:
@@ -198,10 +198,10 @@ class Leased(Source):
         of_loader = {name: value for name, value in spec.items() if name != "epochs"}  # The job decides this.
         return {"seq_len": size, **of_loader, "dataset": where[0], "scheduler": where[1]}
 
-    def start_scheduler(self, name: str) -> tuple[Process, str]:
+    def start_scheduler(self, name: str, listen: str = f"{HOST}:0") -> tuple[Process, str]:
         size = [] if name == "rows" else ["--seq-len", self.seq_len]
         words = [name, "--state", self.states[name], "--lease-timeout", self.lease_s, *size, *self.job]
-        return self.cluster.node("scheduler", "scheduler", *words)
+        return self.cluster.node("scheduler", "scheduler", *words, listen=listen)
 
     def loader(self, index: int) -> dict[str, Any]:
         network = {"identity": str(self.cluster.homes[f"worker-{index}"]), "receipt_s": 0.2, "patience_s": 30.0}
