@@ -401,7 +401,10 @@ def test_ranks_killed_at_any_moment_resume_where_all_of_them_were(cluster: Clust
 
 
 def test_a_coordinators_ranks_go_on_when_any_of_them_is_killed(cluster: Cluster) -> None:
-    """Others take the dead rank's part; newcomers, and it under its name, join in the middle of an epoch."""
+    """Others take the dead rank's part; newcomers, and it under its name, join in the middle of an epoch.
+
+    The coordinator is killed, too, and started again where it was.
+    """
     chance, spec = random.Random(SEED), {**CASES["masks"], "epochs": 2}
     source = Coordinated(cluster, spec)
     alone = Static(cluster, spec)
@@ -417,6 +420,10 @@ def test_a_coordinators_ranks_go_on_when_any_of_them_is_killed(cluster: Cluster)
         del live[index]
         time.sleep(chance.uniform(0.0, 0.3))
         live[again] = source.start(again, pause_s=0.02)
+    any_moment(chance, list(live.values()), 3)
+    source.coordinator.kill()
+    assert source.coordinator.wait(scaled(10.0)) == -9
+    source.start_coordinator(source.address)
     wait_for(live.values())
     lines = list(chain(*map(batches_of, source.processes)))
     last = {line["step"]: 0 for line in lines}

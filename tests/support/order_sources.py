@@ -169,10 +169,12 @@ class Coordinated(Source):
 
     def __init__(self, cluster: Cluster, spec: dict[str, Any], job: Sequence[str] = ()) -> None:
         super().__init__(cluster, spec, job)
-        words = ["coordinator", "--listen", f"{HOST}:0", "--json", "--min-workers", self.num_workers]
-        process = cluster.start(*words, "--disconnect-timeout", "0.2", "--state", self.directory / "state")
-        self.address = process.ready()["address"]
-        self.coordinator = process
+        self.coordinator, self.address = self.start_coordinator(f"{HOST}:0")
+
+    def start_coordinator(self, listen: str) -> tuple[Process, str]:
+        words = ["--min-workers", self.num_workers, "--disconnect-timeout", 0.2, "--state", self.directory / "state"]
+        process = self.cluster.start("coordinator", "--listen", listen, "--json", *words)
+        return process, process.ready()["address"]
 
     def loader(self, index: int) -> dict[str, Any]:
         return {"global_batch_size": GLOBAL_BATCH, **self.spec}

@@ -201,16 +201,22 @@ class Member:
                 self.is_changing = changing
 
     def _ask(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-        kind = "poll" if verb == "heartbeat" else "main"
-        if kind not in self._connections:
-            self._connections[kind] = http.client.HTTPConnection(self._address, timeout=60.0)
-        connection = self._connections[kind]
-        text = json.dumps({**self._who, **body})
-        connection.request("POST", f"/v1/members/{verb}", text, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        reply: dict[str, Any] = json.loads(response.read())
-        assert response.status == 200, (verb, body, reply)
-        return reply
+        kind, give_up_at = "poll" if verb == "heartbeat" else "main", time.monotonic() + 60.0
+        while True:
+            connection = self._connections.setdefault(kind, http.client.HTTPConnection(self._address, timeout=60.0))
+            text = json.dumps({**self._who, **body})
+            try:
+                connection.request("POST", f"/v1/members/{verb}", text, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                reply: dict[str, Any] = json.loads(response.read())
+            except (OSError, http.client.HTTPException):
+                del self._connections[kind]
+                if time.monotonic() > give_up_at:
+                    raise
+                time.sleep(0.05)  # The coordinator was killed, and comes back.
+                continue
+            assert response.status == 200, (verb, body, reply)
+            return reply
 
 
 def main(text: str) -> None:
