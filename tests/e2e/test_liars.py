@@ -25,6 +25,7 @@ from forebay.dataset.manifest import SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.lease import fetching
+from forebay.load.samples import ends_reader
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
@@ -121,6 +122,21 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
     if about == "slices" and tell in BLAMED:
         assert set(map(_peer_in, invalid)) == {liar.identity.peer_id for liar in liars if liar.asked}, invalid
     assert time.monotonic() - started < scaled(6.0)
+
+
+def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity: Make) -> None:
+    """They decide which samples a packed job has: a scheduler reads them before the first lease."""
+    table, reader = LocalDiscovery(), make_identity("reader")
+    with ExitStack() as stack:
+        liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, "wrong_bytes")) for i in range(2)]
+        for liar in liars:
+            _announce(table, reader, liar)
+        stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
+        remote = open_remote(f"forebay://{reader.network_name}/{NAME}", identity=reader, discovery=table)
+        read = ends_reader(remote)
+        for index in range(dataset.num_slices):
+            assert read(index).tolist() == dataset.open_slice(index).document_ends.tolist()
+        assert any(liar.asked for liar in liars)
 
 
 def _peer_in(url: str) -> str:

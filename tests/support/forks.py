@@ -1,7 +1,8 @@
 """Nodes that start in a few milliseconds: one process imports `forebay` and forks a node for each command.
 
 Each fork is a process of its own (own pid, own memory, kill -9 hits it alone), runs `forebay ARGV` in a network
-namespace, and dies with its parent. What is saved is half a second of imports a node.
+namespace, and dies with its parent. What is saved is half a second of imports a node. `module NAME ARG` calls `main` of
+a module instead.
 
     python forks.py        reads {"ns", "argv", "log"} lines; prints {"pid"} and {"exit", "code"} lines
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -137,6 +139,9 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
             from support.relay import relay
 
             relay(*argv[1:])
+        elif argv[0] == "module":
+            import_module(argv[1]).main(*argv[2:])
+            code = 0
         else:
             if argv[0] == "slow":
                 argv = _slow(float(argv[1]), argv[2:])
@@ -168,6 +173,8 @@ def _main() -> None:
 
     import forebay.cli
     import forebay.data_node
+    import forebay.load.lease_planner
+    import forebay.load.loader
     import forebay.network.dht
     import forebay.scheduler.server
     import forebay.worker.lease_worker  # noqa: F401

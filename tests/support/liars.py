@@ -163,6 +163,7 @@ class Liar:
         self.dataset = dataset
         self.about = about
         self.asked = 0
+        self.told: list[tuple[str, int]] = []  # Of each lie the name of who asked, and the bytes asked for.
         self._tell = LIES.get(notify, honest)
         self._claims = claims
         self._slices = {dataset.table.row(i).sha256: dataset.slice_path(i) for i in range(dataset.num_slices)}
@@ -212,6 +213,8 @@ class Liar:
         start, stop = (int(result[1]), min(len(full), int(result[2]) + 1)) if result else (0, len(full))
         lies = kind == self.about
         self.asked += lies
+        asker = self.identity.peer(tls.getpeercert(binary_form=True) or b"").name
+        self.told += [(asker, stop - start)] * lies
         (self._tell if lies else honest)(tls, full[start:stop], start, stop, len(full) if result else -1)
         return not lies
 

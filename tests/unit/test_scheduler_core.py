@@ -366,6 +366,17 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
     assert [grant.slice for grant in reply.leases] == [first.slice]
 
 
+@pytest.mark.parametrize(("want", "at_once"), [(0, 2), (1, 0)])
+def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once: int) -> None:
+    """One that goes on, and released slices as it cannot fetch them, leaves them to others first."""
+    core = SchedulerCore(spec("x", [3, 3]))
+    grants = core.exchange("a", ExchangeRequest(want=2), 0.0)[0].leases
+    released = tuple(grant.lease_id for grant in grants)
+    assert not core.exchange("a", ExchangeRequest(release=released, want=want), 1.0)[0].leases
+    assert len(core.exchange("a", ExchangeRequest(want=2), 1.1)[0].leases) == at_once
+    assert len(core.exchange("a", ExchangeRequest(want=2), 4.0)[0].leases) == 2 - at_once
+
+
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
     core = SchedulerCore(spec("x", [3] * 8))
     core.add_origins([Provider("origin", "h:1", True)], 0.0)

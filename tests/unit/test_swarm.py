@@ -154,6 +154,19 @@ def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
     assert swarm.status()["banned"] == [] and ORIGIN in swarm.providers(1, "a", 3.0)
 
 
+def test_an_origin_is_checked_once_two_slices_of_it_are_reported_by_whoever() -> None:
+    """A reader gets one slice of it, and the others from peers: else each reader would meet its wrong bytes."""
+    swarm = Swarm(3, checks=True)
+    for origin in (ORIGIN, Provider("other", "o:2", True)):
+        swarm.join(origin, None, 0.0)
+    for name, index, suspects in (("a", 0, []), ("b", 0, []), ("c", 2, [(ORIGIN, 2)])):
+        swarm.join(peer(name), none(3), 0.0)
+        swarm.failed(name, index, ORIGIN.peer_id, 0.0, wrong=True)
+        assert swarm.suspects() == suspects and swarm.status()["banned"] == []
+    swarm.penalties.ban(ORIGIN.peer_id)
+    assert ORIGIN not in swarm.providers(1, "d", 1.0) and swarm.suspects() == []
+
+
 def test_accusers_count_by_organisation_and_a_suspect_is_checked_before_it_is_banned() -> None:
     swarm = Swarm(4, checks=True)
     swarm.join(ORIGIN, None, 0.0)

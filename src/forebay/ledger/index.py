@@ -27,6 +27,7 @@ class Job:
     body: dict[str, Any]
     scheduler: bytes  # The public key, 32 bytes.
     samples: NDArray[np.int64]  # int64 [S], of each slice.
+    first_ids: NDArray[np.int64]  # int64 [S], the id of its first sample; ids count the dataset, splits skip some.
     dataset_id: str
 
     @classmethod
@@ -47,7 +48,11 @@ class Job:
         except ValueError:
             raise LedgerError("ledger entry 0: expected the scheduler's key in hex") from None
         samples = decode_runs(body.get("samples_per_slice"))
-        return cls(entry.hash, body, scheduler, samples, str(body.get("dataset_id", "")))
+        skipped = decode_runs(body.get("skipped_samples", [[0, len(samples)]]))
+        if len(skipped) != len(samples):
+            raise LedgerError(f"ledger entry 0: expected skipped_samples of {len(samples)} slices, got {len(skipped)}.")
+        first_ids = samples.cumsum() - samples + skipped.cumsum()
+        return cls(entry.hash, body, scheduler, samples, first_ids, str(body.get("dataset_id", "")))
 
     @property
     def seed(self) -> int:

@@ -7,6 +7,7 @@ depends on their number only, with at most one cut: a larger validation split co
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.chunks import HASH_BYTES, wrong_chunks
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors
@@ -25,7 +27,7 @@ from forebay.load.growth import owners_of
 from forebay.load.packing import DocumentSubset, count_sections, document_spans, section_tokens
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
-from forebay.storage.base import Origin, read_small
+from forebay.storage.base import read_small
 from forebay.storage.origins import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
@@ -39,6 +41,7 @@ _READERS = 8  # Threads that read document ends.
 _HEAD_BYTES = 64 << 10  # Usually includes the document ends of our own slices.
 ReadEnds = Callable[[int], NDArray[np.uint64]]
 _COUNTING_VERSION = 4  # Of the cached counts.
+log = logging.getLogger("forebay")
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,23 +251,22 @@ def _tokens_beyond(documents: I64, edges: Sequence[tuple[int, int]]) -> I64:
 def ends_reader(dataset: Dataset) -> ReadEnds:
     """A thread-safe function that returns the ends of slice i, U64 [D], or raises DatasetError or NetworkError.
 
-    Of a remote slice it reads the header and the ends. These bytes are not verified, as only a whole slice has a hash;
-    a slice with fewer samples than planned is refused when it is opened.
+    Of a remote slice it reads the chunks with the header and the ends, and verifies them. Slices of format 1 have no
+    hashes of chunks: one with fewer samples than planned is refused when it is opened.
     """
     if not isinstance(dataset, RemoteDataset):
         return lambda index: dataset.open_slice(index).document_ends
-    origin = dataset.origin
-    return lambda index: _read_remote(origin, dataset.table.row(index))
+    return lambda index: _read_remote(dataset, dataset.table.row(index))
 
 
-def _read_remote(origin: Origin, row: SliceInfo) -> NDArray[np.uint64]:
-    head = _read(origin, row.name, 0, min(_HEAD_BYTES, row.bytes))
+def _read_remote(dataset: RemoteDataset, row: SliceInfo) -> NDArray[np.uint64]:
+    head = _read(dataset, row, 0, min(_HEAD_BYTES, row.bytes))
     offset = 0
 
     def next_bytes(count: int) -> bytes:
         nonlocal head, offset
         if offset + count > len(head):
-            head += _read(origin, row.name, len(head), min(offset + count, row.bytes))
+            head += _read(dataset, row, len(head), min(offset + count, row.bytes))
         offset += count
         return head[offset - count : offset]
 
@@ -272,25 +274,35 @@ def _read_remote(origin: Origin, row: SliceInfo) -> NDArray[np.uint64]:
     dtype, shape, start, stop = tensors.get("document_ends", ("", (), 0, 0))
     if (dtype, shape) != ("U64", (row.documents,)):
         raise DatasetError(
-            f"{row.name} of {origin.url}: expected document_ends U64 [{row.documents}], got {dtype} {list(shape)}. "
-            "Publish the dataset again."
+            f"{row.name} of {dataset.origin.url}: expected document_ends U64 [{row.documents}], got {dtype} "
+            f"{list(shape)}. Publish the dataset again."
         )
     data = head[start:stop]
     if len(data) < stop - start:
-        data += _read(origin, row.name, start + len(data), stop)
+        data += _read(dataset, row, start + len(data), stop)
     return np.frombuffer(data, "<u8")
 
 
-def _read(origin: Origin, name: str, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of an object, from the first source of the origin that has them."""
+def _read(dataset: RemoteDataset, row: SliceInfo, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a slice, from the first source whose chunks are right."""
     if start >= stop:
         return b""
+    size = row.chunk_bytes or 1
+    first, last = start // size * size, min(row.bytes, -(-stop // size) * size)
+    leaves = dataset.leaves(row.index)[first // size * HASH_BYTES :] if row.chunk_bytes else b""
     last_error: DatasetError | NetworkError | None = None
-    for source in origin.sources():
+    for source in dataset.origin.sources():
         try:
-            return read_small(source, name, stop - start, start=start)
+            data = read_small(source, row.name, last - first, start=first)
         except (DatasetError, NetworkError) as error:
             last_error = error
+            continue
+        if not leaves or not wrong_chunks(memoryview(data), leaves, size):
+            return data[start - first : stop - first]
+        last_error = DatasetError(
+            f"{row.name}: expected the dataset's bytes, got others ({source.url}). Publish the dataset there again."
+        )
+        log.warning("%s", last_error)
     raise last_error or NetworkError(
-        f"{name} of {origin.url}: expected a source that has it, got none. Start a node that serves it."
+        f"{row.name} of {dataset.origin.url}: expected a source that has it, got none. Start a node that serves it."
     )

@@ -67,8 +67,7 @@ class BatchShare:
 def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tuple[I64, str]:
     """The sample indexes (within the slice) of a use, and the receipt of their global ids: `Used.digest`."""
     ids = lease_order(job.seed, epoch, slice_index, int(job.samples[slice_index]), start, stop)
-    base = int(job.samples[:slice_index].sum())
-    return ids, receipt((ids + base).astype(np.uint64))[0]
+    return ids, receipt((ids + job.first_ids[slice_index]).astype(np.uint64))[0]
 
 
 def steps_before(uses: NDArray[Any]) -> I64:
@@ -153,11 +152,11 @@ def _narrowed(
         start = min(stop, start + (step - share.first_step) * size)
         stop, exact = min(stop, start + size), True
     ids, _ = replay(index.job, share.epoch, share.slice, start, stop)
-    base = int(index.job.samples[: share.slice].sum())
     steps = (step, step) if exact else (share.first_step, share.last_step)
     return replace(
         share, start=start, stop=stop, exact=exact, first_step=steps[0], last_step=steps[1],
-        samples=(ids + base).tolist(), documents=_documents_of(index.job, documents, share.slice, ids.tolist(), text),
+        samples=(ids + index.job.first_ids[share.slice]).tolist(),
+        documents=_documents_of(index.job, documents, share.slice, ids.tolist(), text),
     )  # fmt: skip
 
 
@@ -194,7 +193,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     count = int(job.samples[slice_index])
     seq_len = int(job.body.get("seq_len") or 1) if job.body.get("layout", "tokens") == "tokens" else 1
     samples = np.arange(start // seq_len, min(count, -(-stop // seq_len)), dtype=np.uint64)
-    base = int(job.samples[:slice_index].sum())
+    base = int(job.first_ids[slice_index])
     rows = np.flatnonzero(uses["slice"] == slice_index)
     before = steps_before(uses)
     sizes = batch_sizes(uses, before, len(index.sessions))
@@ -257,8 +256,7 @@ def _block(index: LedgerIndex, first: int, sample_ids: bool, num: int = _BLOCK) 
         **{name: pa.array(uses[name]) for name in _COUNTS},
     }
     if sample_ids:
-        bases = job.samples.cumsum() - job.samples
-        samples = [replay(job, *use)[0] + bases[use[1]] for use in uses[list(_COUNTS[:4])].tolist()]
+        samples = [replay(job, *use)[0] + job.first_ids[use[1]] for use in uses[list(_COUNTS[:4])].tolist()]
         columns["samples"] = pa.array(samples, pa.list_(pa.int64()))
     return pa.table(columns)
 

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.manifest import Manifest, SliceTable
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.lease.messages import Lease, LeaseGrant, ProviderReport
 from forebay.ledger.chain import read_entries
-from forebay.ledger.index import Job
-from forebay.load.samples import plan_samples
+from forebay.ledger.index import Job, encode_runs
+from forebay.load.samples import SampleIndex, plan_samples
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.peer import Provider
@@ -105,6 +104,7 @@ class Catalog:
     manifest: Manifest
     table: SliceTable
     identity: dict[str, Any]  # Packing and split.
+    skipped_samples: list[list[int]] | None  # Of a split: how many ids it skips before each slice, as runs.
 
     def __init__(
         self, name: str, dataset_id: str, seq_len: int, settings: Mapping[str, Any], network_id: str,
@@ -134,11 +134,14 @@ class Catalog:
             with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {self._state}"):
                 started, files = self._search(wait_s)
         self.manifest, self.table = files
-        counts = self._count_samples(started)
-        self._bases = counts.cumsum() - counts
-        self.spec = JobSpec(self.name, started, counts, **self._settings)
+        index = self._index_samples(started)
+        self.identity = {name: index.describe()[name] for name in ("packing", "split")}
+        self._first_ids = index.bases + index.offsets
+        skipped = np.diff(np.append(0, self._first_ids - (index.counts.cumsum() - index.counts)))
+        self.skipped_samples = encode_runs(skipped) if index.split is not None else None
+        self.spec = JobSpec(self.name, started, index.counts, **self._settings)
 
-    def _count_samples(self, dataset_id: str) -> NDArray[np.int64]:
+    def _index_samples(self, dataset_id: str) -> SampleIndex:
         """The samples of each slice. Packing `best_fit` reads document ends from data nodes, once."""
         assert self._client.identity is not None
         origin = PeerOrigin(
@@ -147,9 +150,7 @@ class Catalog:
         )  # fmt: skip
         dataset = RemoteDataset(origin, self.manifest, self.table, dataset_id)
         seq_len = self.seq_len if self.manifest.layout == "tokens" else None
-        index = plan_samples(dataset, seq_len, **self._samples, cache_dir=self._store.directory)
-        self.identity = {name: index.describe()[name] for name in ("packing", "split")}
-        return index.counts
+        return plan_samples(dataset, seq_len, **self._samples, cache_dir=self._store.directory)
 
     def _search(self, wait_s: float) -> tuple[str, tuple[Manifest, SliceTable]]:
         deadline = time.monotonic() + wait_s
@@ -234,7 +235,7 @@ class Catalog:
         row = self.table.row(grant.slice)
         return Lease(
             **vars(grant), job_id=job_id, sha256=row.sha256, bytes=row.bytes,
-            sample_base=int(self._bases[grant.slice]), seed=self.spec.seed,
+            sample_base=int(self._first_ids[grant.slice]), seed=self.spec.seed,
         )  # fmt: skip
 
     def check_slice(self, index: int, provider: Provider | None) -> bool | None:
@@ -251,13 +252,13 @@ class Catalog:
             return True
         return None if None in answers or not answers else False
 
-    def read_range(self, index: int, start: int, stop: int) -> Iterator[bytes]:
-        """Bytes [start, stop) of a slice, from one origin after the other; those that do not answer are left out."""
+    def read_range(self, index: int, start: int, stop: int) -> Iterator[tuple[Provider, bytes]]:
+        """Bytes [start, stop) of a slice, as each origin sends them; those that do not answer are left out."""
         row = self.table.row(index)
         for origin in self.origins():
             try:
                 pieces = read_slice(self._client, origin, row, start, stop, self._from_urls)
-                yield b"".join(bytes(piece) for piece in pieces)
+                yield origin, b"".join(bytes(piece) for piece in pieces)
             except NetworkError as error:
                 log.info("cannot read slice for a check: slice=%s origin=%s: %s", row.name, origin.address, error)
 

@@ -231,10 +231,9 @@ class SchedulerCore:
             self._avoided[worker, index] = now + self.spec.lease_s
             if not self._checks and self._is_doubtful(index):
                 self._set_aside(index, failed.reason, now)
-        for lease_id in request.release:
-            if lease_id in session.leases:
-                index = self._take_back(lease_id, "released", now)
-                self._avoided[worker, index] = now + self.spec.lease_s / 4  # other workers go first
+        released = [self._take_back(i, "released", now) for i in request.release if i in session.leases]
+        if session.leases or request.want:  # else it ends: when it starts again, it may go on where it was
+            self._avoided |= {(worker, i): now + self.spec.lease_s / 4 for i in released}  # other workers go first
         if request.known_leases is not None:
             for lease_id in [i for i in session.leases if i not in request.known_leases]:
                 self._take_back(lease_id, "unheld", now)

@@ -54,9 +54,10 @@ _IDENTITY = ("name", "dataset_id", "layout", "seq_len", "seed", "samples_per_sli
 def job_body(spec: JobSpec, **fields: Any) -> dict[str, Any]:
     """The body of the first entry of a job's ledger.
 
-    `fields` are seq_len, layout and the scheduler's key; packing unless it is `concat`, and the split if there is one.
+    `fields` are seq_len, layout and the scheduler's key; packing unless it is `concat`; the split if there is one, and
+    how many sample ids it skips before each slice.
     """
-    defaults = {"packing": "concat", "split": None}
+    defaults = {"packing": "concat", "split": None, "skipped_samples": None}
     fields = {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
     dataset = {"dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples)}
     return {"name": spec.name, **dataset, "seed": spec.seed, "epochs": spec.epochs, **fields}

@@ -53,11 +53,13 @@ class ProofChecker:
             self._num_proven[peer.peer_id] += is_valid is True
 
     def _is_valid(self, index: int, use: UseMessage, peer_id: str) -> bool | None:
-        """Whether a proof matches a slice's bytes, as an origin sends them; None: none answers now."""
-        row = self._catalog.table.row(index)
-        is_valid = None
-        for data in self._catalog.read_range(index, *range_of(use.lease_id, peer_id, row.bytes)):
-            is_valid = hmac.compare_digest(use.proof, proof_of(use.lease_id, peer_id, data))
-            if is_valid:  # else the origin may be corrupt, or lie
-                break
-        return is_valid
+        """Whether a proof matches a slice's bytes, as an origin sends them; None: none that sends right ones answers.
+
+        Where no origin's bytes match, it is false only if one of them has the whole slice: others are corrupt, or lie.
+        """
+        row, others = self._catalog.table.row(index), []
+        for origin, data in self._catalog.read_range(index, *range_of(use.lease_id, peer_id, row.bytes)):
+            if hmac.compare_digest(use.proof, proof_of(use.lease_id, peer_id, data)):
+                return True
+            others.append(origin)
+        return False if any(self._catalog.check_slice(index, origin) for origin in others) else None

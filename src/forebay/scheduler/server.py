@@ -190,7 +190,7 @@ class SchedulerService:
         catalog = self._catalog
         body = job_body(
             catalog.spec, seq_len=catalog.seq_len, layout=catalog.manifest.layout,
-            scheduler=self.identity.public_key.hex(), **catalog.identity,
+            scheduler=self.identity.public_key.hex(), **catalog.identity, skipped_samples=catalog.skipped_samples,
         )  # fmt: skip
         # The salt: lease ids differ from those of earlier processes.
         return Journal.open(

@@ -232,7 +232,7 @@ class PeerPenalties:
     A member that fails an asker is avoided by that asker for 1 s, then 2 s, up to a minute. One that sent wrong bytes
     is banned for the asker's node at once. Two accusers make a suspect: it is banned for all, or with `checks` once the
     tracker has fetched wrong bytes from it and called `ban`. An origin may have one corrupt file: it is banned once it
-    sent a node wrong bytes of a second slice.
+    sent a node wrong bytes of a second slice, and with `checks` a suspect once its accusers report two slices.
     """
 
     def __init__(self, checks: bool = False) -> None:
@@ -255,8 +255,13 @@ class PeerPenalties:
         return [
             (node, next(reversed(accusers.values())))
             for node, accusers in self._accusers.items()
-            if len(accusers) >= _ACCUSERS and node not in self._banned_for_all
+            if len(accusers) >= _ACCUSERS and node not in self._banned_for_all and not self._has_one_damaged(node)
         ]
+
+    def _has_one_damaged(self, node: str) -> bool:
+        """Whether all reports about an origin are of one slice."""
+        slices = [slices for (_, origin), slices in self._damaged.items() if origin == node]
+        return bool(slices) and len(set[int]().union(*slices)) < _DAMAGED
 
     def join(self, member: str) -> None:
         """Add a member."""
@@ -288,17 +293,18 @@ class PeerPenalties:
     def lied(self, asker: str, member: str, index: int, accuser: str = "", is_origin: bool = False) -> None:
         """A member sent the asker wrong bytes of a slice; `accuser` is the asker's organisation, else its node."""
         node, own = node_of(member), node_of(asker)
+        has_lied = not is_origin
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())
             slices.add(index)
-            if len(slices) < _DAMAGED:
-                return
             slices.intersection_update(list(slices)[:_DAMAGED])  # bounded
-        banned = self._banned.setdefault(own, {})
-        banned[node] = None
-        if len(banned) > _MAX_ACCUSED:
-            del banned[next(iter(banned))]
-        if (accuser or own) in self._discredited:
+            has_lied = len(slices) >= _DAMAGED
+        if has_lied:
+            banned = self._banned.setdefault(own, {})
+            banned[node] = None
+            if len(banned) > _MAX_ACCUSED:
+                del banned[next(iter(banned))]
+        if not (has_lied or self.checks) or (accuser or own) in self._discredited:
             return
         accusers = self._accusers.setdefault(node, {})
         accusers[accuser or own] = index
