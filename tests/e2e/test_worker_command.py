@@ -137,6 +137,17 @@ def test_the_status_of_a_command_is_the_workers(network: Network, start: Start) 
     assert lines[0]["step"] == 1 and lines[0]["loss"] > 0, "without a command, batches are counted"
 
 
+def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, start: Start) -> None:
+    service = network.schedule(lease_s=600.0, epochs=100_000)
+    process = start(service)
+    until(lambda: service.status()["samples_used"] > 400)
+    process.send_signal(signal.SIGTERM)
+    _, report, errors = finish(process)
+    assert "ended with" not in errors and report["loaders"] == 1
+    assert service.status()["slices_leased"] == 0
+    assert report["samples"] - BATCH <= service.status()["samples_used"] <= report["samples"]  # But for the last batch.
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_whole_process_group(
     network: Network,

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.load.batch import NumpyTokens, RowBatch, TokenBatch, make_batch, new_batch
+from forebay.load.batch import NumpyTokens, RowBatch, TokenBatch, new_batch
 from forebay.load.batch_planner import make_collator
 from forebay.load.collate import BatchArrays, MappedArray
 from forebay.load.rows import plan_rows, stack_rows
@@ -96,14 +96,6 @@ def test_a_batch_costs_little() -> None:
     number = 20_000
     best = min(timeit.repeat(lambda: new_batch(ids, ids, {}, **FIELDS), number=number, repeat=9))
     assert best / number < 6e-6  # 1 us where nothing else runs.
-
-
-def test_samples_of_one_slice() -> None:
-    inputs, labels = make_batch(np.arange(10, 19, dtype=np.uint16), np.array([2, 0]), 3)
-    assert inputs.tolist() == [[16, 17, 18], [10, 11, 12]]
-    assert labels.tolist() == [[17, 18, -100], [11, 12, 13]]
-    with pytest.raises(DatasetError, match="expected 3 tokens"):
-        make_batch(np.arange(9, dtype=np.uint16), np.array([3]), 3)
 
 
 def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArrays:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay import html
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import UsageError
 
 IGNORE_INDEX = -100  # The label that torch's cross entropy ignores by default.
 STYLES = ("batch", "plain", "transformers")  # Of `to_torch`; the last two of `as_dict`.
@@ -315,30 +315,3 @@ def owner_of(array: NDArray[Any]) -> NDArray[Any]:
 def _check_style(style: str) -> None:
     if style not in STYLES[1:]:
         raise UsageError(f"style: expected one of {STYLES[1:]}, got {style!r}.")
-
-
-def make_batch(
-    slice_tokens: NDArray[Any], sample_indexes: NDArray[np.int64], seq_len: int, dtype: Any = np.int64
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(inputs, labels) of samples of one slice: two overlapping views [B, L] of one new array.
-
-    Args:
-        slice_tokens: U16 or U32 [T].
-        sample_indexes: [B], each in [0, T // seq_len).
-        seq_len: Tokens of a sample, L.
-        dtype: int64 or int32.
-
-    Raises:
-        DatasetError: If the slice has no such sample.
-    """
-    buffer = np.empty((len(sample_indexes), seq_len + 1), dtype)
-    for row, start in zip(buffer, (sample_indexes * seq_len).tolist()):
-        tokens = slice_tokens[start : start + seq_len + 1]
-        if len(tokens) < seq_len:
-            raise DatasetError(
-                f"sample at token {start}: expected {seq_len} tokens, got {len(tokens)} of a slice of "
-                f"{len(slice_tokens)}. The dataset changed while it was open; verify it."
-            )
-        row[seq_len] = IGNORE_INDEX  # The label after the last token of the slice.
-        row[: len(tokens)] = tokens  # uint32 is cast to int32; every id below 2**31 stays the same.
-    return buffer[:, :-1], buffer[:, 1:]
