@@ -71,6 +71,17 @@ def start(stack: ExitStack, *words: object) -> str:
     return str(json.loads(server.stdout.readline())["address"])
 
 
+def start_network(stack: ExitStack, folder: Path, dataset: Path, *settings: object) -> str:
+    """A network of four members, a data node, and a scheduler with `settings`, whose address is returned."""
+    dht = start(stack, "dht", "--listen", "127.0.0.1:0", "--nodes", 4)
+    call("network", "init", folder / "network", "--bootstrap", dht)
+    for name, role in (("alice", "data"), ("bob", "scheduler"), ("carol", "worker"), ("dave", "worker")):
+        call("network", "join", folder / "network", folder / name, "--name", name, "--role", role)
+    start(stack, "serve", dataset, "--identity", folder / "alice")
+    state = ["--state", folder / "state", "--lease-timeout", 5]
+    return start(stack, "scheduler", dataset.name, "--identity", folder / "bob", *state, *settings)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         folder = Path(directory)
@@ -80,14 +91,7 @@ def main() -> None:
         rows = ["--to", "safetensors", "--seq-len", 16, "--set", "tensors.input_ids=u16", "--slice-bytes", 2000]
         call("convert", folder / "prompts.jsonl", folder / "prompts", *rows)
 
-        dht = start(stack, "dht", "--listen", "127.0.0.1:0", "--nodes", 4)
-        call("network", "init", folder / "network", "--bootstrap", dht)
-        for name, role in (("alice", "data"), ("bob", "scheduler"), ("carol", "worker"), ("dave", "worker")):
-            call("network", "join", folder / "network", folder / name, "--name", name, "--role", role)
-        start(stack, "serve", folder / "prompts", "--identity", folder / "alice")
-        state = ["--state", folder / "state", "--lease-timeout", 5]
-        scheduler = start(stack, "scheduler", "prompts", "--identity", folder / "bob", *state)
-
+        scheduler = start_network(stack, folder, folder / "prompts")
         codes = []
         for name, killed_at in (("carol", "3"), ("dave", "-1")):
             worker = ["worker", "--scheduler", scheduler, "--identity", folder / name, "--batch-size", 4]

@@ -16,6 +16,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "inference": ("libtorrent",),
     "hf_trainer": ("torch", "transformers", "accelerate"),
     "jax_train": ("jax",),
+    "leased_ddp": ("torch", "libtorrent"),
     "lightning_module": ("torch", "lightning"),
     "train_ddp": ("torch",),
     "train_fsdp": ("torch",),

@@ -177,12 +177,9 @@ class DummyDataset(Batches):
         self, *, num_batches: int = 100, batch_size: int = 4, seq_len: int = 32, vocab_size: int = 1024, seed: int = 42,
         rank: int = 0, world_size: int = 1, distributed: bool = False, num_samples: int = 1 << 20,
     ) -> None:  # fmt: skip
-        for name, value, least in (
-            ("seq_len", seq_len, 1),
-            ("vocab_size", vocab_size, 2),
-            ("num_samples", num_samples, 1),
-        ):
-            check_integer(name, value, least)
+        check_integer("seq_len", seq_len, 1)
+        check_integer("vocab_size", vocab_size, 2)
+        check_integer("num_samples", num_samples, 1)
         kind = f"{num_samples:,} random samples, dealt" if distributed else "random samples"
         stream = partial(_DummyStream, seq_len, vocab_size, int(seed), num_samples if distributed else 0)
         super().__init__(

@@ -4,7 +4,7 @@ membership = Membership("127.0.0.1:8000", "worker-1", settings={"batch_size": 8}
 config = membership.agree()                     # the settings of all workers; then build model and data
 generation = membership.join()                  # blocks until enough workers have joined
 while step < config["num_steps"]:
-    ...                                         # samples from generation.first_sample(step, batch_size) on
+    ...                                         # samples generation.samples(step, batch_size)
     step += 1
     generation = membership.boundary(step)      # cheap; blocks only while a new generation is formed
 membership.leave(finished=True)

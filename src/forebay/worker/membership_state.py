@@ -90,6 +90,11 @@ class Generation:
         """The first of the batch_size * world_size global samples of a step."""
         return self.start_sample + (step - self.start_step) * batch_size * self.world_size
 
+    def samples(self, step: int, batch_size: int) -> range:
+        """The global samples of this rank in a step: every world_size-th, from its rank on."""
+        first = self.first_sample(step, batch_size)
+        return range(first + self.rank, first + batch_size * self.world_size, self.world_size)
+
 
 _GENERATION = TypeAdapter(Generation)
 
