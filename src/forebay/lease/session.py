@@ -76,13 +76,13 @@ class LeaseSession(Closing):
             stack.callback(self.cache.close)
             self._name, job.scheduler.attempt, lock = _open_session(self.cache.directory)
             stack.callback(lock.release)
-            self.index = CacheIndex(self.cache)
+            self.index = CacheIndex(self.cache, job.dataset)
             state = LeaseState(
                 settings.batch_size, settings.cache_bytes, settings.receipt_s,
                 lambda grant: self.cache.unpin_slice(grant.sha256),
             )  # fmt: skip
             self.leases = LeaseBuffer(state)
-            self.fetcher = SliceFetcher(job.client, self.cache, self.index, self.leases, self.patience_s, job.from_urls)
+            self.fetcher = SliceFetcher(job.client, self.cache, self.leases, self.patience_s, job.from_urls)
             trust = TrustWatch(job.identity, job.client, peers=job.scheduler.addresses, discovery=job.discovery)
             stack.enter_context(contextlib.closing(trust.start()))
             self._share: SliceShare | None = None
