@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from forebay.errors import UsageError
+from forebay.files import atomic_write
 from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions, as_options
 
 VARIABLE, STATS_DIRECTORY = "FOREBAY_LOADER", "FOREBAY_STATS"
@@ -90,10 +90,7 @@ def report_at_exit(loader: Any) -> None:
 def _report(loader: Any, directory: str, pid: int) -> None:
     if os.getpid() == pid and Path(directory).is_dir():  # No forked child.
         loader.close()
-        descriptor, name = tempfile.mkstemp(dir=directory)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(loader.stats(), file)
-        Path(name).rename(f"{name}.json")
+        atomic_write(Path(directory) / f"{pid}-{id(loader)}.json", json.dumps(loader.stats()).encode())
 
 
 def read_stats(directory: Path) -> dict[str, float]:

@@ -39,7 +39,7 @@ def loader_arguments(scheduler: SchedulerClient, **settings: Any) -> dict[str, A
     return {
         "dataset": "forebay://" + "/".join(urllib.parse.quote(part, safe="") for part in parts),
         "scheduler": scheduler.fixed_address or "auto",
-        "seq_len": int(info["seq_len"]) if info["layout"] == "tokens" else None,
+        "seq_len": info.get("seq_len") if info.get("layout") == "tokens" else None,
         "packing": info.get("packing", "concat"), "split": split, "samples": {"validation_fraction": fraction},
         **settings,
     }  # fmt: skip
