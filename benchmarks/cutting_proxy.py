@@ -38,7 +38,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -60,7 +60,6 @@ from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
 from forebay.storage.origins import open_remote
 from forebay.threads import SupervisedThread
-from forebay.worker.lease_worker import run_worker
 
 DEADLINE = 10.0  # undisturbed jobs that a disturbed one may take
 SEQ_LEN, SLICES, SLICE_BYTES, BATCH = 256, 12, 64 << 10, 4
@@ -74,9 +73,7 @@ TAKES = (
 )
 _has_worked = threading.Event()  # in a process of a job: it worked once
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["forebay.worker.lease_worker", "forebay.scheduler.server", "forebay.data_node", __name__]
-)
+_processes.set_forkserver_preload(["forebay.lease.session", "forebay.scheduler.server", "forebay.data_node", __name__])
 
 
 # The proxy.
@@ -268,17 +265,20 @@ def _work(
 ) -> dict[str, Any]:  # fmt: skip
     identity = Identity.load(node)
 
-    def train(batch: object, ids: object) -> None:
-        _has_worked.set()
-        time.sleep(PAUSE_S)
-
-    report = run_worker(
-        identity, NAME, scheduler=scheduler or None,
-        discovery=None if data_address else _discovery(identity, data_address), cache_dir=cache,
-        cache_bytes=4 * SLICE_BYTES, batch_size=BATCH, trainer="none", receipt_s=0.2, stop=stop,
-        share=f"{HOST}:0" if share else None, patience_s=patience_s, on_batch=train,
+    network = NetworkOptions(
+        identity, receipt_s=0.2, patience_s=patience_s, listen=f"{HOST}:0" if share else None,
+        discovery=None if data_address else _discovery(identity, data_address),
     )  # fmt: skip
-    return asdict(report)
+    with Loader(
+        f"forebay://bench/{NAME}", seq_len=SEQ_LEN, batch_size=BATCH, scheduler=scheduler or "auto", cache_dir=cache,
+        cache_bytes=4 * SLICE_BYTES, network=network,
+    ) as loader:  # fmt: skip
+        for _ in loader:
+            _has_worked.set()
+            time.sleep(PAUSE_S)
+            if stop.is_set():
+                break
+    return loader.stats()
 
 
 def _read(
@@ -602,7 +602,7 @@ class _Job:
                 continue
             message = node.receive(5.0)
             outcome.entered[name] = message["entered"]
-            outcome.wasted += message["report"]["wasted"]
+            outcome.wasted += message["report"]["wasted_samples"]
             if not message["report"]["done"]:
                 outcome.faults.append(f"{name} ended before the job was done")
         for proxy in self.proxies:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay import Loader, NetworkOptions
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
@@ -33,7 +34,6 @@ from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
 from forebay.simulate import Scenario, simulate
 from forebay.simulate.scenario import draw
-from forebay.worker.lease_worker import run_worker
 
 HOST, NAME, SEQ_LEN = "127.0.0.1", "bench", 4096
 GOAL = 0.15
@@ -76,15 +76,18 @@ def work(settings: dict[str, Any]) -> None:
     identity = Identity.load(settings["node"])
     print("ready", flush=True)
     sys.stdin.readline()
-    report = run_worker(
-        identity, NAME, scheduler=settings["scheduler"], cache_dir=settings["cache"],
-        cache_bytes=settings["cache_bytes"], batch_size=settings["batch"], trainer="none",
-        receipt_s=2 * settings["exchange_s"],
-        share=f"{HOST}:0", upload_bytes_per_s=settings["up"],
-        on_batch=lambda batch, ids: time.sleep(len(ids) / settings["speed"]),
-    )  # fmt: skip
-    counts = {"samples": report.samples, "fetched": report.slices_fetched, "wasted": report.wasted}
-    print(json.dumps({**counts, "wait_share": report.wait_share}), flush=True)
+    network = NetworkOptions(
+        identity, receipt_s=2 * settings["exchange_s"], listen=f"{HOST}:0", upload_bytes_per_s=settings["up"]
+    )
+    with Loader(
+        f"forebay://bench/{NAME}", seq_len=SEQ_LEN, batch_size=settings["batch"], scheduler=settings["scheduler"],
+        cache_dir=settings["cache"], cache_bytes=settings["cache_bytes"], network=network,
+    ) as loader:  # fmt: skip
+        for batch in loader:
+            time.sleep(len(batch) / settings["speed"])
+    stats = loader.stats()
+    counts = {"samples": stats["samples"], "fetched": stats["fetched_slices"], "wasted": stats["wasted_samples"]}
+    print(json.dumps({**counts, "wait_share": stats["wait_s"] / (stats["wait_s"] + stats["busy_s"])}), flush=True)
 
 
 def run_real(settings: Scenario, folder: Path, data: Path) -> dict[str, float]:

@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -67,13 +67,13 @@ HOLD_S = 4.0  # for which an attack keeps what it took
 ENDED = "connection ended"
 
 PACED = f"""
-import time
-class Paced:
-    def __init__(self, **_): pass
-    def step(self, inputs, labels):
-        time.sleep({SLICE_S / STEPS})
-        return 0.0
-    def describe(self): return "sleeps"
+import json, time
+import forebay
+samples = 0
+for batch in forebay.Loader():
+    time.sleep({SLICE_S / STEPS})
+    samples += len(batch)
+    print(json.dumps({{"samples": samples}}), flush=True)
 """
 
 
@@ -591,11 +591,11 @@ class World:
     def close(self) -> None:
         self._dht.close()
 
-    def _start(self, log: Path, *arguments: str, node: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "forebay", *arguments, "--identity", str(self.homes[node].node_dir)]
+    def _start(self, log: Path, *arguments: str, node: str, command: Sequence[str] = ()) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "forebay", *arguments, "--identity", str(self.homes[node].node_dir), "--json"]
         with log.open("a") as errors:
             return subprocess.Popen(
-                [*command, "--json"],
+                [*words, *(["--", *command] if command else [])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -630,8 +630,8 @@ class World:
                 nodes[f"worker{i}"] = self._start(
                     folder / f"worker{i}.log", "worker", NAME, "--scheduler", scheduler_address,
                     "--batch-size", str(BATCH),
-                    "--cache-dir", str(folder / f"cache{i}"), "--cache-bytes", str(16 * SLICE_BYTES), "--trainer",
-                    f"{self.folder / 'paced.py'}:Paced", node=f"worker{i}",
+                    "--cache-dir", str(folder / f"cache{i}"), "--cache-bytes", str(16 * SLICE_BYTES),
+                    node=f"worker{i}", command=[sys.executable, str(self.folder / "paced.py")],
                 )  # fmt: skip
             lines = {who: _Lines(node) for who, node in nodes.items() if who.startswith("worker")}
             self._watch(nodes, lines, day, began, limit_s, log)
@@ -644,7 +644,7 @@ class World:
                     node.terminate()
                 day.exits[who] = node.wait(60.0)
             reports = [line["report"] for reader in lines.values() for line in reader.end() if "report" in line]
-            day.wasted = sum(report["wasted"] for report in reports)
+            day.wasted = sum(report["wasted_samples"] for report in reports)
             day.wait_share = round(sum(report["wait_share"] for report in reports) / max(1, len(reports)), 3)
         finally:
             for node in [*nodes.values(), *([attacker] if attacker is not None else [])]:

@@ -39,7 +39,8 @@ class Bigram(lightning.LightningModule):
 
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
         self.seen.append(batch["sample_ids"].tolist())
-        return nn.functional.cross_entropy(self.model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten())
+        loss = nn.functional.cross_entropy(self.model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten())
+        return batch["weight"] * loss  # Ranks may have unequally many samples at an epoch's end.
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

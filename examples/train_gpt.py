@@ -1,8 +1,8 @@
-"""A small GPT in PyTorch, as a trainer that workers take by its file's name and its own.
+"""A small GPT in PyTorch: a program of a worker of leases, and a trainer by name for workers of a coordinator.
 
     python examples/train_gpt.py                                                          text of this program
+    forebay worker wiki --identity carol -- python examples/train_gpt.py
     python -m forebay.worker --dataset-name tiny_shakespeare --trainer examples/train_gpt.py:GptTrainer
-    forebay worker wiki --identity carol --trainer examples/train_gpt.py:GptTrainer
 
 Pre-norm, learned positions, tied embeddings; the sizes are those of `forebay plan --model-size`. Needs PyTorch 2.4.
 Source of the shape: Radford et al. 2019 (GPT-2).
@@ -11,6 +11,8 @@ Source of the shape: Radford et al. 2019 (GPT-2).
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+import forebay
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.config import SIZES
 
@@ -120,6 +123,16 @@ class GptTrainer:
         return f"a GPT of {weights:,} weights on {self.device}"
 
 
+def train_on_leases() -> None:
+    """As the command of `forebay worker`: batches of any number of samples, until nothing is left to lease."""
+    loader = forebay.Loader()
+    trainer = GptTrainer(loader.dataset.manifest.vocab_size or 1 << 16, loader.seq_len)
+    for batch in loader:
+        loss = trainer.step(batch.inputs, batch.labels)
+        if batch.step % 20 == 0:
+            print(json.dumps({"step": batch.step, "loss": round(loss, 3)}), flush=True)
+
+
 async def main() -> None:
     config = WorkerConfig(
         dataset_name=__file__,
@@ -134,4 +147,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    if "FOREBAY_LOADER" in os.environ:
+        train_on_leases()
+    else:
+        asyncio.run(main())

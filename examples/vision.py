@@ -2,12 +2,12 @@
 
     python examples/vision.py [IMAGES…]
 
-IMAGES: a .npz of images and labels, or a folder of classes (which needs pillow). Without, drawn here. The
-same from the command line: forebay convert mnist.npz ds --to safetensors --set tensors.images=f16
+IMAGES: a .npz of images and labels, or a folder of classes (which needs pillow). Without, drawn here.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 import forebay
-from forebay.convert import convert
-from forebay.formats.conversion import ConvertOptions
+
+CONVERT = [sys.executable, "-m", "forebay", "convert", "--to", "safetensors", "--slice-bytes", "128KiB"]
+CONVERT += ["--set", "tensors.images=f16", "--set", "tensors.labels=i64"]
 
 
 def draw(folder: Path, num_images: int = 2000) -> Path:
@@ -34,8 +35,7 @@ def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         source = Path(inputs[0]) if inputs else draw(Path(directory))
         dataset = Path(directory) / "dataset"
-        options = ConvertOptions(tensors={"images": "f16", "labels": "i64"}, slice_bytes=128 << 10)
-        report = convert(source, dataset, "safetensors", options)
+        subprocess.run([*CONVERT, source, dataset], check=True, stdout=subprocess.DEVNULL)
         weights = np.zeros(())
         accuracies: list[float] = []
         for batch in forebay.Loader(dataset, batch_size=50, seed=1, epochs=2):
@@ -48,8 +48,8 @@ def main(inputs: list[str]) -> None:
             accuracies.append(float((scores.argmax(1) == batch.labels).mean()))
             odds[np.arange(len(batch)), batch.labels] -= 1
             weights -= 0.5 * pixels.T @ odds / len(batch)
-        slices, rows = forebay.open_dataset(dataset).num_slices, report.written.num_rows
-        print(f"{rows} images of {report.source} in {slices} slices")
+        images = forebay.open_dataset(dataset)
+        print(f"{len(images)} images of {source.name} in {images.num_slices} slices")
         print(f"accuracy {accuracies[0]:.2f} at first, {accuracies[-1]:.2f} at last")
         if accuracies[-1] < 0.9 and not inputs:
             sys.exit("the classifier did not learn its four bars")

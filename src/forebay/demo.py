@@ -27,7 +27,6 @@ from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.observe.progress import PrepareBar, bar
 from forebay.prepare.driver import prepare_dataset
-from forebay.worker.trainer import TRAINERS, check_trainer
 
 NAME, SEQ_LEN = "demo", 128
 _log = partial(print, file=sys.stderr, flush=True)
@@ -36,21 +35,22 @@ _log = partial(print, file=sys.stderr, flush=True)
 class NodeProcess:
     """One `forebay` process; stdout and stderr go to files in a directory."""
 
-    def __init__(self, directory: Path, label: str, *arguments: object) -> None:
+    def __init__(self, directory: Path, label: str, *arguments: object, command: Sequence[str] = ()) -> None:
         self.label, self.is_killed = label, False
         self._stdout, self._stderr = directory / f"{label}.jsonl", directory / f"{label}.log"
+        words = [*map(str, arguments), "--json", *(["--", *command] if command else [])]
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "forebay", *map(str, arguments), "--json"],
+                [sys.executable, "-m", "forebay", *words],
                 stdin=subprocess.PIPE, stdout=stdout, stderr=stderr,
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_EXIT_ON_STDIN_CLOSE": "1"},
                 start_new_session=True,  # Ctrl-C reaches this process only, which ends the others in order.
             )  # fmt: skip
 
     def messages(self) -> list[dict[str, Any]]:
-        """The JSON lines that it has printed so far."""
+        """The JSON objects that it has printed so far, each in a line; a worker's command may print other lines."""
         lines = self._stdout.read_bytes().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
 
     def wait_ready(self) -> dict[str, Any]:
         """The first line of a server."""
@@ -77,10 +77,9 @@ class NodeProcess:
 
 def run_demo(
     inputs: Sequence[Path] | None = None, json_file: Path | None = None, keep: Path | None = None,
-    trainer: str = "count", tokenizer: str = "train:4096",
+    command: Sequence[str] = (), tokenizer: str = "train:4096",
 ) -> int:  # fmt: skip
     """Run the demo, print its summary, and return the exit code 0. Raises ForebayError if the ledger has no proof."""
-    check_trainer(trainer)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="forebay-demo-", ignore_cleanup_errors=True)
@@ -88,7 +87,7 @@ def run_demo(
         directory.mkdir(parents=True, exist_ok=keep is None)
         _log("1/5  prepare: raw text to slices")
         library = Path(sysconfig.get_paths()["stdlib"])  # text that every machine has
-        pattern = "[a-su-z]*/*.py" if trainer in TRAINERS else "[a-d]*.py"  # less than a minute on two cores
+        pattern = "[a-d]*.py" if command else "[a-su-z]*/*.py"  # less than a minute on two cores
         sources = inputs or [path for path in sorted(library.glob(pattern)) if path.stat().st_size > 200]
         files = [f for path in sources for f in (path.rglob("*") if path.is_dir() else [path]) if f.is_file()]
         # About forty slices: enough for leases to move between workers.
@@ -98,8 +97,8 @@ def run_demo(
                 sources, directory / "dataset", tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes,
                 on_progress=progress.update,
             ).to_json()  # fmt: skip
-        summary = {**prepared, "bytes": open_dataset(directory / "dataset").manifest.bytes, "trainer": trainer}
-        summary |= _train_on_network(stack, directory, max(4 * slice_bytes, 1 << 20), trainer)
+        summary = {**prepared, "bytes": open_dataset(directory / "dataset").manifest.bytes}
+        summary |= _train_on_network(stack, directory, max(4 * slice_bytes, 1 << 20), command)
     _print_summary(summary)
     if json_file:
         json_file.write_text(json.dumps(summary, indent=1) + "\n")
@@ -109,16 +108,16 @@ def run_demo(
     return 0
 
 
-def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, trainer: str) -> dict[str, Any]:
+def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, command: Sequence[str]) -> dict[str, Any]:
     """Start all nodes, train one epoch, verify the ledger; return the fields of the summary."""
 
-    def start(label: str, *arguments: object) -> NodeProcess:
-        return stack.enter_context(contextlib.closing(NodeProcess(directory, label, *arguments)))
+    def start(label: str, *arguments: object, command: Sequence[str] = ()) -> NodeProcess:
+        return stack.enter_context(contextlib.closing(NodeProcess(directory, label, *arguments, command=command)))
 
     def start_worker(name: str) -> NodeProcess:
         return start(
             name, "worker", NAME, "--identity", directory / name, "--cache-dir", directory / f"cache-{name}",
-            "--cache-bytes", cache_bytes, "--batch-size", 8, "--trainer", trainer,
+            "--cache-bytes", cache_bytes, "--batch-size", 8, command=command,
         )  # fmt: skip
 
     _log("2/5  network: a root key, four members, a Kademlia DHT of four nodes")
@@ -134,7 +133,7 @@ def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, train
         "scheduler", "scheduler", NAME, "--identity", directory / "scheduler", "--state", directory / "state",
         "--seq-len", SEQ_LEN, "--lease-timeout", 4,
     ).wait_ready()  # fmt: skip
-    _log(f"5/5  workers: two train ({trainer}); one is killed")
+    _log(f"5/5  workers: two run {' '.join(command) or 'a program that counts'}; one is killed")
     started = time.monotonic()
     with Client(Identity.load(directory / "viewer")) as client:
         num_samples, nodes = _train(client, scheduler["address"], start_worker)
@@ -193,7 +192,7 @@ def _print_summary(s: dict[str, Any]) -> None:
   prepared    {s["documents_out"]:,} documents, {s["tokens"]:,} tokens, {s["slices"]} slices, {s["bytes"] / 1e6:.1f} MB
   dataset id  {s["id"]}
   served      data node {s["bytes_served"]["data node"] / 1e6:.1f} MB
-  trained     {s["tokens_per_s"]:,} tokens/s for {s["training_seconds"]} s{loss} ({s["trainer"]}); killed: {killed}""")
+  trained     {s["tokens_per_s"]:,} tokens/s for {s["training_seconds"]} s{loss}; killed: {killed}""")
     for epoch in s["ledger"]["epochs"]:
         counts = "{samples:,} samples used, {missing} missing, {repeated} repeated".format(**epoch)
         print(f"  ledger      {counts}: {'proved' if s['ledger']['ok'] else 'NOT proved'}\n")

@@ -65,7 +65,7 @@ class Run:
 
     def join(self, name: str, session: str = "", peer: str = "", step: int = 0) -> list[Action]:
         session = session or f"{name}/1"
-        return self.tell(Join(name, session, "", peer or f"peer {name}", step), PollChange(name, session, +1))
+        return self.tell(Join(name, session, peer or f"peer {name}", step), PollChange(name, session, +1))
 
     def ready(self, name: str, step: int, broken: bool = False, session: str = "") -> list[Action]:
         return self.tell(Ready(name, session or f"{name}/1", self.generation.number, step, broken))

@@ -38,7 +38,6 @@ def readme(page: Page, made: Corpora) -> None:
     page.environment |= made.hub_environment | made.s3_environment
     page.names |= {"step": consume}
     page.replace |= {
-        r"worker wiki --identity carol": "worker wiki --identity carol --trainer count",
         r"--num-steps 100": "--num-steps 2 --trainer count",
         r"--workers 1000 --slices 10000": "--workers 20 --slices 200",
         r"PEER_ID": r"$(forebay network show lab | grep -o '[a-z2-7]\\{32\\}' | head -1)",
@@ -130,7 +129,8 @@ def members(page: Page, made: Corpora, *names: str) -> None:
 
 def leasing(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler", "worker-1", "worker-2", "admin")
-    page.replace |= {r"(forebay worker .*(worker-\d))": r"\1 --trainer count --cache-dir cache-\2"}
+    page.replace |= {r"(forebay worker .*(worker-\d))": r"\1 --cache-dir cache-\2"}
+    (page.directory / "train.py").write_text("import forebay\nfor batch in forebay.Loader():\n    pass\n")
 
 
 def operating(page: Page, made: Corpora) -> None:
@@ -149,7 +149,7 @@ def ledger(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler", "gpu-3")
     page.shell(
         "forebay scheduler web --identity scheduler --state state --seq-len 512 &\n"
-        "forebay worker web --identity gpu-3 --trainer count\n"
+        "forebay worker web --identity gpu-3\n"
         "mkdir data; mv web data/web; cp state/ledger.jsonl .",
         "setup",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,12 @@ import pyarrow.compute as pc
 import pytest
 
 import forebay
+from forebay.data_node import DataNode
+from forebay.network.client import Client
+from forebay.network.pki.identity import create_network, join
+from forebay.scheduler.server import SchedulerService
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 from torch import nn  # noqa: E402
@@ -139,12 +146,44 @@ def test_6_text_tokenized_while_it_is_read() -> None:
     assert seen == [batch.sample_ids.tolist() for batch in whole]
 
 
-@pytest.mark.skip(reason="the Loader has no source of leases yet: it takes no scheduler=")
-def test_7_leases() -> None:
-    loader: Any = forebay.Loader()  # type: ignore[call-overload]
-    for _ in loader.to_torch():
-        loader.commit()
-    assert loader.stats()["scheduler_s"] > 0
+LEASED = """
+import forebay, torch
+
+losses = []
+table = torch.zeros(512, 512, requires_grad=True)
+loader = forebay.Loader()  # dataset, scheduler, identity, sizes from the environment
+for batch in loader.to_torch():
+    loss = torch.nn.functional.cross_entropy(table[batch.inputs].flatten(0, 1), batch.labels.flatten())
+    (gradient,) = torch.autograd.grad(batch.weight * loss, table)
+    table.data -= 100 * gradient
+    losses.append(loss.item())
+    loader.commit()  # optional: used now, not at the next batch
+print(loader.stats()["scheduler_s"] > 0, losses[-1] < losses[0])
+"""
+
+
+def test_7_leases(folder: Path, tmp_path: Path) -> None:
+    """`forebay worker -- python train.py`, with a data node and a scheduler."""
+    create_network(tmp_path / "network", "lab")
+    data, lender, carol = (join(tmp_path / "network", tmp_path / name, name) for name in ("data", "lender", "carol"))
+    (tmp_path / "train.py").write_text(LEASED)
+    discovery = LocalDiscovery()
+    with DataNode(data, [forebay.open_dataset("wiki")], "127.0.0.1", 0, discovery, ttl_s=30), Client(lender) as client:
+        service = SchedulerService(lender, "wiki", discovery, client, tmp_path / "state", seq_len=SEQ_LEN)
+        service.start()
+        try:
+            command = [sys.executable, "-m", "forebay", "worker", "--scheduler", service.address, "--json"]
+            command += ["--identity", str(carol.node_dir), "--cache-dir", str(tmp_path / "cache")]
+            done = subprocess.run(
+                [*command, "--", sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True,
+                timeout=scaled(120),
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            printed, last = done.stdout.splitlines()
+            assert printed == "True True" and service.is_done()
+            assert json.loads(last)["report"]["samples"] == service.status()["samples_used"] > 100
+        finally:
+            service.stop()
 
 
 @forebay.text_filter("enough_lines", version="1")

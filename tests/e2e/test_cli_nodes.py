@@ -133,17 +133,14 @@ def _schedule(start: Start, network: dict[str, Path], state: Path, *more: object
 def test_every_live_worker_hears_of_the_end(tmp_path: Path, start: Start, network: dict[str, Path]) -> None:
     """Of three, of which one may have all the leases while the others wait; none trains before all were heard of."""
     (tmp_path / "gated.py").write_text(
-        "import time\nfrom pathlib import Path\nfrom forebay.worker.trainer import CountTrainer\n"
-        "class Gated(CountTrainer):\n"
-        "    def step(self, inputs, labels):\n"
-        f"        while not Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
-        "        return super().step(inputs, labels)\n"
+        "import time\nfrom pathlib import Path\nimport forebay\nfor batch in forebay.Loader():\n"
+        f"    while not Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
     )
     scheduler, address = _schedule(start, network, tmp_path / "state")
     workers = [
         start(
             "worker", NAME, "--identity", network[name], "--cache-dir", tmp_path / name, "--json",
-            "--trainer", f"{tmp_path / 'gated.py'}:Gated",
+            "--", sys.executable, tmp_path / "gated.py",
         )
         for name in ("w0", "w1", "w2")
     ]  # fmt: skip
@@ -166,13 +163,11 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
     data[-3] ^= 1
     victim.write_bytes(data)
     scheduler, address = _schedule(start, network, tmp_path / "state", "--max-failures", 1)
-    worker = start(
-        "worker", NAME, "--identity", network["w0"], "--cache-dir", tmp_path / "c", "--trainer", "count", "--json"
-    )
+    worker = start("worker", NAME, "--identity", network["w0"], "--cache-dir", tmp_path / "c", "--json")
     out, message = worker.communicate(timeout=scaled(150))
     assert worker.returncode == 0, message
     report = json.loads(out.splitlines()[-1])["report"]
-    assert report["num_left_out"] == 50 and report["samples"] == 10 * 50
+    assert report["samples_left_out"] == 50 and report["samples"] == 10 * 50
     _, message = scheduler.communicate(timeout=scaled(60))
     assert scheduler.returncode == 1 and address
     assert "got 50 unused, of slices set aside: 4" in message.splitlines()[-1]

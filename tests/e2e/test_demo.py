@@ -23,27 +23,16 @@ TEXT = "The mill race turns the wheel, and the wheel turns the stone. "
 
 # Each worker stops after less than half of the batches until one of them has died, so that the demo has one to kill
 # however slow this machine is.
-TRAINER = """
-import os, time
+PROGRAM = """
+import json, os, time
 from pathlib import Path
 
 import psutil
 
+import forebay
 from forebay.worker.trainer import CountTrainer
 
 HERE = Path(__file__).parent / "workers"
-
-
-class Counts(CountTrainer):
-    steps = 0
-
-    def step(self, inputs, labels):
-        HERE.mkdir(exist_ok=True)
-        (HERE / str(os.getpid())).touch()
-        self.steps += 1
-        while self.steps > 450 and all(map(alive, HERE.iterdir())):
-            time.sleep(0.01)
-        return super().step(inputs, labels)
 
 
 def alive(path):
@@ -51,6 +40,16 @@ def alive(path):
         return psutil.Process(int(path.name)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+loader = forebay.Loader()
+trainer = CountTrainer(loader.dataset.manifest.vocab_size)
+for step, batch in enumerate(loader):
+    HERE.mkdir(exist_ok=True)
+    (HERE / str(os.getpid())).touch()
+    while step > 450 and all(map(alive, HERE.iterdir())):
+        time.sleep(0.01)
+    print(json.dumps({"loss": trainer.step(batch.inputs, batch.labels)}), flush=True)
 """
 
 
@@ -76,9 +75,9 @@ def left_behind(tmp_path: Path) -> list[str]:
 
 
 def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "trainer.py").write_text(TRAINER)
-    trainer = f"{tmp_path / 'trainer.py'}:Counts"
-    process = demo(tmp_path, "--json", tmp_path / "summary.json", "--tokenizer", "bytes", "--trainer", trainer)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = ["--", sys.executable, tmp_path / "program.py"]
+    process = demo(tmp_path, "--json", tmp_path / "summary.json", "--tokenizer", "bytes", *command)
     out, err = process.communicate(timeout=scaled(150))
     assert process.returncode == 0, out + err
     assert out.strip().splitlines()[-1] == "demo: ok"
@@ -103,7 +102,7 @@ def test_a_process_ends_with_its_parent_though_it_is_not_told(tmp_path: Path) ->
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
-    process = demo(tmp_path, "--trainer", "count")
+    process = demo(tmp_path)
     time.sleep(random.Random(seed).uniform(0.5, 9.0))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=scaled(60))
@@ -113,7 +112,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--trainer", "count")
+    process = demo(tmp_path)
     time.sleep(6)
     process.kill()
     process.communicate(timeout=scaled(30))

@@ -12,11 +12,14 @@ import pytest
 from support.calibration import scaled
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
-NEEDS = {
+NEEDS: dict[str, tuple[str, ...]] = {
+    "inference": ("libtorrent",),
     "hf_trainer": ("torch", "transformers", "accelerate"),
     "jax_train": ("jax",),
+    "leased_ddp": ("torch", "libtorrent"),
     "lightning_module": ("torch", "lightning"),
     "train_ddp": ("torch",),
+    "train_fsdp": ("torch",),
     "train_gpt": ("torch",),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,13 @@ SEQ_LEN, TOKENS = 8, 330
 NUM_SLICES = 48 if LONG else 9
 LEASE_S = 1.0
 OUTAGE_S = 20.0 if LONG else 2.5
+
+SLOW = """
+import sys, time
+import forebay
+for batch in forebay.Loader(network=forebay.NetworkOptions(receipt_s=0.1, patience_s=30.0)):
+    time.sleep(float(sys.argv[1]))
+"""
 
 pytestmark = pytest.mark.skipif(bool(lacking("nft")), reason=lacking("nft") or "can")
 
@@ -104,13 +112,14 @@ def running(
         entry = (job.hosts["dht"].address, 7400)
         homes = make_network(directory, [*data, "scheduler", *workers], [entry])
         make_dataset(directory / "dataset", NUM_SLICES, tokens)
+        (directory / "slow.py").write_text(SLOW)
         job.slice_bytes = sum(path.stat().st_size for path in (directory / "dataset" / "slices").iterdir())
         before(job)
 
         def start(name: str, *words: object) -> None:
             verb, *rest = words
             common = ["--identity", homes[name], "--json"] if name in homes else ["--json"]
-            job.nodes[name] = job.hosts[name].forebay(verb, *rest, *common)
+            job.nodes[name] = job.hosts[name].forebay(verb, *common, *rest)
 
         start("dht", "dht", "--listen", f"{entry[0]}:{entry[1]}", "--nodes", 3)
         job.nodes["dht"].ready()
@@ -123,7 +132,7 @@ def running(
         job.nodes["scheduler"].ready()
         for name in workers:
             cache = ["--cache-dir", directory / f"cache-{name}", "--cache-bytes", 1 << 20]
-            start(name, "slow", pause_s, "worker", NAME, *cache, "--batch-size", 2, "--trainer", "count")
+            start(name, "worker", NAME, *cache, "--batch-size", 2, "--", sys.executable, directory / "slow.py", pause_s)
         job.wait_begun()
         yield job
 
@@ -166,7 +175,7 @@ def test_a_worker_cut_off_for_longer_than_its_lease(tmp_path: Path) -> None:
         time.sleep(OUTAGE_S)
         job.lab.return_(cut)
         reports = job.assert_finishes()
-        assert reports["worker-1"]["leases_lost"] + reports["worker-1"]["wasted"] > 0, reports
+        assert reports["worker-1"]["leases_lost"] + reports["worker-1"]["wasted_samples"] > 0, reports
 
 
 @MORE

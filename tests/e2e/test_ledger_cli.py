@@ -18,7 +18,7 @@ from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.server import SchedulerService
-from forebay.worker.lease_worker import run_worker
+from support.leases import work
 from support.nodes import HOST, Bootstrap, make_network
 
 SEQ_LEN = 16
@@ -49,9 +49,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     try:
         node.start()
         scheduler.start()
-        run_worker(
-            Identity.load(homes["w1"]), "tiny", scheduler=scheduler.address, cache_dir=directory / "cache",
-            cache_bytes=1 << 20, batch_size=4, trainer="count", on_batch=lambda batch, ids: seen.append(ids.tolist()),
+        work(
+            Identity.load(homes["w1"]), "tiny", scheduler.address, directory / "cache",
+            on_batch=lambda batch: seen.append(batch.sample_ids.tolist()),
         )  # fmt: skip
     finally:
         for closing in (scheduler.stop, node.stop, client.close, dht.close, bootstrap.close):

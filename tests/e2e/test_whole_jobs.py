@@ -70,7 +70,7 @@ def test_a_slice_set_aside_and_a_restart_with_no_data_node(tmp_path: Path, capsy
         assert main(["job", "readmit", *steer]) == 0
         command = [sys.executable, "-m", "forebay", "worker", "--scheduler", service.address, "--identity"]
         command += [str(homes["worker"]), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "2"]
-        command += ["--trainer", "count", "--listen", ":0", "--json"]
+        command += ["--listen", ":0", "--json"]
         # Known to the scheduler alone; the worker learns it while it works.
         gone = Identity.load(homes["one"]).peer_id
         revoke(tmp_path / "network", gone, homes["scheduler"])

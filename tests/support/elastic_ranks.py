@@ -188,7 +188,6 @@ class Rank:
         self.membership = MembershipState(
             self.worker_id,
             "coordinator",
-            address=self.reader.node.provider.address,
             settings={},
             lockstep=True,
             step=0,

@@ -10,7 +10,6 @@ a module instead.
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
 import queue
@@ -143,8 +142,6 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
             import_module(argv[1]).main(*argv[2:])
             code = 0
         else:
-            if argv[0] == "slow":
-                argv = _slow(float(argv[1]), argv[2:])
             from forebay.cli import main
 
             code = main(argv) or 0
@@ -158,16 +155,6 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
         os._exit(code)
 
 
-def _slow(pause_s: float, argv: list[str]) -> list[str]:
-    """A device that takes its time: `forebay worker` sleeps after each step, and acknowledges often."""
-    from forebay.worker import lease_worker as leasing
-
-    leasing.run_worker = functools.partial(
-        leasing.run_worker, on_batch=lambda *_: time.sleep(pause_s), receipt_s=0.1, patience_s=30.0
-    )
-    return argv
-
-
 def _main() -> None:
     import libtorrent  # noqa: F401
 
@@ -177,7 +164,7 @@ def _main() -> None:
     import forebay.load.loader
     import forebay.network.dht
     import forebay.scheduler.server
-    import forebay.worker.lease_worker  # noqa: F401
+    import forebay.worker.command  # noqa: F401
 
     die_with_parent()
     children: set[int] = set()

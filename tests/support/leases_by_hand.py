@@ -9,7 +9,7 @@ from typing import Any
 
 from forebay.cache.cache import ChunkCache
 from forebay.lease.buffer import LeaseBuffer
-from forebay.lease.fetching import CacheIndex, SliceFetcher
+from forebay.lease.fetching import SliceFetcher
 from forebay.lease.messages import ExchangeReply
 from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.client import Client
@@ -28,8 +28,7 @@ class FetchingWorker:
         self.cache = ChunkCache(directory, cache_bytes)
         state = LeaseState(4, cache_bytes, 0.1, lambda grant: self.cache.unpin_slice(grant.sha256))
         self.leases = LeaseBuffer(state)
-        self.index = CacheIndex(self.cache)
-        self.fetcher = SliceFetcher(client, self.cache, self.index, self.leases, 0.2, from_urls=from_urls)
+        self.fetcher = SliceFetcher(client, self.cache, self.leases, 0.2, from_urls=from_urls)
         self.fetcher.start()
 
     def lease(

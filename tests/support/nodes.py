@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,10 @@ from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
-from forebay.worker.lease_worker import run_worker
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.leases import work
 
 HOST = "127.0.0.1"
 NAME = "tiny"
@@ -140,12 +142,12 @@ def _main(role: str, settings: dict[str, Any]) -> None:
         else:
             say(up=True)
             pause_s = settings.get("pause_s", 0.0)
-            report = run_worker(
-                identity, NAME, discovery=dht, cache_dir=settings["cache"], cache_bytes=settings["cache_bytes"],
-                batch_size=2, trainer="count", receipt_s=settings.get("receipt_s", 0.5), stop=stop, share=f"{HOST}:0",
-                on_batch=lambda batch, ids: time.sleep(pause_s),
+            stats = work(
+                identity, NAME, None, settings["cache"], cache_bytes=settings["cache_bytes"], batch_size=2,
+                discovery=dht, receipt_s=settings.get("receipt_s", 0.5), stop=stop, listen=f"{HOST}:0",
+                on_batch=lambda batch: time.sleep(pause_s),
             )  # fmt: skip
-            say(**asdict(report))
+            say(**stats)
     finally:
         dht.close()
 

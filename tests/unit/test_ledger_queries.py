@@ -151,7 +151,7 @@ def test_all_tables_say_the_same(job: tuple[LedgerIndex, dict[tuple[str, int], l
 
 
 def write_roster(directory: Path, rows: list[Stepped]) -> None:
-    places = (RankSlot("w0", "s0", ""), RankSlot("w1", "s1", ""))
+    places = (RankSlot("w0", "s0"), RankSlot("w1", "s1"))
     roster = RunStore(directory)
     state, _ = roster.load(Rules(), {}, 0.0, "run")
     formed = [Formed(RankGeneration(1, places, 0, 0, 0)), Formed(RankGeneration(2, places, 6, 24, 0))]

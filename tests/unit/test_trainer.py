@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import UsageError
-from forebay.worker.lease_worker import LeaseSettings
-from forebay.worker.trainer import CountTrainer, Trainer, make_trainer, trainer_class
+from forebay.worker.trainer import CountTrainer, Trainer, trainer_class
 
 GPT = f"{Path(__file__).parents[2] / 'examples' / 'train_gpt.py'}:GptTrainer"
 
@@ -54,14 +53,10 @@ def test_the_gpt_of_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choice_of_trainer() -> None:
-    kind = {"vocab_size": 9, "dtype": "U16", "seq_len": 4, "layout": "tokens"}
-    assert make_trainer("none", **kind) is None  # type: ignore[arg-type]
-    assert isinstance(make_trainer("count", **kind), CountTrainer)  # type: ignore[arg-type]
-    assert isinstance(make_trainer("auto", **{**kind, "vocab_size": 0, "dtype": "U32"}), CountTrainer)  # type: ignore[arg-type]
-    assert make_trainer("auto", **{**kind, "layout": "rows"}, is_used=True) is None  # type: ignore[arg-type]
-    for name, change in [("count", {"layout": "rows"}), ("other", {}), ("none.py:", {}), ("no/such.py:Trainer", {})]:
+    assert trainer_class("count") is CountTrainer
+    for name in ("other", "none.py:", "no/such.py:Trainer"):
         with pytest.raises(UsageError, match=r"^trainer"):
-            make_trainer(name, **{**kind, **change})  # type: ignore[arg-type]
+            trainer_class(name)
 
 
 def test_the_trainer_of_a_program(tmp_path: Path) -> None:
@@ -69,23 +64,13 @@ def test_the_trainer_of_a_program(tmp_path: Path) -> None:
     program.write_text(
         "class Mine:\n    def __init__(self, **settings):\n        self.settings = settings\nimport no_such_package\n"
     )
-    kind = {"vocab_size": 0, "dtype": "U16", "seq_len": 4, "layout": "tokens"}
     with pytest.raises(UsageError, match=r"cannot be loaded: No module named 'no_such_package'\. Give the FILE"):
-        make_trainer(f"{program}:Mine", **kind)  # type: ignore[arg-type]
+        trainer_class(f"{program}:Mine")
     program.write_text(program.read_text().replace("import no_such_package", ""))
     with pytest.raises(UsageError, match="has no attribute 'Other'"):
-        make_trainer(f"{program}:Other", **kind)  # type: ignore[arg-type]
-    created = make_trainer(f"{program}:Mine", **kind)  # type: ignore[arg-type]
-    assert created.settings == {"vocab_size": 1 << 16, "seq_len": 4}  # type: ignore[union-attr]
-    for name, change in [("Mine", {"layout": "rows"}), ("Mine", {"dtype": "U32"})]:
-        with pytest.raises(UsageError, match=r"expected layout|vocabulary's size"):
-            make_trainer(f"{program}:{name}", **{**kind, **change})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("change", [{"batch_size": 0}, {"cache_bytes": 0}, {"trainer": "x"}, {"receipt_s": 0}])
-def test_lease_settings_are_checked(change: dict[str, object]) -> None:
-    with pytest.raises(UsageError):
-        LeaseSettings(**{"name": "d", "cache_dir": Path("c"), "cache_bytes": 1, "batch_size": 1, **change})  # type: ignore[arg-type]
+        trainer_class(f"{program}:Other")
+    created = trainer_class(f"{program}:Mine")(vocab_size=9, seq_len=4)
+    assert created.settings == {"vocab_size": 9, "seq_len": 4}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +85,8 @@ def test_workers_of_one_machine_do_not_spin_for_each_other(given: dict[str, str]
     pytest.importorskip("torch")
     code = f"""if True:
         import json, os
-        from forebay.worker.trainer import make_trainer
-        make_trainer({GPT!r}, vocab_size=16, dtype="U16", seq_len=8, layout="tokens")
+        from forebay.worker.trainer import trainer_class
+        trainer_class({GPT!r})
         import torch
         print(json.dumps([*map(os.environ.get, ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")), torch.get_num_threads()]))"""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}

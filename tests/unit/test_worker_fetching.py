@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.responses import Response
 
+from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, UsageError
 from forebay.lease import fetching
 from forebay.lease.fetching import CacheIndex
@@ -94,7 +96,23 @@ def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_
     assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
     assert node.ranges == [f"bytes=0-{len(CONTENT) - 1}"]
     assert (worker.fetcher.slices, worker.fetcher.bytes) == (1, len(CONTENT))
-    assert worker.index.changes() == {DATASET: "3"} and CacheIndex(worker.cache).changes() == {DATASET: "3"}
+
+
+def test_what_is_cached_of_a_dataset_is_reported_when_it_changes(worker: FetchingWorker, make_node: Nodes) -> None:
+    hashes = [SHA256 if i == 3 else f"{i:064x}" for i in range(5)]
+    table = SliceTable.from_rows(
+        [SliceInfo(i, f"{i}.safetensors", len(CONTENT), sha256, 9, 1) for i, sha256 in enumerate(hashes)]
+    )
+    dataset: Any = SimpleNamespace(table=table, name="j", id=DATASET)
+    index = CacheIndex(worker.cache, dataset)
+    assert index.sizes[SHA256] == (len(CONTENT), "j") and index.changes() == {}
+    worker.fetched(lease(worker, make_node("a")))
+    assert index.changes() == {DATASET: "3"}
+    index.mark_reported({DATASET: "3"})
+    assert index.changes() == {} and index.changes(everything=True) == {DATASET: "3"}
+    assert CacheIndex(worker.cache, dataset).changes() == {DATASET: "3"}, "of an earlier run"
+    worker.cache.discard(SHA256)
+    assert index.changes() == {DATASET: ""}
 
 
 def test_other_workers_are_asked_first_and_origins_last(worker: FetchingWorker, make_node: Nodes) -> None:

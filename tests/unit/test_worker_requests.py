@@ -19,12 +19,14 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import create_network, join
 from forebay.scheduler.server import SchedulerService
 from forebay.threads import failures
-from forebay.worker.lease_worker import WorkerReport, run_worker
+from support.leases import work as work_on
 from support.local_discovery import LocalDiscovery
+
+Work = Callable[..., dict[str, float]]
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Iterator[Callable[..., WorkerReport]]:
+def work(tmp_path: Path) -> Iterator[Work]:
     """Runs a worker on a job of four slices of ten samples."""
     (tmp_path / "data" / "slices").mkdir(parents=True)
     for index in range(4):
@@ -43,18 +45,13 @@ def work(tmp_path: Path) -> Iterator[Callable[..., WorkerReport]]:
         service.start()
         stack.callback(service.stop)
 
-        def run(**more: Any) -> WorkerReport:
-            return run_worker(
-                three, "data", scheduler=service.address, cache_dir=tmp_path / "cache", cache_bytes=1 << 20,
-                batch_size=2, trainer="count", receipt_s=0.2, **more,
-            )  # fmt: skip
+        def run(**more: Any) -> dict[str, float]:
+            return work_on(three, "data", service.address, tmp_path / "cache", batch_size=2, receipt_s=0.2, **more)
 
         yield run
 
 
-def test_requests_go_on_after_an_unexpected_exception(
-    work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_go_on_after_an_unexpected_exception(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls, deaths = SchedulerClient.exchange, list[int](), list[object]()
     monkeypatch.setattr(threading, "excepthook", deaths.append)
 
@@ -70,13 +67,11 @@ def test_requests_go_on_after_an_unexpected_exception(
     monkeypatch.setattr(SchedulerClient, "exchange", exchange)
     before = failures().get("worker requests", 0)
     report = work()
-    assert report.done and report.samples == 40 and report.wasted == report.leases_lost == 0
+    assert report["done"] and report["samples"] == 40 and report["wasted_samples"] == report["leases_lost"] == 0
     assert failures()["worker requests"] == before + 2 and deaths == []
 
 
-def test_attempts_that_were_heard_and_not_answered_end_no_work(
-    work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_that_were_heard_and_not_answered_end_no_work(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of each of some exchanges comes first, and its answer is lost: the next attempt is answered."""
     real, calls = Client.request_json, list[str]()
 
@@ -91,11 +86,11 @@ def test_attempts_that_were_heard_and_not_answered_end_no_work(
 
     monkeypatch.setattr(Client, "request_json", request_json)
     report = work()
-    assert report.done and report.samples == 40 and report.wasted == 0 and len(calls) > 6
+    assert report["done"] and report["samples"] == 40 and report["wasted_samples"] == 0 and len(calls) > 6
 
 
 def test_without_a_reply_for_patience_s_the_exception_ends_the_work(
-    work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
+    work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
         raise OSError(24, "Too many open files")

@@ -168,7 +168,7 @@ def _extract(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from forebay.demo import run_demo
 
-    return run_demo(args.input, args.json, args.keep, args.trainer, args.tokenizer)
+    return run_demo(args.input, args.json, args.keep, args.command, args.tokenizer)
 
 
 def add_verbs(verb: Any, group: Any) -> None:
@@ -192,8 +192,9 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("extract", _extract, "print the main text of HTML pages and WARC records")
     p.add("files", nargs="+", metavar="FILE", help="files, directories or URLs of text, HTML or WARC")
     p = verb("demo", _demo, "run everything on this machine, in about a minute")
+    p.takes_command, p.usage = True, "forebay demo [OPTIONS] [-- COMMAND ARG ...]"
+    p.epilog = 'COMMAND: the workers\' program, as of `forebay worker`; it may print {"loss": X} lines'
     p.add("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
     p.add("--json", type=Path, metavar="FILE", help="also write the summary to a file (default: no)")
     p.add("--keep", type=Path, metavar="DIR", help="keep all files in this new directory (default: no)")
-    p.add("--trainer", default="count", metavar="T", help="trainer, as for `forebay worker`")
     p.add("--tokenizer", default="train:4096", metavar="T", help="tokenizer, as for `forebay prepare`")

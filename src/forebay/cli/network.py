@@ -12,7 +12,7 @@ from typing import Any
 
 from forebay.cli.arguments import add_identity, address, days, positive, show
 from forebay.cli.parser import Parser
-from forebay.cli.running import load_identity, log, open_audit_log, ready, stop_event, until_stopped
+from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
 from forebay.network.retry import log_while_waiting
@@ -111,6 +111,7 @@ def _network_invite(args: argparse.Namespace) -> int:
 
 def _network_admit(args: argparse.Namespace) -> int:
     from forebay.network.admission import Admissions, AdmissionServer
+    from forebay.network.audit import open_audit_log
 
     admissions = Admissions(args.directory, open_audit_log())
     with contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server:

@@ -43,6 +43,8 @@ class Parser(argparse.ArgumentParser):
         options = {"allow_abbrev": False, "formatter_class": _Help, "conflict_handler": "resolve", **options}
         super().__init__(**options)
 
+    takes_command = False
+    """Whether what stands behind `--` is a command of its own: `args.command`, a list."""
     add = argparse.ArgumentParser.add_argument
 
     def add_list(self, flag: str, metavar: str | None, help: str, **options: Any) -> None:
@@ -58,7 +60,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of argparse; refuses unknown arguments here, where similar options are known."""
+        command: list[str] = []
+        if self.takes_command and "--" in args:
+            position = args.index("--")
+            args, command = args[:position], args[position + 1 :]
+            if not command:
+                self.error("expected a command behind --")
         namespace, unknown = super().parse_known_args(args, namespace)
+        if self.takes_command:
+            namespace.command = command
         if unknown:
             named = [text.partition("=")[0] for text in unknown if text.startswith("-")]
             self.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(named, self._option_string_actions)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import json
 import logging
@@ -21,7 +20,6 @@ from forebay.network.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
 if TYPE_CHECKING:
-    from forebay.network.audit import AuditLog
     from forebay.network.dht import LibtorrentDht
     from forebay.network.peer import Peer
     from forebay.network.pki.identity import Identity
@@ -38,17 +36,6 @@ def load_identity(args: argparse.Namespace) -> Identity:
     return Identity.load(args.identity)
 
 
-def open_audit_log() -> AuditLog | None:
-    """The audit log at `FOREBAY_AUDIT_LOG`, closed when the process ends; None without that variable."""
-    if not (path := os.environ.get("FOREBAY_AUDIT_LOG")):
-        return None
-    from forebay.network.audit import AuditLog
-
-    audit = AuditLog(path)
-    atexit.register(audit.close)
-    return audit
-
-
 @contextmanager
 def joined_network(
     args: argparse.Namespace, stop: threading.Event | None = None, required: bool = True
@@ -58,6 +45,7 @@ def joined_network(
     `stop` ends the wait for a bootstrap node, as an interrupt does. If none answers within `args.timeout`, it raises
     NetworkError if `required`, else logs a warning. FOREBAY_DHT has the address of our DHT node, HOST:PORT (UDP).
     """
+    from forebay.network.audit import open_audit_log
     from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
 
     identity = load_identity(args)
@@ -107,7 +95,7 @@ def ready(args: argparse.Namespace, **fields: Any) -> None:
 
 
 def stop_event() -> threading.Event:
-    """An event that SIGTERM and SIGINT set; with FOREBAY_EXIT_ON_STDIN_CLOSE=1 also the end of standard input."""
+    """An event that SIGTERM and SIGINT set; see also `terminate_on_stdin_close`."""
     stop = threading.Event()
     reader, writer = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -119,17 +107,24 @@ def stop_event() -> threading.Event:
         stop.set()
 
     SupervisedThread(pass_on, "signals").start()
-    if os.environ.get("FOREBAY_EXIT_ON_STDIN_CLOSE") == "1":
-
-        def watch() -> None:
-            # The pipe closes however the parent dies, so no process is left behind. os.read, as this thread would
-            # hold the lock of Python's buffer when the interpreter ends.
-            while os.read(0, 4096):
-                pass
-            stop.set()
-
-        SupervisedThread(watch, "stdin-close").start()
+    terminate_on_stdin_close()
     return stop
+
+
+def terminate_on_stdin_close() -> None:
+    """With FOREBAY_EXIT_ON_STDIN_CLOSE=1 send this process SIGTERM when its standard input ends.
+
+    The pipe closes however the parent dies, so no process is left behind.
+    """
+
+    def watch() -> None:
+        # os.read, as this thread would hold the lock of Python's buffer when the interpreter ends.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ.get("FOREBAY_EXIT_ON_STDIN_CLOSE") == "1":
+        SupervisedThread(watch, "stdin-close").start()
 
 
 def until_stopped(stop: threading.Event, until: Callable[[], bool] | None = None) -> None:

@@ -3,49 +3,72 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import json
+import signal
 import socket
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_identity, add_settings, address, positive, seconds, show, size
-from forebay.cli.running import add_from_urls, add_node, joined_network, load_identity, ready, stop_event, until_stopped
+from forebay.cli.running import (
+    add_from_urls,
+    add_node,
+    joined_network,
+    load_identity,
+    ready,
+    stop_event,
+    terminate_on_stdin_close,
+    until_stopped,
+)
 from forebay.errors import UsageError
 from forebay.toml import parse_settings, read_toml
 
 _SETTINGS: dict[str, Any] = {
     "name": None, "scheduler": None, "identity": None, "cache_dir": "./forebay-cache", "cache_bytes": 4 << 30,
-    "batch_size": 8, "trainer": "auto", "listen": None, "upload_limit": None,
-    "from_urls": None,
+    "batch_size": 8, "listen": None, "upload_limit": None, "from_urls": None,
 }  # fmt: skip
 """Keys of the `[worker]` table of a worker's configuration, with their defaults."""
+_COUNT = [sys.executable, "-m", "forebay.worker.count"]
 
 
 def _work(args: argparse.Namespace) -> int:
-    from forebay.worker.lease_worker import run_worker
+    from forebay.lease.scheduler_client import SchedulerClient
+    from forebay.network.client import Client
+    from forebay.worker.command import loader_arguments, run_command
 
     settings = _worker_settings(args)
-    stop = stop_event()
-    # A scheduler named by address is reached without the DHT.
-    with joined_network(args, stop, required=settings["scheduler"] is None) as (identity, discovery):
-        report = run_worker(
-            identity, settings["name"] or "", discovery=discovery, scheduler=settings["scheduler"],
-            cache_dir=Path(settings["cache_dir"]), cache_bytes=int(settings["cache_bytes"]),
-            batch_size=int(settings["batch_size"]), trainer=settings["trainer"],
-            share=None if args.listen == "none" else args.listen or f"{discovery.host}:0",
-            upload_bytes_per_s=settings["upload_limit"], patience_s=args.timeout, stop=stop,
-            from_urls=settings["from_urls"] or "",
-            on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Until the command runs.
+    terminate_on_stdin_close()
+    identity = load_identity(args)
+    with Client(identity) as client, contextlib.ExitStack() as stack:
+        discovery = None
+        if settings["scheduler"] is None:
+            discovery = stack.enter_context(joined_network(args))[1]
+        scheduler = SchedulerClient(
+            identity, client, settings["name"] or "", discovery, settings["scheduler"], args.timeout
+        )
+        network = {
+            "identity": str(Path(args.identity).absolute()), "listen": settings["listen"], "patience_s": args.timeout,
+            "upload_bytes_per_s": settings["upload_limit"], "from_urls": settings["from_urls"] or "",
+        }  # fmt: skip
+        arguments = loader_arguments(
+            scheduler, batch_size=settings["batch_size"], cache_bytes=settings["cache_bytes"], network=network,
+            cache_dir=str(Path(settings["cache_dir"]).absolute()),
         )  # fmt: skip
-    show({"report": asdict(report)} if args.json else asdict(report), args.json)
-    return 0
+        if args.bootstrap:  # Else the command joins the DHT itself, and follows the scheduler to another address.
+            arguments["scheduler"] = scheduler.addresses()[0]
+        scheduler.discovery = None
+        stack.close()
+        code, stats = run_command(args.command or _COUNT, scheduler, arguments)
+    show({"report": stats} if args.json else stats, args.json)
+    return code
 
 
 def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings: of the options, else of the file's [worker] table, else defaults. Sets `identity` and `listen`."""
+    """The settings: of the options, else of the file's [worker] table, else defaults. Sets `identity`."""
     settings = dict(_SETTINGS)
     if args.config is not None:
         table = read_toml(args.config).get("worker", {})
@@ -58,15 +81,15 @@ def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
             "worker: expected a job, got none. Give its name (forebay worker NAME, or worker.name in the --config "
             "file), or --scheduler HOST:PORT for any job of that scheduler."
         )
-    args.identity, args.listen = settings["identity"], settings["listen"]
-    if args.listen not in (None, "none"):
-        address(f"0.0.0.0{args.listen}" if args.listen.startswith(":") else args.listen)
+    for key in ("batch_size", "cache_bytes"):
+        if type(settings[key]) is not int or settings[key] < 1:
+            raise UsageError(f"worker: expected {key} as a whole number from 1, got {settings[key]!r}.")
+    listen = settings["listen"]
+    if listen not in (None, "none"):
+        address(f"0.0.0.0{listen}" if listen.startswith(":") else listen)
+    settings["listen"] = None if listen == "none" else listen or "auto"
+    args.identity = settings["identity"]
     return settings
-
-
-def _progress_line(p: dict[str, Any]) -> str:
-    loss = "" if p.get("loss") is None else f"  loss {p['loss']:.3f}"
-    return "step {step:,}  {tokens:,} tokens  {tokens_per_s:,.0f} tokens/s  waited {wait_share:.1%}".format(**p) + loss
 
 
 def _coordinate(args: argparse.Namespace) -> int:
@@ -128,21 +151,18 @@ def _is_loopback(host: str) -> bool:
 
 
 def add_verbs(verb: Any, group: Any) -> None:
-    about = "lease slices, download and verify them, train, acknowledge, share them with other workers"
+    about = "run a program whose forebay.Loader() leases, downloads and shares the slices of a scheduler's job"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
     p = add_node(verb, "worker", _work, about, timeout_s=60.0, timeout_of=waits)
+    p.takes_command, p.usage = True, "forebay worker [NAME] [OPTIONS] [-- COMMAND ARG ...]"
+    p.epilog = "COMMAND: the program, such as `python train.py` or `torchrun ...` (default: one that counts tokens)"
     p.add("name", nargs="?", metavar="NAME", help="the job; without it: the job of --scheduler")
     p.add("--config", type=Path, metavar="FILE", help="TOML with a [worker] table (default: none)")
     p.add("--scheduler", metavar="HOST:PORT", help="address of the scheduler (default: found in the DHT)")
     p.add("--cache-dir", metavar="DIR", help="directory for verified slices (default: ./forebay-cache)")
     p.add("--cache-bytes", type=size, metavar="BYTES", help="budget of the cache (default: 4GiB)")
     p.add("--batch-size", type=positive, metavar="N", help="samples per step (default: 8)")
-    p.add("--trainer", metavar="T", help="count (tokens), none, or FILE.py:CLASS (default: count or none)")
-    p.add(
-        "--listen",
-        metavar="HOST:PORT",
-        help="where to share slices; none: do not (default: any port at the DHT node's)",
-    )
+    p.add("--listen", metavar="HOST:PORT", help="where to share slices; none: do not (default: any free port)")
     p.add("--upload-limit", type=size, metavar="BYTES", help="bytes per second to others (default: no limit)")
     add_from_urls(p)
 

@@ -45,7 +45,7 @@ def apply(state: RunState, event: messages.Event, now: float) -> tuple[RunState,
 def _join(state: RunState, event: messages.Join, now: float, actions: list[Action]) -> RunState:
     old, worker = state.members.get(event.worker_id), f"worker {event.worker_id!r}"
     if old is not None and old.session == event.session and old.peer_id == event.peer_id:
-        return _put(state, replace(old, seen_at=now, lost_at=None, address=event.address))
+        return _put(state, replace(old, seen_at=now, lost_at=None))
     if old is not None:
         if old.peer_id != event.peer_id:
             refusal = messages.Refuse(
@@ -66,7 +66,7 @@ def _join(state: RunState, event: messages.Join, now: float, actions: list[Actio
     seats = [*state.seats.values(), *(member.seat for member in state.members.values())]
     seat = old.seat if old is not None else state.seats.get(event.worker_id, max(seats, default=-1) + 1)
     trained = (event.step, event.step, event.samples)
-    member = RunMember(event.worker_id, event.session, seat, event.address, event.peer_id, *trained, now, now)
+    member = RunMember(event.worker_id, event.session, seat, event.peer_id, *trained, now, now)
     actions.append(messages.LogLine(f"{worker} joins" + (" again" if event.worker_id in state.seats else "")))
     return _put(state, member)
 
@@ -265,7 +265,7 @@ def _form(state: RunState, now: float, actions: list[Action]) -> RunState:
         for rank, reached in () if state.lockstep else state.gone:
             if reached < step:
                 actions.append(messages.Gap(old.number, old.places[rank].worker_id, rank, reached, step))
-    places = tuple(messages.RankSlot(m.worker_id, m.session, m.address) for m in order)
+    places = tuple(messages.RankSlot(m.worker_id, m.session) for m in order)
     number = 1 if old is None else old.number + 1
     generation = RankGeneration(number, places, step, sample, order.index(source))
     actions.append(messages.Formed(generation))
@@ -353,7 +353,7 @@ def generation_reply(state: RunState, run_id: str) -> dict[str, Any]:
     generation = state.generation
     if generation is None:
         return {"run_id": run_id, "number": 0, "world_size": 0, "members": []}
-    members = [{"worker_id": s.worker_id, "rank": r, "address": s.address} for r, s in enumerate(generation.places)]
+    members = [{"worker_id": s.worker_id, "rank": r} for r, s in enumerate(generation.places)]
     return {
         "run_id": run_id, "number": generation.number, "world_size": len(members), "start_step": generation.start_step,
         "start_sample": generation.start_sample, "source": generation.source, "members": members,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict, Field, StringConstraints
 
-from forebay.network.messages import MAX_WAIT_S, Address, CoordinatorSession, Count, WorkerId
+from forebay.network.messages import MAX_WAIT_S, CoordinatorSession, Count, WorkerId
 
 ANSWER_S = 5.0
 """A member repeats a request when no answer came for so long after the time that it was to wait."""
@@ -52,7 +52,6 @@ class RunMember:
     worker_id: str
     session: str
     seat: int
-    address: str
     peer_id: str
     step: int
     weights: int
@@ -71,7 +70,6 @@ class RankSlot:
 
     worker_id: str
     session: str
-    address: str
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,6 @@ class Join(MemberMessage):
     `peer_id`: of the certificate, "" over plain HTTP; the server sets it.
     """
 
-    address: Address = ""
     peer_id: Annotated[str, Field(max_length=0)] = ""
     step: Count = 0
     samples: Count = 0

@@ -149,7 +149,7 @@ class Coordinator:
         members = [
             {
                 "worker_id": m.worker_id, "rank": state.generation and state.generation.rank_of(m.session),
-                "step": m.step, "address": m.address, "seen_s": 0.0 if m.polling else round(now - m.seen_at, 3),
+                "step": m.step, "seen_s": 0.0 if m.polling else round(now - m.seen_at, 3),
                 "ready": m.ready, "lost": m.lost_at is not None,
             }
             for m in sorted(state.members.values(), key=lambda m: m.seat)

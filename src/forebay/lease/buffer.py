@@ -37,9 +37,14 @@ class LeaseBuffer:
 
     # The thread that forms batches, and the one that uses them.
 
-    def wait(self, get: Callable[[], T | None], interrupted: Callable[[], bool]) -> T | None:
+    def wait(self, get: Callable[[], T | None], interrupted: Callable[[], bool] = lambda: False) -> T | None:
         """The first result of `get`, called with the lock, that is not None; None when closed or interrupted."""
-        return self._wait(get, interrupted, counted=True)
+        with self._changed:
+            while not (self.state.closed or interrupted()):
+                if (result := get()) is not None:
+                    return result
+                self._changed.wait(_POLL_S)
+        return None
 
     def used(self, parts: Sequence[tuple[ActiveLease, int]], step: int) -> None:
         """See `LeaseState.used`."""
@@ -52,7 +57,7 @@ class LeaseBuffer:
 
     def next_to_fetch(self) -> ActiveLease | None:
         """As `LeaseState.next_to_fetch`, but waits for one. None when closed."""
-        return self._wait(self.state.next_to_fetch)
+        return self.wait(self.state.next_to_fetch)
 
     # The thread that talks to the scheduler.
 
@@ -65,17 +70,3 @@ class LeaseBuffer:
                     return True
                 self._changed.wait(min(due_at - now, _POLL_S))
         return False
-
-    def _wait(
-        self, get: Callable[[], T | None], interrupted: Callable[[], bool] = lambda: False, counted: bool = False
-    ) -> T | None:
-        """The first result of `get` that is not None; None when closed or once `interrupted` is true."""
-        with self._changed:
-            started = self._clock()
-            while not (self.state.closed or interrupted()):
-                if (result := get()) is not None:
-                    if counted:
-                        self.state.counts.waited_s += self._clock() - started
-                    return result
-                self._changed.wait(_POLL_S)
-        return None

@@ -7,8 +7,6 @@ that no provider sends is released.
 """
 
 import logging
-import os
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ import numpy as np
 
 from forebay.cache.cache import ChunkCache
 from forebay.dataset.manifest import SliceInfo
+from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, IntegrityError, NetworkError
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.messages import Lease, prove
@@ -33,9 +32,6 @@ from forebay.swarm.members import format_ranges
 from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.worker")
-_LINE = re.compile(rb"^(\d{1,10}) (\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)
-_NAME = re.compile(rb"^= ([^\x00-\x1f]{1,255})$", re.MULTILINE)
-_FILE = re.compile(r"([0-9a-f]{64})\.known")
 _CONNECTIONS = 8
 _STALL_S = 5.0
 _PACE_S, _PACE_BYTES = 10.0, 10 * 32768
@@ -44,54 +40,26 @@ _MAX_URLS = 64
 
 
 class CacheIndex:
-    """Which slices of each dataset are in a cache. Threads and processes share it, as they do the cache.
+    """Which slices of a dataset are in a cache. Threads and processes share it, as they do the cache.
 
-    `sizes` has bytes and dataset name of each slice that was ever leased to this worker, by hash: what it may serve.
+    `sizes` has bytes and dataset name of each slice, by hash: what this worker may serve. Memory: 250 bytes a slice.
     """
 
-    def __init__(self, cache: ChunkCache) -> None:
-        self.sizes: dict[str, tuple[int, str]] = {}
-        self._cache = cache
-        self._lock = threading.Lock()
-        self._indexes: dict[str, dict[str, int]] = {}  # dataset id to sha256 to index
-        self._reported: dict[str, str] = {}
-        for item in os.scandir(cache.directory):
-            if match := _FILE.fullmatch(item.name):
-                indexes = self._indexes.setdefault(match[1], {})
-                lines = Path(item.path).read_bytes()
-                name = _NAME.search(lines)
-                for index, num_bytes, sha256 in _LINE.findall(lines):
-                    indexes[sha256.decode()] = int(index)
-                    if name is not None:  # the dataset's name decides which peers may have the slice
-                        self.sizes[sha256.decode()] = int(num_bytes), name[1].decode()
-
-    def add(self, lease: Lease) -> None:
-        """Add a slice that was cached."""
-        with self._lock:
-            indexes = self._indexes.setdefault(lease.dataset_id, {})
-            if indexes.get(lease.sha256) == lease.slice:
-                return
-            indexes[lease.sha256] = lease.slice
-            self.sizes[lease.sha256] = lease.bytes, lease.job
-        with (self._cache.directory / f"{lease.dataset_id}.known").open("ab", 0) as file:
-            # The line feed first: it ends a line that a kill may have torn.
-            name = f"\n= {lease.job}" if not file.tell() else ""
-            file.write(f"{name}\n{lease.slice} {lease.bytes} {lease.sha256}\n".encode())
+    def __init__(self, cache: ChunkCache, dataset: Dataset) -> None:
+        hashes = [row.tobytes().hex() for row in dataset.table.sha256]
+        self.sizes = {sha256: (size, dataset.name) for sha256, size in zip(hashes, dataset.table.bytes.tolist())}
+        self._indexes = {sha256: index for index, sha256 in enumerate(hashes)}
+        self._cache, self._dataset_id, self._reported = cache, dataset.id, ""
 
     def changes(self, everything: bool = False) -> dict[str, str]:
-        """Dataset id to the ranges of slices in the cache, where they changed since `mark_reported`; or of all."""
-        cached = self._cache.list_slices()
-        with self._lock:
-            ranges = {
-                i: format_ranges(np.array(sorted(indexes[s] for s in indexes.keys() & cached), np.int64))
-                for i, indexes in self._indexes.items()
-            }
-            return {i: text for i, text in ranges.items() if everything or self._reported.get(i, "") != text}
+        """Dataset id to the ranges of slices in the cache, if they changed since `mark_reported`, or `everything`."""
+        cached = self._indexes.keys() & self._cache.list_slices()
+        ranges = format_ranges(np.array(sorted(self._indexes[sha256] for sha256 in cached), np.int64))
+        return {self._dataset_id: ranges} if everything or ranges != self._reported else {}
 
     def mark_reported(self, changes: dict[str, str]) -> None:
         """The scheduler has received these changes."""
-        with self._lock:
-            self._reported.update(changes)
+        self._reported = changes.get(self._dataset_id, self._reported)
 
 
 class SliceFetcher:
@@ -101,7 +69,7 @@ class SliceFetcher:
     """
 
     def __init__(
-        self, client: Client, cache: ChunkCache, index: CacheIndex, leases: LeaseBuffer, patience_s: float,
+        self, client: Client, cache: ChunkCache, leases: LeaseBuffer, patience_s: float,
         from_urls: FromUrls = "",
     ) -> None:  # fmt: skip
         self.bytes = self.slices = self.bytes_from_workers = 0
@@ -109,7 +77,6 @@ class SliceFetcher:
         self._client = client
         self._peer_id = client.identity.peer_id if client.identity is not None else ""
         self._cache = cache
-        self._index = index
         self._leases = leases
         self._patience_s = patience_s
         self._from_urls = from_urls
@@ -140,7 +107,7 @@ class SliceFetcher:
         while (lease := self._leases.next_to_fetch()) is not None:
             try:
                 self._serve(lease)
-            except ForebayError as error:  # no provider for too long, or the cache is too small: ends `run_worker`
+            except ForebayError as error:  # no provider for too long, or the cache is too small
                 if not self._closing.is_set():
                     self.failure = self.failure or error
                     self._leases.close()
@@ -151,7 +118,6 @@ class SliceFetcher:
         try:
             # Pinned: another worker on this cache may evict slices between the fetch and the first step.
             if (path := self._fetch(lease)) is not None:
-                self._index.add(grant)
                 proof = prove(grant.lease_id, self._peer_id, path, grant.bytes)
                 with self._leases.locked() as state:
                     is_needed = state.fetched(lease, path, time.monotonic() - started, proof)

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from forebay.closing import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError
@@ -35,12 +32,10 @@ class LeaseJob(Closing):
     """A job. Reads its settings, and opens its dataset, when it is made.
 
     Args:
-        name: The job's, which is its dataset's; "" takes any, and needs an address.
+        url: The dataset, `forebay://NETWORK/NAME`; its name is the job's.
         address: The scheduler's `host:port`; None: it is found in the DHT.
         discovery: The DHT; by default it is joined if it is needed.
         patience_s: How long to wait for a scheduler, or for providers, that do not answer.
-        stop: Ends the waits.
-        dataset_id: The expected one. `publishers`: peer ids; if given, one of them must have signed the dataset.
 
     Raises:
         NetworkError: If the scheduler, or all of the dataset's data nodes, do not answer.
@@ -49,40 +44,26 @@ class LeaseJob(Closing):
     """
 
     def __init__(
-        self, identity: Identity, name: str, address: str | None, *, discovery: Discovery | None = None,
-        patience_s: float = 60.0, from_urls: FromUrls = "", stop: threading.Event | None = None,
-        dataset_id: str | None = None, publishers: Collection[str] = (),
+        self, url: str, identity: str | Path | Identity | None, address: str | None, *,
+        discovery: Discovery | None = None, patience_s: float = 60.0, from_urls: FromUrls = "",
     ) -> None:  # fmt: skip
-        self.identity, self.from_urls, self.client = identity, from_urls, Client(identity)
+        asked = open_peers(url, identity, None, None, Timeouts(), from_urls)
+        self.identity, self.from_urls, self.client = asked.identity, from_urls, Client(asked.identity)
         if discovery is None and address is None:
-            discovery = join_dht(identity)
+            discovery = join_dht(self.identity)
             weakref.finalize(self, discovery.close)
         self.discovery = discovery
-        self.scheduler = SchedulerClient(
-            identity, self.client, name, discovery, address, patience_s, stop or threading.Event()
-        )
+        self.scheduler = SchedulerClient(self.identity, self.client, asked.name, discovery, address, patience_s)
         self.info = self.scheduler.read_job()
-        self.name, expected_id = str(self.info.get("name")), str(self.info.get("dataset_id"))
-        if dataset_id not in (None, expected_id):
-            raise UsageError(f"job {self.name}: expected dataset {dataset_id}, got {expected_id}. Leave out ?id=.")
+        self.name, expected_id = asked.name, str(self.info.get("dataset_id"))
+        if asked.id not in (None, expected_id):
+            raise UsageError(f"job {self.name}: expected dataset {asked.id}, got {expected_id}. Leave out ?id=.")
         origin = PeerOrigin(
-            identity, self.name, expected_id=expected_id, discovery=_DataNodes(self.scheduler), publishers=publishers,
-            from_urls=from_urls,
+            self.identity, self.name, expected_id=expected_id, discovery=_DataNodes(self.scheduler),
+            publishers=asked.publishers, from_urls=from_urls,
         )  # fmt: skip
         origin.client = self.client
         self.dataset = self._open(origin, patience_s)
-
-    @classmethod
-    def from_url(
-        cls, url: str, identity: str | Path | Identity | None, address: str | None, *, from_urls: FromUrls = "",
-        **settings: Any,
-    ) -> LeaseJob:  # fmt: skip
-        """The job of the dataset at a `forebay://NETWORK/NAME` URL; `settings` as of the class."""
-        origin = open_peers(url, identity, None, None, Timeouts(), from_urls)
-        return cls(
-            origin.identity, origin.name, address, from_urls=from_urls, dataset_id=origin.id,
-            publishers=origin.publishers, **settings,
-        )  # fmt: skip
 
     def _open(self, origin: PeerOrigin, patience_s: float) -> RemoteDataset:
         deadline, reason = time.monotonic() + patience_s, ""

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.errors import NetworkError, ProtocolError
@@ -49,7 +49,7 @@ class SchedulerClient:
     discovery: Discovery | None
     fixed_address: str | None
     patience_s: float
-    stop: threading.Event
+    stop: threading.Event = field(default_factory=threading.Event)
     attempt: int = 0
 
     def __post_init__(self) -> None:

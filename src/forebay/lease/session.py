@@ -24,10 +24,11 @@ from forebay.errors import ForebayError
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import CacheIndex, SliceFetcher
 from forebay.lease.job import LeaseJob
-from forebay.lease.messages import ExchangeReply, Lease
-from forebay.lease.scheduler_client import SchedulerUnreachableError
+from forebay.lease.messages import ExchangeReply, ExchangeRequest, Lease
+from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
+from forebay.network.audit import open_audit_log
 from forebay.network.limits import Throttle
 from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
@@ -75,13 +76,13 @@ class LeaseSession(Closing):
             stack.callback(self.cache.close)
             self._name, job.scheduler.attempt, lock = _open_session(self.cache.directory)
             stack.callback(lock.release)
-            self.index = CacheIndex(self.cache)
+            self.index = CacheIndex(self.cache, job.dataset)
             state = LeaseState(
                 settings.batch_size, settings.cache_bytes, settings.receipt_s,
                 lambda grant: self.cache.unpin_slice(grant.sha256),
             )  # fmt: skip
             self.leases = LeaseBuffer(state)
-            self.fetcher = SliceFetcher(job.client, self.cache, self.index, self.leases, self.patience_s, job.from_urls)
+            self.fetcher = SliceFetcher(job.client, self.cache, self.leases, self.patience_s, job.from_urls)
             trust = TrustWatch(job.identity, job.client, peers=job.scheduler.addresses, discovery=job.discovery)
             stack.enter_context(contextlib.closing(trust.start()))
             self._share: SliceShare | None = None
@@ -102,16 +103,12 @@ class LeaseSession(Closing):
     def failure(self) -> Exception | None:
         return self._failure or self.fetcher.failure
 
-    def stop(self) -> None:
-        """Nothing more is leased or taken; what waits returns. For a signal handler or another thread."""
-        self.job.scheduler.stop.set()
-        self.leases.close()
-
     def close(self) -> None:
         """Acknowledge what was used, release the leases, and end the threads. May be repeated."""
         if self._is_closed:
             return
         self._is_closed = True
+        self.job.scheduler.stop.set()
         self.leases.close()
         self.fetcher.close()
         self._thread.stop()
@@ -135,6 +132,7 @@ class LeaseSession(Closing):
             "shared_bytes": self._share.bytes_sent if self._share is not None else 0,
             "leases_lost": state.counts.lost, "wasted_samples": state.counts.wasted,
             "rejected_providers": len(state.counts.rejected), "samples_left_out": state.num_left_out,
+            "done": int(state.done),
         }  # fmt: skip
 
     def _request(self) -> None:
@@ -183,6 +181,7 @@ class LeaseSession(Closing):
         return replace(lease, name=row.name, chunk_bytes=row.chunk_bytes)
 
     def _open_share(self, share: str, upload_bytes_per_s: float | None) -> SliceShare:
+        self.job.identity.audit = self.job.identity.audit or open_audit_log()
         host, _, port = share.rpartition(":")
         # The scheduler's network is the one in which others must reach this worker.
         others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
@@ -197,8 +196,14 @@ class LeaseSession(Closing):
 def _open_session(directory: Path) -> tuple[str, int, Lock]:
     """Lock the first unlocked session of the cache directory: its name, and the number before its first attempt's."""
     numbers = itertools.count()
-    while (lock := try_acquire(directory / f"session-{next(numbers)}")) is None:
+    while (opened := _lock_session(directory / f"session-{next(numbers)}")) is None:
         pass
+    return opened
+
+
+def _lock_session(path: Path) -> tuple[str, int, Lock] | None:
+    if (lock := try_acquire(path)) is None:
+        return None
     match = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
     name = match[1].decode() if match else secrets.token_hex(8)
     run = int(match[2]) + 1 if match else 0
@@ -206,3 +211,17 @@ def _open_session(directory: Path) -> tuple[str, int, Lock]:
     os.pwrite(lock.descriptor, content, 0)
     os.ftruncate(lock.descriptor, len(content))
     return name, run << 32, lock
+
+
+def return_leases(directory: Path, scheduler: SchedulerClient) -> None:
+    """Return the leases of the sessions of a cache directory whose processes died.
+
+    Raises:
+        NetworkError: If the scheduler does not answer, or refuses it: the leases expire.
+    """
+    for path in sorted(directory.glob("session-*")):
+        if (opened := _lock_session(path)) is not None:
+            name, scheduler.attempt, lock = opened
+            with lock:
+                body = ExchangeRequest(job=scheduler.name, session=name, known_leases=()).to_json()
+                scheduler.exchange(body, STOPPING_S)

@@ -61,7 +61,7 @@ def open_jobs(options: SimpleNamespace, mixture: Mixture | None) -> dict[str, Le
 
     sources: Mapping[str, Any] = {"": options.dataset} if mixture is None else mixture.datasets
     schedulers = options.scheduler
-    if isinstance(schedulers, (str, LeaseJob)):
+    if isinstance(schedulers, str):
         schedulers = dict.fromkeys(sources, schedulers) if mixture is None or schedulers == "auto" else {}
     if not isinstance(schedulers, Mapping) or set(schedulers) != set(sources):
         expected = "'host:port' or 'auto'" if mixture is None else "{name: 'host:port'} for each dataset, or 'auto'"
@@ -72,12 +72,9 @@ def open_jobs(options: SimpleNamespace, mixture: Mixture | None) -> dict[str, Le
     network = options.network
 
     def open_one(name: str) -> LeaseJob:
-        scheduler = schedulers[name]
-        if isinstance(scheduler, LeaseJob):
-            return scheduler
-        address = None if scheduler == "auto" else scheduler
-        return LeaseJob.from_url(
-            str(sources[name]), network.identity, address, discovery=network.discovery, stop=network.stop,
+        address = None if schedulers[name] == "auto" else schedulers[name]
+        return LeaseJob(
+            str(sources[name]), network.identity, address, discovery=network.discovery,
             patience_s=network.patience_s, from_urls=network.from_urls,
         )  # fmt: skip
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import open_slice
 from forebay.errors import DatasetError
 from forebay.lease.job import LeaseJob
-from forebay.lease.messages import ProviderReport
 from forebay.lease.session import LeaseSession, SessionSettings
 from forebay.lease.state import ActiveLease, LeaseState
 from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
@@ -48,9 +47,7 @@ class LeaseSessions:
         self._settings = settings
         self._opened: list[LeaseSession] = []
         self._past = Counter[str]()  # Of sessions that were closed.
-        self._past_rejected: list[ProviderReport] = []
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self.paused = False
 
     def open(self) -> list[LeaseSession]:
@@ -61,18 +58,7 @@ class LeaseSessions:
                     for job, settings in zip(self.jobs, self._settings):
                         self._opened.append(stack.enter_context(LeaseSession(job, settings)))
                     stack.pop_all()
-            if self._stop.is_set():
-                for session in self._opened:
-                    session.stop()
             return self._opened
-
-    def stop(self) -> None:
-        """End the iteration in progress, and all later ones, from another thread; the batch in use still counts."""
-        self._stop.set()
-        for session in self._opened:
-            session.stop()
-        for job in self.jobs:
-            job.scheduler.stop.set()
 
     def pause(self) -> None:
         """End the wait for a batch that is formed ahead."""
@@ -90,29 +76,8 @@ class LeaseSessions:
         finally:
             for session in sessions:
                 self._past.update(session.counts())
-                self._past_rejected += session.leases.state.counts.rejected
             for job in self.jobs:
                 job.close()
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stop.is_set()
-
-    @property
-    def rejected(self) -> list[ProviderReport]:
-        """Providers that were rejected for a slice."""
-        return self._past_rejected + [r for session in self._opened for r in session.leases.state.counts.rejected]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether a job has nothing left to lease."""
-        return any(session.leases.state.done for session in self._opened)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether an administrator paused a job."""
-        return any(session.leases.state.paused for session in self._opened)
 
     def stats(self) -> dict[str, Any]:
         """Counts of all sessions; see `LeaseSession.counts`."""
@@ -164,10 +129,10 @@ class LeasePlanner:
         self._delivered: int | None = None  # The step of the batch that the loop has.
         self._epoch_starts: dict[int, int] = {}
         self.network_s = self.disk_s = self.scheduler_s = 0.0
-        self.num_opened = self.num_failed = self.epoch = 0
+        self.num_opened = self.epoch = 0
 
     def batches(self, step: int) -> Generator[NumpyTokens | NumpyRows, None, None]:
-        """The batches from `step` on, until a job has nothing left, or the sessions are stopped.
+        """The batches from `step` on, until a job has nothing left.
 
         Raises:
             NetworkError: If a scheduler, or all providers, do not answer for too long.
@@ -188,9 +153,9 @@ class LeasePlanner:
                 raise session.failure
 
     def deliver(self, step: int) -> bool:
-        """The loop gets the batch of a step; False if a lease of it was lost, or work was stopped: then it does not."""
+        """The loop gets the batch of a step; False if a lease of it was lost: then it does not."""
         parts = self._formed.get(step)
-        if parts is None or self.sessions.is_stopping or any(part.opened.lease.ended for part in parts):
+        if parts is None or any(part.opened.lease.ended for part in parts):
             return False
         self._delivered, self.epoch = step, parts[0].opened.lease.grant.epoch
         return True
@@ -318,7 +283,6 @@ class LeasePlanner:
 
     def _fail(self, session: LeaseSession, lease: ActiveLease, error: DatasetError) -> None:
         _log.warning("slice %s cannot be used; its lease is returned: %s", lease.grant.name, error)
-        self.num_failed += 1
         with session.leases.locked() as state:
             state.fail(lease, str(error))
 

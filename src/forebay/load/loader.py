@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from forebay.errors import UsageError
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import BatchSource, BatchT, Take
+from forebay.load.environment import LoaderArguments, add_environment, report_at_exit
 from forebay.load.growth import grow
 from forebay.load.helpers import HelperPool
 from forebay.load.lease_plan import make_lease_state, step_of_lease_state
@@ -37,7 +38,6 @@ from forebay.order.step_index import check_integer
 from forebay.storage.locks import at_fork
 
 if TYPE_CHECKING:
-    from forebay.lease.job import LeaseJob
     from forebay.load.lease_planner import LeasePlanner
 
 _log = logging.getLogger("forebay")
@@ -54,7 +54,8 @@ class Loader(Closing, BatchSource[BatchT]):
 
     Args:
         dataset: A directory or URL, in Forebay's format or one of `docs/reference/formats.md`; an open Dataset; a
-            `Mixture`, or a TOML file with one.
+            `Mixture`, or a TOML file with one. Without it, it and all arguments that are not given are those of
+            the command's environment (`forebay worker -- COMMAND`).
         seq_len: Tokens of a sample, L. For layout `tokens`; layout `rows` has none.
         batch_size: Samples of a rank's batch; the global batch is batch_size * world_size.
         global_batch_size: Samples of all ranks' batches together: a number, or `[(run step, number), ...]` for a batch
@@ -89,47 +90,42 @@ class Loader(Closing, BatchSource[BatchT]):
     @overload
     def __init__(
         self: Loader[NumpyTokens], dataset: DatasetSource | Mixture, *, seq_len: int,
-        batch_size: int | None = None, global_batch_size: int | Sequence[tuple[int, int]] | None = None,
-        rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
-        epochs: int | None = 1, steps: int | None = None, packing: Literal["concat", "best_fit"] = "concat",
-        document_masks: bool = False, split: str | None = None, cache_dir: str | Path | None = None,
-        cache_bytes: int | None = None,
-        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
-        order: OrderOptions | None = None,
-        cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None,
+        packing: Literal["concat", "best_fit"] = "concat", document_masks: bool = False,
+        **arguments: Unpack[LoaderArguments],
     ) -> None: ...  # fmt: skip
     @overload
     def __init__(
         self: Loader[NumpyRows], dataset: DatasetSource | Mixture, *, seq_len: None = None,
-        batch_size: int | None = None, global_batch_size: int | Sequence[tuple[int, int]] | None = None,
-        rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
-        epochs: int | None = 1, steps: int | None = None, split: str | None = None,
-        cache_dir: str | Path | None = None, cache_bytes: int | None = None,
-        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
-        order: OrderOptions | None = None,
-        cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None,
+        **arguments: Unpack[LoaderArguments],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: Loader[Any], dataset: None = None, *, seq_len: int | None = None,
+        packing: Literal["concat", "best_fit"] = "concat", document_masks: bool = False,
+        **arguments: Unpack[LoaderArguments],
     ) -> None: ...  # fmt: skip
     def __init__(
-        self, dataset: DatasetSource | Mixture, *, seq_len: int | None = None, batch_size: int | None = None,
-        global_batch_size: int | Sequence[tuple[int, int]] | None = None, rank: int | None = None,
-        world_size: int | None = None, seed: int = 0, shuffle: bool = True, epochs: int | None = 1,
-        steps: int | None = None, packing: str = "concat", document_masks: bool = False, split: str | None = None,
-        cache_dir: str | Path | None = None, cache_bytes: int | None = None,
-        scheduler: str | LeaseJob | Mapping[str, str] | None = None,
-        order: OrderOptions | None = None,
+        self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None,
+        batch_size: int | None = None, global_batch_size: int | Sequence[tuple[int, int]] | None = None,
+        rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
+        epochs: int | None = 1, steps: int | None = None, packing: str = "concat", document_masks: bool = False,
+        split: str | None = None, cache_dir: str | Path | None = None, cache_bytes: int | None = None,
+        scheduler: str | Mapping[str, str] | None = None, order: OrderOptions | None = None,
         cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
         samples: SampleOptions | None = None,
     ) -> None:  # fmt: skip
         self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        """As they were given."""
+        """As they were given, or of the environment."""
+        if dataset is None:
+            self.arguments = add_environment(self.arguments, Loader.__init__.__kwdefaults__ or {})
         plan = self.plan = LoaderPlan(self.arguments)
         self.rank, self.world_size, self.seq_len = plan.rank, plan.world_size, plan.seq_len
         self.datasets, self.mixture, self.run, self.order = plan.datasets, plan.mixture, plan.run, plan.run.orders[0]
-        self._epochs = None if plan.mixture is not None or plan.jobs else epochs
+        self._epochs = None if plan.mixture is not None or plan.jobs else self.arguments["epochs"]
         self._step, self._shares, self._identity = 0, True, plan.identity
         self._reset()
+        if dataset is None:
+            report_at_exit(self)
 
     def _reset(self) -> None:
         """Make everything that iterating changes."""

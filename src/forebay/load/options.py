@@ -89,9 +89,9 @@ class NetworkOptions:
         listen: For a `forebay://` dataset: serve cached slices to peers of its swarm, from the first batch until
             `close`, at `HOST:PORT`, or at any port with "auto". None: nothing is shared.
         from_urls: For `forebay://` URLs: read also from URLs that data nodes announce: `public` or `any`.
-        receipt_s, patience_s, upload_bytes_per_s, discovery, stop: With `scheduler`: a lost lease wastes at most the
-            samples used in the first, and two steps; how long to wait for a scheduler, or for providers, that do not
-            answer; limit of what is sent to other workers; the DHT, if the caller joined it; an event that ends waits.
+        receipt_s, patience_s, upload_bytes_per_s, discovery: With `scheduler`: a lost lease wastes at most the samples
+            used in the first, and two steps; how long to wait for a scheduler, or for providers, that do not answer;
+            limit of what is sent to other workers; the DHT, if the caller joined it.
 
     Raises:
         UsageError: If a value is out of range.
@@ -105,7 +105,6 @@ class NetworkOptions:
     patience_s: float = 60.0
     upload_bytes_per_s: float | None = None
     discovery: Any = None
-    stop: Any = None
 
     def __post_init__(self) -> None:
         check_integer("connections", self.connections, 1)

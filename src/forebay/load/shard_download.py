@@ -8,8 +8,6 @@ is not started by `multiprocessing`, which would run the user's program again. C
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -29,6 +27,7 @@ from forebay.errors import DatasetError, ForebayError, IntegrityError, UsageErro
 from forebay.formats.external import map_file
 from forebay.formats.vectors import vector_in
 from forebay.load.shard_folder import ShardFiles, ShardFolder, read_ids
+from forebay.processes import end_with_parent
 from forebay.storage.base import Timeouts
 from forebay.storage.locks import Lock
 from forebay.storage.origins import open_origin
@@ -38,7 +37,6 @@ MIN_PROCESS_BYTES = 64 << 20  # Smaller shards are fetched in threads.
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 _LOG_EVERY_S = 10.0
 _FINAL = (DatasetError, IntegrityError)  # Errors that do not go away.
-_PR_SET_PDEATHSIG = 1
 log = logging.getLogger("forebay.load")
 
 
@@ -202,9 +200,8 @@ def main(pipe: Connection) -> None:
     """Fetch the shard that the pipe names, and send progress and the result. Ends with its parent."""
     folder, index = pipe.recv()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
-    with contextlib.suppress(AttributeError, OSError):  # Without prctl, it ends when it cannot send.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.nice(19)
+    end_with_parent()  # Else it ends when it cannot send.
+    os.nice(19)
     try:
         files = open_folder(*folder).obtain(
             index, stop=threading.Event(), on_progress=lambda *sizes: pipe.send(("progress", sizes))

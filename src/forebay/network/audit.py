@@ -8,6 +8,7 @@ Anyone who can write the files can change them; forward the lines elsewhere if t
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import logging.handlers
@@ -88,6 +89,15 @@ class AuditLog(Closing):
         }
         line = {"at": round(self._now(), 3), "kind": kind, "facts": values, "repeats": repeats}
         handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
+
+
+def open_audit_log() -> AuditLog | None:
+    """The audit log at `FOREBAY_AUDIT_LOG`, closed when the process ends; None without that variable."""
+    if not (path := os.environ.get("FOREBAY_AUDIT_LOG")):
+        return None
+    audit = AuditLog(path)
+    atexit.register(audit.close)
+    return audit
 
 
 class _PrivateHandler(logging.handlers.RotatingFileHandler):

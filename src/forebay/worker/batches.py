@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+import logging
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import StateError
+from forebay.errors import StateError, UsageError
 from forebay.load.arguments import rank_of_world
 from forebay.load.batch import NumpyTokens, TokenBatch
 from forebay.order.bijection import derive_key, permute, random_words
 from forebay.order.step_index import check_integer
 
 Integers = NDArray[np.int64]
+_log = logging.getLogger("forebay.worker")
 
 
-class Batches(ABC):
+class Batches:
     """`num_batches` batches of rank `rank` of `world_size`, as (inputs, labels), each int64 [batch_size, seq_len].
 
     Labels are the next tokens (label i is input i + 1): a model must not shift them again. Both share memory; do not
@@ -35,57 +37,80 @@ class Batches(ABC):
 
     `sample_ids` (int64 [batch_size]) are the numbers, over all ranks, of the samples of the last batch; `epoch` is its
     epoch.
+
+    Args:
+        name: For the log; `about`: the data in a line.
+        open_stream: Called with rank, world_size and batch_size; returns a `TextStream`, or what has its `seq_len`,
+            `vocab_size`, `lanes`, `position`, `seek`, `state_dict`, `load_state_dict`, `close` and iteration.
     """
 
-    def __init__(self, rank: int, world_size: int, num_batches: int, batch_size: int, seq_len: int) -> None:
-        for name, value in (("num_batches", num_batches), ("batch_size", batch_size), ("seq_len", seq_len)):
-            check_integer(name, value, 1)
-        self.rank, self.world_size = rank_of_world(rank, world_size)
-        self.num_batches, self.batch_size, self.seq_len = num_batches, batch_size, seq_len
+    def __init__(
+        self, name: str, about: str, open_stream: Callable[..., Any], rank: int, world_size: int, num_batches: int,
+        batch_size: int,
+    ) -> None:  # fmt: skip
+        for argument, value in (("num_batches", num_batches), ("batch_size", batch_size)):
+            check_integer(argument, value, 1)
+        self._name, self._about, self._open_stream = name, about, open_stream
+        self.num_batches, self.batch_size = num_batches, batch_size
+        self._open(rank, world_size)
+        self.seq_len, self.vocab_size = int(self._stream.seq_len), int(self._stream.vocab_size)
         self.sample_ids: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.epoch = 0
-        self._num_yielded, self._resumes = 0, False
+        self.epoch = self._logged_epoch = 0
         self._start = self.position()
 
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Every token id is below it."""
+    def _open(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank_of_world(rank, world_size)
+        self._stream = self._open_stream(rank=self.rank, world_size=self.world_size, batch_size=self.batch_size)
+        self._num_yielded, self._resumes = 0, False
 
     @property
     def effective_batch_size(self) -> int:
         """Samples of all ranks' batches together."""
         return self.batch_size * self.world_size
 
-    @abstractmethod
     def describe(self) -> str:
         """The data in one line, for logs."""
+        return self._about
 
-    @abstractmethod
     def position(self) -> Any:
         """The position after the last batch, for `seek` of this object or of one that `reshard` returned; cheap."""
+        return self._stream.position
 
-    @abstractmethod
     def seek(self, position: Any) -> None:
         """Continue at a position."""
-
-    @abstractmethod
-    def reshard(self, rank: int, world_size: int) -> Batches:
-        """The same samples from the same position on, for a rank of another world. This object is closed."""
-
-    @abstractmethod
-    def endless(self) -> Generator[NumpyTokens, None, None]:
-        """This rank's batches from the position on, without end."""
-
-    @abstractmethod
-    def _state(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _load(self, state: dict[str, Any]) -> None: ...
+        self._stream.seek(position)
 
     def rewind(self) -> None:
         """Seek the first batch."""
         self.seek(self._start)
+
+    def reshard(self, rank: int, world_size: int) -> Batches:
+        """The same samples from the same position on, for a rank of another world. This object is closed.
+
+        Raises:
+            UsageError: If the data has several lanes: a rank's position has no other lanes than its own.
+        """
+        if self._stream.lanes > 1 and (rank, world_size) != (self.rank, self.world_size):
+            raise UsageError(
+                f"lanes: expected 1 where workers come and go, got {self._stream.lanes}: a rank has no state of other "
+                f"ranks' lanes. Give lanes=1, or {self.world_size} ranks throughout."
+            )
+        self.close()
+        other = copy.copy(self)
+        other._open(rank, world_size)
+        other.seek(self.position())
+        return other
+
+    def endless(self) -> Generator[NumpyTokens, None, None]:
+        """This rank's batches from the position on, without end."""
+        with closing(iter(self._stream)) as batches:
+            for batch in batches:
+                if batch.epoch > self._logged_epoch:
+                    self._logged_epoch = batch.epoch
+                    _log.warning(
+                        "%s: all of it was read; epoch %d begins, in another order.", self._name, batch.epoch + 1
+                    )
+                yield batch
 
     def __len__(self) -> int:
         return self.num_batches
@@ -115,18 +140,21 @@ class Batches(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, as plain JSON values."""
-        return {"given": self._num_yielded, **self._state()}
+        return {"given": self._num_yielded, "stream": self._stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next iteration at `state`. StateError if it is of other data or arguments."""
-        count = state.get("given") if isinstance(state, dict) else None
-        if type(count) is not int or count < 0:
+        count, stream = (state.get(name) if isinstance(state, dict) else None for name in ("given", "stream"))
+        if type(count) is not int or count < 0 or not isinstance(stream, dict):
             raise StateError(f"dataset state: expected what state_dict() gives, got {str(state)[:80]}.")
-        self._load(state)
+        if self._stream.lanes == 1:
+            stream = {**stream, "global_batch_size": self.effective_batch_size}
+        self._stream.load_state_dict(stream)
         self._num_yielded, self._resumes = count, True
 
-    def close(self) -> None:  # noqa: B027  # most hold nothing open
+    def close(self) -> None:
         """End threads, close files. May be called twice."""
+        self._stream.close()
 
 
 def dummy_samples(sample_ids: Integers, *, seed: int, seq_len: int, vocab_size: int) -> Integers:
@@ -149,44 +177,44 @@ class DummyDataset(Batches):
         self, *, num_batches: int = 100, batch_size: int = 4, seq_len: int = 32, vocab_size: int = 1024, seed: int = 42,
         rank: int = 0, world_size: int = 1, distributed: bool = False, num_samples: int = 1 << 20,
     ) -> None:  # fmt: skip
+        check_integer("seq_len", seq_len, 1)
         check_integer("vocab_size", vocab_size, 2)
         check_integer("num_samples", num_samples, 1)
-        self._vocab_size, self._seed = vocab_size, int(seed)
-        self._num_samples = num_samples if distributed else 0
-        self._position = 0
-        super().__init__(rank, world_size, num_batches, batch_size, seq_len)
+        kind = f"{num_samples:,} random samples, dealt" if distributed else "random samples"
+        stream = partial(_DummyStream, seq_len, vocab_size, int(seed), num_samples if distributed else 0)
+        super().__init__(
+            "dummy", f"{kind}, ids below {vocab_size:,}", stream, rank, world_size, num_batches, batch_size
+        )
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
-    def describe(self) -> str:
-        kind = f"{self._num_samples:,} random samples, dealt" if self._num_samples else "random samples"
-        return f"{kind}, ids below {self._vocab_size:,}"
+class _DummyStream:
+    """The stream of a DummyDataset. `position`: the number of samples of all ranks up to here."""
 
-    def position(self) -> int:
-        """See Batches: the number of samples of all ranks up to here."""
-        return self._position
+    lanes = 1
 
-    def seek(self, position: Any) -> None:
-        self._position = int(position)
+    def __init__(
+        self, seq_len: int, vocab_size: int, seed: int, num_samples: int, rank: int, world_size: int, batch_size: int
+    ) -> None:  # fmt: skip
+        self.seq_len, self.vocab_size, self._seed, self._num_samples = seq_len, vocab_size, seed, num_samples
+        self._rank, self._world_size, self._global_batch = rank, world_size, world_size * batch_size
+        self.position = 0
 
-    def reshard(self, rank: int, world_size: int) -> DummyDataset:
-        other = copy.copy(self)
-        other.rank, other.world_size = rank_of_world(rank, world_size)
-        other._num_yielded, other._resumes = 0, False
-        return other
+    def seek(self, position: int) -> None:
+        self.position = int(position)
 
-    def endless(self) -> Generator[NumpyTokens, None, None]:
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def __iter__(self) -> Generator[NumpyTokens, None, None]:
         while True:
-            start, step = self._position, self.effective_batch_size
-            ids = self._ids(start + np.arange(self.rank, step, self.world_size, dtype=np.int64))
-            tokens = dummy_samples(ids, seed=self._seed, seq_len=self.seq_len, vocab_size=self._vocab_size)
-            self._position = start + step
+            start, size = self.position, self._global_batch
+            ids = self._ids(start + np.arange(self._rank, size, self._world_size, dtype=np.int64))
+            tokens = dummy_samples(ids, seed=self._seed, seq_len=self.seq_len, vocab_size=self.vocab_size)
+            self.position = start + size
             epoch = start // self._num_samples if self._num_samples else 0
             yield TokenBatch(
-                inputs=tokens[:, :-1], labels=tokens[:, 1:], sample_ids=ids, epoch=epoch, step=start // step,
-                epoch_step=start // step,
+                inputs=tokens[:, :-1], labels=tokens[:, 1:], sample_ids=ids, epoch=epoch, step=start // size,
+                epoch_step=start // size,
             )  # fmt: skip
 
     def _ids(self, positions: Integers) -> Integers:
@@ -199,16 +227,15 @@ class DummyDataset(Batches):
             ids[epochs == epoch] = permute(offsets[epochs == epoch].astype(np.uint64), self._num_samples, key)
         return ids
 
-    def _state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "dataset": "distributed_dummy" if self._num_samples else "dummy", "num_samples": self._num_samples,
-            "seed": self._seed, "seq_len": self.seq_len, "vocab_size": self._vocab_size,
-            "samples_taken": self._position,
+            "seed": self._seed, "seq_len": self.seq_len, "vocab_size": self.vocab_size, "samples_taken": self.position,
         }  # fmt: skip
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         position = state.get("samples_taken")
-        for name, value in {**self._state(), "samples_taken": position}.items():
+        for name, value in {**self.state_dict(), "samples_taken": position}.items():
             if state.get(name) != value:
                 raise StateError(
                     f"dummy state: expected {name} {value!r}, got {state.get(name)!r}. Resuming would change the data. "
@@ -216,4 +243,4 @@ class DummyDataset(Batches):
                 )
         if type(position) is not int or position < 0:
             raise StateError(f"dummy state: expected samples_taken from 0, got {position!r}.")
-        self._position = position
+        self.position = position

@@ -113,8 +113,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         check_choice("dataset_type", self.dataset_type, DATASET_TYPES)
         check_choice("model_size", self.model_size, tuple(MODEL_SIZES))
-        if check_trainer(self.trainer) == "none":
-            raise UsageError("trainer: expected 'count' or FILE.py:NAME, got 'none'.")
+        check_trainer(self.trainer)
         check_choice("streaming", self.streaming, (None, True, False))
         for name in ("batch_size", "seq_len", "num_steps"):
             if getattr(self, name) is None:

@@ -6,23 +6,18 @@ some hundred documents; no sample is padded, and a document longer than a sample
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Generator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
-from forebay.load.batch import NumpyTokens
+from forebay.errors import DownloadError, MissingPackageError
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 from forebay.stream.lane import StreamOptions
-from forebay.stream.state import StreamState
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
 from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
@@ -110,73 +105,13 @@ def _find_inputs(entry: CatalogEntry, streaming: bool) -> Any:
 class HubDataset(Batches):
     """Batches of tokenized text; made by `create_huggingface_dataset`."""
 
-    def __init__(
-        self, name: str, about: str, open_stream: Callable[..., TextStream], rank: int, world_size: int,
-        num_batches: int, batch_size: int,
-    ) -> None:  # fmt: skip
-        self._name, self._about, self._open_stream = name, about, open_stream
-        self._stream = open_stream(rank=rank, world_size=world_size, batch_size=batch_size)
-        self._logged_epoch = 0
-        super().__init__(rank, world_size, num_batches, batch_size, self._stream.seq_len)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._stream.vocab_size
-
     @property
     def tokenizer(self) -> TokenizerFile:
         """Encodes text, and decodes tokens."""
-        return self._stream.tokenizer
+        tokenizer: TokenizerFile = self._stream.tokenizer
+        return tokenizer
 
     def stats(self) -> dict[str, int]:
         """Documents, bytes, tokens, malformed records and tails up to now; see `TextStream.stats`."""
-        return self._stream.stats()
-
-    def describe(self) -> str:
-        return self._about
-
-    def position(self) -> StreamState:
-        return self._stream.position
-
-    def seek(self, position: Any) -> None:
-        self._stream.seek(position)
-
-    def reshard(self, rank: int, world_size: int) -> HubDataset:
-        """See Batches. With one lane alone: a rank's position has no other lanes than its own."""
-        if self._stream.lanes > 1 and (rank, world_size) != (self.rank, self.world_size):
-            raise UsageError(
-                f"lanes: expected 1 where workers come and go, got {self._stream.lanes}: a rank has no state of other "
-                f"ranks' lanes. Give lanes=1, or {self.world_size} ranks throughout."
-            )
-        position = self.position()
-        self.close()
-        other = HubDataset(
-            self._name, self._about, self._open_stream, rank, world_size, self.num_batches, self.batch_size
-        )
-        other.seek(position)
-        other._logged_epoch = self._logged_epoch
-        return other
-
-    def endless(self) -> Generator[NumpyTokens, None, None]:
-        with closing(iter(self._stream)) as batches:  # type: ignore[type-var]  # a generator
-            for batch in batches:
-                if batch.epoch > self._logged_epoch:
-                    self._logged_epoch = batch.epoch
-                    _log.warning(
-                        "%s: all of it was read; epoch %d begins, in another order.", self._name, batch.epoch + 1
-                    )
-                yield batch
-
-    def _state(self) -> dict[str, Any]:
-        return {"stream": self._stream.state_dict()}
-
-    def _load(self, state: dict[str, Any]) -> None:
-        stream = state.get("stream")
-        if not isinstance(stream, dict):
-            raise StateError(f"dataset state: expected a stream's state, got {json.dumps(state)[:80]}.")
-        if self._stream.lanes == 1:
-            stream = {**stream, "global_batch_size": self.effective_batch_size}
-        self._stream.load_state_dict(stream)
-
-    def close(self) -> None:
-        self._stream.close()
+        counts: dict[str, int] = self._stream.stats()
+        return counts

@@ -47,7 +47,6 @@ class Membership:
     Args:
         coordinator: "host:port" or an http(s):// URL.
         worker_id: The worker's name in the run; generated where None. A restart under the same id gets its rank back.
-        address: Where peers reach this worker ("host:port"), sent to them; "" where they need not.
         settings: Proposed settings (dataset_type, dataset_name, tokenizer_name, batch_size, seq_len, num_steps,
             seed …). The coordinator's own come first; those that it leaves open are the run's first worker's.
         lockstep: Whether workers step together by a collective operation, with the weights of the source. Without, each
@@ -60,7 +59,7 @@ class Membership:
     """
 
     def __init__(
-        self, coordinator: str, worker_id: str | None = None, *, address: str = "",
+        self, coordinator: str, worker_id: str | None = None, *,
         settings: Mapping[str, Any] | None = None, lockstep: bool = True, step: int = 0, samples: int = 0,
         identity: Identity | None = None, patience_s: float = 120.0, on_note: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
@@ -68,7 +67,7 @@ class Membership:
         self._client = Client(identity)
         self._on_note = on_note or (lambda text: None)
         self._state = MembershipState(
-            worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}", self._coordinator, address=address,
+            worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}", self._coordinator,
             settings=settings or {}, lockstep=lockstep, step=step, samples=samples, patience_s=patience_s,
             on_note=self._on_note, clock=time.monotonic, new_session=lambda: secrets.token_hex(16), random=Random(),
         )  # fmt: skip

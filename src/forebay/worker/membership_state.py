@@ -58,15 +58,6 @@ Operation: TypeAlias = Generator[Request | Pause, Any, T]
 
 
 @dataclass(frozen=True)
-class GenerationMember:
-    """One worker of a generation; `address` is where its peers reach it, "host:port", or ""."""
-
-    worker_id: str
-    rank: int
-    address: str
-
-
-@dataclass(frozen=True)
 class Generation:
     """A fixed membership: valid for the steps from `start_step` to the next generation's.
 
@@ -75,7 +66,6 @@ class Generation:
         rank, world_size: This worker's rank, and the number of workers.
         start_step: The step to continue at, the number of steps that the run has finished.
         start_sample: Samples of the global order that those steps used.
-        members: In rank order.
         source: The rank whose weights the others take over at `start_step`.
         run_id: The same for all generations of a run.
     """
@@ -85,7 +75,6 @@ class Generation:
     world_size: int
     start_step: int
     start_sample: int
-    members: tuple[GenerationMember, ...]
     source: int
     run_id: str
 
@@ -121,7 +110,6 @@ class MembershipState:
     worker_id: str
     coordinator: str
     _: KW_ONLY
-    address: str = ""
     settings: Mapping[str, Any]
     lockstep: bool
     step: int
@@ -171,7 +159,7 @@ class MembershipState:
         if not self.config:
             yield from self.agree()
         self.session, self._lost, self._run_to = self.new_session(), "", 0
-        body = {**self._me(), "address": self.address, "step": self._weights[0], "samples": self._weights[1]}
+        body = {**self._me(), "step": self._weights[0], "samples": self._weights[1]}
         unsure_until, noted = self.clock() + self._heartbeat_s + 2 * self._lost_s, ""
         wait_s = FIRST_WAIT_S
         while True:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from forebay.errors import NetworkError, UsageError
 
 IGNORE_INDEX = -100
-TRAINERS = ("auto", "count", "none")
 
 Integers = NDArray[np.integer[Any]]
 
@@ -104,7 +103,7 @@ def share_processors() -> None:
 @functools.cache
 def trainer_class(name: str) -> Callable[..., Trainer]:
     """The class of a trainer by its name: the counter, or the class NAME of FILE.py:NAME, which is executed."""
-    if name in ("auto", "count"):
+    if name == "count":
         return CountTrainer
     path, _, attribute = check_trainer(name).rpartition(":")
     share_processors()
@@ -120,31 +119,8 @@ def trainer_class(name: str) -> Callable[..., Trainer]:
 
 
 def check_trainer(name: str) -> str:
-    """The name, unless it is none of `TRAINERS` and not FILE.py:NAME: then UsageError."""
+    """The name, unless it is neither `count` nor FILE.py:NAME: then UsageError."""
     path, _, attribute = name.rpartition(":")
-    if name not in TRAINERS and not (path.endswith(".py") and attribute.isidentifier()):
-        raise UsageError(f"trainer: expected one of {', '.join(TRAINERS)}, or FILE.py:NAME, got {name!r}.")
+    if name != "count" and not (path.endswith(".py") and attribute.isidentifier()):
+        raise UsageError(f"trainer: expected 'count' or FILE.py:NAME, got {name!r}.")
     return name
-
-
-def make_trainer(
-    name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str, is_used: bool = False
-) -> Trainer | None:
-    """The trainer of a name for a leased job; None for `none`, and for `auto` with rows that the caller uses.
-
-    `vocab_size` is 0 if the dataset does not have it (imported files): then 65,536 for U16; U32 can only be counted.
-    """
-    check_trainer(name)
-    if name == "none" or (layout != "tokens" and name == "auto" and is_used):
-        return None
-    if layout != "tokens":
-        raise UsageError(
-            f"trainer {name}: expected layout tokens, got {layout}: samples would be acknowledged without training. "
-            "Train in a program of your own (`run_worker` with on_batch), or give --trainer none."
-        )
-    trainer = trainer_class(name)
-    if vocab_size == 0 and dtype == "U32" and trainer is not CountTrainer:
-        raise UsageError(
-            f"trainer {name}: expected the vocabulary's size in the dataset, got none. Use trainer 'count'."
-        )
-    return trainer(vocab_size=vocab_size or 1 << 16, seq_len=seq_len)

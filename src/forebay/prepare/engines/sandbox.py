@@ -8,7 +8,6 @@ memory on Linux only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import mmap
 import multiprocessing
@@ -16,7 +15,6 @@ import os
 import pickle
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,13 +25,13 @@ from pydantic import Field
 
 from forebay.prepare.engines.base import attempt, exit_name, resident_bytes, result_of, use_one_core
 from forebay.prepare.settings import Positive, Settings
+from forebay.processes import end_with_parent
 
 _POLL_S = 0.05
 _SHARED_BYTES = 16 << 20
 # The status of a process, in memory that it shares: its id, whether it has read the request, and its activity.
 _STATUS_BYTES, _PID_BYTES, _TEXT_START = 256, 8, 9
 _ENDED = b"ended "  # No answer begins so: answers are pickles, sizes and Arrow batches.
-_PR_SET_PDEATHSIG = 1
 
 Buffer = Any  # What has the buffer protocol: `bytes`, an Arrow buffer.
 Run = Callable[[Any, Buffer], tuple[Any, Buffer]]
@@ -183,12 +181,7 @@ def _set_up_fork(status: mmap.mmap) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     use_one_core()
-    _end_with_parent()
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
 
 
 def _serve(pipe: Connection, status: mmap.mmap, shared: mmap.mmap) -> None:
@@ -196,7 +189,7 @@ def _serve(pipe: Connection, status: mmap.mmap, shared: mmap.mmap) -> None:
     while True:
         pid = os.fork()
         if pid == 0:
-            _end_with_parent()
+            end_with_parent()
             status[:_PID_BYTES] = os.getpid().to_bytes(_PID_BYTES, "little")
             _answer(pipe, status, shared)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,0 +1,88 @@
+"""DDP on leases: rank 0 leases each global batch, and the ranks train on a part each; all of them are one worker.
+
+    python examples/leased_ddp.py                                                              starts all of it here
+    forebay worker wiki --identity carol -- torchrun --nproc-per-node 8 examples/leased_ddp.py      a worker of yours
+
+Ranks that step together must not lease apart: the last leases are one rank's, and the others would wait for them while
+it waits for the others. Workers of this kind on other machines may come and go: each is a model of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import forebay
+
+PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+
+
+def shared_batches() -> Iterator[tuple[Any, Any, float]]:
+    """This rank's inputs and labels of each batch that rank 0 leases, and their weight; of the last ones maybe none."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = iter(forebay.Loader()) if rank == 0 else None
+    while True:
+        batch = None if batches is None else next(batches, None)  # The one before counts as used.
+        message = [None if batch is None else (batch.inputs, batch.labels)]
+        dist.broadcast_object_list(message)
+        if message[0] is None:
+            return
+        inputs, labels = (torch.from_numpy(array) for array in message[0])
+        count = len(range(rank, len(inputs), world_size))
+        mine = slice(rank, None, world_size) if count else slice(0, 1)  # Each rank has a step, maybe of weight 0.
+        yield inputs[mine], labels[mine], count * world_size / len(inputs)
+
+
+def train() -> None:
+    dist.init_process_group("gloo")  # "nccl" with GPUs
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for inputs, labels, weight in shared_batches():
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        (weight * loss).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if dist.get_rank() == 0:
+        print(
+            f"{dist.get_world_size()} ranks, {len(losses)} steps: loss {losses[0]:.2f} to {losses[-1]:.2f}", flush=True
+        )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    from inference import FOREBAY, call, start_network
+
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        folder = Path(directory)
+        subprocess.run([*PREPARE, "--out", folder / "text"], check=True, stdout=subprocess.DEVNULL)
+        scheduler = start_network(stack, folder, folder / "text", "--seq-len", 32)
+        worker = ["worker", "--scheduler", scheduler, "--identity", folder / "carol", "--batch-size", 6]
+        torchrun = ["--", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, __file__]
+        words = map(str, [*FOREBAY, *worker, "--cache-dir", folder / "cache", *torchrun])
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(list(words), env=environment, stdout=subprocess.PIPE)
+        print(done.stdout.decode().splitlines()[0])
+        call("ledger", "verify", folder / "state" / "ledger.jsonl")
+        if done.returncode:
+            sys.exit("the worker failed")
+
+
+if __name__ == "__main__":
+    if "FOREBAY_LOADER" in os.environ:
+        train()
+    else:
+        main()

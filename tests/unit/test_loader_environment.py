@@ -1,0 +1,52 @@
+"""`Loader()` without a dataset: its arguments are the environment's, and what is given comes first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forebay import CacheOptions, Loader, SampleOptions
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import UsageError
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    (tmp_path / "data" / "slices").mkdir(parents=True)
+    write_token_slice(
+        tmp_path / "data" / "slices" / "0.safetensors", np.arange(160, dtype=np.uint16), np.array([160], np.uint64)
+    )
+    return import_slices(tmp_path / "data", "data").path
+
+
+def test_given_arguments_come_before_those_of_the_environment(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "dataset": str(dataset), "seq_len": 16, "batch_size": 2, "seed": 3, "split": "train",
+        "samples": {"validation_fraction": 0.5},
+    }  # fmt: skip
+    monkeypatch.setenv("FOREBAY_LOADER", json.dumps(settings))
+    ids = [batch.sample_ids.tolist() for batch in Loader()]
+    options = SampleOptions(validation_fraction=0.5)
+    same = Loader(dataset, seq_len=16, batch_size=2, seed=3, split="train", samples=options)
+    assert ids == [batch.sample_ids.tolist() for batch in same]
+    other = Loader(batch_size=3, seq_len=8, samples=SampleOptions(prefetch_batches=1), cache=CacheOptions())
+    assert len(next(iter(other))) == 3 == len(ids[0]) + 1 and other.seq_len == 8 and other.arguments["seed"] == 3
+    assert other.arguments["samples"] == SampleOptions(validation_fraction=0.5, prefetch_batches=1)
+    assert len(next(iter(Loader(dataset, seq_len=16, batch_size=1)))) == 1
+
+
+def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FOREBAY_LOADER", raising=False)
+    with pytest.raises(UsageError, match=r"expected a dataset, got none, and no FOREBAY_LOADER .*forebay worker NAME"):
+        Loader(seq_len=16, batch_size=2)
+    for text in (
+        "{", "[]", "{}", '{"dataset": "", "batch_size": 1}', '{"dataset": "x", "nothing": 1}',
+        '{"dataset": "x", "network": {"nothing": 1}}',
+    ):  # fmt: skip
+        monkeypatch.setenv("FOREBAY_LOADER", text)
+        with pytest.raises(UsageError, match="FOREBAY_LOADER: cannot be read"):
+            Loader()
