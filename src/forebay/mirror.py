@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,24 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, datas
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
-from forebay.load.shard_folder import ShardFolder
-from forebay.storage.base import ObjectMeta, as_object_origin, head_object, read_small
+from forebay.load.shard_files import (
+    Shard,
+    ShardObject,
+    ShardReader,
+    fetch_pair,
+    find_shard,
+    list_shards,
+    pair_map,
+    read_layout,
+    verify_pair,
+)
+from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
+from forebay.storage.chunk_file import ABSENT, Check, ChunkFile
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import RemoteDataset, open_origin
 from forebay.storage.ranged_download import Workers
-from forebay.storage.targets import FolderTarget, Target, open_target
-from forebay.storage.transfers import FileTransfer, Transfer
+from forebay.storage.targets import FolderTarget, Target
+from forebay.storage.transfers import FileTransfer, Transfer, map_path_of, open_file
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
 _MAX_SWARM_SLICES = 1024  # requested from the trackers at once
@@ -314,83 +325,86 @@ def holds_shards(source: str) -> bool:
 
 
 def mirror_shards(
-    source: str, destination: str, *, temporary: Path, shards: slice | None = None, max_workers: Workers = None,
+    source: str, target: Target, *, shards: slice | None = None, max_workers: Workers = None,
     on_progress: OnProgress = lambda _: None,
 ) -> ShardMirrorReport:  # fmt: skip
-    """Copy shards; those that the destination has are skipped.
+    """Copy shards; those that the target has are skipped.
 
     Args:
-        destination: A directory, `s3://`, `r2://` (with `R2_DATASET_WRITE_*`), `gs://` or `az://`.
-        temporary: A directory of its own with room for one shard; on the disk of a destination directory.
+        target: The caller closes it.
         shards: Indexes to copy; by default all.
         on_progress: Called with the bytes copied or skipped since the last call.
     """
-    origin = open_origin(source)
-    folder = ShardFolder(origin, temporary, max_workers=max_workers)
-    if origin.url in (destination, str(Path(destination).absolute())):
+    origin = as_object_origin(open_origin(source))
+    if origin.url == target.url:
         raise UsageError(f"mirror: expected another target than the source {origin.url}. Name one.")
-    target = open_target(destination, temporary / "upload")
-    try:
-        available = folder.indexes()
-        selected = available
-        if shards is not None:
-            selected = list(range(shards.start or 0, available[-1] + 1 if shards.stop is None else shards.stop))
-        if not selected or not set(selected) <= set(available):
-            raise UsageError(f"shards: expected some of {available[0]} to {available[-1]}, got {selected[:20]}.")
-        heads = {index: folder.heads(index) for index in available}
-        sizes = {index: sum(head.bytes for head in pair.values()) for index, pair in heads.items()}
-        skipped = [index for index in selected if _is_verified(folder, target, index, heads[index])]
-        absent = [index for index in selected if index not in set(skipped)]
-        folder.clean(set(absent))
-        on_progress(sum(sizes[index] for index in skipped))
-        waiting = [sizes[index] for index in absent]
-        needed = sum(waiting) if isinstance(target, FolderTarget) else max(waiting, default=0)
-        _check_room(folder.folder, needed, shutil.disk_usage(folder.folder).free + sum(map(folder.on_disk, absent)))
-        for index in absent:
-            _copy_shard(folder, target, index, sizes[index], on_progress)
-        missing = [index for index in available if index not in selected and not _contains(target, heads[index])]
-        return ShardMirrorReport(
-            origin.url, target.url, len(available), absent, skipped, sum(waiting), sum(sizes[i] for i in skipped),
-            missing, not missing,
-        )  # fmt: skip
-    finally:
-        target.close()
-        with contextlib.suppress(OSError):
-            temporary.rmdir()
+    found = {index: find_shard(origin, index) for index in list_shards(origin)}
+    last = max(found, default=-1)
+    first, stop = (0, last + 1) if shards is None else (shards.start or 0, shards.stop or last + 1)
+    selected = [index for index in found if shards is None or first <= index < stop]
+    if not selected or (shards is not None and len(selected) < stop - first):
+        raise UsageError(f"shards: expected a range in 0:{last + 1}, got {first}:{stop} ({origin.url}).")
+    skipped = [index for index in selected if _has_shard(target, found[index])]
+    absent = [index for index in selected if index not in set(skipped)]
+    sizes = {index: shard.num_bytes for index, shard in found.items()}
+    on_progress(sum(sizes[index] for index in skipped))
+    needed = [sizes[index] for index in absent]
+    parts = [target.part_path(part.name) for index in absent for part in (found[index].tokens, found[index].ids)]
+    folder = parts[0].parent if parts else Path()
+    present = sum(part.stat().st_blocks * 512 for part in parts if part.exists())
+    is_folder = isinstance(target, FolderTarget)
+    _check_room(folder, sum(needed) if is_folder else max(needed, default=0), shutil.disk_usage(folder).free + present)
+    reader = ShardReader(origin, max_workers=max_workers)
+    for index in absent:
+        _copy_shard(reader, target, found[index], on_progress)
+    missing = [index for index in found if index not in selected and not _contains(target, found[index])]
+    return ShardMirrorReport(
+        origin.url, target.url, len(found), absent, skipped, sum(needed), sum(sizes[i] for i in skipped), missing,
+        not missing,
+    )  # fmt: skip
 
 
-def _contains(target: Target, heads: Mapping[str, ObjectMeta]) -> bool:
-    return all(target.contains(name, head.bytes, None) for name, head in heads.items())
+def _contains(target: Target, shard: Shard) -> bool:
+    return all(target.contains(part.name, part.num_bytes, None) for part in (shard.tokens, shard.ids))
 
 
-def _is_verified(folder: ShardFolder, target: Target, index: int, heads: Mapping[str, ObjectMeta]) -> bool:
+def _has_shard(target: Target, shard: Shard) -> bool:
     """Whether the target has a shard; in a directory its samples are checked."""
-    if not _contains(target, heads):
+    if not _contains(target, shard):
         return False
     if isinstance(target, FolderTarget):
         try:
-            folder.check(index, *(target.folder / name for name in heads))
+            here = PathOrigin(target.folder)
+            verify_pair(target.folder, read_layout(here, find_shard(here, shard.index), 0))
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False
+        finally:
+            pair_map(target.folder, shard).unlink(missing_ok=True)
     return True
 
 
-def _copy_shard(folder: ShardFolder, target: Target, index: int, num_bytes: int, on_progress: OnProgress) -> None:
+def _copy_shard(reader: ShardReader, target: Target, shard: Shard, on_progress: OnProgress) -> None:
     reported = 0
 
-    def report(received: int, total: int) -> None:
+    def report(received: int) -> None:
         nonlocal reported
-        on_progress(received - reported)
-        reported = received
+        on_progress(max(0, received - reported))
+        reported = max(received, reported)
 
-    files, _ = folder.obtain(index, stop=threading.Event(), on_progress=report)
-    # The ids first, as a copy: a kill then leaves a complete shard here, and no tokens without ids there.
-    copy = target.part_path(files.ids.name)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(files.ids, copy)
-    for name, part in ((files.ids.name, copy), (files.tokens.name, files.tokens)):
-        target.commit(name, part, hash_file(part))
-    folder.remove(index)
-    on_progress(num_bytes - reported)
-    log.info("shard %d copied to %s", index, target.url)
+    def fetch(part: ShardObject, info: SliceInfo, check: Check) -> ChunkFile:
+        entry = open_file(target.part_path(part.name), replace(info, sha256=""), check)
+        chunks = np.arange(entry.layout.num_chunks)
+        entry.doubt(chunks)  # Of an earlier run, maybe with other ids.
+        entry.verify(chunks)
+        reader.fetch(part, entry, np.flatnonzero(entry.marks == ABSENT), threading.Event(), report)
+        return entry
+
+    shard = read_layout(reader.origin, shard, 0)
+    fetch_pair(shard, fetch, lambda: target.part_path(shard.ids.name).unlink())
+    for part in (shard.ids, shard.tokens):  # In this order: a kill leaves no tokens without ids.
+        path = target.part_path(part.name)
+        target.commit(part.name, path, hash_file(path))
+        map_path_of(path).unlink(missing_ok=True)
+    on_progress(max(0, shard.num_bytes - reported))
+    log.info("shard %d copied to %s", shard.index, target.url)

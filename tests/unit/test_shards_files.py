@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forebay.load.shard_folder import SampleCheck, ShardFolder, read_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.formats import open_external
 from forebay.formats.shard_writer import write_shards
 from forebay.formats.vectors import npy_header, sample_id, vector_in
-from forebay.load.shard_folder import SampleCheck, ShardFolder, read_ids
 
 L = 16
 
