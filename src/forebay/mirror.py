@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,14 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, datas
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
-from forebay.load.shard_files import (
-    Shard,
-    ShardObject,
-    ShardReader,
-    fetch_pair,
-    find_shard,
-    list_shards,
-    pair_map,
-    read_layout,
-    verify_pair,
-)
+from forebay.load.shard_cache import ShardCache
+from forebay.load.shard_files import Shard, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
-from forebay.storage.chunk_file import ABSENT, Check, ChunkFile
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import RemoteDataset, open_origin
 from forebay.storage.ranged_download import Workers
 from forebay.storage.targets import FolderTarget, Target
-from forebay.storage.transfers import FileTransfer, Transfer, map_path_of, open_file
+from forebay.storage.transfers import FileTransfer, Transfer
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
 _MAX_SWARM_SLICES = 1024  # requested from the trackers at once
@@ -325,42 +315,43 @@ def holds_shards(source: str) -> bool:
 
 
 def mirror_shards(
-    source: str, target: Target, *, shards: slice | None = None, max_workers: Workers = None,
+    source: str, target: Target, temporary: Path, *, shards: slice | None = None, max_workers: Workers = None,
     on_progress: OnProgress = lambda _: None,
 ) -> ShardMirrorReport:  # fmt: skip
     """Copy shards; those that the target has are skipped.
 
     Args:
         target: The caller closes it.
+        temporary: A directory with room for one shard, on the disk of the target's parts; removed at the end.
         shards: Indexes to copy; by default all.
         on_progress: Called with the bytes copied or skipped since the last call.
     """
     origin = as_object_origin(open_origin(source))
     if origin.url == target.url:
-        raise UsageError(f"mirror: expected another target than the source {origin.url}. Name one.")
+        raise UsageError(f"mirror: expected another target than the source {target.url}. Name one.")
     found = {index: find_shard(origin, index) for index in list_shards(origin)}
-    last = max(found, default=-1)
-    first, stop = (0, last + 1) if shards is None else (shards.start or 0, shards.stop or last + 1)
-    selected = [index for index in found if shards is None or first <= index < stop]
-    if not selected or (shards is not None and len(selected) < stop - first):
-        raise UsageError(f"shards: expected a range in 0:{last + 1}, got {first}:{stop} ({origin.url}).")
-    skipped = [index for index in selected if _has_shard(target, found[index])]
-    absent = [index for index in selected if index not in set(skipped)]
+    last = max(found)
+    selected = list(found) if shards is None else list(range(shards.start or 0, shards.stop or last + 1))
+    if not selected or not set(selected) <= set(found):
+        raise UsageError(f"shards: expected some of {min(found)} to {last}, got {selected[:20]}.")
     sizes = {index: shard.num_bytes for index, shard in found.items()}
+    absent = [index for index in selected if not _has_shard(target, found[index])]
+    skipped = [index for index in selected if index not in set(absent)]
     on_progress(sum(sizes[index] for index in skipped))
-    needed = [sizes[index] for index in absent]
-    parts = [target.part_path(part.name) for index in absent for part in (found[index].tokens, found[index].ids)]
-    folder = parts[0].parent if parts else Path()
-    present = sum(part.stat().st_blocks * 512 for part in parts if part.exists())
-    is_folder = isinstance(target, FolderTarget)
-    _check_room(folder, sum(needed) if is_folder else max(needed, default=0), shutil.disk_usage(folder).free + present)
-    reader = ShardReader(origin, max_workers=max_workers)
-    for index in absent:
-        _copy_shard(reader, target, found[index], on_progress)
+    waiting = [sizes[index] for index in absent]
+    needed = sum(waiting) if isinstance(target, FolderTarget) else max(waiting, default=0)
+    with ShardCache(source, temporary, max_workers=max_workers) as cache:
+        for index in absent[:1]:  # The one that a kill interrupted.
+            cache.describe(index)
+        cache.evict(absent[:1])
+        _check_room(temporary, needed, shutil.disk_usage(temporary).free + cache.cache.used_bytes())
+        for index in absent:
+            _copy_shard(cache, target, index, on_progress)
+    shutil.rmtree(temporary)
     missing = [index for index in found if index not in selected and not _contains(target, found[index])]
     return ShardMirrorReport(
-        origin.url, target.url, len(found), absent, skipped, sum(needed), sum(sizes[i] for i in skipped), missing,
-        not missing,
+        origin.url, target.url, len(found), absent, skipped, sum(waiting), sum(sizes[i] for i in skipped),
+        missing, not missing,
     )  # fmt: skip
 
 
@@ -373,8 +364,8 @@ def _has_shard(target: Target, shard: Shard) -> bool:
     if not _contains(target, shard):
         return False
     if isinstance(target, FolderTarget):
+        here = PathOrigin(target.folder)
         try:
-            here = PathOrigin(target.folder)
             verify_pair(target.folder, read_layout(here, find_shard(here, shard.index), 0))
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
@@ -384,27 +375,20 @@ def _has_shard(target: Target, shard: Shard) -> bool:
     return True
 
 
-def _copy_shard(reader: ShardReader, target: Target, shard: Shard, on_progress: OnProgress) -> None:
-    reported = 0
+def _copy_shard(cache: ShardCache, target: Target, index: int, on_progress: OnProgress) -> None:
+    reported, shard = 0, cache.describe(index)
 
     def report(received: int) -> None:
         nonlocal reported
         on_progress(max(0, received - reported))
-        reported = max(received, reported)
+        reported = max(reported, received)
 
-    def fetch(part: ShardObject, info: SliceInfo, check: Check) -> ChunkFile:
-        entry = open_file(target.part_path(part.name), replace(info, sha256=""), check)
-        chunks = np.arange(entry.layout.num_chunks)
-        entry.doubt(chunks)  # Of an earlier run, maybe with other ids.
-        entry.verify(chunks)
-        reader.fetch(part, entry, np.flatnonzero(entry.marks == ABSENT), threading.Event(), report)
-        return entry
-
-    shard = read_layout(reader.origin, shard, 0)
-    fetch_pair(shard, fetch, lambda: target.part_path(shard.ids.name).unlink())
-    for part in (shard.ids, shard.tokens):  # In this order: a kill leaves no tokens without ids.
-        path = target.part_path(part.name)
-        target.commit(part.name, path, hash_file(path))
-        map_path_of(path).unlink(missing_ok=True)
+    cache.fetch(shard, threading.Event(), report)
+    for info in reversed(shard.infos()):  # The ids first: a kill leaves no tokens without ids.
+        part = target.part_path(info.name)
+        part.unlink(missing_ok=True)
+        part.hardlink_to(cache.cache.path_of(info.sha256))
+        target.commit(info.name, part, hash_file(part))
+    cache.evict(())
     on_progress(max(0, shard.num_bytes - reported))
-    log.info("shard %d copied to %s", shard.index, target.url)
+    log.info("shard %d copied to %s", index, target.url)

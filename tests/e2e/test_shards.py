@@ -45,8 +45,7 @@ QUICK = {"sequence_length": L, "steps_per_shard": 3, "timeout_s": 20.0, "chunk_s
 
 def arrived(shard: ShardFetch) -> bool:
     """Wait for a shard that is on its way."""
-    shard.wait(20)
-    return shard.dataset is not None
+    return len(shard.wait(20)) == SAMPLES
 
 
 def tokens_of(shard: int) -> Any:
@@ -396,8 +395,8 @@ def test_what_cannot_be_is_told_or_gone_on_with(
     caplog.clear()
     real = shutil.disk_usage
     monkeypatch.setattr("forebay.load.shards.COMMON_MEM_BYTES", 1 << 60)
-    monkeypatch.setattr("forebay.load.shards._MIN_RATED_S", 0.0)
-    monkeypatch.setattr("forebay.load.shards.COMMON_BYTES_PER_S", 1e15)
+    monkeypatch.setattr("forebay.load.shard_cache._MIN_RATED_S", 0.0)
+    monkeypatch.setattr("forebay.load.shard_cache.COMMON_BYTES_PER_S", 1e15)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_700_000))
     assert steps([0]) == [0]
     for words in ("disk: room for 1.7 MB in", "memory: ", "runs like this have 1 Gb/s or more"):

@@ -265,12 +265,6 @@ class ChunkCache(SharedState):
         self.unpin([(entry, everything)])
         return None, reason
 
-    def holds(self, sha256: str) -> bool:
-        """Whether all chunks of a slice are here, verified or not."""
-        with self._lock:
-            entry = self._open(sha256)
-            return entry is not None and bool(np.isin(entry.marks, (PRESENT, UNVERIFIED)).all())
-
     def evict(self, keep: Collection[str]) -> None:
         """Delete the slices, except these, that no process has pinned. Views of them stay valid, and keep the space."""
         with self._lock:

@@ -20,7 +20,6 @@ from forebay.toml import parse_settings
 if TYPE_CHECKING:
     from forebay.formats.conversion import ConvertOptions
     from forebay.formats.report import Report
-    from forebay.storage.targets import Target
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -107,27 +106,29 @@ def _print_report(report: Report) -> None:
 def _mirror_shards(args: argparse.Namespace) -> int:
     from forebay.mirror import mirror_shards
     from forebay.observe.progress import bar
+    from forebay.storage.targets import open_target
 
     name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
+    # Files are linked into a directory, so temporary ones are on its disk.
+    parent = Path(tempfile.gettempdir()) if "://" in args.target else Path(args.target)
+    temporary = parent / f".forebay-mirror-{name}"
     shards = None if args.slices is None else slice(*args.slices)
-    with bar("mirror", None, enabled=not args.quiet) as advance, contextlib.closing(_open_target(args, name)) as target:
+    with (
+        bar("mirror", None, enabled=not args.quiet) as advance,
+        contextlib.closing(open_target(args.target, temporary / "upload")) as target,
+    ):
         report = mirror_shards(
-            args.source, target, shards=shards, max_workers=args.connections, on_progress=advance
+            args.source, target, temporary, shards=shards, max_workers=args.connections, on_progress=advance
         )  # fmt: skip
     show(asdict(report), args.json)
     return 0
-
-
-def _open_target(args: argparse.Namespace, name: str) -> Target:
-    from forebay.storage.targets import open_target
-
-    return open_target(args.target, Path(tempfile.gettempdir()) / f"forebay-mirror-{name}")
 
 
 def _mirror(args: argparse.Namespace) -> int:
     from forebay.mirror import holds_shards, mirror, mirror_by_swarm
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote
+    from forebay.storage.targets import open_target
 
     if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source):
         return _mirror_shards(args)
@@ -139,7 +140,7 @@ def _mirror(args: argparse.Namespace) -> int:
     dataset = open_remote(source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
-    target = _open_target(args, dataset.id[:16])
+    target = open_target(args.target, Path(tempfile.gettempdir()) / f"forebay-mirror-{dataset.id[:16]}")
     total = int(dataset.table.bytes[start:stop].sum())
     swarm: dict[str, Any] = {}
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import pickle
@@ -19,10 +20,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,29 +35,35 @@ from forebay.closing import Closing
 from forebay.dataset.chunks import num_chunks
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.files import sync_file
 from forebay.load.shard_files import (
+    SampleCheck,
     Shard,
     ShardDataset,
     ShardObject,
-    ShardReader,
-    fetch_pair,
     find_shard,
     list_shards,
     read_layout,
     verify_pair,
 )
-from forebay.network.retry import log_while_waiting
-from forebay.storage.base import PathOrigin, Timeouts, as_object_origin
+from forebay.network.retry import backoff_s, log_while_waiting
+from forebay.storage.base import PathOrigin, PinnedOrigin, Timeouts, as_object_origin
 from forebay.storage.chunk_file import PRESENT, Check, ChunkFile
+from forebay.storage.fetch import disk_error
 from forebay.storage.origins import open_origin
-from forebay.storage.ranged_download import Workers, plan_download
+from forebay.storage.ranged_download import Workers, open_fetcher, plan_download
+from forebay.storage.transfers import ChunkTransfer
 from forebay.threads import SupervisedThread
+from forebay.units import format_rate
 
 MIN_PROCESS_BYTES = 64 << 20  # Smaller shards are fetched in threads.
+COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
+_MIN_RATED_S = 1.0  # Shorter downloads say nothing about the network.
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+_MAX_SAME, _MAX_ROUNDS = 3, 10
 _POLL_S = 0.1
-_FINAL = (DatasetError, IntegrityError)  # Errors that do not go away.
 _PR_SET_PDEATHSIG = 1
+OnProgress = Callable[[int], object]
 log = logging.getLogger("forebay.load")
 
 
@@ -65,131 +74,163 @@ class ShardCache(Closing):
     """
 
     def __init__(
-        self, url: str, folder: Path, sequence_length: int = 0, *, keep_shards: bool = False,
-        chunk_size: int | None = None, max_workers: Workers = None, timeout_s: float = 300.0,
+        self, url: str, folder: Path, sequence_length: int = 0, chunk_size: int | None = None,
+        max_workers: Workers = None, timeout_s: float = 300.0,
     ) -> None:  # fmt: skip
         plan_download(1, chunk_size, max_workers)  # Checks them.
-        origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
-        settings: dict[str, Any] = {"chunk_size": chunk_size, "max_workers": max_workers, "timeout_s": timeout_s}
-        self.arguments = url, folder, sequence_length, settings  # For another process.
-        self._reader = ShardReader(origin, **settings)
-        self._here, self._seq_len, self._keep_shards = PathOrigin(folder), sequence_length, keep_shards
+        self.arguments = url, folder, sequence_length, chunk_size, max_workers, timeout_s  # For another process.
+        self._seq_len, self._timeout_s = sequence_length, timeout_s
+        self._plan = partial(plan_download, chunk_size=chunk_size, max_workers=max_workers)
+        self.origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
+        self.cache, self._here = ChunkCache(folder, 1 << 62), PathOrigin(folder)
+        self.fetched_bytes, self.fetch_s = 0, 0.0
         self._layouts: dict[Shard, Shard] = {}
-        self.cache = ChunkCache(folder, 1 << 62)
 
     def close(self) -> None:
         """Release all pins. May be called twice."""
         self.cache.close()
 
     def indexes(self) -> list[int]:
-        """The indexes of the shards here or at the origin, ascending. Raises DatasetError if there are none."""
-        origin = self._reader.origin
-        indexes = {*list_shards(self._here), *list_shards(origin, timeout_s=self._reader.timeout_s)}
-        if not indexes:
-            raise DatasetError(f"{origin.url}: expected shards train_000000.npy and on, got none. Check the address.")
-        return sorted(indexes)
+        """The indexes of the shards at the origin, ascending. Raises DatasetError if there are none."""
+        return list_shards(self.origin, timeout_s=self._timeout_s)
 
     def find(self, index: int, stop: threading.Event | None = None) -> Shard:
         """A shard that is here under its own names, else at the origin. Raises DatasetError or NetworkError."""
         with contextlib.suppress(DatasetError):
             return find_shard(self._here, index)
-        return find_shard(self._reader.origin, index, timeout_s=self._reader.timeout_s, stop=stop)
+        return find_shard(self.origin, index, timeout_s=self._timeout_s, stop=stop)
 
     def is_in_place(self, shard: Shard) -> bool:
         return shard.url == self._here.url
-
-    def evict(self, keep: Collection[int]) -> None:
-        """Remove the shards that no process uses, unless all are kept, except these that were described."""
-        if not self._keep_shards:
-            shards = [shard for shard in self._layouts.values() if shard.index in keep]
-            self.cache.evict({info.sha256 for shard in shards for info in shard.infos()})
 
     def describe(self, index: int, stop: threading.Event | None = None) -> Shard:
         """A shard as `find` finds it, and its layout. Raises DatasetError or NetworkError."""
         found = self.find(index, stop)
         if found not in self._layouts:
-            origin = self._here if self.is_in_place(found) else self._reader.origin
+            origin = self._here if self.is_in_place(found) else self.origin
             self._layouts[found] = read_layout(origin, found, self._seq_len)
         return self._layouts[found]
+
+    def evict(self, keep: Collection[int]) -> None:
+        """Remove the shards that no process uses, except these, if they were described."""
+        shards = [shard for shard in self._layouts.values() if shard.index in keep]
+        self.cache.evict({info.sha256 for shard in shards for info in shard.infos()})
 
     def obtain(self, fetch: ShardFetch, is_training: bool) -> ShardDataset:
         """The verified samples of a shard, fetched if they are not here; they stay until they are closed.
 
         Raises:
             DatasetError, IntegrityError, NetworkError: If it cannot be fetched or verified.
-            UsageError: If the disk is full, or `fetch` is stopped.
+            UsageError: If the disk is full, or `fetch` is closed.
         """
         shard = self.describe(fetch.index, fetch.stopping)
         if self.is_in_place(shard):
             return ShardDataset(shard, *verify_pair(self._here.folder, shard))
-        fetch_missing = fetch_in_process if is_training and shard.num_bytes >= MIN_PROCESS_BYTES else ShardCache.fetch
-        while not fetch.stopping.is_set():
+        while True:
             pins = [(self.cache.open_pinned(info, _chunks(info)), _chunks(info)) for info in shard.infos()]
-            tokens, ids = (entry for entry, _ in pins)
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.cache.unpin, pins)
+                if not all(entry.is_complete() for entry, _ in pins):
+                    fetch.entry = pins[0][0]
+                    self._fetch_timed(shard, fetch.stopping, is_training)
+                if all(entry.is_complete() and not entry.is_deleted for entry, _ in pins):
+                    return ShardDataset(shard, pins[0][0], pins[1][0].data.view("<u8"), stack.pop_all().close)
+
+    def _fetch_timed(self, shard: Shard, stop: threading.Event, is_training: bool) -> None:
+        in_process, started = is_training and shard.num_bytes >= MIN_PROCESS_BYTES, time.monotonic()
+        num_bytes = fetch_in_process(self, shard, stop) if in_process else self.fetch(shard, stop)
+        seconds = time.monotonic() - started
+        self.fetched_bytes, self.fetch_s = self.fetched_bytes + num_bytes, self.fetch_s + seconds
+        if seconds > _MIN_RATED_S and 0 < num_bytes / seconds < COMMON_BYTES_PER_S:
+            rate = format_rate(num_bytes / seconds)
+            log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", shard.index, rate)
+
+    def fetch(self, shard: Shard, stop: threading.Event, on_progress: OnProgress = lambda received: None) -> int:
+        """Fetch what is missing of a shard, or wait for the process that does; returns the bytes fetched here.
+
+        Samples that do not have their ids are fetched again; if these are wrong in the same way, the ids too.
+
+        Raises:
+            IntegrityError: If samples are wrong in the same way three times.
+            NetworkError: If it cannot be fetched.
+            UsageError: If the disk is full, or `stop` is set.
+        """
+        tokens, ids = shard.infos()
+        seen, num_bytes = Counter[tuple[int, int]](), 0
+        for rounds in itertools.count(1):
+            entry, fetched = self._fetch_object(shard.ids, ids, lambda chunk, data: True, stop)
+            check, num_bytes = SampleCheck(shard, entry.data.view("<u8")), num_bytes + fetched
             try:
-                if not (tokens.is_complete() and ids.is_complete()):
-                    fetch.entry = tokens
-                    fetch.fetched = fetch_missing(self, shard, fetch.stopping)
-                if tokens.is_complete() and ids.is_complete() and not (tokens.is_deleted or ids.is_deleted):
-                    unpin = partial(self.cache.unpin, [] if self._keep_shards else pins)
-                    return ShardDataset(shard, tokens, ids.data.view("<u8"), unpin)
-                self.cache.unpin(pins)  # Another process, or the fetch, replaced one of them.
-            except BaseException:
-                self.cache.unpin(pins)
-                raise
-            finally:
-                fetch.entry = None
-        raise _cancelled(fetch.index)
+                return num_bytes + self._fetch_object(shard.tokens, tokens, check, stop, on_progress)[1]
+            except IntegrityError:
+                seen.update(check.wrong.items())
+                num_same = max((seen[item] for item in check.wrong.items()), default=0)
+                if num_same >= _MAX_SAME or (rounds >= _MAX_ROUNDS and check.wrong):
+                    raise check.error() from None
+                if num_same > 1:
+                    log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
+                    self.cache.discard(ids.sha256)
+        raise AssertionError
 
-    def fetch(self, shard: Shard, stop: threading.Event) -> tuple[int, float]:
-        """Fetch what is missing of a shard, or wait for the process that does; (bytes fetched here, seconds)."""
-        started, num_bytes, cache = time.monotonic(), 0, self.cache
+    def _fetch_object(
+        self, part: ShardObject, info: SliceInfo, check: Check, stop: threading.Event,
+        on_progress: OnProgress = lambda received: None,
+    ) -> tuple[ChunkFile, int]:  # fmt: skip
+        chunks, num_bytes = _chunks(info), 0
+        entry = self.cache.open_pinned(info, chunks)
+        entry.check = check
+        try:
+            while not entry.is_complete():
+                entry.verify(chunks)
+                claimed, reason = self.cache.claim(entry, chunks)
+                if reason:
+                    raise UsageError(f"{part.name}: {reason} Free space; what was received is kept and resumed.")
+                if len(claimed):
+                    try:
+                        self._transfer(part, entry, claimed, stop, on_progress)
+                        num_bytes += entry.bytes_of(claimed)
+                    finally:
+                        self.cache.complete(entry, claimed)
+                elif stop.wait(_POLL_S):
+                    raise _cancelled(part.name)
+                if entry.is_deleted:
+                    raise NetworkError(f"{part.name}: it was removed while it was fetched. It is retried.")
+            return entry, num_bytes
+        finally:
+            self.cache.unpin([(entry, chunks)])
 
-        def fetch(part: ShardObject, info: SliceInfo, check: Check) -> ChunkFile:
-            nonlocal num_bytes
-            chunks = _chunks(info)
-            entry = cache.open_pinned(info, chunks)
-            entry.check = check
-            try:
-                while not entry.is_complete():
-                    entry.verify(chunks)
-                    claimed, reason = cache.claim(entry, chunks)
-                    if reason:
-                        raise UsageError(f"shard {shard.index}: {reason} Free space; what was received is kept.")
-                    if len(claimed):
-                        try:
-                            self._reader.fetch(part, entry, claimed, stop)
-                            num_bytes += entry.bytes_of(claimed)
-                        finally:
-                            cache.complete(entry, claimed)
-                    elif stop.wait(_POLL_S):
-                        raise _cancelled(shard.index)
-                    if entry.is_deleted:
-                        raise NetworkError(f"shard {shard.index}: it was removed while it was fetched. It is retried.")
-                return entry
-            finally:
-                cache.unpin([(entry, chunks)])
-
-        fetch_pair(shard, fetch, lambda: cache.discard(shard.infos()[1].sha256))
-        return num_bytes, time.monotonic() - started
+    def _transfer(
+        self, part: ShardObject, entry: ChunkFile, chunks: NDArray[np.int64], stop: threading.Event,
+        on_progress: OnProgress,
+    ) -> None:  # fmt: skip
+        plan = self._plan(part.num_bytes)
+        source, info = PinnedOrigin(self.origin, part.etag), replace(entry.info, name=part.name, sha256="")
+        try:
+            with entry.path.open("r+b") as file:
+                file.write(part.header)
+            with open_fetcher(plan, self._timeout_s) as fetcher:
+                ChunkTransfer(
+                    fetcher, entry, info, [source], chunks=chunks, run_bytes=plan.chunk_bytes
+                ).run(stop, on_progress)  # fmt: skip
+            sync_file(entry.path)
+        except OSError as error:
+            raise disk_error(entry.path, part.num_bytes, error) from error
 
 
 class ShardFetch:
     """The fetch of one shard in a thread, until it is complete or closed.
 
     Attributes:
-        dataset: The samples, once they are complete.
+        result: The samples.
         error: Of the last attempt, if it failed.
-        fetched: By this process: bytes, and seconds.
     """
 
     def __init__(self, index: int, shards: ShardCache, is_training: bool) -> None:
         self.index = index
-        self.dataset: ShardDataset | None = None
+        self.result: Future[ShardDataset] = Future()
         self.error: ForebayError | None = None
-        self.fetched = 0, 0.0
         self.entry: ChunkFile | None = None  # The tokens, while they are fetched.
-        self.stopping, self._ended = threading.Event(), threading.Event()
+        self.stopping, self._deadline = threading.Event(), float("inf")
         self._shards, self._is_training = shards, is_training
         self._thread = SupervisedThread(self._run, f"shard-{index}", stopping=self.stopping).start()
 
@@ -199,51 +240,41 @@ class ShardFetch:
             return 0, 0
         return entry.bytes_of(np.flatnonzero(entry.marks == PRESENT)), entry.info.bytes
 
-    def wait(self, timeout_s: float) -> tuple[ShardDataset, float]:
-        """Wait until the shard is complete: its samples, and how long, in seconds.
-
-        Raises:
-            ForebayError: Of the last attempt, if it is final, or after `timeout_s`.
-        """
+    def wait(self, timeout_s: float) -> ShardDataset:
+        """Wait until the shard is complete. Raises the error of an attempt that is final, or ends after `timeout_s`."""
 
         def describe() -> str:
             failed = "" if self.error is None else f"; the last attempt failed: {self.error}"
             return "shard {}: {} of {} bytes received{}".format(self.index, *self.progress(), failed)
 
-        started = time.monotonic()
+        self._deadline = time.monotonic() + timeout_s
         with log_while_waiting(log, describe):
-            while self.dataset is None:
-                if self.stopping.is_set():
-                    raise _cancelled(self.index)
-                if self.error and (isinstance(self.error, _FINAL) or time.monotonic() - started >= timeout_s):
-                    raise self.error
-                self._ended.wait(_POLL_S)
-        return self.dataset, time.monotonic() - started
+            return self.result.result()
 
     def close(self) -> None:
         """Cancel the fetch and close the samples; what was received stays. May be called twice."""
         self.stopping.set()
         self._thread.join(5.0)
-        if self.dataset is not None:
-            self.dataset.close()
+        if self.result.done() and self.result.exception() is None:
+            self.result.result().close()
 
     def _run(self) -> None:
-        pause_s = _FIRST_RETRY_S
-        while not self.stopping.is_set():
+        for attempt in itertools.count():
             try:
-                self.dataset, self.error = self._shards.obtain(self, self._is_training), None
-                return self._ended.set()
+                return self.result.set_result(self._shards.obtain(self, self._is_training))
             except Exception as error:  # noqa: BLE001 - `wait` raises it
                 other = UsageError(f"shard {self.index}: {type(error).__name__}: {error}. It is retried.")
                 self.error = error if isinstance(error, ForebayError) else other
-            if isinstance(self.error, _FINAL) or self.stopping.is_set():
-                return self._ended.set()
-            log.warning("download of shard %d failed, retrying in %.0f s: %s", self.index, pause_s, self.error)
-            self.stopping.wait(pause_s)
-            pause_s = min(_MAX_RETRY_S, 2 * pause_s)
+            finally:
+                self.entry = None
+            is_over = self.stopping.is_set() or time.monotonic() >= self._deadline
+            if is_over or isinstance(self.error, (DatasetError, IntegrityError)):  # They do not go away.
+                return self.result.set_exception(self.error)
+            log.warning("download of shard %d failed, it is retried: %s", self.index, self.error)
+            self.stopping.wait(backoff_s(attempt + 1, _FIRST_RETRY_S, _MAX_RETRY_S))
 
 
-def fetch_in_process(shards: ShardCache, shard: Shard, stop: threading.Event) -> tuple[int, float]:
+def fetch_in_process(shards: ShardCache, shard: Shard, stop: threading.Event) -> int:
     """`ShardCache.fetch` in a process. Raises UsageError, too, if the process dies.
 
     Credentials are in the environment, which the process inherits.
@@ -261,7 +292,7 @@ def fetch_in_process(shards: ShardCache, shard: Shard, stop: threading.Event) ->
                 except subprocess.TimeoutExpired:
                     message = None
                     if stop.is_set():
-                        raise _cancelled(shard.index) from None
+                        raise _cancelled(shard.tokens.name) from None
         finally:
             process.kill()  # What it received stays.
     if process.returncode:
@@ -269,7 +300,7 @@ def fetch_in_process(shards: ShardCache, shard: Shard, stop: threading.Event) ->
             f"shard {shard.index}: the process that fetched it ended with code {process.returncode} before it was "
             "complete. It is retried."
         )
-    result: tuple[int, float] | ForebayError = pickle.loads(data)
+    result: int | ForebayError = pickle.loads(data)
     if isinstance(result, ForebayError):
         raise result
     return result
@@ -277,14 +308,14 @@ def fetch_in_process(shards: ShardCache, shard: Shard, stop: threading.Event) ->
 
 def main() -> None:
     """Fetch the shard that the standard input names, and write the result. Ends with its parent."""
-    (*arguments, settings), shard = pickle.load(sys.stdin.buffer)
+    arguments, shard = pickle.load(sys.stdin.buffer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
     with contextlib.suppress(AttributeError, OSError):  # Without prctl, it ends when it is complete.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.nice(19)
-    result: tuple[int, float] | ForebayError
+    result: int | ForebayError
     try:
-        with ShardCache(*arguments, **settings) as shards:
+        with ShardCache(*arguments) as shards:
             result = shards.fetch(shard, threading.Event())
     except ForebayError as error:
         result = error
@@ -295,8 +326,8 @@ def _chunks(info: SliceInfo) -> NDArray[np.int64]:
     return np.arange(num_chunks(info.bytes, info.chunk_bytes))
 
 
-def _cancelled(index: int) -> UsageError:
-    return UsageError(f"shard {index}: its fetch was cancelled. Request it again.")
+def _cancelled(name: str) -> UsageError:
+    return UsageError(f"{name}: its fetch was cancelled. Request it again.")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import os
 import re
-import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +22,6 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, IntegrityError, UsageError
-from forebay.files import sync_file
 from forebay.formats.vectors import Vector, header_size, vector_in
 from forebay.storage.base import (
     ObjectOrigin,
@@ -35,15 +31,10 @@ from forebay.storage.base import (
     head_object,
     read_small,
 )
-from forebay.storage.chunk_file import UNVERIFIED, Check, ChunkFile, create, has_layout
-from forebay.storage.fetch import disk_error
-from forebay.storage.ranged_download import Workers, open_fetcher, plan_download
-from forebay.storage.transfers import ChunkTransfer
+from forebay.storage.chunk_file import UNVERIFIED, ChunkFile, create, has_layout
 
 _HEAD_BYTES = 128
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 64 << 10, 1 << 20
-_MAX_SAME, _MAX_ROUNDS = 3, 10
-log = logging.getLogger("forebay.load")
 U64 = NDArray[np.uint64]
 
 
@@ -151,18 +142,18 @@ def list_shards(origin: ObjectOrigin, **waiting: Any) -> list[int]:
 
     `waiting`: as of `head_object`. Raises DatasetError or NetworkError.
     """
-    if (list_names := getattr(origin, "names", None)) is not None:
-        with suppress(PermanentError, TransientError):
-            matches = (re.fullmatch(r"train_(\d{6})\.npy", name) for name in list_names("train_"))
-            return sorted(int(match[1]) for match in matches if match)
-    for index in itertools.count():
-        try:
+    indexes: list[int] = []
+    with suppress(PermanentError, TransientError, AttributeError):
+        matches = (re.fullmatch(r"train_(\d{6})\.npy", name) for name in origin.names("train_"))  # type: ignore[attr-defined]
+        indexes = sorted(int(match[1]) for match in matches if match)
+    try:
+        for index in itertools.count() if not indexes else ():
             head_object(origin, f"train_{index:06d}.npy", **waiting)
-        except DatasetError:
-            if not index:
-                raise
-            break
-    return list(range(index))
+            indexes.append(index)
+    except DatasetError as error:
+        if not indexes:
+            raise DatasetError(f"{origin.url}: expected shards train_000000.npy and on, got none: {error}") from error
+    return indexes
 
 
 def find_shard(origin: ObjectOrigin, index: int, **waiting: Any) -> Shard:
@@ -211,65 +202,6 @@ def _read_header(origin: ObjectOrigin, part: ShardObject, dtype: Any) -> tuple[S
         size = min(part.num_bytes, header_size(head))
     vector = vector_in(Path(part.name), head, part.num_bytes, dtype)
     return replace(part, header=head[: vector.offset]), vector
-
-
-@dataclass(frozen=True)
-class ShardReader:
-    """Fetches chunks of a shard's objects from their origin. See `plan_download`."""
-
-    origin: ObjectOrigin
-    chunk_size: int | None = None
-    max_workers: Workers = None
-    timeout_s: float = 300.0
-
-    def fetch(
-        self, part: ShardObject, entry: ChunkFile, chunks: NDArray[np.int64], stop: threading.Event,
-        on_progress: Callable[[int], object] = lambda received: None,
-    ) -> None:  # fmt: skip
-        """Fetch absent chunks of an object, and what is before them. Raises NetworkError or UsageError."""
-        plan = plan_download(part.num_bytes, self.chunk_size, self.max_workers)
-        source, info = PinnedOrigin(self.origin, part.etag), replace(entry.info, name=part.name, sha256="")
-        try:
-            with entry.path.open("r+b") as file:
-                file.write(part.header)
-            with open_fetcher(plan, self.timeout_s) as fetcher:
-                ChunkTransfer(
-                    fetcher, entry, info, [source], chunks=chunks, run_bytes=plan.chunk_bytes
-                ).run(stop, on_progress)  # fmt: skip
-            sync_file(entry.path)
-        except OSError as error:
-            raise disk_error(entry.path, part.num_bytes, error) from error
-
-
-def fetch_pair(
-    shard: Shard, fetch: Callable[[ShardObject, SliceInfo, Check], ChunkFile], forget_ids: Callable[[], object]
-) -> ChunkFile:
-    """Fetch the ids of a shard, then its tokens, which they verify; returns the tokens.
-
-    Samples without their id are fetched again; if these are wrong in the same way, the ids too.
-
-    Args:
-        fetch: Fetches what is absent of an object.
-        forget_ids: Makes the ids absent.
-
-    Raises:
-        IntegrityError: If samples are wrong in the same way three times.
-    """
-    tokens, ids = shard.infos()
-    seen = Counter[tuple[int, int]]()
-    for rounds in itertools.count(1):
-        check = SampleCheck(shard, fetch(shard.ids, ids, lambda chunk, data: True).data.view("<u8"))
-        try:
-            return fetch(shard.tokens, tokens, check)
-        except IntegrityError:
-            seen.update(check.wrong.items())
-            num_same = max((seen[item] for item in check.wrong.items()), default=0)
-            if num_same >= _MAX_SAME or (rounds >= _MAX_ROUNDS and check.wrong):
-                raise check.error() from None
-            if num_same > 1:
-                log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
-                forget_ids()
-    raise AssertionError
 
 
 def verify_pair(folder: Path, shard: Shard) -> tuple[ChunkFile, U64]:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,10 @@ from forebay.order.shard_windows import (
 )
 from forebay.storage.base import load_env_file, require_env
 from forebay.storage.ranged_download import Workers
-from forebay.units import format_bytes, format_rate
+from forebay.units import format_bytes
 
-COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
 COMMON_SHARDS = 750 / 215  # Of 215 GB, on a disk of 750 GB.
-_MIN_RATED_S = 1.0  # Shorter downloads say nothing about the network.
 _MIN_SHARDS = 3  # On the disk at the start: the active one, the next, and one that slow ranks still use.
 _SWAP_TIMEOUT_S = 3600.0  # How long a swap waits for a shard whose download keeps failing.
 
@@ -106,15 +105,14 @@ class SharedShardedDatasetManager(Closing):
         self._num_shards = num_shards
         self._checked_disk = False
         self._stats: dict[str, Any] = {
-            "start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0, "fetched_bytes": 0, "fetch_s": 0.0,
+            "start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0,
         }  # fmt: skip
         if env_file is not None:
             load_env_file(env_file)
         directory = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
         self._shards = ShardCache(
-            source, directory, sequence_length, keep_shards=keep_shards, chunk_size=chunk_size,
-            max_workers=max_workers, timeout_s=timeout_s,
+            source, directory, sequence_length, chunk_size, max_workers, timeout_s
         )  # fmt: skip
 
     @property
@@ -187,7 +185,8 @@ class SharedShardedDatasetManager(Closing):
             None if fetch is None else dict(zip(("index", "received", "total"), (fetch.index, *fetch.progress())))
         )
         active = None if self.active_dataset is None else self.active_dataset.index
-        return {**self._stats, "active": active, "upcoming": upcoming}
+        fetched = {"fetched_bytes": self._shards.fetched_bytes, "fetch_s": self._shards.fetch_s}
+        return {**self._stats, **fetched, "active": active, "upcoming": upcoming}
 
     def close(self) -> None:
         """Cancel the download; what was received stays and is resumed. May be called twice."""
@@ -203,13 +202,13 @@ class SharedShardedDatasetManager(Closing):
             if fetch is None or fetch.index != index:
                 self._check_disk(index, upcoming)
                 fetch = self._fetch(index)
-            is_late, self.upcoming_dataset = fetch.dataset is None, None
+            is_late, self.upcoming_dataset, started = not fetch.result.done(), None, time.monotonic()
             try:
-                self.active_dataset, waited_s = fetch.wait(0.0 if old is None else _SWAP_TIMEOUT_S)
+                self.active_dataset = fetch.wait(0.0 if old is None else _SWAP_TIMEOUT_S)
             except BaseException:
                 fetch.close()
                 raise
-            self._record_fetch(fetch)
+            waited_s = time.monotonic() - started
             self._stats["start_s" if old is None else "stall_s"] += waited_s
             if old is not None:
                 self._stats["swaps"] += 1
@@ -218,8 +217,9 @@ class SharedShardedDatasetManager(Closing):
                 log.log(
                     logging.WARNING if is_late else logging.INFO, "shard %d follows shard %d%s", index, old.index, late
                 )
-                old.close()
-                self._shards.evict((index, upcoming))
+                if not self.keep_shards:
+                    old.close()
+                    self._shards.evict((index, upcoming))
         if upcoming != index and (self.upcoming_dataset is None or self.upcoming_dataset.index != upcoming):
             self.upcoming_dataset = self._fetch(upcoming)
         assert self.active_dataset is not None
@@ -231,14 +231,6 @@ class SharedShardedDatasetManager(Closing):
             self.upcoming_dataset.close()
             self.upcoming_dataset = None
         return ShardFetch(index, self._shards, is_training=self.active_dataset is not None)
-
-    def _record_fetch(self, fetch: ShardFetch) -> None:
-        num_bytes, seconds = fetch.fetched
-        self._stats["fetched_bytes"] += num_bytes
-        self._stats["fetch_s"] += seconds
-        if seconds > _MIN_RATED_S and 0 < num_bytes / seconds < COMMON_BYTES_PER_S:
-            rate = format_rate(num_bytes / seconds)
-            log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", fetch.index, rate)
 
     def _check_disk(self, index: int, upcoming: int) -> None:
         """Before the first download: refuse a disk that is too small, warn of a small disk or memory, clean up."""
@@ -265,7 +257,8 @@ class SharedShardedDatasetManager(Closing):
         for shard_index in (index, upcoming):
             with contextlib.suppress(ForebayError):  # It is raised when the shard is fetched.
                 self._shards.describe(shard_index)
-        self._shards.evict((index, upcoming))
+        if not self.keep_shards:
+            self._shards.evict((index, upcoming))
 
     def _shard(self, step: int) -> int:
         return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)

@@ -26,7 +26,7 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, NetworkError, UsageError
 from forebay.files import sync_file
 from forebay.storage.base import Origin
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, Check, ChunkFile, create, has_layout
+from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, has_layout
 from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 
 I64 = NDArray[np.int64]
@@ -276,16 +276,14 @@ class ChunkTransfer(Transfer):
 class FileTransfer(ChunkTransfer):
     """A slice, or another object (`info.sha256` empty), into a file of its own; a map is beside it until its end.
 
-    An existing file is resumed. Raises UsageError if it cannot be written. Arguments as of ChunkTransfer; `check`:
-    verifies the chunks of another object.
+    An existing file is resumed. Raises UsageError if it cannot be written. Arguments as of ChunkTransfer.
     """
 
     def __init__(
-        self, fetcher: RunFetcher, info: SliceInfo, part: Path, origins: Sequence[Origin], *,
-        check: Check | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
+        self, fetcher: RunFetcher, info: SliceInfo, part: Path, origins: Sequence[Origin], **settings: Any
+    ) -> None:
         try:
-            entry = open_file(part, info, check)
+            entry = _open(part, info)
         except OSError as error:
             raise disk_error(part, info.bytes, error) from error
         super().__init__(fetcher, entry, info, origins, **settings)
@@ -306,14 +304,13 @@ def map_path_of(part: Path) -> Path:
     return part.with_name(f"{part.name}.map")
 
 
-def open_file(part: Path, info: SliceInfo, check: Check | None = None) -> ChunkFile:
-    """Open a partial file, or create it; one of the right size without a map is complete. Verifies what is there."""
+def _open(part: Path, info: SliceInfo) -> ChunkFile:
+    """Open a partial file, or create it; without a map, one of the right size was complete before a kill."""
     map_path = map_path_of(part)
-    has_size, has_map = part.is_file() and part.stat().st_size == info.offset + info.bytes, map_path.is_file()
+    has_size, has_map = part.is_file() and part.stat().st_size == info.bytes, map_path.is_file()
     if not (has_size and has_map and has_layout(map_path, info)):
         create(part, map_path, info, UNVERIFIED if has_size and not has_map else ABSENT)
     entry = ChunkFile(part, map_path, info)
-    entry.check = check
-    if info.sha256 or check is not None:
+    if info.sha256:
         entry.verify(np.arange(entry.layout.num_chunks))
     return entry
