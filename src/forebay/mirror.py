@@ -366,12 +366,12 @@ def _has_shard(target: Target, shard: Shard) -> bool:
     if isinstance(target, FolderTarget):
         here = PathOrigin(target.folder)
         try:
-            verify_pair(target.folder, read_layout(here, find_shard(here, shard.index), 0))
+            pair = read_layout(here, find_shard(here, shard.index), 0)
+            verify_pair(target.folder, pair)
+            pair_map(target.folder, pair).unlink()
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False
-        finally:
-            pair_map(target.folder, shard).unlink(missing_ok=True)
     return True
 
 

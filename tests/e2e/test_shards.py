@@ -309,6 +309,91 @@ def test_a_store_that_stays_away_is_told(server: S3Server) -> None:
     assert SECRET_KEY not in str(caught.value)
 
 
+def test_variables_from_a_file(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("DEBUG")
+    variables, path = server.environment("remote/tokenized/"), tmp_path / "run.env"
+    wrong_secret = "a-secret-of-nobody"
+
+    def use(text: str, **settings: Any) -> list[int]:
+        path.write_text(text)
+        with monkeypatch.context() as patched:
+            for name in variables:
+                patched.setenv(name, "")  # Restored afterwards.
+                patched.delenv(name)
+            with SharedShardedDatasetManager(**QUICK, env_file=path, **settings) as shards:
+                return shards.at_step(3)[7].tolist()
+
+    lines = [f'{name}="{value}"' if "KEY" in name else f"export {name} = {value}" for name, value in variables.items()]
+    text = "\n".join(["# of the run", "", "HF_TOKEN=another # of others", *lines])
+    assert use(text) == tokens_of(1)[7 * L : 8 * L].tolist()
+    assert complete() == [1] or complete() == [1, 2]
+    monkeypatch.setenv("DATASET_BINS_PATH", "other")  # The environment is first.
+    for name in variables:
+        if name not in ("R2_DATASET_ENDPOINT", "R2_DATASET_ACCOUNT_ID"):  # One is enough.
+            without = "\n".join(line for line in text.splitlines() if name not in line)
+            with pytest.raises(UsageError, match=name) as caught:
+                use(without)
+            assert SECRET_KEY not in str(caught.value)
+    for wrong, match in (
+        (f"R2_DATASET_READ_SECRET_KEY={wrong_secret}", r"run.env:13: .* got R2_DATASET_READ_SECRET_KEY\."),
+        ("R2_DATASET_BUCKET_NAME=", r"run.env:13: .* got R2_DATASET_BUCKET_NAME\."),
+        (f"R2_DATASET_READ_SECRET_ACCESS_KEY {wrong_secret}", "run.env:13: expected KEY=VALUE, got another line"),
+        (f"R2_DATASET_READ_SECRET_ACCESS_KEY={wrong_secret} x", "run.env:13: expected KEY=VALUE"),
+    ):
+        with pytest.raises(UsageError, match=match) as caught:
+            use(f"{text}\n\n\n\n{wrong}")
+        assert wrong_secret not in str(caught.value) and wrong_secret not in repr(caught.value.__cause__)
+    with pytest.raises(UsageError, match=r"none\.env: cannot be read"):
+        SharedShardedDatasetManager(**QUICK, env_file=tmp_path / "none.env")
+    assert SECRET_KEY not in caplog.text and wrong_secret not in caplog.text
+
+
+def test_a_scaled_run_takes_what_its_plan_says(
+    server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """14 shards of 215 GB on 750 GB, 400 000 times smaller; a few times, since the machine may be busy."""
+    shard_bytes, rate, turns, step_s = SAMPLES * L * 2 + SAMPLES * 8, 1 << 20, 5, 0.1
+    command = ["plan", "--shards", "--bytes", str(14 * shard_bytes), "--slice-bytes", str(shard_bytes), "--json"]
+    command += ["--bandwidth", f"{rate}B/s", "--disk", str(-(-shard_bytes * 750 // 215))]
+    assert main([*command, "--step-s", str(3 * step_s / 455)]) == 0  # 3 steps here are 455 there.
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["shards"] == 14 and plan["warnings"] == [] and 0 < plan["swap_stall_s"] < plan["shard_fetch_s"]
+    server.faults.bytes_per_s = rate
+
+    def run(folder: str) -> tuple[float, float, int]:
+        peak, stopping = [0], threading.Event()
+
+        def watch() -> None:
+            while not stopping.wait(0.01):
+                with contextlib.suppress(FileNotFoundError):
+                    paths = [path for path in Path(folder).iterdir() if SHA256.fullmatch(path.name)]
+                    peak.append(sum(path.stat().st_blocks * 512 for path in paths))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            with SharedShardedDatasetManager(**QUICK, folder=folder, num_shards=SHARDS) as shards:
+                for _ in shards.batches(0, 3 * turns, batch_size=8):
+                    time.sleep(step_s)
+                stats = shards.stats()
+        finally:
+            stopping.set()
+            watcher.join()
+        assert stats["swaps"] == turns - 1 == stats["late_swaps"]
+        return stats["start_s"], stats["stall_s"] / (turns - 1), max(peak)
+
+    expected = plan["shard_fetch_s"], plan["swap_stall_s"], plan["in_use_bytes"]
+    for turn in range(5):
+        measured = run(f"run-{turn}")
+        ratios = [got / wanted for got, wanted in zip(measured, expected)]
+        print("measured over planned", ratios)
+        if all(0.8 <= ratio <= 1.2 for ratio in ratios):
+            return
+    raise AssertionError(f"expected what the plan says within 20 %, got {ratios}")
+
+
 def test_a_missing_variable_is_named_and_no_secret_is_told(
     server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

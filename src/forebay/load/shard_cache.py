@@ -113,7 +113,7 @@ class ShardCache(Closing):
 
     def evict(self, keep: Collection[int]) -> None:
         """Remove the shards that no process uses, except these, if they were described."""
-        shards = [shard for shard in self._layouts.values() if shard.index in keep]
+        shards = [shard for shard in list(self._layouts.values()) if shard.index in keep]
         self.cache.evict({info.sha256 for shard in shards for info in shard.infos()})
 
     def obtain(self, fetch: ShardFetch, is_training: bool) -> ShardDataset:
@@ -234,18 +234,18 @@ class ShardFetch:
         self._shards, self._is_training = shards, is_training
         self._thread = SupervisedThread(self._run, f"shard-{index}", stopping=self.stopping).start()
 
-    def progress(self) -> tuple[int, int]:
-        """Bytes of the tokens that are here, and of all; zeros before and after they are fetched."""
+    def progress(self) -> dict[str, int]:
+        """Bytes of the tokens: `received` and `total`; zeros before and after they are fetched."""
         if (entry := self.entry) is None:
-            return 0, 0
-        return entry.bytes_of(np.flatnonzero(entry.marks == PRESENT)), entry.info.bytes
+            return {"received": 0, "total": 0}
+        return {"received": entry.bytes_of(np.flatnonzero(entry.marks == PRESENT)), "total": entry.info.bytes}
 
     def wait(self, timeout_s: float) -> ShardDataset:
         """Wait until the shard is complete. Raises the error of an attempt that is final, or ends after `timeout_s`."""
 
         def describe() -> str:
             failed = "" if self.error is None else f"; the last attempt failed: {self.error}"
-            return "shard {}: {} of {} bytes received{}".format(self.index, *self.progress(), failed)
+            return "shard {}: {received} of {total} bytes received{}".format(self.index, failed, **self.progress())
 
         self._deadline = time.monotonic() + timeout_s
         with log_while_waiting(log, describe):

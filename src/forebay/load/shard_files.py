@@ -31,7 +31,7 @@ from forebay.storage.base import (
     head_object,
     read_small,
 )
-from forebay.storage.chunk_file import UNVERIFIED, ChunkFile, create, has_layout
+from forebay.storage.chunk_file import UNVERIFIED, ChunkFile, create
 
 _HEAD_BYTES = 128
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 64 << 10, 1 << 20
@@ -72,10 +72,12 @@ class Shard:
         """Tokens and ids as files of chunks. Their keys (`sha256`) follow from address, version and chunk size."""
         target = min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, self.tokens.num_bytes // 1024))
         chunk_bytes = self.sample_bytes * max(1, target // self.sample_bytes)
-        return self._info(self.tokens, chunk_bytes), self._info(self.ids, _MAX_CHUNK_BYTES)
+        tokens = self._info(chunk_bytes, self.tokens, self.ids)  # Verified by these ids.
+        return tokens, self._info(_MAX_CHUNK_BYTES, self.ids)
 
-    def _info(self, part: ShardObject, chunk_bytes: int) -> SliceInfo:
-        key = hashlib.sha256(json.dumps([self.url, part.name, part.num_bytes, part.etag, chunk_bytes]).encode())
+    def _info(self, chunk_bytes: int, part: ShardObject, *others: ShardObject) -> SliceInfo:
+        versions = [(each.name, each.num_bytes, each.etag) for each in (part, *others)]
+        key = hashlib.sha256(json.dumps([self.url, chunk_bytes, *versions]).encode())
         offset = len(part.header)
         return SliceInfo(0, part.name, part.num_bytes - offset, key.hexdigest(), 0, 0, chunk_bytes, offset)
 
@@ -213,7 +215,9 @@ def verify_pair(folder: Path, shard: Shard) -> tuple[ChunkFile, U64]:
     check = SampleCheck(shard, np.memmap(folder / ids.name, "<u8", "r", ids.offset, (shard.num_samples,)))
     path, map_path = folder / info.name, pair_map(folder, shard)
     try:
-        if not (map_path.is_file() and has_layout(map_path, info)):
+        if not map_path.is_file():
+            for other in folder.glob(f".{info.name}.*"):  # Of other versions.
+                other.unlink()
             new = map_path.with_suffix(f".{os.getpid()}.tmp")
             create(path, new, info, UNVERIFIED)
             new.replace(map_path)
@@ -234,4 +238,5 @@ def verify_pair(folder: Path, shard: Shard) -> tuple[ChunkFile, U64]:
 
 def pair_map(folder: Path, shard: Shard) -> Path:
     """The map of a pair in a directory."""
-    return folder / f".{shard.tokens.name}.map"
+    info, _ = shard.infos()
+    return folder / f".{info.name}.{info.sha256[:16]}.map"

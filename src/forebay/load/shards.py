@@ -104,16 +104,12 @@ class SharedShardedDatasetManager(Closing):
         self.upcoming_dataset: ShardFetch | None = None
         self._num_shards = num_shards
         self._checked_disk = False
-        self._stats: dict[str, Any] = {
-            "start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0,
-        }  # fmt: skip
+        self._stats: dict[str, Any] = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
         if env_file is not None:
             load_env_file(env_file)
         directory = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
-        self._shards = ShardCache(
-            source, directory, sequence_length, chunk_size, max_workers, timeout_s
-        )  # fmt: skip
+        self._shards = ShardCache(source, directory, sequence_length, chunk_size, max_workers, timeout_s)
 
     @property
     def num_shards(self) -> int:
@@ -180,13 +176,12 @@ class SharedShardedDatasetManager(Closing):
     def stats(self) -> dict[str, Any]:
         """`start_s` (waited for the first shard), `stall_s` (for later ones), `swaps`, `late_swaps`, `fetched_bytes`,
         `fetch_s`, `active`, and of the upcoming shard its `index`, `received`, `total`."""
-        fetch = self.upcoming_dataset
-        upcoming = (
-            None if fetch is None else dict(zip(("index", "received", "total"), (fetch.index, *fetch.progress())))
-        )
-        active = None if self.active_dataset is None else self.active_dataset.index
-        fetched = {"fetched_bytes": self._shards.fetched_bytes, "fetch_s": self._shards.fetch_s}
-        return {**self._stats, **fetched, "active": active, "upcoming": upcoming}
+        upcoming, shards = self.upcoming_dataset, self._shards
+        return {
+            **self._stats, "fetched_bytes": shards.fetched_bytes, "fetch_s": shards.fetch_s,
+            "active": None if self.active_dataset is None else self.active_dataset.index,
+            "upcoming": None if upcoming is None else {"index": upcoming.index, **upcoming.progress()},
+        }  # fmt: skip
 
     def close(self) -> None:
         """Cancel the download; what was received stays and is resumed. May be called twice."""
@@ -234,8 +229,7 @@ class SharedShardedDatasetManager(Closing):
 
     def _check_disk(self, index: int, upcoming: int) -> None:
         """Before the first download: refuse a disk that is too small, warn of a small disk or memory, clean up."""
-        shard = self._shards.find(index)
-        if self._checked_disk or self._shards.is_in_place(shard):
+        if self._checked_disk or self._shards.is_in_place(shard := self._shards.find(index)):
             return
         self._checked_disk = True
         count = self.num_shards if self.keep_shards else min(_MIN_SHARDS, self.num_shards)

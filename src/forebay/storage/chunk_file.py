@@ -274,13 +274,6 @@ def read_info(map_path: Path) -> SliceInfo | None:
     return SliceInfo(0, map_path.name, num_bytes, map_path.name, 0, 0, chunk_bytes, offset)
 
 
-def has_layout(map_path: Path, info: SliceInfo) -> bool:
-    """Whether a map is that of a file with this many bytes, chunks of this size, and this offset."""
-    mapped = read_info(map_path)
-    fields = info.bytes, info.chunk_bytes, info.offset
-    return mapped is not None and fields == (mapped.bytes, mapped.chunk_bytes, mapped.offset)
-
-
 def read_generations(map_path: Path) -> NDArray[np.uint32]:
     """The generation of each slot that has pinned something of the slice: [64], or [0] if the file is none."""
     try:

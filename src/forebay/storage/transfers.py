@@ -26,7 +26,7 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, NetworkError, UsageError
 from forebay.files import sync_file
 from forebay.storage.base import Origin
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, has_layout
+from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
 from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 
 I64 = NDArray[np.int64]
@@ -308,7 +308,8 @@ def _open(part: Path, info: SliceInfo) -> ChunkFile:
     """Open a partial file, or create it; without a map, one of the right size was complete before a kill."""
     map_path = map_path_of(part)
     has_size, has_map = part.is_file() and part.stat().st_size == info.bytes, map_path.is_file()
-    if not (has_size and has_map and has_layout(map_path, info)):
+    mapped = read_info(map_path) if has_map else None
+    if not (has_size and mapped is not None and (mapped.bytes, mapped.chunk_bytes) == (info.bytes, info.chunk_bytes)):
         create(part, map_path, info, UNVERIFIED if has_size and not has_map else ABSENT)
     entry = ChunkFile(part, map_path, info)
     if info.sha256:
