@@ -31,7 +31,7 @@ from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.load.shard_cache import ShardCache
-from forebay.load.shard_files import Shard, find_shard, list_shards, pair_map, read_layout, verify_pair
+from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import RemoteDataset, open_origin
@@ -329,13 +329,13 @@ def mirror_shards(
     origin = as_object_origin(open_origin(source))
     if origin.url == target.url:
         raise UsageError(f"mirror: expected another target than the source {target.url}. Name one.")
-    found = {index: find_shard(origin, index) for index in list_shards(origin)}
-    last = max(found)
-    selected = list(found) if shards is None else list(range(shards.start or 0, shards.stop or last + 1))
-    if not selected or not set(selected) <= set(found):
-        raise UsageError(f"shards: expected some of {min(found)} to {last}, got {selected[:20]}.")
-    sizes = {index: shard.num_bytes for index, shard in found.items()}
-    absent = [index for index in selected if not _has_shard(target, found[index])]
+    infos = {index: find_shard(origin, index) for index in list_shards(origin)}
+    last = max(infos)
+    selected = list(infos) if shards is None else list(range(shards.start or 0, shards.stop or last + 1))
+    if not selected or not set(selected) <= set(infos):
+        raise UsageError(f"shards: expected some of {min(infos)} to {last}, got {selected[:20]}.")
+    sizes = {index: shard.num_bytes for index, shard in infos.items()}
+    absent = [index for index in selected if not _has_shard(target, infos[index])]
     skipped = [index for index in selected if index not in set(absent)]
     on_progress(sum(sizes[index] for index in skipped))
     waiting = [sizes[index] for index in absent]
@@ -344,22 +344,23 @@ def mirror_shards(
         for index in absent[:1]:  # The one that a kill interrupted.
             cache.describe(index)
         cache.evict(absent[:1])
-        _check_room(temporary, needed, shutil.disk_usage(temporary).free + cache.cache.used_bytes())
+        present = sum(path.stat().st_blocks * 512 for path in temporary.iterdir() if path.is_file())
+        _check_room(temporary, needed, shutil.disk_usage(temporary).free + present)
         for index in absent:
             _copy_shard(cache, target, index, on_progress)
     shutil.rmtree(temporary)
-    missing = [index for index in found if index not in selected and not _contains(target, found[index])]
+    missing = [index for index in infos if index not in selected and not _contains(target, infos[index])]
     return ShardMirrorReport(
-        origin.url, target.url, len(found), absent, skipped, sum(waiting), sum(sizes[i] for i in skipped),
+        origin.url, target.url, len(infos), absent, skipped, sum(waiting), sum(sizes[i] for i in skipped),
         missing, not missing,
     )  # fmt: skip
 
 
-def _contains(target: Target, shard: Shard) -> bool:
+def _contains(target: Target, shard: ShardInfo) -> bool:
     return all(target.contains(part.name, part.num_bytes, None) for part in (shard.tokens, shard.ids))
 
 
-def _has_shard(target: Target, shard: Shard) -> bool:
+def _has_shard(target: Target, shard: ShardInfo) -> bool:
     """Whether the target has a shard; in a directory its samples are checked."""
     if not _contains(target, shard):
         return False
@@ -385,10 +386,7 @@ def _copy_shard(cache: ShardCache, target: Target, index: int, on_progress: OnPr
 
     cache.fetch(shard, threading.Event(), report)
     for info in reversed(shard.infos()):  # The ids first: a kill leaves no tokens without ids.
-        part = target.part_path(info.name)
-        part.unlink(missing_ok=True)
-        part.hardlink_to(cache.cache.path_of(info.sha256))
-        target.commit(info.name, part, hash_file(part))
-    cache.evict(())
+        path = cache.cache.path_of(info.sha256)
+        target.commit(info.name, path, hash_file(path))
     on_progress(max(0, shard.num_bytes - reported))
     log.info("shard %d copied to %s", index, target.url)

@@ -17,8 +17,8 @@ from forebay.formats.shard_writer import write_shards
 from forebay.formats.vectors import npy_header, sample_id, vector_in
 from forebay.load.shard_files import (
     SampleCheck,
-    Shard,
     ShardDataset,
+    ShardInfo,
     find_shard,
     list_shards,
     pair_map,
@@ -101,7 +101,7 @@ def shard(folder: Path, count: int = 300, **settings: Any) -> tuple[Path, Path]:
     return created.tokens, created.ids
 
 
-def layout_of(folder: Path, index: int = 0, seq_len: int = L) -> Shard:
+def layout_of(folder: Path, index: int = 0, seq_len: int = L) -> ShardInfo:
     origin = PathOrigin(folder)
     return read_layout(origin, find_shard(origin, index), seq_len)
 
@@ -111,7 +111,7 @@ def verified(folder: Path, index: int = 0, seq_len: int = L) -> ShardDataset:
     return ShardDataset(shard, *verify_pair(folder, shard))
 
 
-def wrong_chunks_of(folder: Path, ids: Path) -> tuple[list[int], SampleCheck, Shard]:
+def wrong_chunks_of(folder: Path, ids: Path) -> tuple[list[int], SampleCheck, ShardInfo]:
     """The chunks of the tokens that do not have the ids."""
     shard, raw = layout_of(folder), (folder / "train_000000.npy").read_bytes()
     info, id_info = shard.infos()

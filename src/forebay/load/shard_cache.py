@@ -38,8 +38,8 @@ from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkEr
 from forebay.files import sync_file
 from forebay.load.shard_files import (
     SampleCheck,
-    Shard,
     ShardDataset,
+    ShardInfo,
     ShardObject,
     find_shard,
     list_shards,
@@ -84,7 +84,7 @@ class ShardCache(Closing):
         self.origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
         self.cache, self._here = ChunkCache(folder, 1 << 62), PathOrigin(folder)
         self.fetched_bytes, self.fetch_s = 0, 0.0
-        self._layouts: dict[Shard, Shard] = {}
+        self._layouts: dict[ShardInfo, ShardInfo] = {}
 
     def close(self) -> None:
         """Release all pins. May be called twice."""
@@ -94,22 +94,22 @@ class ShardCache(Closing):
         """The indexes of the shards at the origin, ascending. Raises DatasetError if there are none."""
         return list_shards(self.origin, timeout_s=self._timeout_s)
 
-    def find(self, index: int, stop: threading.Event | None = None) -> Shard:
+    def find(self, index: int, stop: threading.Event | None = None) -> ShardInfo:
         """A shard that is here under its own names, else at the origin. Raises DatasetError or NetworkError."""
         with contextlib.suppress(DatasetError):
             return find_shard(self._here, index)
         return find_shard(self.origin, index, timeout_s=self._timeout_s, stop=stop)
 
-    def is_in_place(self, shard: Shard) -> bool:
+    def is_in_place(self, shard: ShardInfo) -> bool:
         return shard.url == self._here.url
 
-    def describe(self, index: int, stop: threading.Event | None = None) -> Shard:
+    def describe(self, index: int, stop: threading.Event | None = None) -> ShardInfo:
         """A shard as `find` finds it, and its layout. Raises DatasetError or NetworkError."""
-        found = self.find(index, stop)
-        if found not in self._layouts:
-            origin = self._here if self.is_in_place(found) else self.origin
-            self._layouts[found] = read_layout(origin, found, self._seq_len)
-        return self._layouts[found]
+        shard = self.find(index, stop)
+        if shard not in self._layouts:
+            origin = self._here if self.is_in_place(shard) else self.origin
+            self._layouts[shard] = read_layout(origin, shard, self._seq_len)
+        return self._layouts[shard]
 
     def evict(self, keep: Collection[int]) -> None:
         """Remove the shards that no process uses, except these, if they were described."""
@@ -136,7 +136,7 @@ class ShardCache(Closing):
                 if all(entry.is_complete() and not entry.is_deleted for entry, _ in pins):
                     return ShardDataset(shard, pins[0][0], pins[1][0].data.view("<u8"), stack.pop_all().close)
 
-    def _fetch_timed(self, shard: Shard, stop: threading.Event, is_training: bool) -> None:
+    def _fetch_timed(self, shard: ShardInfo, stop: threading.Event, is_training: bool) -> None:
         in_process, started = is_training and shard.num_bytes >= MIN_PROCESS_BYTES, time.monotonic()
         num_bytes = fetch_in_process(self, shard, stop) if in_process else self.fetch(shard, stop)
         seconds = time.monotonic() - started
@@ -145,7 +145,7 @@ class ShardCache(Closing):
             rate = format_rate(num_bytes / seconds)
             log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", shard.index, rate)
 
-    def fetch(self, shard: Shard, stop: threading.Event, on_progress: OnProgress = lambda received: None) -> int:
+    def fetch(self, shard: ShardInfo, stop: threading.Event, on_progress: OnProgress = lambda received: None) -> int:
         """Fetch what is missing of a shard, or wait for the process that does; returns the bytes fetched here.
 
         Samples that do not have their ids are fetched again; if these are wrong in the same way, the ids too.
@@ -274,7 +274,7 @@ class ShardFetch:
             self.stopping.wait(backoff_s(attempt + 1, _FIRST_RETRY_S, _MAX_RETRY_S))
 
 
-def fetch_in_process(shards: ShardCache, shard: Shard, stop: threading.Event) -> int:
+def fetch_in_process(shards: ShardCache, shard: ShardInfo, stop: threading.Event) -> int:
     """`ShardCache.fetch` in a process. Raises UsageError, too, if the process dies.
 
     Credentials are in the environment, which the process inherits.

@@ -49,7 +49,7 @@ class ShardObject:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardInfo:
     """What an origin says of a shard. `dtype` is of its tokens, `seq_len` tokens a sample; set by `read_layout`."""
 
     index: int
@@ -85,7 +85,7 @@ class Shard:
 class SampleCheck:
     """Compares the samples of a chunk with their ids, U64 [N]. `wrong`: sample to the id that its bytes have."""
 
-    def __init__(self, shard: Shard, ids: U64) -> None:
+    def __init__(self, shard: ShardInfo, ids: U64) -> None:
         self.shard, self.ids = shard, ids
         self._chunk_samples = shard.infos()[0].chunk_bytes // shard.sample_bytes
         self.num_checked = 0
@@ -118,7 +118,9 @@ class ShardDataset:
         sample_ids: U64 [N], a view of the mapped file.
     """
 
-    def __init__(self, shard: Shard, tokens: ChunkFile, ids: U64, unpin: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, shard: ShardInfo, tokens: ChunkFile, ids: U64, unpin: Callable[[], object] = lambda: None
+    ) -> None:
         self.index, self.sample_ids = shard.index, ids
         self._samples: NDArray[Any] | None = tokens.data.view(shard.dtype).reshape(-1, shard.seq_len)
         self._unpin = unpin
@@ -158,7 +160,7 @@ def list_shards(origin: ObjectOrigin, **waiting: Any) -> list[int]:
     return indexes
 
 
-def find_shard(origin: ObjectOrigin, index: int, **waiting: Any) -> Shard:
+def find_shard(origin: ObjectOrigin, index: int, **waiting: Any) -> ShardInfo:
     """The objects of a shard at an origin. `waiting`: as of `head_object`. Raises DatasetError or NetworkError."""
 
     def find(name: str) -> ShardObject:
@@ -170,10 +172,10 @@ def find_shard(origin: ObjectOrigin, index: int, **waiting: Any) -> Shard:
         ids = find(f"sample_ids_{index:06d}.npy")
     except DatasetError:
         ids = find(f"sample_ids_{index:06d}.bin")
-    return Shard(index, origin.url, tokens, ids)
+    return ShardInfo(index, origin.url, tokens, ids)
 
 
-def read_layout(origin: ObjectOrigin, shard: Shard, seq_len: int) -> Shard:
+def read_layout(origin: ObjectOrigin, shard: ShardInfo, seq_len: int) -> ShardInfo:
     """A shard with its headers, which must fit each other. `seq_len` 0: as the sizes say; the ids verify it.
 
     Raises DatasetError or NetworkError.
@@ -206,7 +208,7 @@ def _read_header(origin: ObjectOrigin, part: ShardObject, dtype: Any) -> tuple[S
     return replace(part, header=head[: vector.offset]), vector
 
 
-def verify_pair(folder: Path, shard: Shard) -> tuple[ChunkFile, U64]:
+def verify_pair(folder: Path, shard: ShardInfo) -> tuple[ChunkFile, U64]:
     """The tokens and ids of a pair in a directory, verified; a map beside them remembers that.
 
     Raises IntegrityError, or UsageError if the map cannot be written.
@@ -236,7 +238,7 @@ def verify_pair(folder: Path, shard: Shard) -> tuple[ChunkFile, U64]:
     return entry, check.ids
 
 
-def pair_map(folder: Path, shard: Shard) -> Path:
+def pair_map(folder: Path, shard: ShardInfo) -> Path:
     """The map of a pair in a directory."""
     info, _ = shard.infos()
     return folder / f".{info.name}.{info.sha256[:16]}.map"
