@@ -73,21 +73,6 @@ class MirrorReport:
     complete: bool
 
 
-@dataclass(frozen=True)
-class ShardMirrorReport:
-    """The result of a mirror of shards. Lists are of shard indexes; `missing` are not in the target."""
-
-    source: str
-    target: str
-    shards: int  # of the source
-    copied: list[int]
-    skipped: list[int]  # they existed
-    copied_bytes: int
-    skipped_bytes: int
-    missing: list[int]
-    complete: bool
-
-
 def mirror(
     dataset: RemoteDataset, target: Target, *, start: int = 0, stop: int | None = None, connections: int = 16,
     on_progress: OnProgress = lambda _: None,
@@ -306,19 +291,19 @@ def holds_shards(source: str) -> bool:
     origin = open_origin(source)
     if not hasattr(origin, "head"):
         return False
-    for name, is_of_shards in ((MANIFEST_FILE, False), ("train_000000.npy", True)):
-        with contextlib.suppress(DatasetError):
-            head_object(as_object_origin(origin), name)
-            return is_of_shards
-    names: Any = getattr(origin, "names", None)
-    return names is not None and any(name.endswith(".npy") for name in names("train_"))
+    with contextlib.suppress(DatasetError):
+        head_object(as_object_origin(origin), MANIFEST_FILE)
+        return False
+    with contextlib.suppress(DatasetError):
+        return bool(list_shards(as_object_origin(origin)))
+    return False
 
 
 def mirror_shards(
     source: str, target: Target, temporary: Path, *, shards: slice | None = None, max_workers: Workers = None,
     on_progress: OnProgress = lambda _: None,
-) -> ShardMirrorReport:  # fmt: skip
-    """Copy shards; those that the target has are skipped.
+) -> dict[str, Any]:  # fmt: skip
+    """Copy shards; those that the target has are skipped. Returns JSON: indexes of the shards, and bytes.
 
     Args:
         target: The caller closes it.
@@ -350,10 +335,11 @@ def mirror_shards(
             _copy_shard(cache, target, index, on_progress)
     shutil.rmtree(temporary)
     missing = [index for index in infos if index not in selected and not _contains(target, infos[index])]
-    return ShardMirrorReport(
-        origin.url, target.url, len(infos), absent, skipped, sum(waiting), sum(sizes[i] for i in skipped),
-        missing, not missing,
-    )  # fmt: skip
+    return {
+        "source": origin.url, "target": target.url, "shards": len(infos), "copied": absent, "skipped": skipped,
+        "copied_bytes": sum(waiting), "skipped_bytes": sum(sizes[index] for index in skipped), "missing": missing,
+        "complete": not missing,
+    }  # fmt: skip
 
 
 def _contains(target: Target, shard: ShardInfo) -> bool:

@@ -120,7 +120,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
         report = mirror_shards(
             args.source, target, temporary, shards=shards, max_workers=args.connections, on_progress=advance
         )  # fmt: skip
-    show(asdict(report), args.json)
+    show(report, args.json)
     return 0
 
 

@@ -131,15 +131,14 @@ class ShardCache(Closing):
             with contextlib.ExitStack() as stack:
                 stack.callback(self.cache.unpin, pins)
                 if not all(entry.is_complete() for entry, _ in pins):
-                    fetch.entry = pins[0][0]
-                    self._fetch_timed(shard, fetch.stopping, is_training)
+                    fetch.entry, started = pins[0][0], time.monotonic()
+                    in_process = is_training and shard.num_bytes >= MIN_PROCESS_BYTES
+                    fetch_missing = fetch_in_process if in_process else ShardCache.fetch
+                    self._record(shard, fetch_missing(self, shard, fetch.stopping), time.monotonic() - started)
                 if all(entry.is_complete() and not entry.is_deleted for entry, _ in pins):
                     return ShardDataset(shard, pins[0][0], pins[1][0].data.view("<u8"), stack.pop_all().close)
 
-    def _fetch_timed(self, shard: ShardInfo, stop: threading.Event, is_training: bool) -> None:
-        in_process, started = is_training and shard.num_bytes >= MIN_PROCESS_BYTES, time.monotonic()
-        num_bytes = fetch_in_process(self, shard, stop) if in_process else self.fetch(shard, stop)
-        seconds = time.monotonic() - started
+    def _record(self, shard: ShardInfo, num_bytes: int, seconds: float) -> None:
         self.fetched_bytes, self.fetch_s = self.fetched_bytes + num_bytes, self.fetch_s + seconds
         if seconds > _MIN_RATED_S and 0 < num_bytes / seconds < COMMON_BYTES_PER_S:
             rate = format_rate(num_bytes / seconds)
