@@ -524,6 +524,39 @@ def infos_of(shards: SharedShardedDatasetManager) -> tuple[SliceInfo, SliceInfo]
     return next(shard.infos() for shard in shards._shards._layouts.values() if shard.index == 0)
 
 
+def test_after_a_restart_of_the_machine_all_is_verified_and_nothing_is_fetched(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for restarts in range(2):
+        monkeypatch.setattr("forebay.storage.chunk_file._boot_id", lambda restarts=restarts: bytes([restarts] * 16))
+        with SharedShardedDatasetManager(**QUICK) as shards:
+            assert shards.at_step(0)[5].tolist() == tokens_of(0)[5 * L : 6 * L].tolist()
+            assert shards.upcoming_dataset is not None and arrived(shards.upcoming_dataset)
+            assert (shards.stats()["fetched_bytes"] > 0) == (restarts == 0)
+    assert asked(server, 0) == SAMPLES * L * 2 + 2 * 128
+
+
+def test_ids_that_were_published_again_are_those_of_the_samples(tmp_path: Path) -> None:
+    """A shard with other ids is another one, though its tokens are the same."""
+    source = tmp_path / "source"
+    write_shards([tokens_of(0)], source, seq_len=L)
+    settings = {**QUICK, "url": source, "folder": tmp_path / "here"}
+    with SharedShardedDatasetManager(**settings) as shards:
+        shards.at_step(0)
+    for folder, ids in (("longer", 2 * L), ("again", L)):
+        write_shards([tokens_of(0)], tmp_path / folder, seq_len=ids)
+        shutil.copy(tmp_path / folder / "sample_ids_000000.npy", source)
+        if ids != L:
+            with (
+                SharedShardedDatasetManager(**settings) as shards,
+                pytest.raises(DatasetError, match="sequence_length"),
+            ):
+                shards.at_step(0)
+    with SharedShardedDatasetManager(**settings) as shards:
+        assert len(shards.at_step(0)) == SAMPLES and shards.stats()["fetched_bytes"] > SAMPLES * L * 2
+    assert len(stored(tmp_path / "here")) == 2
+
+
 def start(out: Path, **settings: Any) -> subprocess.Popen[bytes]:
     with out.with_suffix(".log").open("ab") as log:
         reported = json.dumps({**QUICK, **settings}, default=str)
@@ -668,12 +701,20 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
             "def peak():\n"
             "    return int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
             "before = peak()\n"
-            "download_large_file('r2://', 'train_000000.npy', 'out.npy', max_workers=16, chunk_size=1 << 20)\n"
-            "print(peak() - before)"
         )
-        grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout) << 10
-    print(f"grown by {grown / 1e6:.1f} MB")
-    assert grown < (8 << 20) + 16 * (2 << 20)
+        large = "download_large_file('r2://', 'train_000000.npy', 'out.npy', max_workers=16, chunk_size=1 << 20)\n"
+        shard = (
+            "import threading\n"
+            "from pathlib import Path\n"
+            "from forebay.load.shard_cache import ShardCache\n"
+            "with ShardCache('r2://', Path('here').absolute(), max_workers=4) as cache:\n"
+            "    assert cache.fetch(cache.describe(0), threading.Event()) > 32 << 20\n"
+        )
+        for act, bound in ((large, (8 << 20) + 16 * (2 << 20)), (shard, (8 << 20) + 4 * (3 << 20))):
+            program = f"{code}{act}print(peak() - before)"
+            grown = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout) << 10
+            print(f"grown by {grown / 1e6:.1f} MB, {bound / 1e6:.1f} allowed")
+            assert grown < bound
 
 
 def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
