@@ -162,9 +162,11 @@ class ShardCache(Closing):
             try:
                 return num_bytes + self._fetch_object(shard.tokens, tokens, check, stop, on_progress)[1]
             except IntegrityError:
+                if not check.wrong:
+                    raise
                 seen.update(check.wrong.items())
-                num_same = max((seen[item] for item in check.wrong.items()), default=0)
-                if num_same >= _MAX_SAME or (rounds >= _MAX_ROUNDS and check.wrong):
+                num_same = max(seen[item] for item in check.wrong.items())
+                if num_same >= _MAX_SAME or rounds >= _MAX_ROUNDS:
                     raise check.error() from None
                 if num_same > 1:
                     log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
@@ -212,6 +214,8 @@ class ShardCache(Closing):
                     fetcher, entry, info, [source], chunks=chunks, run_bytes=plan.chunk_bytes
                 ).run(stop, on_progress)  # fmt: skip
             sync_file(entry.path)
+        except ForebayError:  # Some are an OSError, too.
+            raise
         except OSError as error:
             raise disk_error(entry.path, part.num_bytes, error) from error
 
