@@ -58,7 +58,7 @@ group() {
 
 loaders() {
   local failed=0
-  group general 'grain>=0.2.18' array-record litdata webdataset torchdata || failed=1
+  group general 'grain>=0.2.18' array-record litdata webdataset torchdata 'lancedb>=0.40' 'megatron-energon>=7.4' || failed=1
   group hf 'datasets>=4' torchdata transformers || failed=1
   # Without the lower bound the resolver falls back to 0.10, the last without a pin of NumPy.
   group mosaic 'mosaicml-streaming>=0.13' || failed=1

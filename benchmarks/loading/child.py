@@ -138,6 +138,13 @@ class Child:
             self.feed.load(pickle.loads(Path(state).read_bytes()))
         return {}
 
+    def merge(self, states: list[str], out: str) -> dict[str, Any]:
+        """The state for another world size to OUT: merged of all ranks' if the peer merges them, else the first."""
+        loaded = [pickle.loads(Path(state).read_bytes()) for state in states]
+        merge = getattr(self.peer, "merge", lambda states: states[0])
+        Path(out).write_bytes(pickle.dumps(merge(loaded)))
+        return {}
+
     def offers(self) -> dict[str, Any]:
         """What the peer's module says of state and elasticity."""
         has_state = hasattr(self.peer.Feed, "state")

@@ -17,16 +17,18 @@ from benchmarks.loading.corpus import SEQ_LEN, SHARD_BYTES, VOCABULARY
 from benchmarks.measure import Figure, median
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
-from forebay.load.batch import Batch
+from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
-from forebay.load.packing import DocumentSubset
+from forebay.load.options import DocumentSubset, SampleOptions
 
 BATCH_SIZE = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "document_masks=True": {"document_masks": True},
     'packing="best_fit"': {"packing": "best_fit"},
-    "documents=, a fiftieth left out": {"documents": DocumentSubset(exclude=np.arange(0, 1 << 20, 50))},
+    "documents=, a fiftieth left out": {
+        "samples": SampleOptions(documents=DocumentSubset(exclude=np.arange(0, 1 << 20, 50)))
+    },
 }
 
 
@@ -65,7 +67,7 @@ def measure(dataset: Path, rounds: int, seconds: float) -> list[Figure]:
     return figures
 
 
-def _speed(batches: Iterator[Batch], seconds: float) -> float:
+def _speed(batches: Iterator[NumpyTokens], seconds: float) -> float:
     """Tokens a second of so many seconds."""
     started_at, tokens = time.perf_counter(), 0
     while time.perf_counter() - started_at < seconds:
@@ -74,7 +76,7 @@ def _speed(batches: Iterator[Batch], seconds: float) -> float:
     return tokens / (time.perf_counter() - started_at)
 
 
-def _first_epoch(batches: Iterator[Batch]) -> float:
+def _first_epoch(batches: Iterator[NumpyTokens]) -> float:
     """Tokens a second of the first epoch, in which sections are packed."""
     started_at, tokens = time.perf_counter(), 0
     while (batch := next(batches)).epoch == 0:

@@ -1,6 +1,7 @@
 """Changing the world size in mid-epoch: four ranks, then three, then five, a third of the epoch each.
 
-Every rank is a process; a phase's ranks run at once and the state of rank 0 starts the next phase. Against the same
+Every rank is a process; a phase's ranks run at once and the state of rank 0, or what the peer merges of all ranks'
+states, starts the next phase. Against the same
 peer's epoch on four ranks that never stopped: samples lost, samples repeated, global batches with the same samples.
 """
 
@@ -60,12 +61,16 @@ def _compare(title: str, entry: Entry, corpus: Path, scratch: Path) -> Figure:
     for i, world in enumerate(WORLDS):
         stop = third if i < len(WORLDS) - 1 else None
         batches += _phase(entry, corpus, scratch, world, state, stop)
-        state = scratch / f"{entry.name}-{world}-0.{third}"
+        if stop:
+            state = scratch / f"{entry.name}-{world}.{third}"
+            states = [f"{scratch / entry.name}-{world}-{rank}.{third}" for rank in range(world)]
+            with Process(entry.name, corpus) as process:
+                process.ask("merge", states=states, out=str(state))
     changed = Epoch(batches)
     equal = sum(a == b for a, b in zip(unchanged.batches, changed.batches))
     lost = len(unchanged.samples.keys() - changed.samples.keys())
     repeated = (changed.samples - unchanged.samples).total()
-    state_file = scratch / f"{entry.name}-{WORLDS[0]}-0.{third}"
+    state_file = scratch / f"{entry.name}-{WORLDS[0]}.{third}"
     detail = f"of {len(unchanged.batches)}; {lost} samples lost, {repeated} repeated"
     detail += f"; state {state_file.stat().st_size} bytes pickled"
     num_left_out = NUM_SAMPLES - len(unchanged.samples)

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from forebay.cache.state import cache_directory
-from forebay.dataset.chunks import has_id
 from forebay.errors import StateError, UsageError
 from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
 from forebay.load.options import CacheOptions, OrderOptions, SampleOptions
 from forebay.storage.chunk_file import MapLayout
-from support.feeding import make_dataset
+from support.feeding import has_id, make_dataset
 from support.origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 24, 16, 2048

@@ -22,9 +22,9 @@ import pytest
 
 pytest.importorskip("libtorrent")
 
-from forebay.dataset.chunks import has_id
 from forebay.ledger.verify import verify_ledger
 from forebay.network.pki.identity import verify
+from support.feeding import has_id
 from support.nodes import Bootstrap, Node, make_dataset, make_network
 
 NUM_SLICES = 12

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from benchmarks.cache_check import check_chunks
 
+from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
@@ -213,3 +214,9 @@ def small_disk(directory: Path, size: int) -> Iterator[Path | None]:
     finally:
         if created.returncode == 0:
             subprocess.run(["umount", "-l", directory], check=True)
+
+
+def has_id(path: Path | str, sha256: str) -> bool:
+    """Whether a slice's file has this id, for any chunk size; reads it up to six times. Raises OSError."""
+    sizes = [1 << bits for bits in range(MAX_CHUNK_BYTES.bit_length() - 1, MIN_CHUNK_BYTES.bit_length() - 2, -1)]
+    return any(hash_slice(path, size)[0] == sha256 for size in [*sizes, 0])

@@ -9,7 +9,8 @@ What a module offers:
     open_feed(folder, ask) -> feed
 A feed is iterated for the (rest of the) epoch, and again for the next one; `rows(batch)` are its samples' tokens as
 integers [B, >= 4]; `cast(batch)` is what has to be done so that all tokens are int64. `state()` and `load(state)` are
-there if the peer has a state; `ELASTIC` says in its own words that it may be loaded on another world size.
+there if the peer has a state; `ELASTIC` says in its own words that it may be loaded on another world size, of rank 0's
+or of what `merge(states)` makes of all ranks'.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import ModuleType
 
 NAMES = (
     "bare", "bare_take", "forebay", "megatron", "nanogpt", "grain", "mosaic", "litdata", "hf_map", "hf_stream",
-    "webdataset",
+    "webdataset", "lancedb", "energon",
 )  # fmt: skip
 
 

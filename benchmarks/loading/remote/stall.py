@@ -24,7 +24,7 @@ def open_windows_bytes(folder: Path) -> int:
     """The bytes that the lanes' windows have open at once."""
     import forebay
 
-    loader = forebay.Loader(folder, **LOADER)
+    loader = forebay.Loader(folder, seq_len=2048, batch_size=64, seed=1, order=forebay.OrderOptions(lanes=LANES))
     table, order = loader.dataset.table, loader.order
     spec = RunSpec(table.bytes, order.samples_per_slice, order.global_batch, chunk_bytes=table.chunk_bytes, lanes=LANES)
     return needs_of_nodes(spec, order)[0].open_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Watcher:
-    """From `with` to its end; every hundredth of a second. `peak_bytes`: the most that its files were long together."""
+    """From `with` to its end; every hundredth of a second. `peak_bytes`: the most that its files had on the disk."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -30,7 +30,7 @@ class Watcher:
             try:
                 for item in os.scandir(self.directory):
                     try:
-                        total += item.stat().st_size if item.is_file() else 0
+                        total += item.stat().st_blocks * 512 if item.is_file() else 0
                     except FileNotFoundError:
                         continue
             except FileNotFoundError:

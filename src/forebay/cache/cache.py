@@ -123,12 +123,21 @@ class ChunkCache(SharedState):
                 os.utime(entry.map_path)
             return entry
 
-    def open_pinned(self, info: SliceInfo, chunks: I64) -> ChunkFile:
-        """`open` and `pin`, with no moment between them in which another process deletes the entry."""
+    def open_pinned(self, items: Sequence[tuple[SliceInfo, I64]]) -> tuple[list[ChunkFile], str]:
+        """`open` and `pin` slices, with no moment between them in which another process deletes one.
+
+        Returns (the entries of those for which there is space, why there is none for the next or "").
+        """
+        entries: list[ChunkFile] = []
         with self._lock:
-            entry = self.open(info)
-            entry.pin(chunks, self._slot_number, self._generation)
-            return entry
+            for info, chunks in items:
+                try:
+                    entry = self.open(info)
+                except NoSpaceError as error:
+                    return entries, str(error)
+                entry.pin(chunks, self._slot_number, self._generation)
+                entries.append(entry)
+        return entries, ""
 
     def pin(self, groups: Sequence[Group]) -> None:
         """Protect chunks, present or not, from eviction by any process until `unpin`, `close` or this process's end."""
@@ -357,12 +366,7 @@ class ChunkCache(SharedState):
         live, freed = self._live(), 0
         freed += self._evict_unused(needed, live)
         while freed < target and self._used:
-            next_use, number, sha256, chunks = heapq.heappop(self._used)
-            if (entry := self._open(sha256)) is not None and sha256 in self._next_uses:
-                chunks = chunks[self._next_uses[sha256][chunks] == -next_use]
-                freed += self._evict_chunks(entry, chunks, live, target - freed)
-                if freed >= target and not entry.is_deleted:  # A part of them may be present yet.
-                    heapq.heappush(self._used, (next_use, number, sha256, chunks))
+            freed += self._evict_used(live, target - freed)
         if freed < needed:
             for path in self._files():
                 if freed >= needed:
@@ -371,6 +375,25 @@ class ChunkCache(SharedState):
                     freed += self._evict_chunks(other, np.arange(other.layout.num_chunks), live, target - freed)
         self.evicted_bytes += freed
         return freed
+
+    def _evict_used(self, live: dict[int, int], limit: int) -> int:
+        """Evict chunks that were read, those first that are read again last; neighbours with one call."""
+        planned, taken = 0, dict[str, tuple[ChunkFile, list[I64]]]()
+        while planned < limit and self._used:
+            next_use, number, sha256, chunks = heapq.heappop(self._used)
+            latest = self._next_uses.get(sha256)
+            chunks = chunks[:0] if latest is None else chunks[latest[chunks] == -next_use]
+            entry = taken[sha256][0] if sha256 in taken else self._open(sha256)
+            if not len(chunks) or entry is None:
+                continue
+            count = -(-(limit - planned) // entry.chunk_bytes)
+            if count < len(chunks):
+                heapq.heappush(self._used, (next_use, number, sha256, chunks[:-count]))
+            taken.setdefault(sha256, (entry, []))[1].append(chunks[-count:])
+            planned += entry.size_of(chunks[-count:])
+        return sum(
+            self._evict_chunks(entry, np.unique(np.concatenate(parts)), live, limit) for entry, parts in taken.values()
+        )
 
     def _evict_unused(self, needed: int, live: dict[int, int]) -> int:
         """Delete slices, and parts of slices, that no live process uses; those used longest ago first."""

@@ -93,12 +93,6 @@ def hash_slice(path: Path | str, chunk_bytes: int) -> tuple[str, bytes]:
     return root_of(leaves), leaves
 
 
-def has_id(path: Path | str, sha256: str) -> bool:
-    """Whether a slice's file has this id, for any chunk size; reads it up to six times. Raises OSError."""
-    sizes = [1 << bits for bits in range(MAX_CHUNK_BYTES.bit_length() - 1, MIN_CHUNK_BYTES.bit_length() - 2, -1)]
-    return any(hash_slice(path, size)[0] == sha256 for size in [*sizes, 0])
-
-
 def wrong_chunks(data: memoryview, leaves: bytes, chunk_bytes: int) -> Sequence[int]:
     """Indexes of the chunks of `data`, which begins with the first of `leaves`, that have another hash."""
     size = chunk_bytes or max(1, len(data))

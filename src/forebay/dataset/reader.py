@@ -193,11 +193,6 @@ class Dataset:
         self.check_slice(row, opened)
         return opened
 
-    @property
-    def verifies(self) -> bool:
-        """Whether bytes are hashed at their first use."""
-        return self._verified is not None
-
     def is_verified(self, index: int) -> bool:
         """Whether every byte of a slice was hashed since its file changed, or none is to be."""
         return self._verified is None or self._verified.is_verified(

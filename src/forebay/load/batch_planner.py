@@ -31,7 +31,7 @@ from forebay.order.run import Run
 I64 = NDArray[np.int64]
 
 PLAN_SAMPLES = 8192
-_PLANS_AHEAD = 8  # With a cache, so many plans at least are ahead.
+_PLANS_AHEAD = 3  # With a cache, so many plans at least are ahead.
 _HEADER_BYTES = 64  # A slice's header begins in its first chunk; that of tokens ends there.
 
 
@@ -152,7 +152,7 @@ class BatchPlanner:
                     break
                 if self._num_steps == self._every[1]:
                     raise
-                self._num_steps = self._plan_steps = self._every[1]  # Plan fewer steps at once.
+                self._plan_fewer()
                 continue
             self._next_step = plan.steps[0] - self._every[0] + self._num_steps
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)  # The chunks of the first steps come first.
@@ -294,9 +294,9 @@ class BatchPlanner:
                 last = self._queue.pop()
                 self._next_step = last.steps[0] - self._every[0]
                 self._slices.release(last.needs)
-            elif len(plan.steps) - start > 1:  # Plan fewer steps at once.
+            elif len(plan.steps) > 1:
                 self._next_step = plan.steps[start] - self._every[0]
-                self._num_steps = self._plan_steps = self._every[1]
+                self._plan_fewer()
                 return start
             else:
                 self._slices.wait_for_space(plan.needs)
@@ -316,6 +316,11 @@ class BatchPlanner:
         for key in self._open.difference(used):
             self._open.remove(key)
             self._collator.close(key)
+
+    def _plan_fewer(self) -> None:
+        """Plan one step, then more again, at most half as many as until now."""
+        step = self._every[1]
+        self._num_steps, self._plan_steps = step, max(step, self._plan_steps // (2 * step) * step)
 
     def _open_map(self, key: int) -> None:
         started_at = time.perf_counter()

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 I64 = NDArray[np.int64]
 
-_AHEAD_BYTES = 1 << 30
 _MAX_RUN_BYTES = 2 << 20  # of a request
 _QUEUED = 4  # fetches that wait for a connection
 _RETRY_S = 5.0  # before a failed chunk is fetched again that no step waits for
@@ -125,12 +124,7 @@ class ChunkFeed:
     @property
     def ahead_bytes(self) -> int:
         """How many bytes of samples are planned ahead, so that their chunks are fetched and stay."""
-        if self._settings is None:
-            return 0
-        if self._settings.readahead_bytes is not None:
-            return self._settings.readahead_bytes
-        budget = self._settings.budget_bytes
-        return min(budget // 3, max(self._settings.open_bytes, min(_AHEAD_BYTES, budget // 16)))
+        return 0 if self._settings is None else self._settings.ahead_bytes
 
     @property
     def planned_bytes(self) -> int:
@@ -151,16 +145,12 @@ class ChunkFeed:
         """
         groups = self.chunks.groups(keys, starts, stops, steps)
         with self._changed:
-            for i, group in enumerate(groups):
-                if not self.is_cached(group.key):
-                    continue
-                try:
-                    self._open_entry(group)
-                except NoSpaceError:
-                    plan.groups += groups[:i]  # They are released with the plan.
-                    raise
-                if self._verify and group.entry is not None:
-                    group.entry.doubt(group.chunks[group.entry.refs[group.chunks] == 1])
+            cached = [group for group in groups if self.is_cached(group.key)]
+            if cached:
+                self._open_entries(cached, plan)
+            for group in cached if self._verify else ():
+                assert group.entry is not None
+                group.entry.doubt(group.chunks[group.entry.refs[group.chunks] == 1])
             plan.add(groups)
 
     def fetch(self) -> None:
@@ -266,7 +256,13 @@ class ChunkFeed:
                 return {}
             cached = 0 if self._cache is None else self._cache.used_bytes()
             now = {"waited_s": self._waited_s, "in_flight": len(self._running), "cached_bytes": cached}
-            return {**self._counts, **self._refetches.counts, **now, **self._past_and_present()}
+            counts = {**self._counts, **self._refetches.counts, **now, **self._past_and_present()}
+            for group, chunks in self._running.values():  # They may have been read before their fetch ends.
+                if group.entry is not None:
+                    present = chunks[group.entry.marks[chunks] == PRESENT]
+                    counts["fetched_bytes"] += group.entry.bytes_of(present)
+                    counts["fetched_chunks"] += len(present)
+            return counts
 
     def _past_and_present(self) -> dict[str, int]:
         """Counts of the cache and the source, and of those that were closed."""
@@ -321,17 +317,25 @@ class ChunkFeed:
                 dataset.verify_chunks(index, int(run[0]), int(run[-1]) + 1)
             return True
         if group.entry.is_deleted:
-            self._open_entry(group)  # Another process deleted the file, or replaced it.
+            self._open_entries([group])  # Another process deleted the file, or replaced it.
         return bool((group.entry.marks[group.chunks] == PRESENT).all())
 
-    def _open_entry(self, group: ChunkGroup) -> None:
-        """Pin the chunks of a group in the file of its slice. Raises NoSpaceError."""
-        cache = self._open_cache(self._settings)
-        try:
-            group.entry = cache.open_pinned(self._row(group.key), group.chunks)
-        except NoSpaceError:
-            self._pins.unpin(_ALL_STEPS)
-            group.entry = cache.open_pinned(self._row(group.key), group.chunks)
+    def _open_entries(self, groups: Sequence[ChunkGroup], plan: PlanNeeds | None = None) -> None:
+        """Pin the chunks of groups in the files of their slices. Raises NoSpaceError; `plan` has those pinned then."""
+        cache, opened, reason = self._open_cache(self._settings), 0, ""
+        for last_try in (False, True):
+            rest = groups[opened:]
+            entries, reason = cache.open_pinned([(self._row(group.key), group.chunks) for group in rest])
+            for group, entry in zip(rest, entries):
+                group.entry = entry
+            opened += len(entries)
+            if not reason:
+                return
+            if not last_try:
+                self._pins.unpin(_ALL_STEPS)
+        if plan is not None:
+            plan.groups += groups[:opened]  # They are released with the plan.
+        raise NoSpaceError(reason)
 
     def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
         missing = []
@@ -398,7 +402,7 @@ class ChunkFeed:
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
         """Claim and fetch neighbouring chunks; False if there is no space for them."""
         if group.entry is not None and group.entry.is_deleted:
-            self._open_entry(group)  # Another process deleted the file, or replaced it.
+            self._open_entries([group])  # Another process deleted the file, or replaced it.
         entry, cache = group.entry, self._open_cache(self._settings)
         assert entry is not None
         if (entry.marks[chunks] == UNVERIFIED).any():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from forebay.swarm.share import SliceShare
 
 _MAX_DEFAULT_BYTES = 64 << 30
+_AHEAD_BYTES = 1 << 30
 _SWARM_DOWNLOADS = 8
 _log = logging.getLogger("forebay")
 
@@ -41,6 +42,13 @@ class CacheSettings:
     readahead_bytes: int | None
     share: bool | str
     open_bytes: int = 0  # Of the windows that the run has open at once.
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How many bytes of samples are planned ahead, so that their chunks are fetched and stay."""
+        if self.readahead_bytes is not None:
+            return self.readahead_bytes
+        return min(self.budget_bytes // 3, max(self.open_bytes, min(_AHEAD_BYTES, self.budget_bytes // 16)))
 
 
 def resolve_cache(

@@ -23,7 +23,6 @@ from forebay.dataset.chunks import (
     MIN_CHUNK_BYTES,
     ChunkHasher,
     chunk_size,
-    has_id,
     hash_slice,
     num_chunks,
     root_of,
@@ -33,6 +32,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError
+from support.feeding import has_id
 
 FORMAT_1 = Path(__file__).parents[2] / "golden" / "format1" / "dataset"
 TOKENS = [100, 40_000, 3000, 9000]
@@ -204,6 +204,7 @@ import os, signal, sys
 from itertools import pairwise
 from pathlib import Path
 from forebay.dataset.import_slices import import_slices
+from support.feeding import has_id
 
 remaining = int(sys.argv[2])
 
