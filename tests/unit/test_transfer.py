@@ -311,7 +311,7 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
     info = SliceInfo(0, "slice", num_bytes, "0" * 64, 0, 0, CHUNK, offset)
     cache, origins = ChunkCache(tmp_path / "cache", 8 * MIB), [open_origin(server.url)]
     chunks = np.arange(-(-num_bytes // CHUNK))
-    entry = cache.open_pinned(info, chunks)
+    [entry], _ = cache.open_pinned([(info, chunks)])
 
     def check(chunk: int, data: memoryview) -> bool:
         start = offset + chunk * CHUNK

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.cache import ChunkCache
+from forebay.cache.cache import ChunkCache, Group
 from forebay.closing import Closing
 from forebay.dataset.chunks import num_chunks
 from forebay.dataset.manifest import SliceInfo
@@ -127,7 +127,7 @@ class ShardCache(Closing):
         if self.is_in_place(shard):
             return ShardDataset(shard, *verify_pair(self._here.folder, shard))
         while True:
-            pins = [(self.cache.open_pinned(info, _chunks(info)), _chunks(info)) for info in shard.infos()]
+            pins = self._pin(shard.infos())
             with contextlib.ExitStack() as stack:
                 stack.callback(self.cache.unpin, pins)
                 if not all(entry.is_complete() for entry, _ in pins):
@@ -137,6 +137,16 @@ class ShardCache(Closing):
                     self._record(shard, fetch_missing(self, shard, fetch.stopping), time.monotonic() - started)
                 if all(entry.is_complete() and not entry.is_deleted for entry, _ in pins):
                     return ShardDataset(shard, pins[0][0], pins[1][0].data.view("<u8"), stack.pop_all().close)
+
+    def _pin(self, infos: Sequence[SliceInfo]) -> list[Group]:
+        """Pin all chunks of objects, present or not. Raises UsageError if there is no space for their maps."""
+        items = [(info, np.arange(num_chunks(info.bytes, info.chunk_bytes))) for info in infos]
+        entries, reason = self.cache.open_pinned(items)
+        pins = [(entry, chunks) for entry, (_, chunks) in zip(entries, items)]
+        if reason:
+            self.cache.unpin(pins)
+            raise UsageError(f"{infos[0].name}: {reason}")
+        return pins
 
     def _record(self, shard: ShardInfo, num_bytes: int, seconds: float) -> None:
         self.fetched_bytes, self.fetch_s = self.fetched_bytes + num_bytes, self.fetch_s + seconds
@@ -177,8 +187,7 @@ class ShardCache(Closing):
         self, part: ShardObject, info: SliceInfo, check: Check, stop: threading.Event,
         on_progress: OnProgress = lambda received: None,
     ) -> tuple[ChunkFile, int]:  # fmt: skip
-        chunks, num_bytes = _chunks(info), 0
-        entry = self.cache.open_pinned(info, chunks)
+        [(entry, chunks)], num_bytes = self._pin([info]), 0
         entry.check = check
         try:
             while not entry.is_complete():
@@ -323,10 +332,6 @@ def main() -> None:
     except ForebayError as error:
         result = error
     sys.stdout.buffer.write(pickle.dumps(result))
-
-
-def _chunks(info: SliceInfo) -> NDArray[np.int64]:
-    return np.arange(num_chunks(info.bytes, info.chunk_bytes))
 
 
 def _cancelled(name: str) -> UsageError:
