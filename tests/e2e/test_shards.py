@@ -631,6 +631,20 @@ def test_ranks_of_a_machine_share_one_copy(server: S3Server, tmp_path: Path) -> 
     assert sum(lines(out)[-1]["stats"]["fetched_bytes"] > 0 for out in outs) >= 1
 
 
+def test_ranks_of_a_machine_use_shards_in_their_place(bucket: Path, tmp_path: Path) -> None:
+    folder, names = tmp_path / "own", [name for index in range(SHARDS) for name in pair(index)]
+    folder.mkdir()
+    for name in names:
+        shutil.copy(bucket / name, folder)
+    outs = [tmp_path / f"{rank}.jsonl" for rank in range(4)]
+    settings = {"world_size": 4, "steps": 6, "batch_size": 16, "others": outs, "url": folder, "folder": folder}
+    ranks = [start(out, rank=rank, **settings) for rank, out in enumerate(outs)]
+    assert [rank.wait(60) for rank in ranks] == [0] * 4, (tmp_path / "0.log").read_text()[-2000:]
+    assert [line["shard"] for line in lines(outs[3]) if "step" in line] == [0, 0, 0, 1, 1, 1]
+    assert not list(folder.glob(".*.tmp")) and len(list(folder.glob(".train_*.map"))) == 3  # And of the upcoming one.
+    assert all((folder / name).read_bytes() == (bucket / name).read_bytes() for name in names)
+
+
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path) -> None:
     seed = int(os.environ.get("FOREBAY_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
     print(f"replay with FOREBAY_SHARDS_SEED={seed}")

@@ -218,8 +218,8 @@ def verify_pair(folder: Path, shard: ShardInfo) -> tuple[ChunkFile, U64]:
     path, map_path = folder / info.name, pair_map(folder, shard)
     try:
         if not map_path.is_file():
-            for other in folder.glob(f".{info.name}.*"):  # Of other versions.
-                other.unlink()
+            for other in set(folder.glob(f".{info.name}.*.map")) - {map_path}:  # Of other versions.
+                other.unlink(missing_ok=True)
             new = map_path.with_suffix(f".{os.getpid()}.tmp")
             create(path, new, info, UNVERIFIED)
             new.replace(map_path)
