@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,8 +30,9 @@ import numpy as np
 
 from benchmarks.measure import Figure, cpu_s, median, percentile, process_cpu_s, show
 from forebay.formats.shard_writer import write_shards
-from forebay.load.shard_folder import SampleCheck
+from forebay.load.shard_files import SampleCheck, find_shard, read_layout
 from forebay.load.shards import SharedShardedDatasetManager
+from forebay.storage.base import PathOrigin
 from forebay.storage.ranged_download import download_large_file
 
 NUM_BYTES = 1 << 29
@@ -83,7 +85,7 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
     """GB/s and processor seconds a GB; medians of interleaved rounds."""
     name, out = "train_000000.npy", folder / "out"
     size = (folder / "shards" / name).stat().st_size
-    ids = folder / "shards" / "sample_ids_000000.npy"
+    ids, origin = folder / "shards" / "sample_ids_000000.npy", PathOrigin(folder / "shards")
     costs_by_case: dict[str, list[tuple[float, float, float]]] = {}
     with server(folder / "shards") as (process, port):
         web, bucket = f"http://127.0.0.1:{port}", f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
@@ -93,12 +95,26 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
             for _ in range(size >> 26):
                 block.copy()
 
+        def check() -> None:
+            """As the threads that receive chunks do."""
+            shard = read_layout(origin, find_shard(origin, 0), _SEQ_LEN)
+            info, id_info = shard.infos()
+            sample_check = SampleCheck(shard, np.memmap(ids, "<u8", "r", id_info.offset))
+
+            def check_chunk(chunk: int) -> bool:
+                start = chunk * info.chunk_bytes
+                data = os.pread(file.fileno(), min(info.chunk_bytes, info.bytes - start), info.offset + start)
+                return sample_check(chunk, memoryview(data))
+
+            with (folder / "shards" / name).open("rb") as file, ThreadPoolExecutor(CONNECTIONS) as pool:
+                assert all(pool.map(check_chunk, range(-(-info.bytes // info.chunk_bytes))))
+
         cases: dict[str, Callable[[], object]] = {
             "copy in memory": copy,
             "plain socket": lambda: plain(port, name, size, out, CONNECTIONS),
             "download, http": lambda: download_large_file(web, name, out, max_workers=CONNECTIONS),
             "download, bucket": lambda: download_large_file(bucket, name, out, max_workers=CONNECTIONS),
-            "checking": lambda: SampleCheck(0, ids, size, _SEQ_LEN).finish(folder / "shards" / name),
+            "checking": check,
         }
         for _ in range(rounds):
             for case, act in cases.items():
@@ -182,10 +198,10 @@ def _alternate(
             while time.monotonic() < end:
                 upcoming = shards.upcoming_dataset
                 assert upcoming is not None
-                if upcoming.files is not None:
+                if upcoming.result.done():
                     step_index += 1
                     shards.at_step(step_index)
-                    while shards.upcoming_dataset is None or not shards.upcoming_dataset.received:
+                    while shards.upcoming_dataset is None or not shards.upcoming_dataset.progress()["received"]:
                         step()
                 window(None, 0.05)
                 window(step_times[0], 0.3)

@@ -30,12 +30,13 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, datas
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
-from forebay.load.shard_folder import ShardFolder
-from forebay.storage.base import ObjectMeta, as_object_origin, head_object, read_small
+from forebay.load.shard_cache import ShardCache
+from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
+from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import RemoteDataset, open_origin
 from forebay.storage.ranged_download import Workers
-from forebay.storage.targets import FolderTarget, Target, open_target
+from forebay.storage.targets import FolderTarget, Target
 from forebay.storage.transfers import FileTransfer, Transfer
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
@@ -69,21 +70,6 @@ class MirrorReport:
     copied_bytes: int
     skipped_bytes: int
     missing: int
-    complete: bool
-
-
-@dataclass(frozen=True)
-class ShardMirrorReport:
-    """The result of a mirror of shards. Lists are of shard indexes; `missing` are not in the target."""
-
-    source: str
-    target: str
-    shards: int  # of the source
-    copied: list[int]
-    skipped: list[int]  # they existed
-    copied_bytes: int
-    skipped_bytes: int
-    missing: list[int]
     complete: bool
 
 
@@ -305,92 +291,88 @@ def holds_shards(source: str) -> bool:
     origin = open_origin(source)
     if not hasattr(origin, "head"):
         return False
-    for name, is_of_shards in ((MANIFEST_FILE, False), ("train_000000.npy", True)):
-        with contextlib.suppress(DatasetError):
-            head_object(as_object_origin(origin), name)
-            return is_of_shards
-    names: Any = getattr(origin, "names", None)
-    return names is not None and any(name.endswith(".npy") for name in names("train_"))
+    with contextlib.suppress(DatasetError):
+        head_object(as_object_origin(origin), MANIFEST_FILE)
+        return False
+    with contextlib.suppress(DatasetError):
+        return bool(list_shards(as_object_origin(origin)))
+    return False
 
 
 def mirror_shards(
-    source: str, destination: str, *, temporary: Path, shards: slice | None = None, max_workers: Workers = None,
+    source: str, target: Target, temporary: Path, *, shards: slice | None = None, max_workers: Workers = None,
     on_progress: OnProgress = lambda _: None,
-) -> ShardMirrorReport:  # fmt: skip
-    """Copy shards; those that the destination has are skipped.
+) -> dict[str, Any]:  # fmt: skip
+    """Copy shards; those that the target has are skipped. Returns JSON: indexes of the shards, and bytes.
 
     Args:
-        destination: A directory, `s3://`, `r2://` (with `R2_DATASET_WRITE_*`), `gs://` or `az://`.
-        temporary: A directory of its own with room for one shard; on the disk of a destination directory.
+        target: The caller closes it.
+        temporary: A directory with room for one shard, on the disk of the target's parts; removed at the end.
         shards: Indexes to copy; by default all.
         on_progress: Called with the bytes copied or skipped since the last call.
     """
-    origin = open_origin(source)
-    folder = ShardFolder(origin, temporary, max_workers=max_workers)
-    if origin.url in (destination, str(Path(destination).absolute())):
-        raise UsageError(f"mirror: expected another target than the source {origin.url}. Name one.")
-    target = open_target(destination, temporary / "upload")
-    try:
-        available = folder.indexes()
-        selected = available
-        if shards is not None:
-            selected = list(range(shards.start or 0, available[-1] + 1 if shards.stop is None else shards.stop))
-        if not selected or not set(selected) <= set(available):
-            raise UsageError(f"shards: expected some of {available[0]} to {available[-1]}, got {selected[:20]}.")
-        heads = {index: folder.heads(index) for index in available}
-        sizes = {index: sum(head.bytes for head in pair.values()) for index, pair in heads.items()}
-        skipped = [index for index in selected if _is_verified(folder, target, index, heads[index])]
-        absent = [index for index in selected if index not in set(skipped)]
-        folder.clean(set(absent))
-        on_progress(sum(sizes[index] for index in skipped))
-        waiting = [sizes[index] for index in absent]
-        needed = sum(waiting) if isinstance(target, FolderTarget) else max(waiting, default=0)
-        _check_room(folder.folder, needed, shutil.disk_usage(folder.folder).free + sum(map(folder.on_disk, absent)))
+    origin = as_object_origin(open_origin(source))
+    if origin.url == target.url:
+        raise UsageError(f"mirror: expected another target than the source {target.url}. Name one.")
+    infos = {index: find_shard(origin, index) for index in list_shards(origin)}
+    last = max(infos)
+    selected = list(infos) if shards is None else list(range(shards.start or 0, shards.stop or last + 1))
+    if not selected or not set(selected) <= set(infos):
+        raise UsageError(f"shards: expected some of {min(infos)} to {last}, got {selected[:20]}.")
+    sizes = {index: shard.num_bytes for index, shard in infos.items()}
+    absent = [index for index in selected if not _has_shard(target, infos[index])]
+    skipped = [index for index in selected if index not in set(absent)]
+    on_progress(sum(sizes[index] for index in skipped))
+    waiting = [sizes[index] for index in absent]
+    needed = sum(waiting) if isinstance(target, FolderTarget) else max(waiting, default=0)
+    with ShardCache(source, temporary, max_workers=max_workers) as cache:
+        for index in absent[:1]:  # The one that a kill interrupted.
+            cache.describe(index)
+        cache.evict(absent[:1])
+        present = sum(path.stat().st_blocks * 512 for path in temporary.iterdir() if path.is_file())
+        _check_room(temporary, needed, shutil.disk_usage(temporary).free + present)
         for index in absent:
-            _copy_shard(folder, target, index, sizes[index], on_progress)
-        missing = [index for index in available if index not in selected and not _contains(target, heads[index])]
-        return ShardMirrorReport(
-            origin.url, target.url, len(available), absent, skipped, sum(waiting), sum(sizes[i] for i in skipped),
-            missing, not missing,
-        )  # fmt: skip
-    finally:
-        target.close()
-        with contextlib.suppress(OSError):
-            temporary.rmdir()
+            _copy_shard(cache, target, index, on_progress)
+    shutil.rmtree(temporary)
+    missing = [index for index in infos if index not in selected and not _contains(target, infos[index])]
+    return {
+        "source": origin.url, "target": target.url, "shards": len(infos), "copied": absent, "skipped": skipped,
+        "copied_bytes": sum(waiting), "skipped_bytes": sum(sizes[index] for index in skipped), "missing": missing,
+        "complete": not missing,
+    }  # fmt: skip
 
 
-def _contains(target: Target, heads: Mapping[str, ObjectMeta]) -> bool:
-    return all(target.contains(name, head.bytes, None) for name, head in heads.items())
+def _contains(target: Target, shard: ShardInfo) -> bool:
+    return all(target.contains(part.name, part.num_bytes, None) for part in (shard.tokens, shard.ids))
 
 
-def _is_verified(folder: ShardFolder, target: Target, index: int, heads: Mapping[str, ObjectMeta]) -> bool:
+def _has_shard(target: Target, shard: ShardInfo) -> bool:
     """Whether the target has a shard; in a directory its samples are checked."""
-    if not _contains(target, heads):
+    if not _contains(target, shard):
         return False
     if isinstance(target, FolderTarget):
+        here = PathOrigin(target.folder)
         try:
-            folder.check(index, *(target.folder / name for name in heads))
+            pair = read_layout(here, find_shard(here, shard.index), 0)
+            verify_pair(target.folder, pair)
+            pair_map(target.folder, pair).unlink()
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False
     return True
 
 
-def _copy_shard(folder: ShardFolder, target: Target, index: int, num_bytes: int, on_progress: OnProgress) -> None:
-    reported = 0
+def _copy_shard(cache: ShardCache, target: Target, index: int, on_progress: OnProgress) -> None:
+    reported, shard = 0, cache.describe(index)
 
-    def report(received: int, total: int) -> None:
+    def report(received: int) -> None:
         nonlocal reported
-        on_progress(received - reported)
-        reported = received
+        on_progress(max(0, received - reported))
+        reported = max(reported, received)
 
-    files, _ = folder.obtain(index, stop=threading.Event(), on_progress=report)
-    # The ids first, as a copy: a kill then leaves a complete shard here, and no tokens without ids there.
-    copy = target.part_path(files.ids.name)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(files.ids, copy)
-    for name, part in ((files.ids.name, copy), (files.tokens.name, files.tokens)):
-        target.commit(name, part, hash_file(part))
-    folder.remove(index)
-    on_progress(num_bytes - reported)
+    cache.fetch(shard, threading.Event(), report)
+    for info in reversed(shard.infos()):  # The ids first: a kill leaves no tokens without ids.
+        path = cache.cache.path_of(info.sha256)
+        target.commit(info.name, path, hash_file(path))
+    on_progress(max(0, shard.num_bytes - reported))
     log.info("shard %d copied to %s", index, target.url)

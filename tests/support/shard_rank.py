@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-import forebay.load.shards as shards_module
+import forebay.load.shard_cache as cache_module
 from forebay.load.shards import SharedShardedDatasetManager
 
 
@@ -27,7 +27,7 @@ def main(out: str, text: str) -> None:
     batch, others = settings.pop("batch_size", 8), [Path(other) for other in settings.pop("others", [])]
     settings["remap"] = {int(a): b for a, b in settings.pop("remap", {}).items()}
     if settings.pop("apart", False):
-        shards_module.MIN_PROCESS_BYTES = 0  # as if the shards were large
+        cache_module.MIN_PROCESS_BYTES = 0  # as if the shards were large
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with Path(out).open("a") as file, SharedShardedDatasetManager(**settings) as shards:
 

@@ -47,6 +47,27 @@ def test_least_recently_used_goes_first(tmp_path: Path) -> None:
     assert cache.used_bytes() <= cache.budget_bytes
 
 
+def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path) -> None:
+    cache, other = ChunkCache(tmp_path, 1 << 30), ChunkCache(tmp_path, 1 << 30)
+    names = [put(cache, content(number), CHUNK) for number in range(4)]
+    assert other.get(names[1], pin=True)
+    entry = put_chunks(cache, content(2), CHUNK, [0])
+    view = entry.data[:100]
+    cache.unpin([(entry, np.array([0]))])
+    cache.evict({names[3]})
+    assert sorted(path.name for path in tmp_path.iterdir() if len(path.name) == 64) == sorted([names[1], names[3]])
+    assert entry.is_deleted and bytes(view) == content(2)[:100] and cache.used_bytes() == 2 * SLICE
+    other.close()
+    cache.evict(())
+    assert cache.used_bytes() == 0 == len(list((tmp_path / "chunks").iterdir()))
+    for turn in range(100):  # What was evicted is forgotten.
+        entry = put_chunks(cache, content(turn), CHUNK, [0, 1])
+        cache.unpin([(entry, np.arange(2))])
+        cache.evict(())
+    assert len(cache._used) <= 1
+    cache.close()
+
+
 def test_what_is_pinned_stays_and_the_rest_goes(tmp_path: Path) -> None:
     budget = 2 * SLICE + CHUNK
     cache, other = ChunkCache(tmp_path, budget), ChunkCache(tmp_path, budget)

@@ -15,7 +15,19 @@ from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.formats import open_external
 from forebay.formats.shard_writer import write_shards
 from forebay.formats.vectors import npy_header, sample_id, vector_in
-from forebay.load.shard_folder import SampleCheck, ShardFolder, read_ids
+from forebay.load.shard_files import (
+    SampleCheck,
+    ShardDataset,
+    ShardInfo,
+    find_shard,
+    list_shards,
+    pair_map,
+    read_layout,
+    verify_pair,
+)
+from forebay.storage.base import PathOrigin, as_object_origin
+from forebay.storage.origins import open_origin
+from support.origin_server import OriginServer
 
 L = 16
 
@@ -43,7 +55,9 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
         if not header:
             shard.tokens.write_bytes(raw := raw[128:])
         item = np.load(shard.tokens) if header else np.frombuffer(raw, dtype)
-        ids = read_ids(shard.ids)
+        read = verified(tmp_path, shard.index)
+        ids = read.sample_ids
+        assert read[np.arange(len(ids))].tolist() == item.reshape(-1, L).tolist() and read[0].dtype == dtype
         assert ids.tolist() == [sample_id(row) for row in item.reshape(-1, L)]
         if generation == "bin":
             assert ids.tolist() == np.fromfile(shard.ids, "<u8").tolist()
@@ -87,61 +101,82 @@ def shard(folder: Path, count: int = 300, **settings: Any) -> tuple[Path, Path]:
     return created.tokens, created.ids
 
 
-def check_of(tokens: Path, ids: Path, **settings: Any) -> SampleCheck:
-    return SampleCheck(0, ids, tokens.stat().st_size, L, **settings)
+def layout_of(folder: Path, index: int = 0, seq_len: int = L) -> ShardInfo:
+    origin = PathOrigin(folder)
+    return read_layout(origin, find_shard(origin, index), seq_len)
 
 
-def test_a_whole_shard_is_judged(tmp_path: Path) -> None:
+def verified(folder: Path, index: int = 0, seq_len: int = L) -> ShardDataset:
+    shard = layout_of(folder, index, seq_len)
+    return ShardDataset(shard, *verify_pair(folder, shard))
+
+
+def wrong_chunks_of(folder: Path, ids: Path) -> tuple[list[int], SampleCheck, ShardInfo]:
+    """The chunks of the tokens that do not have the ids."""
+    shard, raw = layout_of(folder), (folder / "train_000000.npy").read_bytes()
+    info, id_info = shard.infos()
+    check = SampleCheck(shard, np.fromfile(ids, "<u8", offset=id_info.offset))
+    size, data = info.chunk_bytes, memoryview(raw)[info.offset :]
+    assert len(data) == info.bytes and not size % shard.sample_bytes
+    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+    return [chunk for chunk, part in enumerate(chunks) if not check(chunk, part)], check, shard
+
+
+def test_a_whole_shard_is_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, ids = shard(tmp_path)
-    check = check_of(tokens, ids)
-    check.finish(tokens)
-    assert check.wrong(tokens) == []
+    assert wrong_chunks_of(tmp_path, ids)[0] == []
+    assert len(verified(tmp_path)) == 300
+    with monkeypatch.context() as patched:
+        patched.setattr(SampleCheck, "__call__", None)
+        assert len(verified(tmp_path)) == 300  # Not hashed again.
+        os.utime(tokens)
+        with pytest.raises(TypeError):  # It was written to.
+            verified(tmp_path)
+    assert verified(tmp_path, seq_len=0).sample_ids.tolist() == verified(tmp_path).sample_ids.tolist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [tokens.name, ids.name, pair_map(tmp_path, layout_of(tmp_path)).name]
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("judge")
-    tokens, ids = shard(folder, 600)
+    tokens, ids = shard(folder, 6000)
     raw = bytearray(tokens.read_bytes()[data.draw(st.sampled_from([0, 128])) :])
     tokens.write_bytes(raw)
-    offset = vector_in(tokens, len(raw), "u2").offset
+    offset = len(raw) % 1000
     index = data.draw(st.integers(offset, len(raw) - 1))
     raw[index] ^= 1 << data.draw(st.integers(0, 7))
     tokens.write_bytes(raw)
     invalid = (index - offset) // (2 * L)
-    check = check_of(tokens, ids)
+    wrong, check, found = wrong_chunks_of(folder, ids)
+    assert wrong == [(index - offset) // found.infos()[0].chunk_bytes] and set(check.wrong) == {invalid}
     for _ in range(2):
-        assert any(start <= index < stop for start, stop in check.wrong(tokens))
-    with pytest.raises(IntegrityError, match=rf"sample {invalid} at byte {offset + invalid * 2 * L}.*remap={{0: "):
-        check.wrong(tokens)
+        with pytest.raises(IntegrityError, match=rf"sample {invalid} at byte {offset + invalid * 2 * L} .*remap={{0: "):
+            verified(folder)
+    assert tokens.read_bytes() == raw
 
 
 def test_mended_bytes_are_judged_anew(tmp_path: Path) -> None:
-    tokens, ids = shard(tmp_path)
+    tokens, _ = shard(tmp_path)
     full = tokens.read_bytes()
-    with tokens.open("r+b") as file:
-        file.seek(5000)
-        file.write(b"\xff\xff\xff")
-        file.flush()
-        check = check_of(tokens, ids)
-        (start, stop), *others = check.wrong(tokens)
-        assert not others
-        file.seek(start)
-        file.write(full[start:stop])
-    assert check.wrong(tokens) == []
+    tokens.write_bytes(full[:5000] + b"\xff\xff\xff" + full[5003:])
+    with pytest.raises(IntegrityError):
+        verified(tmp_path)
+    tokens.write_bytes(full)
+    assert verified(tmp_path)[7].tolist() == tokens_of(300 * L)[7 * L : 8 * L].tolist()
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     tokens, ids = shard(tmp_path)
     size = tokens.stat().st_size
 
-    def refused(match: str, **settings: Any) -> None:
+    def refused(match: str, seq_len: int = L) -> None:
         with pytest.raises(DatasetError, match=match):
-            check_of(tokens, ids, **settings).finish(tokens)
+            layout_of(tmp_path, seq_len=seq_len)
 
-    with pytest.raises(DatasetError, match="another sequence_length"):
-        SampleCheck(0, ids, size, 2 * L).finish(tokens)
+    refused("another sequence_length", 2 * L)
     os.truncate(tokens, size - 2)  # an odd tail
     refused("as its header says")
     tokens.write_bytes(npy_header(np.dtype("<u2"), 300 * L).replace(b"(4800,), ", b"(300, 16)") + bytes(600 * L))
@@ -149,12 +184,36 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     tokens.write_bytes(npy_header(np.dtype("<i8"), 300 * L) + bytes(2400 * L))
     refused("got int64")
     tokens, ids = shard(tmp_path)
-    ids.write_bytes(npy_header(np.dtype("<u8"), 299) + ids.read_bytes()[128:-8])  # short ids
-    refused("4784 tokens, 16 for each of 299 ids")
+    full = ids.read_bytes()
+    ids.write_bytes(npy_header(np.dtype("<u8"), 299) + full[128:-8])  # short ids
+    refused("expected 4784 tokens, 16 for each of 299 ids")
     ids.write_bytes(npy_header(np.dtype("<u4"), 600) + bytes(2400))
-    refused("sample ids of uint64, got 600 uint32")
+    refused("sample ids of uint64, got uint16, and 600 sample ids of uint32")
     ids.write_bytes(b"")
     refused("sample ids")
+    ids.write_bytes(full[:128])  # Nothing after the header.
+    refused("as its header says")
+    ids.write_bytes(full)
+    tokens.write_bytes(b"\x93NUMPY")
+    refused("NumPy header")
+
+
+def test_a_header_of_any_length_is_read_and_no_more(tmp_path: Path) -> None:
+    tokens, _ = shard(tmp_path)
+    full, reads = tokens.read_bytes(), list[tuple[int, int]]()
+    head = full[10:128].rstrip().ljust(1013) + b"\n"
+    tokens.write_bytes(full[:8] + len(head).to_bytes(2, "little") + head + full[128:])
+
+    class Recorded(PathOrigin):
+        def read(self, name: str, start: int, stop: int, etag: str = "") -> Any:
+            if name == tokens.name:
+                reads.append((start, stop))
+            return super().read(name, start, stop, etag)
+
+    origin = Recorded(tmp_path)
+    found = read_layout(origin, find_shard(origin, 0), L)
+    assert len(found.tokens.header) == 1024 and reads == [(0, 128), (0, 1024)]
+    assert verified(tmp_path)[299].tolist() == tokens_of(300 * L)[299 * L :].tolist()
 
 
 def test_indexes_of_terabytes_are_64_bit(tmp_path: Path) -> None:
@@ -171,7 +230,7 @@ def test_indexes_of_terabytes_are_64_bit(tmp_path: Path) -> None:
         for sample in (0, count // 2, count - 1):
             file.seek(len(head) + sample * seq_len * 2)
             file.write((np.arange(seq_len) + sample % 1000).astype("<u2").tobytes())
-    vector = vector_in(tokens, tokens.stat().st_size)
+    vector = vector_in(tokens, head, tokens.stat().st_size)
     assert vector.count == 2_500_000_000_000 and vector.count * 2 + 128 == vector.file_bytes
     samples = np.memmap(tokens, "<u2", "r", vector.offset).reshape(-1, seq_len)
     for sample in (0, count // 2, count - 1):
@@ -181,8 +240,9 @@ def test_indexes_of_terabytes_are_64_bit(tmp_path: Path) -> None:
 
 
 def test_shards_are_counted_and_named(tmp_path: Path) -> None:
-    folder = ShardFolder(None, tmp_path, L)
     with pytest.raises(DatasetError, match=r"expected shards train_000000\.npy"):
-        folder.indexes()
+        list_shards(PathOrigin(tmp_path))
     write_shards([tokens_of(90 * L)], tmp_path, seq_len=L, shard_tokens=30 * L)
-    assert folder.indexes() == [0, 1, 2]
+    assert list_shards(PathOrigin(tmp_path)) == [0, 1, 2]
+    with OriginServer(tmp_path) as server:
+        assert list_shards(as_object_origin(open_origin(server.url))) == [0, 1, 2]  # It cannot list.

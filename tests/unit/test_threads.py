@@ -70,7 +70,6 @@ BARE_THREADS = {
     "threads.py": "SupervisedThread itself",
     "network/retry.py": "writes log lines, nothing waits for it",
     "load/prefetch.py": "hands its exception to the iterator",
-    "load/shard_download.py": "hands its exception to whoever waits for the shard",
     "prepare/engines/local.py": "ends the process with its parent",
     "storage/remote_file.py": "hands its exception to whoever waits for a block",
 }

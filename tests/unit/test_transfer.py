@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,10 @@ import pytest
 from numpy.typing import NDArray
 
 from forebay.cache.cache import ChunkCache
+from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, UsageError
 from forebay.storage.base import Timeouts
-from forebay.storage.chunk_file import PRESENT, ChunkFile, create
+from forebay.storage.chunk_file import ABSENT, PRESENT, ChunkFile, create
 from forebay.storage.fetch import RunFetcher, TransferCancelledError
 from forebay.storage.origins import open_origin
 from forebay.storage.transfers import ChunkTransfer, map_path_of
@@ -300,6 +302,50 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
         server.reset()
         assert fetch(transfers, part, server.url).error is None
         assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
+
+
+def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_path: Path) -> None:
+    """An object's bytes from an offset on: a wrong chunk costs its own bytes; a file keeps its header."""
+    offset, wrong = 1000, [5]
+    num_bytes = len(CONTENT) - offset
+    info = SliceInfo(0, "slice", num_bytes, "0" * 64, 0, 0, CHUNK, offset)
+    cache, origins = ChunkCache(tmp_path / "cache", 8 * MIB), [open_origin(server.url)]
+    chunks = np.arange(-(-num_bytes // CHUNK))
+    [entry], _ = cache.open_pinned([(info, chunks)])
+
+    def check(chunk: int, data: memoryview) -> bool:
+        start = offset + chunk * CHUNK
+        return chunk not in wrong and bytes(data) == CONTENT[start : start + len(data)]
+
+    def fetch_absent() -> Exception | None:
+        claimed, reason = cache.claim(entry, chunks)
+        assert not reason
+        moved = ChunkTransfer(fetcher, entry, replace(info, sha256=""), origins, chunks=claimed).start()
+        assert moved.wait(60)
+        cache.complete(entry, claimed)
+        return moved.error
+
+    with RunFetcher(2, **QUICK) as fetcher:
+        entry.check = check
+        assert isinstance(fetch_absent(), IntegrityError) and entry.marks[5] == ABSENT
+        assert set(entry.marks.tolist()) == {ABSENT, PRESENT}
+        assert isinstance(fetch_absent(), IntegrityError)
+        wrong.clear()
+        assert fetch_absent() is None and entry.is_complete()
+    assert bytes(entry.data) == CONTENT[offset:] == entry.path.read_bytes()[offset:]
+    assert entry.path.stat().st_size == len(CONTENT)
+    checked: list[int] = []
+    for pool_bytes in (1 << 30, 0):  # In this thread, and by several.
+        entry.check = lambda chunk, data: check(chunk, data) and checked.append(chunk) is None
+        entry.doubt(chunks)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("forebay.storage.chunk_file._POOL_BYTES", pool_bytes)
+            assert entry.verify(chunks) and sorted(checked) == chunks.tolist() != checked
+        checked.clear()
+    wrong.append(7)
+    entry.doubt(chunks)
+    assert not entry.verify(chunks) and np.flatnonzero(entry.marks == ABSENT).tolist() == [7]
+    cache.close()
 
 
 def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(server: OriginServer, tmp_path: Path) -> None:

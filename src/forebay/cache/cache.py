@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -179,11 +179,8 @@ class ChunkCache(SharedState):
         with self._lock:
             marks = entry.marks[chunks]
             if (marks >= FETCHING).any():
-                live = self._live()
-                slots = marks.astype(np.int64) - FETCHING
-                dead = [s not in live or s == self._slot_number for s in slots.tolist()]
-                is_dead = (marks >= FETCHING) & np.array(dead)
-                is_dead &= ~np.isin(chunks, self._claimed(entry))
+                others = [FETCHING + slot for slot in self._live() if slot != self._slot_number]
+                is_dead = (marks >= FETCHING) & ~np.isin(marks, others) & ~np.isin(chunks, self._claimed(entry))
                 entry.marks[chunks[is_dead]] = ABSENT
             absent = chunks[entry.marks[chunks] == ABSENT]
             if not len(absent):
@@ -277,6 +274,17 @@ class ChunkCache(SharedState):
         self.unpin([(entry, everything)])
         return None, reason
 
+    def evict(self, keep: Collection[str]) -> None:
+        """Delete the slices, except these, that no process has pinned. Views of them stay valid, and keep the space."""
+        with self._lock:
+            live = self._live()
+            for path in self._files():
+                entry = self._open(path.name) if path.name not in keep else None
+                if entry is not None and not entry.pinned(live).any():
+                    self._delete(entry)
+            self._used = [item for item in self._used if self._is_current(item)]
+            heapq.heapify(self._used)
+
     def discard(self, sha256: str) -> None:
         """Delete a slice whose bytes are wrong, even if it is pinned."""
         with self._lock:
@@ -318,9 +326,9 @@ class ChunkCache(SharedState):
         path, map_path = self.path_of(sha256), self._maps / sha256
         try:
             info, size = read_info(map_path), path.stat().st_size
-            if info is not None and size != info.bytes:
+            if info is not None and size != info.offset + info.bytes:
                 log.warning("%s: expected bytes of that id, got others. They are fetched again.", path)
-            if info is not None and size == info.bytes:
+            if info is not None and size == info.offset + info.bytes:
                 return ChunkFile(path, map_path, info)
         except FileNotFoundError:
             pass

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.storage.chunk_file import NUM_SLOTS
-from forebay.storage.locks import EXCLUSIVE, Lock, acquire, is_locked, try_acquire
+from forebay.storage.locks import Lock, acquire, is_locked, try_acquire
 
 log = logging.getLogger("forebay.cache")
 _RAM = Path("/dev/shm")
@@ -169,6 +169,6 @@ class SharedState(ABC):
         live = {}
         for number in np.flatnonzero(self._generations).tolist():
             is_own = self._slot is not None and number == self._slot_number
-            if is_own or is_locked(self._locks / f"process-{number}", EXCLUSIVE):
+            if is_own or is_locked(self._locks / f"process-{number}"):
                 live[number] = int(self._generations[number])
         return live

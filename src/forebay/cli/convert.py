@@ -106,19 +106,21 @@ def _print_report(report: Report) -> None:
 def _mirror_shards(args: argparse.Namespace) -> int:
     from forebay.mirror import mirror_shards
     from forebay.observe.progress import bar
+    from forebay.storage.targets import open_target
 
     name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
-    # Files are renamed into a directory, so temporary ones are on its disk.
-    parent = Path(tempfile.gettempdir()) if "://" in args.target else Path(args.target) / ".mirror"
-    with bar("mirror", None, enabled=not args.quiet) as advance:
+    # Files are linked into a directory, so temporary ones are on its disk.
+    parent = Path(tempfile.gettempdir()) if "://" in args.target else Path(args.target)
+    temporary = parent / f".forebay-mirror-{name}"
+    shards = None if args.slices is None else slice(*args.slices)
+    with (
+        bar("mirror", None, enabled=not args.quiet) as advance,
+        contextlib.closing(open_target(args.target, temporary / "upload")) as target,
+    ):
         report = mirror_shards(
-            args.source, args.target, temporary=parent / f"forebay-mirror-{name}",
-            shards=None if args.slices is None else slice(*args.slices),
-            max_workers=args.connections, on_progress=advance,
+            args.source, target, temporary, shards=shards, max_workers=args.connections, on_progress=advance
         )  # fmt: skip
-    with contextlib.suppress(OSError):
-        (Path(args.target) / ".mirror").rmdir()
-    show(asdict(report), args.json)
+    show(report, args.json)
     return 0
 
 

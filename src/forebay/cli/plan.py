@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def _plan_shards(args: argparse.Namespace) -> int:
     """Plan `SharedShardedDatasetManager`: the shard in use, the next, and a third while ranks release the old one."""
     from forebay.load.shards import COMMON_SHARDS
+    from forebay.order.shard_windows import STEPS_PER_SHARD
     from forebay.units import format_bytes, format_seconds
 
     if args.dataset is not None or args.bytes is None or args.slice_bytes is None:
@@ -28,9 +29,10 @@ def _plan_shards(args: argparse.Namespace) -> int:
     shard_bytes, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
     start_bytes = min(3, count) * shard_bytes
     fetch_s = shard_bytes / args.bandwidth if args.bandwidth else None
+    stall_s = None if fetch_s is None or args.step_s is None else max(0.0, fetch_s - STEPS_PER_SHARD * args.step_s)
     plan: dict[str, Any] = {
         "shards": count, "shard_bytes": shard_bytes, "in_use_bytes": min(2, count) * shard_bytes,
-        "start_bytes": start_bytes, "shard_fetch_s": fetch_s, "refused": [], "warnings": [],
+        "start_bytes": start_bytes, "shard_fetch_s": fetch_s, "swap_stall_s": stall_s, "refused": [], "warnings": [],
     }  # fmt: skip
     free = None if args.disk is None else _free_bytes(args.disk)
     if free is not None and free < start_bytes:
@@ -46,6 +48,8 @@ def _plan_shards(args: argparse.Namespace) -> int:
     print(f"at the start   {format_bytes(start_bytes)}, with a third while ranks release the old one")
     if fetch_s is not None:
         print(f"shard comes in {format_seconds(fetch_s)}: training waits at a swap if it lasts less")
+    if stall_s is not None:
+        print(f"swap waits     {format_seconds(stall_s)}, with {STEPS_PER_SHARD} steps a shard")
     print("".join(f"{kind.rstrip('s')}: {text}\n" for kind in ("warnings", "refused") for text in plan[kind]), end="")
     print("ok" if plan["ok"] else "NOT ok: this run cannot work as requested")
     return int(not plan["ok"])

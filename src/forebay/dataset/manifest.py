@@ -161,7 +161,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class SliceInfo:
-    """One row of the table: `count` is tokens or rows by the layout; `sha256` is the slice's id, in hex."""
+    """One row of the table: `count` is tokens or rows by the layout; `sha256` is the slice's id, in hex.
+
+    `offset`: bytes of a file before its first chunk, which `bytes` does not count; none for a slice.
+    """
 
     index: int
     name: str
@@ -170,6 +173,7 @@ class SliceInfo:
     count: int
     documents: int
     chunk_bytes: int = 0
+    offset: int = 0
 
 
 @dataclass(frozen=True)

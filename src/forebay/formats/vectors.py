@@ -227,15 +227,21 @@ def _llmc(path: Path) -> Vector:
     return Vector(path, LLMC_HEADER_BYTES, kind, count, size)
 
 
-def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
-    """Return the vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
-    if external.read_head(path, len(NPY_MAGIC)) == NPY_MAGIC:
-        return _npy(path, num_bytes)
-    return _raw(path, external.token_dtype(dtype), num_bytes)
+def header_size(head: bytes) -> int:
+    """Return the size of NumPy's header, of which `head` has at least 12 bytes; 0 if there is none."""
+    if not head.startswith(NPY_MAGIC):
+        return 0
+    width = 2 if head[6:7] == b"\x01" else 4
+    return 8 + width + min(MAX_HEADER_BYTES, int.from_bytes(head[8 : 8 + width], "little"))
 
 
-def _npy(path: Path, num_bytes: int | None = None) -> Vector:
-    head = external.read_head(path, 12 + MAX_HEADER_BYTES)
+def vector_in(path: Path, head: bytes, num_bytes: int, dtype: Any = None) -> Vector:
+    """Return the vector in a file of which only the `head` may be here: NumPy's, or raw of a type."""
+    return _npy(path, head, num_bytes) if header_size(head) else _raw(path, external.token_dtype(dtype), num_bytes)
+
+
+def _npy(path: Path, head: bytes | None = None, num_bytes: int | None = None) -> Vector:
+    head = external.read_head(path, 12 + MAX_HEADER_BYTES) if head is None else head
     size = external.file_size(path) if num_bytes is None else num_bytes
     file = io.BytesIO(head)
     try:

@@ -1,16 +1,18 @@
 """Trains on huge shards, one at a time, while the next one is downloaded: `SharedShardedDatasetManager`.
 
-The ranks of a machine share one copy; used shards are removed. The shard and the samples of a step follow from its
-number alone, so a resumed run, or a validator, reads the same. Cost: the disk has the active shard and the next one;
-memory is 8 MiB and `max_workers` x 2 MiB, and the page cache.
+The ranks of a machine share one copy, in a cache of chunks; used shards are removed. The shard and the samples of a
+step follow from its number alone, so a resumed run, or a validator, reads the same. Cost: the disk has the active shard
+and the next one; memory is 8 MiB and `max_workers` x 3 MiB, and the page cache.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,10 @@ from typing import Any
 import numpy as np
 
 from forebay.closing import Closing
-from forebay.errors import UsageError
+from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
-from forebay.load.shard_download import (
-    MIN_PROCESS_BYTES,
-    ShardDataset,
-    ShardDownload,
-    obtain_in_process,
-    open_folder,
-)
-from forebay.load.shard_folder import ShardFiles
+from forebay.load.shard_cache import ShardCache, ShardFetch
+from forebay.load.shard_files import ShardDataset
 from forebay.order.shard_windows import (
     STEPS_PER_SHARD,
     Sampler,
@@ -36,14 +32,12 @@ from forebay.order.shard_windows import (
     shard_turn,
     window_sample_ids,
 )
-from forebay.storage.base import require_env
+from forebay.storage.base import load_env_file, require_env
 from forebay.storage.ranged_download import Workers
-from forebay.units import format_bytes, format_rate
+from forebay.units import format_bytes
 
-COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
 COMMON_SHARDS = 750 / 215  # Of 215 GB, on a disk of 750 GB.
-_MIN_RATED_S = 1.0  # Shorter downloads say nothing about the network.
 _MIN_SHARDS = 3  # On the disk at the start: the active one, the next, and one that slow ranks still use.
 _SWAP_TIMEOUT_S = 3600.0  # How long a swap waits for a shard whose download keeps failing.
 
@@ -53,17 +47,18 @@ log = logging.getLogger("forebay.load")
 class SharedShardedDatasetManager(Closing):
     """The shards of a bucket, each local and verified before it is trained on. Not thread-safe.
 
-    Local rank 0 (`LOCAL_RANK`, else `rank`) removes used shards.
+    The last process of a machine that uses a shard removes it.
 
     Args:
         sequence_length: Tokens of a sample.
         rank, world_size: Of the run; batches are divided by them.
         comms: Not used; callers of another project's class of this name pass it.
         url: Location of the shards; by default the bucket of `R2_DATASET_*` below `DATASET_BINS_PATH`.
-        folder: Local directory; by default `DATASET_BINS_PATH`. If it is the same as `url`, shards are used in place.
+        folder: Local directory, for shards alone; by default `DATASET_BINS_PATH`. Shards that it has under their own
+            names are used in place and never removed; it may be the same as `url`.
+        env_file: File of these variables, see `load_env_file`.
         keep_shards: Remove nothing.
         chunk_size, max_workers: Of downloads, see `forebay.storage.ranged_download.plan_download`.
-        tmp_dir: Directory of partial files; by default `folder`. From another volume, files are copied.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
         timeout_s: An attempt fails after this time without a byte or an answer; at most a quarter more.
 
@@ -80,10 +75,10 @@ class SharedShardedDatasetManager(Closing):
         *,
         url: str | Path | None = None,
         folder: str | Path | None = None,
+        env_file: str | Path | None = None,
         keep_shards: bool = False,
         chunk_size: int | None = None,
         max_workers: Workers = None,
-        tmp_dir: str | Path | None = None,
         steps_per_shard: int = STEPS_PER_SHARD,
         reset_step: int | None = None,
         num_shards: int | None = None,
@@ -106,29 +101,21 @@ class SharedShardedDatasetManager(Closing):
         self.steps_per_shard, self.reset_step = steps_per_shard, reset_step
         self.shard_index = -1
         self.active_dataset: ShardDataset | None = None
-        self.upcoming_dataset: ShardDownload | None = None
-        self._is_first_rank = int(os.environ.get("LOCAL_RANK") or rank) == 0
+        self.upcoming_dataset: ShardFetch | None = None
         self._num_shards = num_shards
-        self._used: set[int] = set()
-        self._needed: set[int] = set()
         self._checked_disk = False
-        self._stats: dict[str, Any] = {
-            "start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0, "fetched_bytes": 0, "fetch_s": 0.0,
-        }  # fmt: skip
+        self._stats: dict[str, Any] = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
+        if env_file is not None:
+            load_env_file(env_file)
         directory = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
-        settings: dict[str, Any] = {
-            "sequence_length": sequence_length, "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(),
-            "chunk_size": chunk_size, "max_workers": max_workers, "timeout_s": timeout_s,
-        }  # fmt: skip
-        self._folder = open_folder(source, directory, settings)
-        self._folder_arguments = source, directory, settings  # For another process.
+        self._shards = ShardCache(source, directory, sequence_length, chunk_size, max_workers, timeout_s)
 
     @property
     def num_shards(self) -> int:
         """The number of shards; listed once. Raises DatasetError or NetworkError."""
         if self._num_shards is None:
-            self._num_shards = self._folder.indexes()[-1] + 1
+            self._num_shards = self._shards.indexes()[-1] + 1
         return self._num_shards
 
     def at_step(self, global_step: int) -> ShardDataset:
@@ -189,120 +176,83 @@ class SharedShardedDatasetManager(Closing):
     def stats(self) -> dict[str, Any]:
         """`start_s` (waited for the first shard), `stall_s` (for later ones), `swaps`, `late_swaps`, `fetched_bytes`,
         `fetch_s`, `active`, and of the upcoming shard its `index`, `received`, `total`."""
-        next_ = self.upcoming_dataset
-        upcoming = None if next_ is None else {"index": next_.index, "received": next_.received, "total": next_.total}
-        active = None if self.active_dataset is None else self.active_dataset.index
-        return {**self._stats, "active": active, "upcoming": upcoming}
+        upcoming, shards = self.upcoming_dataset, self._shards
+        return {
+            **self._stats, "fetched_bytes": shards.fetched_bytes, "fetch_s": shards.fetch_s,
+            "active": None if self.active_dataset is None else self.active_dataset.index,
+            "upcoming": None if upcoming is None else {"index": upcoming.index, **upcoming.progress()},
+        }  # fmt: skip
 
     def close(self) -> None:
-        """Cancel the download; partial files stay and are resumed. May be called twice."""
-        if self.upcoming_dataset is not None:
-            self.upcoming_dataset.stop()
-        if self.active_dataset is not None:
-            self.active_dataset.close()
-        self._remove_used()
+        """Cancel the download; what was received stays and is resumed. May be called twice."""
+        for shard in (self.upcoming_dataset, self.active_dataset):
+            if shard is not None:
+                shard.close()
         self.active_dataset = self.upcoming_dataset = None
+        self._shards.close()
 
     def _activate(self, index: int, upcoming: int) -> ShardDataset:
-        old = self.active_dataset
+        old, fetch = self.active_dataset, self.upcoming_dataset
         if old is None or old.index != index:
-            self._drop_upcoming(unless=index)
-            if (download := self.upcoming_dataset) is None:
+            if fetch is None or fetch.index != index:
                 self._check_disk(index, upcoming)
-                download = self._start(index)
-            self.upcoming_dataset = None
-            is_late = download.files is None
+                fetch = self._fetch(index)
+            is_late, self.upcoming_dataset, started = not fetch.result.done(), None, time.monotonic()
             try:
-                waited_s = download.wait(0.0 if old is None else _SWAP_TIMEOUT_S)
+                self.active_dataset = fetch.wait(0.0 if old is None else _SWAP_TIMEOUT_S)
             except BaseException:
-                download.stop()
+                fetch.close()
                 raise
-            self.active_dataset = download.open(self.sequence_length)
+            waited_s = time.monotonic() - started
             self._stats["start_s" if old is None else "stall_s"] += waited_s
             if old is not None:
                 self._stats["swaps"] += 1
                 self._stats["late_swaps"] += is_late
                 late = f", {waited_s:.1f} s late" if is_late else ""
-                level = logging.WARNING if is_late else logging.INFO
-                log.log(level, "shard %d follows shard %d%s", index, old.index, late)
-                old.close()
-                self._used.add(old.index)
-        self._needed = {index, upcoming}
-        self._used -= self._needed
-        self._remove_used()
-        if upcoming != index:
-            self._drop_upcoming(unless=upcoming)
-            self.upcoming_dataset = self.upcoming_dataset or self._start(upcoming)
+                log.log(
+                    logging.WARNING if is_late else logging.INFO, "shard %d follows shard %d%s", index, old.index, late
+                )
+                if not self.keep_shards:
+                    old.close()
+                    self._shards.evict((index, upcoming))
+        if upcoming != index and (self.upcoming_dataset is None or self.upcoming_dataset.index != upcoming):
+            self.upcoming_dataset = self._fetch(upcoming)
         assert self.active_dataset is not None
         return self.active_dataset
 
-    def _drop_upcoming(self, unless: int) -> None:
-        if (download := self.upcoming_dataset) is not None and download.index != unless:
-            download.stop()
-            self._used.add(download.index)
+    def _fetch(self, index: int) -> ShardFetch:
+        """Fetch a shard instead of the upcoming one."""
+        if self.upcoming_dataset is not None:
+            self.upcoming_dataset.close()
             self.upcoming_dataset = None
-
-    def _start(self, index: int) -> ShardDownload:
-        return ShardDownload(index, self._folder.use(index), self._obtain)
-
-    def _obtain(self, index: int, **arguments: Any) -> ShardFiles:
-        """Obtain a shard if it fits the disk, in a process if it is large and training runs."""
-        self._remove_used()
-        folder, size = self._folder, 0
-        if folder.origin is not None and folder.ready(index) is None:
-            size = folder.num_bytes(index)
-            missing, free = max(0, size - folder.on_disk(index)), shutil.disk_usage(folder.tmp_dir).free
-            if free < missing:
-                raise UsageError(
-                    f"shard {index}: expected {missing} free bytes in {folder.tmp_dir}, got {free}. Free space there; "
-                    "partial files are kept and resumed."
-                )
-        if self.active_dataset is not None and size >= MIN_PROCESS_BYTES:
-            files, fetched = obtain_in_process(self._folder_arguments, index, **arguments)
-        else:
-            files, fetched = folder.obtain(index, **arguments)
-        if fetched is not None:
-            self._stats["fetched_bytes"] += fetched.bytes_fetched
-            self._stats["fetch_s"] += fetched.seconds
-            if fetched.seconds > _MIN_RATED_S and fetched.bytes_fetched / fetched.seconds < COMMON_BYTES_PER_S:
-                rate = format_rate(fetched.bytes_fetched / fetched.seconds)
-                log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", index, rate)
-        return files
+        return ShardFetch(index, self._shards, is_training=self.active_dataset is not None)
 
     def _check_disk(self, index: int, upcoming: int) -> None:
-        """Before the first download: clean up, refuse a disk that is too small, warn of a small disk or memory."""
-        folder = self._folder
-        if self._checked_disk or folder.origin is None:
+        """Before the first download: refuse a disk that is too small, warn of a small disk or memory, clean up."""
+        if self._checked_disk or self._shards.is_in_place(shard := self._shards.find(index)):
             return
         self._checked_disk = True
-        needed, count = {index, upcoming}, min(_MIN_SHARDS, self.num_shards)
-        if self.keep_shards:
-            needed, count = {*range(self.num_shards), *self.remap.values()}, self.num_shards
-        if self._is_first_rank:
-            folder.clean(needed)
-        shard_bytes, present = folder.num_bytes(index), sum(map(folder.on_disk, needed))
-        available = shutil.disk_usage(folder.folder).free + present
-        if available < count * shard_bytes:
+        count = self.num_shards if self.keep_shards else min(_MIN_SHARDS, self.num_shards)
+        folder, needed = self._shards.cache.directory, count * shard.num_bytes
+        present = self._shards.cache.used_bytes()
+        available = shutil.disk_usage(folder).free + present
+        if available < needed:
             raise UsageError(
-                f"{folder.folder}: expected room for {count} shards of {format_bytes(shard_bytes)} "
-                f"({count * shard_bytes} bytes), got {available} bytes ({present} of them hold shards). Nothing was "
-                f"fetched. Free {count * shard_bytes - available} bytes, or choose another folder."
+                f"{folder}: expected room for {count} shards of {format_bytes(shard.num_bytes)} ({needed} bytes), got "
+                f"{available} bytes ({present} of them hold shards). Nothing was fetched. Free {needed - available} "
+                "bytes, or choose another folder."
             )
-        if available < COMMON_SHARDS * shard_bytes:
-            usual = format_bytes(int(COMMON_SHARDS * shard_bytes))
-            log.warning(
-                "disk: room for %s in %s; runs like this have %s", format_bytes(available), folder.folder, usual
-            )
+        if available < COMMON_SHARDS * shard.num_bytes:
+            usual = format_bytes(int(COMMON_SHARDS * shard.num_bytes))
+            log.warning("disk: room for %s in %s; runs like this have %s", format_bytes(available), folder, usual)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if memory < COMMON_MEM_BYTES:
             log.warning("memory: %s; 4 GB or more is what runs like this have", format_bytes(memory))
-
-    def _remove_used(self) -> None:
-        if self.keep_shards or not self._is_first_rank or self._folder.origin is None:
-            return
-        for index in list(self._used - self._needed):
-            if self._folder.remove(index):
-                self._used.discard(index)
+        for shard_index in (index, upcoming):
+            with contextlib.suppress(ForebayError):  # It is raised when the shard is fetched.
+                self._shards.describe(shard_index)
+        if not self.keep_shards:
+            self._shards.evict((index, upcoming))
 
     def _shard(self, step: int) -> int:
         return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,15 @@ BUCKET_SCHEMES = ("s3", "r2", "gs", "az")
 CHUNK_BYTES = 256 << 10  # read between two checks of the time; 4 x this is no faster on loopback
 _FIRST_WAIT_S = 0.25
 _T = TypeVar("_T")
+_ENV_NAMES = (
+    "DATASET_BINS_PATH",
+    *(f"R2_DATASET_{name}" for name in ("ACCOUNT_ID", "BUCKET_NAME", "ENDPOINT")),
+    *(f"R2_DATASET_{right}_{name}" for right in ("READ", "WRITE") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")),
+)
+_ENV_LINE = re.compile(
+    r"""\s*(?:(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(?:'([^']*)'|"([^"]*)"|([^\s'"#][^\s'"]*)?)\s*)?((?<!\S)#.*)?""",
+    re.ASCII,
+)
 
 
 class TransientError(NetworkError):
@@ -270,3 +280,27 @@ def require_env(name: str, user: str) -> str:
     if not value:
         raise UsageError(f"{user}: expected the environment variable {name}, got none. Set it.")
     return value
+
+
+def load_env_file(path: str | Path) -> None:
+    """Set the variables of a file that are not set: lines `KEY=VALUE`, quoted or not, and comments.
+
+    Only `R2_DATASET_*` and `DATASET_BINS_PATH` are taken from it. Raises UsageError, without any value, if it cannot be
+    read, or a line or the name of a variable is wrong.
+    """
+    try:
+        lines = Path(path).read_text("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path}: cannot be read: {type(error).__name__}. Check the path and its permissions."
+        ) from None
+    for number, line in enumerate(lines, 1):
+        match = _ENV_LINE.fullmatch(line)
+        if match is None:
+            raise UsageError(f"{path}:{number}: expected KEY=VALUE, got another line. Quote a value with spaces.")
+        name, value = match[1] or "", match[2] or match[3] or match[4] or ""
+        if not name.startswith("R2_DATASET_") and name != "DATASET_BINS_PATH":
+            continue
+        if name not in _ENV_NAMES or not value:
+            raise UsageError(f"{path}:{number}: expected a value of one of {', '.join(_ENV_NAMES)}, got {name}.")
+        os.environ.setdefault(name, value)

@@ -3,7 +3,7 @@
 The map has a header, a mark a chunk, the leaves of the slice's tree, and which chunks each process has pinned;
 processes share it by mapping it. A chunk is marked after its bytes were written and verified, so a kill leaves chunks
 that are not marked. Marks are not believed after a restart of the machine, and for a file that was copied or written to
-by others: chunks are then hashed again at their first use.
+by others: chunks are then hashed again at their first use. Another object than a slice has a check in place of a tree.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import errno
 import logging
 import os
 import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -25,16 +27,19 @@ from forebay.dataset.manifest import SliceInfo
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
+Check = Callable[[int, memoryview], bool]
+"""Whether bytes are those of a chunk. Called by several threads."""
 
 NUM_SLOTS = 64  # Processes that use a cache at once.
 ABSENT, PRESENT, UNVERIFIED, FETCHING = 0, 1, 2, 16  # FETCHING + s: a process with slot s fetches it.
 PAGE_BYTES = 4096
 _EXTENTS_PER_PAGE = 340  # ext4's; other file systems take no more.
 _log = logging.getLogger("forebay.cache")
-_HEADER = struct.Struct("<8sqqqqq16s")  # Magic, bytes, chunk bytes, deleted, inode and time of the file, boot id.
-_MAGIC = b"FOREBAY2"
+_HEADER = struct.Struct("<8sqqqqqq16s")  # Magic, bytes, chunk bytes, deleted, offset, inode and time of file, boot id.
+_MAGIC = b"FOREBAY3"
 _DELETED_AT = 24
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
+_POOL_BYTES = 32 << 20  # More are hashed by several threads.
 
 
 class MapLayout:
@@ -60,11 +65,12 @@ class ChunkFile:
 
     def __init__(self, path: Path, map_path: Path, info: SliceInfo) -> None:
         self.path, self.map_path, self.info = path, map_path, info
+        self.check: Check | None = None  # Of an object that has no tree; set by who opens it.
         self.layout = layout = MapLayout(info.bytes, info.chunk_bytes)
         with map_path.open("r+b") as file:
             self._map: U8 = np.memmap(file, np.uint8, "r+", shape=(layout.num_bytes,)).view(np.ndarray)
         with path.open("rb") as file:
-            self.data: U8 = np.memmap(file, np.uint8, "r", shape=(info.bytes,)).view(np.ndarray)
+            self.data: U8 = np.memmap(file, np.uint8, "r", info.offset, (info.bytes,)).view(np.ndarray)
         n = layout.num_chunks
         self.marks = self._map[layout.marks : layout.marks + n]
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
@@ -85,10 +91,10 @@ class ChunkFile:
     @property
     def has_leaves(self) -> bool:
         """Whether the leaves of the tree are known here; another process may have stored them."""
-        if not self._has_leaves:
+        if not self._has_leaves and self.check is None:
             leaves = self._leaves()
             self._has_leaves = bool(leaves.any()) and root_of(leaves.tobytes()) == self.info.sha256
-        return self._has_leaves
+        return self._has_leaves and self.check is None
 
     @property
     def chunk_bytes(self) -> int:
@@ -120,19 +126,29 @@ class ChunkFile:
         self._has_leaves = True
 
     def verify(self, chunks: I64) -> bool:
-        """Hash chunks whose marks are not believed; whether all were right. The others are marked absent."""
-        doubtful, size = chunks[self.marks[chunks] == UNVERIFIED], self.chunk_bytes
+        """Hash chunks whose marks are not believed; whether all were right. The others are marked absent.
+
+        Processes that verify at the same time share the work, since each takes the chunks in another order.
+        """
+        doubtful = chunks[self.marks[chunks] == UNVERIFIED]
         if not len(doubtful):
             return True
-        if not self.has_leaves and not self._find_leaves():
+        if self.check is None and not self.has_leaves and not self._find_leaves():
             self.marks[self.marks == UNVERIFIED] = ABSENT
             _log.warning("%s: cannot be verified; it is fetched again.", self.path)
             return False
-        leaves = self.leaves()
-        for chunk in doubtful.tolist():
-            data = memoryview(self.data[chunk * size : (chunk + 1) * size])  # type: ignore[arg-type]
-            is_wrong = wrong_chunks(data, leaves[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES], self.info.chunk_bytes)
-            self.marks[chunk] = ABSENT if is_wrong else PRESENT
+        check, order = self.check or self._has_hash, np.random.default_rng().permutation(doubtful).tolist()
+
+        def verify_chunk(chunk: int) -> None:
+            if self.marks[chunk] == UNVERIFIED:
+                data = memoryview(self.data[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes])  # type: ignore[arg-type]
+                self.marks[chunk] = PRESENT if check(chunk, data) else ABSENT
+
+        if len(order) * self.chunk_bytes < _POOL_BYTES:
+            list(map(verify_chunk, order))
+        else:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(verify_chunk, order))
         is_right = bool((self.marks[doubtful] == PRESENT).all())
         if not is_right:
             _log.warning("%s: expected bytes of that id, got others. They are fetched again.", self.path)
@@ -171,7 +187,7 @@ class ChunkFile:
         self._map[_DELETED_AT] = 1
         if is_unused:
             with contextlib.suppress(OSError), self.path.open("r+b") as file:
-                punch_hole(file.fileno(), 0, round_up(self.info.bytes))
+                punch_hole(file.fileno(), 0, round_up(self.info.offset + self.info.bytes))
         self.path.unlink(missing_ok=True)
         self.map_path.unlink(missing_ok=True)
 
@@ -180,7 +196,8 @@ class ChunkFile:
         with self.path.open("r+b") as file:
             for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
                 first, stop = int(run[0]) * self.chunk_bytes, (int(run[-1]) + 1) * self.chunk_bytes
-                if not punch_hole(file.fileno(), first, min(stop, round_up(self.info.bytes)) - first):
+                size = min(stop, round_up(self.info.bytes)) - first
+                if not punch_hole(file.fileno(), self.info.offset + first, size):
                     return False
         self.record_write()
         return True
@@ -205,6 +222,12 @@ class ChunkFile:
             return False
         self.set_leaves(leaves)
         return True
+
+    def _has_hash(self, chunk: int, data: memoryview) -> bool:
+        if self.layout.num_chunks == 1:
+            return not wrong_chunks(data, self.leaves(), self.info.chunk_bytes)
+        leaf = self._leaves()[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES].tobytes()
+        return not wrong_chunks(data, leaf, self.info.chunk_bytes)
 
     def _leaves(self) -> U8:
         return self._map[self.layout.leaves : self.layout.generations]
@@ -231,7 +254,7 @@ def create(path: Path, map_path: Path, info: SliceInfo, mark: int = ABSENT) -> N
     map_path.write_bytes(data)
     if mark == ABSENT:
         with path.open("wb") as file:
-            file.truncate(info.bytes)
+            file.truncate(info.offset + info.bytes)
 
 
 def read_info(map_path: Path) -> SliceInfo | None:
@@ -241,10 +264,14 @@ def read_info(map_path: Path) -> SliceInfo | None:
         size = file.seek(0, os.SEEK_END)
     if len(data) < _HEADER.size:
         return None
-    magic, num_bytes, chunk_bytes, *_ = _HEADER.unpack(data)
-    if magic != _MAGIC or num_bytes < 0 or chunk_bytes < 0 or MapLayout(num_bytes, chunk_bytes).num_bytes != size:
+    magic, num_bytes, chunk_bytes, _, offset, *_ = _HEADER.unpack(data)
+    if (
+        magic != _MAGIC
+        or min(num_bytes, chunk_bytes, offset) < 0
+        or MapLayout(num_bytes, chunk_bytes).num_bytes != size
+    ):
         return None
-    return SliceInfo(0, map_path.name, num_bytes, map_path.name, 0, 0, chunk_bytes)
+    return SliceInfo(0, map_path.name, num_bytes, map_path.name, 0, 0, chunk_bytes, offset)
 
 
 def read_generations(map_path: Path) -> NDArray[np.uint32]:
@@ -287,7 +314,7 @@ def _identity_of(path: Path) -> tuple[int, int, bytes]:
 
 def _header(info: SliceInfo, is_deleted: bool, path: Path) -> U8:
     identity = _identity_of(path) if path.exists() else (0, 0, _boot_id())
-    header = _HEADER.pack(_MAGIC, info.bytes, info.chunk_bytes, is_deleted, *identity)
+    header = _HEADER.pack(_MAGIC, info.bytes, info.chunk_bytes, is_deleted, info.offset, *identity)
     return np.frombuffer(header, np.uint8)
 
 

@@ -343,7 +343,7 @@ class RunFetcher(Closing):
             ProtocolError: If a chunk has another hash, or the response was too long.
             TransientError: If it was too short.
         """
-        entry, size = run.entry, run.entry.chunk_bytes
+        entry, size, offset = run.entry, run.entry.chunk_bytes, run.entry.info.offset
         stop = min(run.stop * size, entry.info.bytes)
         leaves = entry.leaves() if entry.has_leaves else run.read_leaves(source)
         if leaves is not None and not entry.has_leaves:
@@ -352,7 +352,7 @@ class RunFetcher(Closing):
             run.position, run.sender, run.digest = run.next * size, source.url, hashlib.sha256()
         with (
             entry.path.open("r+b", buffering=0) as file,
-            closing(cast(Generator[memoryview], source.read(run.name, run.position, stop))) as body,
+            closing(cast(Generator[memoryview], source.read(run.name, offset + run.position, offset + stop))) as body,
         ):
             for data in body:
                 if len(data) > stop - run.position:
@@ -367,9 +367,9 @@ class RunFetcher(Closing):
             raise TransientError(f"the body of {run.name} ended at byte {run.position}, before {stop}")
 
     def _write(self, run: ChunkRun, source: Origin, data: memoryview, leaves: bytes | None, file: int) -> None:
-        size, num_bytes, written = run.entry.chunk_bytes, run.entry.info.bytes, 0
+        entry, size, num_bytes, written = run.entry, run.entry.chunk_bytes, run.entry.info.bytes, 0
         while written < len(data):
-            written += os.pwrite(file, data[written:], run.position + written)
+            written += os.pwrite(file, data[written:], entry.info.offset + run.position + written)
         while len(data):
             end = min((run.next + 1) * size, num_bytes)
             part, data = data[: end - run.position], data[end - run.position :]
@@ -378,11 +378,18 @@ class RunFetcher(Closing):
                 run.digest.update(part)
             if run.position < end:
                 return
+            is_verified = True
             if leaves is not None:
-                if run.digest.digest() != leaves[run.next * HASH_BYTES : (run.next + 1) * HASH_BYTES]:
-                    self._accuse(run, source)
+                is_right = run.digest.digest() == leaves[run.next * HASH_BYTES : (run.next + 1) * HASH_BYTES]
                 run.digest = hashlib.sha256()
-            run.entry.marks[run.next] = UNVERIFIED if leaves is None else PRESENT
+            elif entry.check is not None:
+                start = run.next * size
+                is_right = entry.check(run.next, memoryview(os.pread(file, end - start, entry.info.offset + start)))
+            else:
+                is_right, is_verified = True, False
+            if not is_right:
+                self._accuse(run, source)
+            entry.marks[run.next] = PRESENT if is_verified else UNVERIFIED
             run.next += 1
 
     def _accuse(self, run: ChunkRun, source: Origin) -> None:

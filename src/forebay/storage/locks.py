@@ -12,8 +12,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
-
 
 class Lock:
     """An acquired lock. `release` may be called twice."""
@@ -44,22 +42,22 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def acquire(path: Path, kind: int = EXCLUSIVE) -> Lock:
+def acquire(path: Path) -> Lock:
     """Wait for a lock and acquire it. The file is created if absent."""
-    lock = _lock_file(path, kind, os.O_CREAT)
+    lock = _lock_file(path, fcntl.LOCK_EX, os.O_CREAT)
     assert lock is not None
     return lock
 
 
-def try_acquire(path: Path, kind: int = EXCLUSIVE) -> Lock | None:
-    """Acquire a lock; None if this or another process has one that excludes it."""
-    return _lock_file(path, kind | fcntl.LOCK_NB, os.O_CREAT)
+def try_acquire(path: Path) -> Lock | None:
+    """Acquire a lock; None if this or another process has it."""
+    return _lock_file(path, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_CREAT)
 
 
-def is_locked(path: Path, kind: int) -> bool:
-    """Whether this or another process has a lock on this file that excludes one of this kind."""
+def is_locked(path: Path) -> bool:
+    """Whether this or another process has a lock on this file."""
     try:
-        lock = _lock_file(path, kind | fcntl.LOCK_NB, 0)
+        lock = _lock_file(path, fcntl.LOCK_EX | fcntl.LOCK_NB, 0)
     except FileNotFoundError:
         return False
     if lock is None:

@@ -19,15 +19,14 @@ from typing import Literal
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
 from forebay.files import commit_files
-from forebay.storage.base import ObjectOrigin, Origin, PinnedOrigin, Timeouts, as_object_origin, head_object
+from forebay.storage.base import Origin, PinnedOrigin, Timeouts, as_object_origin, head_object
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
-from forebay.storage.transfers import RUN_BYTES, Check, FileTransfer, map_path_of
+from forebay.storage.transfers import RUN_BYTES, FileTransfer, map_path_of
 
 MAX_WORKERS = 32
 _MIN_CHUNK_BYTES, _MAX_DEFAULT_CHUNK_BYTES = 1 << 16, 64 << 20
-_PROGRESS_S = 0.1
 Workers = int | Literal["all"] | None
 Progress = Callable[[int, int], object]  # Called with the bytes received and the size.
 
@@ -80,17 +79,10 @@ def plan_download(num_bytes: int, chunk_size: int | None = None, max_workers: Wo
 
 
 def download_large_file(
-    source: str | Path | Origin,
-    name: str,
-    path: str | Path,
-    *,
-    chunk_size: int | None = None,
-    max_workers: Workers = None,
-    tmp_dir: str | Path | None = None,
-    timeout_s: float = 300.0,
-    stop: threading.Event | None = None,
-    on_progress: Progress | None = None,
-) -> DownloadResult:
+    source: str | Path | Origin, name: str, path: str | Path, *, chunk_size: int | None = None,
+    max_workers: Workers = None, tmp_dir: str | Path | None = None, timeout_s: float = 300.0,
+    stop: threading.Event | None = None, on_progress: Progress = lambda received, size: None,
+) -> DownloadResult:  # fmt: skip
     """Download one object to a file, atomically. Call it again after a kill to resume.
 
     It verifies the size, and that all ranges have one ETag.
@@ -113,7 +105,7 @@ def download_large_file(
     """
     if isinstance(source, (str, Path)):
         source = open_origin(source, timeouts=Timeouts.within(timeout_s))
-    path = Path(path)
+    origin, path, stop = as_object_origin(source), Path(path), stop or threading.Event()
     folder = Path(tmp_dir or path.parent)
     for directory in (folder, path.parent):
         directory.mkdir(parents=True, exist_ok=True)
@@ -121,51 +113,35 @@ def download_large_file(
     if lock is None:
         raise UsageError(f"{path}: another process downloads it. Wait for it to end.")
     with lock:
-        result = download_object(
-            as_object_origin(source), name, path, folder, chunk_size=chunk_size, max_workers=max_workers,
-            timeout_s=timeout_s, stop=stop, on_progress=on_progress,
-        )  # fmt: skip
-        lock.path.unlink(missing_ok=True)
-    return result
-
-
-def download_object(
-    origin: ObjectOrigin, name: str, path: Path, tmp_dir: Path, *, chunk_size: int | None = None,
-    max_workers: Workers = None, make_check: Callable[[DownloadPlan], Check] | None = None, timeout_s: float = 300.0,
-    stop: threading.Event | None = None, on_progress: Progress | None = None,
-) -> DownloadResult:  # fmt: skip
-    """`download_large_file` for a caller with a lock of its own, and with a check of the content."""
-    stop, on_progress = stop or threading.Event(), on_progress or (lambda received, size: None)
-    meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
-    plan = plan_download(meta.bytes, chunk_size, max_workers)
-    key = hashlib.blake2b(f"{meta.bytes} {meta.etag}".encode(), digest_size=6).hexdigest()
-    part = tmp_dir / f".{path.name}.{key}.part"
-    for other in tmp_dir.glob(f".{path.name}.*.part"):  # of other versions
-        if other != part:
-            other.unlink(missing_ok=True)
-            map_path_of(other).unlink(missing_ok=True)
-    began, fetched, retries = time.monotonic(), 0, 0
-    if not meta.bytes:
-        part.write_bytes(b"")
-    else:
-        with RunFetcher(plan.workers, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)) as fetcher:
+        meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
+        key = hashlib.blake2b(f"{meta.bytes} {meta.etag}".encode(), digest_size=6).hexdigest()
+        part = folder / f".{path.name}.{key}.part"
+        for other in folder.glob(f".{path.name}.*.part"):  # of other versions
+            if other != part:
+                other.unlink(missing_ok=True)
+                map_path_of(other).unlink(missing_ok=True)
+        began, fetched, retries = time.monotonic(), 0, 0
+        if not meta.bytes:
+            part.write_bytes(b"")
+        else:
+            plan = plan_download(meta.bytes, chunk_size, max_workers)
             info = SliceInfo(0, name, meta.bytes, "", 0, 0, plan.piece_bytes)
-            transfer = FileTransfer(
-                fetcher, info, part, [PinnedOrigin(origin, meta.etag)], run_bytes=plan.chunk_bytes,
-                check=make_check(plan) if make_check is not None else None,
-            )  # fmt: skip
-            fetched = meta.bytes - transfer.received
-            transfer.start()
-            while not transfer.wait(_PROGRESS_S):
-                on_progress(transfer.received, meta.bytes)
-                if stop.is_set():
-                    transfer.cancel()
-            if transfer.error is not None:
-                raise transfer.error
-            on_progress(meta.bytes, meta.bytes)
-            retries = fetcher.retries
-    _commit(part, path)
+            with open_fetcher(plan, timeout_s) as fetcher:
+                transfer = FileTransfer(
+                    fetcher, info, part, [PinnedOrigin(origin, meta.etag)], run_bytes=plan.chunk_bytes
+                )
+                fetched = meta.bytes - transfer.received
+                transfer.run(stop, lambda received: on_progress(received, meta.bytes))
+                on_progress(meta.bytes, meta.bytes)
+                retries = fetcher.retries
+        _commit(part, path)
+        lock.path.unlink(missing_ok=True)
     return DownloadResult(path, meta.bytes, fetched, time.monotonic() - began, retries)
+
+
+def open_fetcher(plan: DownloadPlan, timeout_s: float) -> RunFetcher:
+    """The connections of a plan, patient with one origin. Close it."""
+    return RunFetcher(plan.workers, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4))
 
 
 def _commit(part: Path, path: Path) -> None:

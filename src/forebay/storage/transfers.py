@@ -33,10 +33,9 @@ I64 = NDArray[np.int64]
 Group = tuple[ChunkFile, I64]  # Chunks of a file.
 RUN_BYTES = 8 << 20  # the longest request by default
 _MIN_RUN_BYTES = 1 << 20
+_PROGRESS_S = 0.1
 log = logging.getLogger("forebay.storage")
 OnWrong = Callable[[Origin, str], object]
-Check = Callable[[Path], list[tuple[int, int]]]
-"""Returns the ranges of a complete file that must be fetched again. Raises ForebayError if that cannot help."""
 
 
 class Transfer(ABC):
@@ -83,17 +82,16 @@ class ChunkTransfer(Transfer):
         read_leaves: Returns the hashes of the chunks where no source has them; raises ForebayError.
         on_wrong: Called from another thread with a source that sent wrong bytes or broke the protocol.
         run_bytes: Bytes of a request; by default 1 to 8 MiB.
-        check: Verifies a complete file that has no hashes.
     """
 
     def __init__(
         self, fetcher: RunFetcher, entry: ChunkFile, info: SliceInfo, origins: Sequence[Origin], *,
         chunks: I64 | None = None, read_leaves: Callable[[], bytes] | None = None, on_wrong: OnWrong | None = None,
-        run_bytes: int = 0, check: Check | None = None,
+        run_bytes: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(info, entry.path)
         self.url = ", ".join(origin.url for origin in origins)
-        self._fetcher, self._entry, self._origins, self._check = fetcher, entry, origins, check
+        self._fetcher, self._entry, self._origins = fetcher, entry, origins
         self._read_leaves, self._on_wrong = read_leaves, on_wrong or (lambda source, reason: None)
         run_bytes = run_bytes or min(RUN_BYTES, max(_MIN_RUN_BYTES, -(-entry.info.bytes // fetcher.connections)))
         self._run_chunks = max(1, run_bytes // entry.chunk_bytes)
@@ -119,6 +117,16 @@ class ChunkTransfer(Transfer):
         if isinstance(self.error, UsageError):
             raise self.error
         return self
+
+    def run(self, stop: threading.Event, on_progress: Callable[[int], object] = lambda received: None) -> None:
+        """Fetch, until `stop` is set; `on_progress` is called with the bytes received. Raises the transfer's error."""
+        self.start()
+        while not self.wait(_PROGRESS_S):
+            on_progress(self.received)
+            if stop.is_set():
+                self.cancel()
+        if self.error is not None:
+            raise self.error
 
     def cancel(self) -> None:
         self._end(TransferCancelledError(self.info.name))
@@ -227,16 +235,7 @@ class ChunkTransfer(Transfer):
         """All chunks are here: verify those that were not."""
         entry, chunks = self._entry, np.arange(self._entry.layout.num_chunks)
         try:
-            if not self.info.sha256:
-                wrong = self._check(entry.path) if self._check is not None else []
-                if wrong:
-                    num_bytes = sum(stop - start for start, stop in wrong)
-                    log.warning("%s: %d bytes did not verify, fetching them again", self.info.name, num_bytes)
-                    size = entry.chunk_bytes
-                    again = np.unique(np.concatenate([np.arange(a // size, -(-b // size)) for a, b in wrong]))
-                    entry.marks[again] = ABSENT
-                    return self._fetch(again)
-            elif not entry.verify(chunks):
+            if self.info.sha256 and not entry.verify(chunks):
                 reason = f"sent {entry.info.bytes} bytes that do not have the hash {self.info.sha256}"
                 if self._only is not None:
                     self._state.refused[self._only.url] = reason

@@ -102,6 +102,11 @@ def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.Captu
     reported = json.loads(capsys.readouterr().out)
     assert (reported["shards"], reported["in_use_bytes"], reported["start_bytes"]) == (10, 430 * GB, 645 * GB)
     assert reported["shard_fetch_s"] == pytest.approx(1720) and reported["refused"] == reported["warnings"] == []
+    assert reported["swap_stall_s"] is None
+    for step_s, stall_s in (("2", 810), ("4", 0)):
+        assert main([*command, "--step-s", step_s]) == 0
+        assert json.loads(capsys.readouterr().out)["swap_stall_s"] == pytest.approx(stall_s)
+    assert main([*command[:-1], "--step-s", "2"]) == 0 and "swap waits     13.5 min" in capsys.readouterr().out
     assert main([*command, "--disk", "650GB"]) == 0 and "3.5 shards" in capsys.readouterr().out
     assert main([*command, "--disk", "600GB"]) == 1
     assert "for 3 shards" in capsys.readouterr().out
