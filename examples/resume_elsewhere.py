@@ -19,8 +19,8 @@ SETTINGS: dict[str, Any] = {"seq_len": 64, "global_batch_size": 24, "seed": 11}
 
 
 def global_batches(
-    dataset: Path, world_size: int, state: dict | None, steps: int | None
-) -> tuple[list[list[int]], dict]:
+    dataset: Path, world_size: int, state: dict[str, Any] | None, steps: int | None
+) -> tuple[list[list[int]], dict[str, Any]]:
     """The sample ids of each global batch, put together from all ranks' shares; and where they stopped."""
     batches: list[list[int]] = []
     states = []

@@ -263,7 +263,8 @@ def test_a_users_code_is_typed_strictly(tmp_path: Path) -> None:
     (tmp_path / "none.ini").write_text("[mypy]\n")
     options = ["--strict", "--config-file", str(tmp_path / "none.ini"), "--cache-dir", str(tmp_path / "cache")]
     command = [sys.executable, "-m", "mypy", *options, "--follow-imports", "silent", "--ignore-missing-imports"]
-    done = subprocess.run([*command, "typed.py", "wrong.py"], capture_output=True, text=True, cwd=tmp_path)
+    examples = [str(Path(__file__).parents[2] / "examples" / name) for name in ("numpy_loop.py", "resume_elsewhere.py")]
+    done = subprocess.run([*command, "typed.py", "wrong.py", *examples], capture_output=True, text=True, cwd=tmp_path)
     types = [line.partition('"')[2].rstrip('"') for line in done.stdout.splitlines() if "Revealed type" in line]
     array, tensor = "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]", "torch._tensor.Tensor"
     assert [name.replace("forebay.load.batch.", "").replace("builtins.", "") for name in types] == [
