@@ -47,7 +47,7 @@ class Network:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory, self._stack = directory, stack
         create_network(directory / "network", "test")
-        self.node_a = join(directory / "network", directory / "a", "a").node_dir
+        self.node_a, self.node_b = (join(directory / "network", directory / name, name).node_dir for name in ("a", "b"))
         self.dataset = make_dataset(directory / "web", 12)
         self.discovery = LocalDiscovery()
         identity = join(directory / "network", directory / "data", "data")

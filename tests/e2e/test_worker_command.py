@@ -15,11 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from test_loader_leases import BATCH, REPOSITORY, Network, assert_used_once, static_samples
+from test_loader_leases import BATCH, Network, assert_used_once, static_samples
 
 from forebay.scheduler.server import SchedulerService
 from support.calibration import scaled
 
+REPOSITORY = Path(__file__).parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]
 READ_ALL = r"""
 import json, os, sys, time
@@ -84,7 +85,7 @@ def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Netwo
     service = network.schedule(packing="best_fit")
     lines, report, _ = finish(start(service, READ_ALL))
     ids = [sample for line in lines for sample in line["ids"]]
-    assert sorted(ids) == sorted(static_samples(network.datasets["web"], packing="best_fit"))
+    assert sorted(ids) == sorted(static_samples(network.dataset, packing="best_fit"))
     assert_used_once(service, len(ids))
     assert {len(line["ids"]) for line in lines[:3]} == {BATCH}
     assert (report["loaders"], report["samples"], report["batches"]) == (1, len(ids), len(lines))
@@ -103,7 +104,7 @@ for batch in loader:
 print(json.dumps([len(batch), options.receipt_s, options.identity, options.listen, loader.seq_len]))
 with forebay.Loader("DATASET", seq_len=16, batch_size=5) as other:  # A dataset: nothing of the environment.
     print(json.dumps([len(next(iter(other))), other.leases is None]))
-""".replace("DATASET", str(network.datasets["web"].path))
+""".replace("DATASET", str(network.dataset.path))
     lines, report, _ = finish(start(service, program))
     assert lines == [[3, 0.1, str(network.node_a), "127.0.0.1:0", 16], [5, True]]
     assert service.status()["slices_leased"] == 0, "what a program did not use goes back when it ends"
@@ -123,7 +124,7 @@ sys.exit(sum(rank.wait() for rank in ranks))
     assert len({line["pid"] for line in lines}) == 2 == report["loaders"]
     ids = [sample for line in lines for sample in line["ids"]]
     assert len(ids) == len(set(ids)) == report["samples"]
-    assert_used_once(service, len(static_samples(network.datasets["web"])))
+    assert_used_once(service, len(static_samples(network.dataset)))
 
 
 def test_the_status_of_a_command_is_the_workers(network: Network, start: Start) -> None:
@@ -133,7 +134,7 @@ def test_the_status_of_a_command_is_the_workers(network: Network, start: Start) 
     assert "the command ended with status 7" in errors and report["batches"] == 1
     assert service.status()["slices_leased"] == 0
     lines, report, _ = finish(start(service, node=network.node_b))
-    assert service.is_done() and report["samples"] == len(static_samples(network.datasets["web"]))
+    assert service.is_done() and report["samples"] == len(static_samples(network.dataset))
     assert lines[0]["step"] == 1 and lines[0]["loss"] > 0, "without a command, batches are counted"
 
 
@@ -195,7 +196,7 @@ def test_kill_9_of_the_command_or_of_the_worker(network: Network, start: Start) 
     orphan.kill()
     until(lambda: not psutil.pid_exists(pids[1]) or psutil.Process(pids[1]).status() == psutil.STATUS_ZOMBIE)
     finish(start(service, READ_ALL, node=network.node_b))  # On the cache of the one that was killed.
-    assert_used_once(service, len(static_samples(network.datasets["web"])))
+    assert_used_once(service, len(static_samples(network.dataset)))
 
 
 def test_a_command_that_is_not_there(network: Network, tmp_path: Path) -> None:

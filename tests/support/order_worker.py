@@ -91,7 +91,8 @@ class Worker:
                     line["loss"] = float(np.mean([loss_of(batch, row) for row in rows]))
                 self.write(**line, state=loader.state_dict() if self.settings.get("has_state") else None)
                 time.sleep(self.pause_s)
-            rejected = [vars(report) for report in loader.leases.sessions.rejected] if loader.leases else []
+            sessions = loader.leases.sessions.open() if loader.leases else []
+            rejected = [vars(report) for session in sessions for report in session.leases.state.counts.rejected]
             self.write(
                 done=True,
                 rejected=rejected,

@@ -45,6 +45,7 @@ _POLL_S = 0.02  # for chunks that another process fetches
 _LOG_INTERVAL_S = 3.0
 _ALL_STEPS = 1 << 62
 _STUCK_S = 10.0
+_CLOSE_S = 2.0
 _COUNTS = ("fetched_bytes", "fetched_chunks", "failed", "late")
 _log = logging.getLogger("forebay")
 
@@ -290,6 +291,8 @@ class ChunkFeed:
         source, self._source = self._source, None
         if source is not None:
             self._finalizers.pop("source")()
+            with self._changed:  # What was received counts, also of fetches that are cancelled now.
+                self._changed.wait_for(lambda: not self._running, _CLOSE_S)
             for name, count in source.stats().items():
                 self._past[name] = self._past.get(name, 0) + count
 

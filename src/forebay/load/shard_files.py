@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.files import commit_files, temporary_path
 from forebay.formats.vectors import Vector, header_size, vector_in
 from forebay.storage.base import (
     ObjectOrigin,
@@ -220,9 +220,9 @@ def verify_pair(folder: Path, shard: ShardInfo) -> tuple[ChunkFile, U64]:
         if not map_path.is_file():
             for other in set(folder.glob(f".{info.name}.*.map")) - {map_path}:  # Of other versions.
                 other.unlink(missing_ok=True)
-            new = map_path.with_suffix(f".{os.getpid()}.tmp")
+            new = temporary_path(map_path)
             create(path, new, info, UNVERIFIED)
-            new.replace(map_path)
+            commit_files({new: map_path})
         entry = ChunkFile(path, map_path, info)
     except OSError as error:
         raise UsageError(
