@@ -313,7 +313,7 @@ def test_fetching_takes_less_than_a_tenth_of_a_processor(tmp_path: Path) -> None
         assert ended([rank]) == [0] and len(steps_of(tmp_path / "out")) == 24 * 8
     result = lines_of(tmp_path / "out")[-1]
     print(result)
-    assert result["others_s"] < 0.1 * result["wall_s"]
+    assert result["others_s"] < scaled(0.1) * result["wall_s"]
 
 
 # The first batch

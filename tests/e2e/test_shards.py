@@ -33,7 +33,7 @@ from forebay.formats.vectors import sample_id
 from forebay.load.shard_cache import ShardFetch
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
-from forebay.storage.chunk_file import PRESENT, ChunkFile, read_info
+from forebay.storage.chunk_file import ABSENT, PRESENT, ChunkFile, read_info
 from support.calibration import scaled
 from support.feeding import small_disk
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -101,10 +101,11 @@ def stored(folder: Path = FOLDER) -> dict[str, list[int]]:
     for path in folder.iterdir() if folder.exists() else ():
         if SHA256.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
-                data = path.read_bytes()
                 info = read_info(folder / "chunks" / path.name)
                 assert info is not None
-                marks = ChunkFile(path, folder / "chunks" / path.name, info).marks.copy()
+                entry = ChunkFile(path, folder / "chunks" / path.name, info)
+                marks, data = entry.marks.copy(), path.read_bytes()
+                marks[entry.marks != marks] = ABSENT  # Stored or removed meanwhile.
                 found |= checked(data, info, marks)
     return found
 
