@@ -382,9 +382,10 @@ class ChunkCache(SharedState):
         while planned < limit and self._used:
             next_use, number, sha256, chunks = heapq.heappop(self._used)
             latest = self._next_uses.get(sha256)
-            chunks = chunks[:0] if latest is None else chunks[latest[chunks] == -next_use]
+            if latest is None or not len(chunks := chunks[latest[chunks] == -next_use]):
+                continue
             entry = taken[sha256][0] if sha256 in taken else self._open(sha256)
-            if not len(chunks) or entry is None:
+            if entry is None:
                 continue
             count = -(-(limit - planned) // entry.chunk_bytes)
             if count < len(chunks):

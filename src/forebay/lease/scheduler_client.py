@@ -129,9 +129,11 @@ class SchedulerClient:
                 deadline = min(deadline, stopped_at + STOPPING_S)
             elif self.stop.wait(wait_s):
                 stopped_at = time.monotonic()
+        reason = str(self._reason)
+        reason += "" if reason.endswith(("?", ".")) else "."
         raise SchedulerUnreachableError(
             f"{self._subject.removeprefix('the ')}: expected an answer within {patience_s:g} s, got none: "
-            f"{self._reason}. Check the name, and that the scheduler runs (forebay scheduler) in this network."
+            f"{reason} Check the name, and that the scheduler runs (forebay scheduler) in this network."
         )
 
     def _find(self) -> str | None:
