@@ -28,8 +28,6 @@ from forebay.files import remove_stale
 from forebay.storage.chunk_file import (
     ABSENT,
     FETCHING,
-    PRESENT,
-    UNVERIFIED,
     ChunkFile,
     MapLayout,
     create,
@@ -197,9 +195,8 @@ class ChunkCache(SharedState):
     def complete(self, entry: ChunkFile, chunks: I64) -> None:
         """A fetch of claimed chunks ended: the present ones are stored, the others can be claimed again."""
         with self._lock:
-            marks = entry.marks[chunks]
             if not entry.is_deleted:
-                self._stored += entry.size_of(chunks[(marks == PRESENT) | (marks == UNVERIFIED)])
+                self._stored += entry.size_of(entry.stored(chunks))
             self._reserved[self._slot_number] -= entry.size_of(chunks)  # A kill between the two counts them twice.
             failed = chunks[entry.marks[chunks] >= FETCHING]
             entry.marks[failed] = ABSENT
@@ -430,8 +427,8 @@ class ChunkCache(SharedState):
 
     def _evict_chunks(self, entry: ChunkFile, chunks: I64, live: dict[int, int], limit: int) -> int:
         """Evict those of the chunks that are present and not pinned, the last first; returns their bytes."""
-        marks, pinned = entry.marks[chunks], entry.pinned(live)
-        chosen = chunks[((marks == PRESENT) | (marks == UNVERIFIED)) & ~pinned[chunks]]
+        chosen, pinned = entry.stored(chunks), entry.pinned(live)
+        chosen = chosen[~pinned[chosen]]
         chosen = chosen[-max(1, -(-limit // entry.chunk_bytes)) :] if limit > 0 else chosen[:0]
         if not len(chosen):
             return 0
@@ -447,8 +444,7 @@ class ChunkCache(SharedState):
         return size
 
     def _delete(self, entry: ChunkFile, is_unused: bool = False) -> int:
-        present = np.flatnonzero((entry.marks == PRESENT) | (entry.marks == UNVERIFIED))
-        size = entry.size_of(present) + entry.layout.disk_bytes
+        size = entry.size_of(entry.stored(np.arange(entry.layout.num_chunks))) + entry.layout.disk_bytes
         entry.delete(is_unused)
         self._next_uses.pop(entry.info.sha256, None)
         self._entries.pop(entry.info.sha256, None)

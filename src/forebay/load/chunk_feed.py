@@ -260,9 +260,9 @@ class ChunkFeed:
             counts = {**self._counts, **self._refetches.counts, **now, **self._past_and_present()}
             for group, chunks in self._running.values():  # They may have been read before their fetch ends.
                 if group.entry is not None:
-                    present = chunks[group.entry.marks[chunks] == PRESENT]
-                    counts["fetched_bytes"] += group.entry.bytes_of(present)
-                    counts["fetched_chunks"] += len(present)
+                    stored = group.entry.stored(chunks)
+                    counts["fetched_bytes"] += group.entry.bytes_of(stored)
+                    counts["fetched_chunks"] += len(stored)
             return counts
 
     def _past_and_present(self) -> dict[str, int]:
@@ -465,7 +465,7 @@ class ChunkFeed:
             cache.complete(entry, chunks)
             with self._changed:
                 self._running.pop(row.sha256, None)
-                stored = chunks[entry.marks[chunks] == PRESENT]
+                stored = entry.stored(chunks)
                 self._counts["fetched_bytes"] += entry.bytes_of(stored)
                 self._counts["fetched_chunks"] += len(stored)
                 cache.unpin_slice(row.sha256)

@@ -100,6 +100,12 @@ class ChunkFile:
     def chunk_bytes(self) -> int:
         return self.info.chunk_bytes or self.info.bytes
 
+    def stored(self, chunks: I64) -> I64:
+        """Those of the chunks whose bytes are here; another process may have them verified again."""
+        marks = self.marks[chunks]
+        chosen: I64 = chunks[(marks == PRESENT) | (marks == UNVERIFIED)]
+        return chosen
+
     def is_complete(self) -> bool:
         return bool((self.marks == PRESENT).all())
 
