@@ -127,11 +127,12 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
 def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity: Make) -> None:
     """They decide which samples a packed job has: a scheduler reads them before the first lease."""
     table, reader = LocalDiscovery(), make_identity("reader")
+    peers = sorted((make_identity(f"peer-{i}") for i in range(3)), key=lambda peer: peer.peer_id)
     with ExitStack() as stack:
-        liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, "wrong_bytes")) for i in range(2)]
+        liars = [stack.enter_context(Liar(peer, dataset, "wrong_bytes")) for peer in peers[:2]]  # asked first
         for liar in liars:
             _announce(table, reader, liar)
-        stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
+        stack.enter_context(DataNode(peers[2], [dataset], "127.0.0.1", 0, table))
         remote = open_remote(f"forebay://{reader.network_name}/{NAME}", identity=reader, discovery=table)
         read = ends_reader(remote)
         for index in range(dataset.num_slices):
