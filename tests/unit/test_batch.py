@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.load.batch import NumpyTokens, RowBatch, TokenBatch, new_batch
+from forebay.load.batch import DocumentMasks, NumpyTokens, RowBatch, TokenBatch, new_batch
 from forebay.load.batch_planner import make_collator
 from forebay.load.collate import BatchArrays, MappedArray
 from forebay.load.rows import plan_rows, stack_rows
@@ -52,10 +52,9 @@ def test_the_fields_of_a_batch_of_tokens() -> None:
 
 def masked(edges: list[int]) -> NumpyTokens:
     inputs = np.arange(8).reshape(2, 4)
-    ids = np.array([[0, 0, 1, 1], [0, -1, -1, -1]], np.int32)
-    positions = np.array([[0, 1, 0, 1], [0, 0, 1, 2]])
+    masks = DocumentMasks(np.array(edges, np.int32), np.array([0, 1, 0, -1], np.int32), inputs.shape)
     labels = np.array([[1, -100, 3, -100], [-100, -100, -100, -100]])
-    batch = new_batch(inputs, labels, {}, ids, positions, np.array(edges, np.int32), **FIELDS)
+    batch = new_batch(inputs, labels, {}, masks, **FIELDS)
     assert isinstance(batch, TokenBatch)
     return batch
 
@@ -63,6 +62,8 @@ def masked(edges: list[int]) -> NumpyTokens:
 def test_document_masks_and_the_names_of_transformers() -> None:
     batch = masked([0, 2, 4, 5, 8])
     assert batch.max_seqlen == 3 and batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8] and batch.num_labels == 2
+    assert batch.document_ids.tolist() == [[0, 0, 1, 1], [0, -1, -1, -1]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1], [0, 0, 1, 2]]
     assert batch.as_dict()["max_seqlen"] == 3 and batch.as_dict()["document_ids"] is batch.document_ids
     named = batch.as_dict("transformers")
     assert named.pop("labels").tolist() == [[-100, 1, -100, 3], [-100, -100, -100, -100]]
@@ -122,7 +123,7 @@ def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> No
     }
     long = {name: np.concatenate([array, array], axis=1) for name, array in short.items()}
     inputs, labels, tensors, *others = rows_of(tmp_path, [short, long], pad_id=9)
-    assert inputs is tensors["input_ids"] and labels is tensors["labels"] and others == [None, None, None]
+    assert inputs is tensors["input_ids"] and labels is tensors["labels"] and others == [None]
     assert {name: array.tolist() for name, array in tensors.items()} == {
         "input_ids": [[1, 2, 9, 9], [1, 2, 1, 2]],
         "labels": [[-100, 2, -100, -100], [-100, 2, -100, 2]],

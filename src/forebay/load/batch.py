@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +23,56 @@ STYLES = ("batch", "plain", "transformers")  # Of `to_torch`; the last two of `a
 Style: TypeAlias = Literal["batch", "plain", "transformers"]
 Array = TypeVar("Array")
 _MAX_ROWS_SHOWN = 8
+_MASKS = ("position_ids", "document_ids", "cu_seqlens")
 
 
-class DocumentMasks(NamedTuple):
-    """The fields of a TokenBatch that need document masks."""
+class DocumentMasks:
+    """The fields of a TokenBatch that need document masks; those of NumPy batches are computed when they are read.
 
-    position_ids: Any
-    document_ids: Any
-    cu_seqlens: Any
-    max_seqlen: int
+    Args:
+        cu_seqlens: int32 [n + 1], where each part of a document begins in B * L positions; and their end.
+        numbers: int32 [n], of each part within its row, -1 for padding.
+        shape: (B, L).
+    """
+
+    def __init__(self, cu_seqlens: Any, numbers: NDArray[np.int32], shape: tuple[int, ...]) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.numbers = numbers
+        self.shape = shape
+
+    @cached_property
+    def max_seqlen(self) -> int:
+        return int(self._lengths().max(initial=0))
+
+    @cached_property
+    def document_ids(self) -> Any:
+        return self.numbers.repeat(self._lengths()).reshape(self.shape)
+
+    @cached_property
+    def position_ids(self) -> Any:
+        positions = self.cu_seqlens[: len(self.numbers)].repeat(self._lengths())
+        np.subtract(_arange(len(positions)), positions, out=positions)
+        return positions.reshape(self.shape)
+
+    def with_arrays(self, **arrays: Any) -> DocumentMasks:
+        """These masks with other arrays, by the names of the fields."""
+        masks = DocumentMasks(self.cu_seqlens, self.numbers, self.shape)
+        vars(masks).update(arrays, max_seqlen=self.max_seqlen)
+        return masks
+
+    def _lengths(self) -> NDArray[np.int32]:
+        lengths: NDArray[np.int32] = np.diff(self.cu_seqlens[: len(self.numbers) + 1])
+        return lengths
+
+
+_places = np.arange(0, dtype=np.int32)
+
+
+def _arange(size: int) -> NDArray[np.int32]:
+    global _places
+    if size > len(_places):
+        _places = np.arange(size, dtype=np.int32)
+    return _places[:size]
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -128,16 +170,14 @@ class TokenBatch(_Batch[Array]):
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by name: inputs, labels and, with masks, position_ids, document_ids, cu_seqlens."""
-        masks = {} if self._masks is None else self._masks._asdict()
-        masks.pop("max_seqlen", None)
-        return {"inputs": self.inputs, "labels": self.labels, **masks}
+        masks = () if self._masks is None else _MASKS
+        return {"inputs": self.inputs, "labels": self.labels, **{name: getattr(self._masks, name) for name in masks}}
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> TokenBatch[Any]:
         """This batch with other arrays, of the names of `arrays()`."""
         masks = self._masks
         if masks is not None:
-            changed = {name: arrays[name] for name in ("position_ids", "document_ids", "cu_seqlens")}
-            masks = masks._replace(**changed)
+            masks = masks.with_arrays(**{name: arrays[name] for name in _MASKS})
         return TokenBatch(inputs=arrays["inputs"], labels=arrays["labels"], _masks=masks, **self._others())
 
     def as_dict(self, style: str = "plain") -> dict[str, Any]:
@@ -173,7 +213,7 @@ class TokenBatch(_Batch[Array]):
                 )
             padded = np.full(max_documents + 1, edges[-1], np.int32)
             padded[: len(edges)] = edges
-            self._masks = self._masks._replace(cu_seqlens=padded)
+            self._masks = self._masks.with_arrays(cu_seqlens=padded)
         return self
 
     def _mask(self, name: str) -> Any:
@@ -266,42 +306,40 @@ NumpyRows: TypeAlias = RowBatch[NDArray[Any]]
 
 def new_batch(
     inputs: NDArray[Any] | None, labels: NDArray[Any] | None, tensors: Mapping[str, NDArray[Any]],
-    document_ids: NDArray[np.int32] | None = None, position_ids: NDArray[Any] | None = None,
-    cu_seqlens: NDArray[np.int32] | None = None, **numbers: Any,
+    masks: DocumentMasks | None = None, **numbers: Any,
 ) -> NumpyTokens | NumpyRows:  # fmt: skip
     """A batch of the arrays of a collator, `BatchArrays`, and the fields that all batches have."""
     if tensors:
         return RowBatch(tensors=tensors if labels is None else {"labels": labels, **tensors}, **numbers)
     assert inputs is not None and labels is not None
-    masks = None
-    if cu_seqlens is not None:
-        masks = DocumentMasks(position_ids, document_ids, cu_seqlens, int(np.diff(cu_seqlens).max()))
     return TokenBatch(inputs=inputs, labels=labels, _masks=masks, **numbers)
 
 
 def pack_batch(batch: NumpyTokens | NumpyRows) -> tuple[tuple[Any, ...], dict[str, NDArray[Any]]]:
     """(numbers, arrays by name): what `unpack_batch` makes an equal batch of."""
-    arrays = {**batch.arrays(), " sample_ids": batch.sample_ids}
+    is_tokens = isinstance(batch, TokenBatch)
+    arrays = {"inputs": batch.inputs, "labels": batch.labels} if is_tokens else batch.arrays()
+    arrays[" sample_ids"] = batch.sample_ids
     if batch._dataset_index is not None:
         arrays[" dataset_index"] = batch._dataset_index
-    longest = batch._masks.max_seqlen if isinstance(batch, TokenBatch) and batch._masks is not None else None
-    is_tokens = isinstance(batch, TokenBatch)
-    return (is_tokens, longest, batch.epoch, batch.step, batch.epoch_step, batch.weight), arrays
+    if isinstance(batch, TokenBatch) and batch._masks is not None:
+        arrays |= {" cu_seqlens": batch._masks.cu_seqlens, " documents": batch._masks.numbers}
+    return (is_tokens, batch.epoch, batch.step, batch.epoch_step, batch.weight), arrays
 
 
 def unpack_batch(numbers: tuple[Any, ...], arrays: dict[str, NDArray[Any]]) -> NumpyTokens | NumpyRows:
     """The batch that `pack_batch` took apart."""
-    is_tokens, longest, epoch, step, epoch_step, weight = numbers
+    is_tokens, epoch, step, epoch_step, weight = numbers
     common: dict[str, Any] = {
         "sample_ids": arrays.pop(" sample_ids"), "_dataset_index": arrays.pop(" dataset_index", None), "epoch": epoch,
         "step": step, "epoch_step": epoch_step, "weight": weight,
     }  # fmt: skip
     if not is_tokens:
         return RowBatch(tensors=arrays, **common)
-    masks = None
-    if longest is not None:
-        masks = DocumentMasks(arrays["position_ids"], arrays["document_ids"], arrays["cu_seqlens"], longest)
-    return TokenBatch(inputs=arrays["inputs"], labels=arrays["labels"], _masks=masks, **common)
+    inputs, masks = arrays["inputs"], None
+    if " cu_seqlens" in arrays:
+        masks = DocumentMasks(arrays[" cu_seqlens"], arrays[" documents"], inputs.shape)
+    return TokenBatch(inputs=inputs, labels=arrays["labels"], _masks=masks, **common)
 
 
 def owner_of(array: NDArray[Any]) -> NDArray[Any]:

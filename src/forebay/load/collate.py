@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
+from forebay.load.batch import DocumentMasks
 from forebay.load.samples import I64, Array, SampleIndex
 
 _MAX_RANGES = 1024  # IOV_MAX of Linux.
@@ -119,9 +120,7 @@ class BatchArrays(NamedTuple):
     inputs: Array | None
     labels: Array | None
     tensors: Mapping[str, Array]
-    document_ids: NDArray[np.int32] | None = None
-    position_ids: Array | None = None
-    cu_seqlens: NDArray[np.int32] | None = None
+    masks: DocumentMasks | None = None
 
 
 class Collator(ABC):

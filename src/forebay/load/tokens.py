@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice, file_offset
 from forebay.errors import DatasetError, UsageError
-from forebay.load.batch import IGNORE_INDEX
+from forebay.load.batch import IGNORE_INDEX, DocumentMasks
 from forebay.load.collate import BatchArrays, Collator, MappedArray, RangeCopier, copy_array
 from forebay.load.packing import (
     DocumentSubset,
@@ -64,7 +64,6 @@ class _Documents(NamedTuple):
     """The parts of documents in K rows, D in all; padding is one."""
 
     first: list[int]  # Of each row, [K + 1].
-    lengths: I64
     ids: NDArray[np.int32]  # Number within the row; -1 for padding.
     edges: NDArray[Any]  # Where it begins in K * L positions; and their end, [D + 1]. int32 if that is enough.
     ignored: I64  # Positions without a label, except for padding.
@@ -126,7 +125,6 @@ class TokenCollator(Collator):
         self._masks = document_masks or self._fit
         self._pad_id = pad_id
         self._padding: dict[tuple[np.dtype[Any], int], MappedArray] = {}
-        self._arange = np.empty(0, np.int32)
         self._packed: dict[tuple[int, int], PackedRows] = {}  # By key and section; the last used comes last.
         self._num_packed = 0  # Ranges.
 
@@ -292,7 +290,7 @@ class TokenCollator(Collator):
         ids[continues & (missing[rows] > 1)] = -1
         unlabelled = ~continues
         return _Documents(
-            first.tolist(), lengths, ids.astype(np.int32),
+            first.tolist(), ids.astype(np.int32),
             np.append(starts, size).astype(np.int32 if size < 1 << 31 else np.int64),
             (starts + lengths - 1)[unlabelled], _edges_of(rows[unlabelled], num_rows).tolist(),
         )  # fmt: skip
@@ -310,18 +308,12 @@ class TokenCollator(Collator):
                 labels[row - start, column:] = IGNORE_INDEX
         if documents is None:
             return BatchArrays(inputs, labels, {})
-        shape, offset = inputs.shape, start * self._seq_len
+        offset = start * self._seq_len
         low, high = documents.first_ignored[start], documents.first_ignored[stop]
         labels.reshape(-1)[documents.ignored[low:high] - offset] = IGNORE_INDEX
         low, high = documents.first[start], documents.first[stop]
-        lengths = documents.lengths[low:high]
-        ids = documents.ids[low:high].repeat(lengths)
         edges = (documents.edges[low : high + 1] - offset).astype(np.int32, copy=False)
-        positions = edges[:-1].repeat(lengths)
-        if len(positions) > len(self._arange):
-            self._arange = np.arange(len(positions), dtype=np.int32)
-        np.subtract(self._arange[: len(positions)], positions, out=positions)
-        return BatchArrays(inputs, labels, {}, ids.reshape(shape), positions.reshape(shape), edges)
+        return BatchArrays(inputs, labels, {}, DocumentMasks(edges, documents.ids[low:high], inputs.shape))
 
 
 def _ends_inside(opened: list[_OpenSlice], which: I64, starts: I64, stops: I64) -> tuple[I64, I64]:
