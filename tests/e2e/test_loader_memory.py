@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from forebay.load.options import OrderOptions
+from forebay.load.options import NetworkOptions, OrderOptions
+from forebay.storage.base import CHUNK_BYTES
 from support.feeding import (
     MIB,
     Watcher,
@@ -25,6 +26,7 @@ from support.origin_server import OriginServer
 
 TIMES = int(os.environ.get("FOREBAY_LOADER_TIMES", "20"))
 SAMPLES, SEQ_LEN = 64, 2048  # 512 KiB a slice.
+BUFFERS = NetworkOptions().connections * CHUNK_BYTES  # All are in use at once for the first time at any moment.
 BUDGET = 13 * MIB // 2  # Twelve of them and a little.
 ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 8, "order": OrderOptions(lanes=4, window_bytes=SAMPLES * SEQ_LEN * 4)}
 
@@ -68,6 +70,6 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> 
         mapped = max(item["file"] for item in late) - min(item["file"] for item in memory)
         report["anon"] = max(report.get("anon", 0), grown / MIB)
         report["file"] = max(report.get("file", 0), mapped / MIB)
-        assert grown < 4 * MIB and mapped < BUDGET + 4 * MIB
+        assert grown < 4 * MIB + BUFFERS and mapped < BUDGET + 4 * MIB
     print(report)
     assert most_on_disk <= BUDGET  # Also what was deleted while it was mapped.

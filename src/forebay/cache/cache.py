@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import math
 import os
 import re
 import time
@@ -41,8 +42,9 @@ Group = tuple[ChunkFile, I64]  # Chunks of an entry.
 _Used = tuple[int, int, str, I64]  # Minus the next use, a number, slice, chunks.
 SHA256 = re.compile(r"[0-9a-f]{64}")
 log = logging.getLogger("forebay.cache")
-_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most a 256th of the budget.
+_MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most four requests' bytes and a 64th of the budget.
 _MAX_USED = 1 << 16
+_COUNT_INTERVAL_S = 5.0
 
 
 class NoSpaceError(UsageError):
@@ -79,6 +81,7 @@ class ChunkCache(SharedState):
         self._num_used, self._max_used = 0, _MAX_USED
         self._claims: dict[str, set[int]] = {}  # Chunks that this process fetches, by slice.
         self._foreign: tuple[object, float, bool] = (None, 0.0, True)
+        self._num_sharers, self._counted_at = 1, -math.inf
         self.evicted_bytes = 0
 
     def close(self) -> None:
@@ -90,6 +93,14 @@ class ChunkCache(SharedState):
     def _forget(self) -> None:
         for table in (self._entries, self._used, self._next_uses, self._claims):
             table.clear()
+
+    def num_sharers(self) -> int:
+        """How many caches of this directory are in use, in all processes; as of 5 s ago at most."""
+        now = time.monotonic()
+        if now - self._counted_at > _COUNT_INTERVAL_S:
+            with self._lock:
+                self._num_sharers, self._counted_at = len(self._live()), now
+        return self._num_sharers
 
     def path_of(self, sha256: str) -> Path:
         if not SHA256.fullmatch(sha256):
@@ -359,7 +370,7 @@ class ChunkCache(SharedState):
 
     def _evict(self, needed: int) -> int:
         """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""
-        target = max(needed, min(_MIN_EVICTED, self.budget_bytes // 256))
+        target = max(needed, min(_MIN_EVICTED, 4 * needed, self.budget_bytes // 64))
         live, freed = self._live(), 0
         freed += self._evict_unused(needed, live)
         while freed < target and self._used:

@@ -97,9 +97,7 @@ class BatchPlanner:
         steps = max(1, samples // share)
         self._seq_len = indexes[0].seq_len or 1
         self._sample_bytes = int(slices.chunks.num_bytes.sum() / max(1, sum(index.num_samples for index in indexes)))
-        if slices.cached:
-            steps = min(steps, max(1, slices.ahead_bytes // _PLANS_AHEAD // max(1, share * self._sample_bytes)))
-        self._plan_steps = every[1] * steps
+        self._plan_steps, self._step_bytes = every[1] * steps, max(1, share * self._sample_bytes)
         self._next_step = self._num_steps = 0  # Of the next plan.
         self._is_running = False  # A batch was made.
         self._queue: deque[_Plan] = deque()
@@ -156,6 +154,9 @@ class BatchPlanner:
                 continue
             self._next_step = plan.steps[0] - self._every[0] + self._num_steps
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)  # The chunks of the first steps come first.
+            if self._slices.cached:
+                steps = max(1, self._slices.ahead_bytes // _PLANS_AHEAD // self._step_bytes)
+                self._num_steps = min(self._num_steps, self._every[1] * steps)
             self._queue.append(plan)
             if len(self._queue) == 1:
                 self._slices.fetch()

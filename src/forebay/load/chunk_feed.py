@@ -125,7 +125,8 @@ class ChunkFeed:
     @property
     def ahead_bytes(self) -> int:
         """How many bytes of samples are planned ahead, so that their chunks are fetched and stay."""
-        return 0 if self._settings is None else self._settings.ahead_bytes
+        cache, settings = self._cache, self._settings
+        return 0 if settings is None else settings.ahead_bytes(cache.num_sharers() if cache is not None else 1)
 
     @property
     def planned_bytes(self) -> int:
@@ -185,7 +186,7 @@ class ChunkFeed:
                 else:
                     assert group.entry is not None
                     absent = group.entry.marks[group.chunks] != PRESENT
-                    stop = min(stop, int(group.first_steps[absent].min()))
+                    stop = min(stop, int(group.first_steps[absent].min(initial=_ALL_STEPS)))
                 remaining.append(group)
             plan.waiting = remaining
             return stop
@@ -444,8 +445,7 @@ class ChunkFeed:
 
     def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception) -> None:
         self._counts["failed"] += 1
-        failed = error, time.monotonic()
-        self._errors |= {(group.key, chunk): failed for chunk in chunks.tolist()}
+        self._errors |= dict.fromkeys(((group.key, chunk) for chunk in chunks.tolist()), (error, time.monotonic()))
         for plan in self._plans:
             plan.position = 0
 

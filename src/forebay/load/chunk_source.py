@@ -43,12 +43,12 @@ class CacheSettings:
     share: bool | str
     open_bytes: int = 0  # Of the windows that the run has open at once.
 
-    @property
-    def ahead_bytes(self) -> int:
-        """How many bytes of samples are planned ahead, so that their chunks are fetched and stay."""
+    def ahead_bytes(self, sharers: int) -> int:
+        """How many bytes of samples one of `sharers` plans ahead, so that their chunks are fetched and stay."""
         if self.readahead_bytes is not None:
             return self.readahead_bytes
-        return min(self.budget_bytes // 3, max(self.open_bytes, min(_AHEAD_BYTES, self.budget_bytes // 16)))
+        num_bytes = max(self.open_bytes, min(_AHEAD_BYTES, self.budget_bytes // 4))
+        return min(self.budget_bytes // 3, num_bytes) // sharers
 
 
 def resolve_cache(

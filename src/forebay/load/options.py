@@ -61,7 +61,8 @@ class CacheOptions:
     Args:
         tier: `disk`, in `cache_dir`; or `ram`, in the machine's memory.
         readahead_bytes: Bytes of samples that are planned, and their chunks fetched, ahead of their use. By default the
-            open windows, or an eighth of the cache and at most 1 GiB if that is more; at most a third of the cache.
+            open windows, or a quarter of the cache and at most 1 GiB if that is more; at most a third of the cache; by
+            all processes of a machine together.
         verify: `once`: hash a chunk when it arrives, or of a local dataset at its first use. `open`: chunks of local
             slices also at this loader's first use. `never`: check sizes and types of local slices only.
 
