@@ -1,8 +1,8 @@
 """Runs on datasets that grow: a state of a dataset continues on one that extends it (`forebay prepare --extend`).
 
 The epoch of the state is finished on the slices that it began with; the next epoch has all samples. A dataset's lineage
-names what it extends, so its slices belong to generations; owners are assigned to each generation by itself, so that
-appended data move no slice.
+names what it extends, so its slices belong to generations; owners are assigned to each generation by itself, and each
+is split into training and validation by itself, so that appended data move no slice.
 """
 
 from __future__ import annotations
@@ -57,11 +57,15 @@ def ancestors(lineage: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def generations(dataset: Dataset) -> list[tuple[int, int]]:
+    """The slices [first, stop) of the first of its ancestors, then those that each descendant added."""
+    starts = [size for size in ancestors(dataset.manifest.lineage).values() if 0 <= size <= dataset.num_slices]
+    return list(pairwise(sorted({0, dataset.num_slices, *starts})))
+
+
 def owners_of(dataset: Dataset, workers: Sequence[str], slack: float | None) -> I64:
     """The worker that owns each slice, as `assign_owners` of each generation: appended slices move no others."""
-    starts = [size for size in ancestors(dataset.manifest.lineage).values() if 0 <= size <= dataset.num_slices]
-    edges = sorted({0, dataset.num_slices, *starts})
-    parts = [assign_owners(dataset.table.sha256[first:last], workers, slack) for first, last in pairwise(edges)]
+    parts = [assign_owners(dataset.table.sha256[first:stop], workers, slack) for first, stop in generations(dataset)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
@@ -95,10 +99,10 @@ def grow(
     if growth is None:
         return run, identity, state
     order = run.orders[0]
-    if run.weights is not None or identity.get("split") is not None or "workers" in identity:
+    if run.weights is not None or "workers" in identity:
         raise StateError(
             f"loader state: expected dataset_id {identity['dataset_id']!r}, got {state['dataset_id']!r}, which it "
-            "extends. Runs of mixtures, splits and assignment='owned' do not go over to a larger dataset: open the "
+            "extends. Runs of mixtures and of assignment='owned' do not go over to a larger dataset: open the "
             "smaller one, or start a new run."
         )
     if sizes.get(growth.dataset_id) != growth.slices or growth.slices > len(order.samples_per_slice):

@@ -2,7 +2,8 @@
 
 Consecutive tokens of whole slices need the table only; excluded documents need the document ends of their slices, and
 packing `best_fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that
-depends on their number only, with at most one cut: a larger validation split contains a smaller one.
+depends on their number only, with at most one cut: a larger validation split contains a smaller one. Of a dataset that
+extends others, each generation of slices is split so.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.load.growth import owners_of
+from forebay.load.growth import generations, owners_of
 from forebay.load.packing import DocumentSubset, count_sections, document_spans, section_tokens
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
@@ -84,7 +85,8 @@ def plan_samples(
     """The index of a dataset's samples. Depends on the dataset and these settings, those of the Loader, only.
 
     Args:
-        validation: Fraction of all samples in the split `validation`: round(validation * N) samples.
+        validation: Fraction of all samples in the split `validation`: round(validation * N) samples, of each generation
+            of a dataset that was extended: what was for training or validation stays so.
         read_ends: Reads the document ends of a slice, U64 [D]; called from several threads. By default `ends_reader`.
         cache_dir: Directory for the counts, 32 bytes a slice and, for `best_fit`, 4 a section; None: none are cached.
 
@@ -112,8 +114,10 @@ def plan_samples(
         )  # Samples of `best_fit` hold padding and all tokens.
     bases = np.cumsum(counts) - counts
     offsets = np.zeros(len(counts), np.int64)
-    if split is not None and len(counts):
-        counts, offsets = _split(counts, split, validation)
+    counts = counts.copy()
+    if split is not None:
+        for first, stop in generations(dataset):
+            counts[first:stop], offsets[first:stop] = _split(counts[first:stop], split, validation)
     if not counts.any():
         raise UsageError(
             f"{dataset.name}: expected at least one sample, got none of {seq_len} tokens (packing {packing}, split "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,10 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[Dataset]:
 class Training:
     """A run of a dataset, and what a Loader does with its states."""
 
-    def __init__(self, dataset: Dataset, sizes: Any = 8, **limits: Any) -> None:
+    def __init__(self, dataset: Dataset, sizes: Any = 8, split: str | None = None, **limits: Any) -> None:
         self.dataset, self.limits = dataset, {"epochs": None, **limits}
-        index, self.batches = plan_samples(dataset, SEQ_LEN), BatchSizes.of(sizes)
+        index = plan_samples(dataset, SEQ_LEN, split=split, validation=0.3 if split else 0.0)
+        self.batches = BatchSizes.of(sizes)
         order = Order(index.counts, 3, self.batches.largest)
         self.own = self.run = Run([order], self.batches, **self.limits)
         self.own_identity = self.identity = run_identity(self.run, {"d": dataset}, [index], 3, False)
@@ -92,11 +94,14 @@ def test_ancestors(datasets: list[Dataset]) -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(steps=st.integers(0, 60), sizes=st.sampled_from([8, 5, [(0, 4), (11, 9), (40, 6)]]))
+@given(
+    steps=st.integers(0, 60), sizes=st.sampled_from([8, 5, [(0, 4), (11, 9), (40, 6)]]),
+    split=st.sampled_from([None, "train", "validation"]),
+)  # fmt: skip
 def test_a_state_of_the_parent_finishes_its_epoch_and_then_has_all(
-    datasets: list[Dataset], steps: int, sizes: Any
+    datasets: list[Dataset], steps: int, sizes: Any, split: str | None
 ) -> None:
-    parent, child = Training(datasets[0], sizes), Training(datasets[1], sizes)
+    parent, child = Training(datasets[0], sizes, split), Training(datasets[1], sizes, split)
     parent.take(steps)
     state = parent.state()
     child.load(state)
@@ -213,9 +218,25 @@ def test_what_cannot_go_over_is_refused(datasets: list[Dataset]) -> None:
             child.load({**grown, "growth": growth})
     with pytest.raises(StateError, match="expected growth from a dataset in"):
         child.load({**grown, "growth": {**grown["growth"], "slices": 7}})
-    child.own_identity = {**child.own_identity, "split": ["train", 0.1]}
-    with pytest.raises(StateError, match="splits and assignment='owned' do not go over"):
-        child.load({**state, "split": ["train", 0.1]})
+    child.own_identity = {**child.own_identity, "workers": ["a"]}
+    with pytest.raises(StateError, match="mixtures and of assignment='owned' do not go over"):
+        child.load({**state, "workers": ["a"]})
+
+
+@pytest.mark.parametrize("validation", [0.1, 0.5])
+def test_no_sample_changes_its_split_when_a_dataset_grows(datasets: list[Dataset], validation: float) -> None:
+    indexes = [
+        [plan_samples(dataset, SEQ_LEN, split=split, validation=validation) for split in ("train", "validation")]
+        for dataset in datasets
+    ]
+    for dataset, (train, held_out) in zip(datasets, indexes):
+        assert (train.counts + held_out.counts).tolist() == plan_samples(dataset, SEQ_LEN).counts.tolist()
+        assert abs(held_out.num_samples / (train.num_samples + held_out.num_samples) - validation) < 0.03
+    for parent, child in pairwise(indexes):
+        for before, after in zip(parent, child):
+            size = len(before.counts)
+            assert after.counts[:size].tolist() == before.counts.tolist()
+            assert after.offsets[:size].tolist() == before.offsets.tolist()
 
 
 def test_steps_before_a_second_growth_are_unknown(datasets: list[Dataset]) -> None:
