@@ -89,8 +89,12 @@ def test_global_arrays_are_the_global_batches(data: Path, tmp_path: Path, proces
     for item in running:
         _, errors = item.communicate(timeout=scaled(120))
         assert item.returncode == 0, errors
-    batches = list(Loader(data, seq_len=16, global_batch_size=8, seed=3, epochs=2))
-    expected = [[*b.inputs.tolist(), *[[0] * 16] * (8 - len(b))] for b in batches]  # A short batch is padded.
+    arguments: Any = {"seq_len": 16, "global_batch_size": 8, "seed": 3, "epochs": 2, "world_size": processes}
+    shares = [[b.inputs.tolist() for b in Loader(data, rank=rank, **arguments)] for rank in range(processes)]
+    rows = 8 // processes
+    expected = [  # The shares of a short batch are padded.
+        [*chain.from_iterable([*share, *[[0] * 16] * (rows - len(share))] for share in step)] for step in zip(*shares)
+    ]
     parts = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(processes)]
     got = [[row for _, rows in sorted(chain(*step)) for row in rows] for step in zip(*parts)]
     assert got == expected and len(expected) == 16
