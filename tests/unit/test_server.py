@@ -393,7 +393,7 @@ def test_requests_in_flight(desk: Desk, make_identity: Make, acme: Make, own: bo
 
 def metric(server: Server, name: str, label: str = "") -> float:
     """The value of a figure of the server; 0 if it has none."""
-    for family in server.metrics():
+    for family in server._core.metrics():
         for sample in family.samples:
             if sample.name == name and (not label or label in sample.labels.values()):
                 return float(sample.value)

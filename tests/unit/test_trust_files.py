@@ -50,7 +50,7 @@ def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     lock = try_acquire(state / "room")
     rules = tmp_path / "access.toml"
     rules.write_text("")
-    access = AccessPolicy.load(rules)
+    access = AccessPolicy(rules)
     with AuditLog(state / "logs" / "audit.log") as log:
         log.append("ban", peer="x")
         assert lock is not None and open_to_others(state) == []

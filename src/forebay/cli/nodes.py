@@ -76,7 +76,7 @@ def _serve(args: argparse.Namespace) -> int:
     from forebay.network.limits import ServerLimits, Throttle, parse_limits
     from forebay.storage.origins import open_remote
 
-    access = AccessPolicy.load(args.access) if args.access is not None else None
+    access = AccessPolicy(args.access) if args.access is not None else None
     with log_while_waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
         datasets = [
             open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)

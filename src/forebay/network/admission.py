@@ -25,7 +25,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
-from forebay.network.app import ApiError, JsonResponse, Request, Response, make_app
+from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.join import JoinToken, check_token
 from forebay.network.limits import ServerLimits
@@ -185,31 +185,20 @@ class _TokenUses:
         self._file.close()
 
 
-class AdmissionServer:
+class AdmissionServer(Server):
     """Serves `Admissions` over TLS 1.3 with the issuer's key, from `start` to `close`; clients need no certificate."""
 
     def __init__(self, admissions: Admissions, host: str = "127.0.0.1", port: int = 0) -> None:
         self.admissions = admissions
-        app = make_app("Forebay admission")
+        app = make_app("Forebay admission", errors={ProtocolError: (403, "refused")})
         app.post("/v1/admit", summary="A certificate for a token.")(self._admit)
         app.post("/v1/renew", summary="Another certificate for a key that has one.")(self._renew)
-        app.add_exception_handler(ProtocolError, _refused)
-        self._server = Server(app, None, host, port, limits=LIMITS, tls=_context(admissions))
-
-    @property
-    def address(self) -> str:
-        """`host:port` where it listens, once it has started."""
-        return self._server.address
-
-    def start(self) -> AdmissionServer:
-        """Start background threads. Raises NetworkError if the address is not available."""
-        self._server.start()
-        return self
+        super().__init__(app, None, host, port, limits=LIMITS, tls=_context(admissions))
 
     def close(self) -> None:
         """Finish the requests in progress and stop."""
-        self._server.drain(TIMEOUT_S)
-        self._server.close()
+        self.drain(TIMEOUT_S)
+        super().close()
         self.admissions.close()
 
     async def _admit(self, request: Request, message: AdmitRequest) -> Response:
@@ -219,10 +208,6 @@ class AdmissionServer:
         tls = request.state.connection.transport.get_extra_info("ssl_object")
         shown: bytes = tls.getpeercert(binary_form=True) or b""
         return JsonResponse(await asyncio.to_thread(self.admissions.renew, message, request.state.peer.name, shown))
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    return ApiError(403, "refused", str(error)).response()
 
 
 def _context(admissions: Admissions) -> ssl.SSLContext:

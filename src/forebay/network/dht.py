@@ -54,7 +54,7 @@ class LibtorrentDht:
         self._results: dict[bytes, set[HostPort]] = {}
         self._answered_at: dict[bytes, float] = {}  # first answer of another node
         self._announced: dict[bytes, int] = {}
-        self._num_nodes = 0
+        self.num_nodes = 0  # others in the routing table, up to half a second ago
         self._failure = ""
         self._closed = False
         try:
@@ -78,18 +78,19 @@ class LibtorrentDht:
             "Choose another port (0 takes a free one)."
         )
 
-    def nodes(self) -> int:
-        """Number of other nodes in the routing table, up to half a second old."""
-        with self._changed:
-            return self._num_nodes
-
     def announce(self, key: bytes, port: int) -> None:
         """See Discovery. Returns at once; the nodes near the key receive it within one or two round trips."""
+        key = bytes(key)
         with self._changed:
             if self._closed:
                 return
-            self._announced[bytes(key)] = port
-        self._announce(bytes(key), port)
+            self._announced[key] = port
+            self._session.dht_announce(lt.sha1_hash(key), port, 0)
+        for host in self._own_addresses():
+            token = self._query(host, b"get_peers", {b"info_hash": key}).get(b"token")
+            if token:
+                body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
+                self._query(host, b"announce_peer", body)
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Queries this node's store and the nodes near the key, each second until one answers.
@@ -130,17 +131,6 @@ class LibtorrentDht:
         self._pump.join()
         del self._session  # returns when libtorrent's threads have ended
 
-    def _announce(self, key: bytes, port: int) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._session.dht_announce(lt.sha1_hash(key), port, 0)
-        for host in self._own_addresses():
-            token = self._query(host, b"get_peers", {b"info_hash": key}).get(b"token")
-            if token:
-                body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
-                self._query(host, b"announce_peer", body)
-
     def _run(self) -> None:
         """Handle libtorrent's alerts until `close`; request its statistics."""
         asked_at = 0.0
@@ -162,16 +152,16 @@ class LibtorrentDht:
                     self._answered_at[key] = self._answered_at[key] or time.monotonic()
             elif isinstance(alert, lt.session_stats_alert):
                 num_nodes = int(alert.values.get("dht.dht_nodes", 0))
-                if num_nodes > self._num_nodes:
+                if num_nodes > self.num_nodes:
                     announced = list(self._announced.items())
-                self._num_nodes = num_nodes
+                self.num_nodes = num_nodes
             elif isinstance(alert, lt.listen_succeeded_alert):
                 self._addresses.add(str(alert.address))
             elif isinstance(alert, lt.listen_failed_alert):
                 self._failure = alert.message()
             self._changed.notify_all()
         for key, port in announced:
-            self._announce(key, port)
+            self.announce(key, port)
 
     def _query_self(self, key: bytes) -> set[HostPort]:
         """Addresses in this node's own store: libtorrent's search queries other nodes only."""

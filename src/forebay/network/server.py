@@ -20,13 +20,13 @@ import ssl
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fastapi import FastAPI
 
 from forebay.errors import NetworkError
 from forebay.network.addresses import join_address
-from forebay.network.app import Metric, add_trust_routes
+from forebay.network.app import add_trust_routes
 from forebay.network.client import Client
 from forebay.network.limits import ServerLimits, Throttle
 from forebay.network.peer import Peer
@@ -99,10 +99,6 @@ class Server:
         """Connections closed because of a missing certificate or a limit."""
         return self._core.connections.num_refused
 
-    def metrics(self) -> list[Metric]:
-        """Metrics of the server."""
-        return self._core.metrics()
-
     def add_task(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
         """Add a background task of the server's loop; call it before `start`.
 
@@ -111,7 +107,7 @@ class Server:
         """
         self._tasks.append((name, body))
 
-    def start(self) -> None:
+    def start(self) -> Self:
         """Listen, and serve in a background thread. Raises NetworkError."""
         if self.identity is not None:
             self._tls = self.identity.server_context()
@@ -129,6 +125,7 @@ class Server:
                 address=self.address, on_change=lambda: self.run_soon(self._core.sweep),
             ).start()  # fmt: skip
         log.info("listening: address=%s tls=%s", self.address, "yes" if self._tls is not None else "no")
+        return self
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the server's loop from another thread and return its result."""
@@ -158,9 +155,8 @@ class Server:
                 assert self._listener is not None
                 self._listener.close()
 
-    def __enter__(self) -> Server:
-        self.start()
-        return self
+    def __enter__(self) -> Self:
+        return self.start()
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -306,7 +306,11 @@ class SchedulerService:
     # Exchanges.
 
     def _app(self) -> FastAPI:
-        app = make_app("Forebay scheduler", self._metrics)
+        errors: dict[type[Exception], tuple[int, str]] = {
+            LeaseError: (409, "refused"), StaleAttemptError: (409, STALE_ATTEMPT), UsageError: (400, "bad_request"),
+            LedgerError: (503, "ledger"),
+        }  # fmt: skip
+        app = make_app("Forebay scheduler", self._metrics, errors)
         get, post = app.get, app.post
         summary = "Report uses and cached slices, and get leases."
         post("/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply, summary=summary)(
@@ -321,8 +325,6 @@ class SchedulerService:
             self._readmit
         )
         admin("/v1/peers/{peer_id}/pardon", summary="Drop reports about a peer.")(self._pardon)
-        for error in (LeaseError, UsageError, LedgerError):
-            app.add_exception_handler(error, _error_response)
         return app
 
     def _check_running(self) -> None:
@@ -442,13 +444,3 @@ class SchedulerService:
             raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: there are no reports about it here")
         self.identity.record_event("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
         return JsonResponse({"pardoned": peer_id})
-
-
-async def _error_response(request: Request, error: Exception) -> Response:
-    if isinstance(error, LeaseError):
-        code = STALE_ATTEMPT if isinstance(error, StaleAttemptError) else "refused"
-        return ApiError(409, code, str(error)).response()
-    if isinstance(error, UsageError):
-        return ApiError(400, "bad_request", str(error)).response()
-    log.error("scheduler: %s", error)
-    return ApiError(503, "ledger", str(error), 1.0).response()

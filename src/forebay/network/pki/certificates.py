@@ -58,7 +58,7 @@ def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Cer
     """A root's certificate, signed by itself; it may issue organisations."""
     own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
     builder = _builder(name, name, key.public_key(), valid_days, path_length=1)
-    return builder.add_extension(authority(own_id), critical=False).sign(key, None)
+    return builder.add_extension(x509.AuthorityKeyIdentifier(own_id, None, None), critical=False).sign(key, None)
 
 
 def issue(
@@ -75,7 +75,7 @@ def issue(
         )
     builder = _builder(
         name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, issuer.cert.not_valid_after_utc
-    ).add_extension(authority(own_key_id(issuer.cert)), critical=False)
+    ).add_extension(authority(issuer.cert), critical=False)
     if not organisation:
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(usage, critical=False)
@@ -234,9 +234,9 @@ def own_key_id(cert: x509.Certificate) -> bytes:
     return bytes(extension.digest)
 
 
-def authority(key_id: bytes) -> x509.AuthorityKeyIdentifier:
+def authority(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     """The extension that names the issuer of a certificate or CRL by its key identifier."""
-    return x509.AuthorityKeyIdentifier(key_id, None, None)
+    return x509.AuthorityKeyIdentifier(own_key_id(issuer), None, None)
 
 
 def _verified(peer: Peer, *chain: x509.Certificate) -> Peer:
