@@ -71,8 +71,7 @@ def kill(journal: Journal) -> None:
     journal._database.close()
     os.close(journal.ledger._fd)
     journal.ledger._fd = -1
-    os.close(journal._lock)
-    journal._lock = -1
+    journal._files.close()  # Only the lock: the others are closed.
 
 
 def finish(journal: Journal) -> None:

@@ -42,7 +42,7 @@ def open_to_others(folder: Path) -> list[str]:
 
 def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     state = tmp_path / "state"
-    os.close(lock_state(state))
+    lock_state(state).release()
     database = _open_database(state / "journal.sqlite")
     database.execute("CREATE TABLE t (x)")
     roster = RunStore(state / "run")

@@ -95,7 +95,11 @@ class Coordinator:
             requests_per_s=1e6 if identity is None else 8.0 * self.rules.workers_per_peer,
             organisation_requests_per_s=1e6 if identity is None else 500.0,
         )  # fmt: skip
-        self._discovery = _discovery_of(identity)
+        self._discovery: Discovery | None = None  # the network's DHT, to find peers that have revocation lists
+        if identity is not None and identity.bootstrap:
+            from forebay.network.dht import LibtorrentDht
+
+            self._discovery = LibtorrentDht("", 0, identity.bootstrap)
         self._server = Server(self._app(), identity, host, port, limits=limits, discovery=self._discovery)
         self._server.add_task("coordinator clock", self._run_ticks)
 
@@ -374,12 +378,3 @@ class Coordinator:
     async def _read_log(self, request: Request) -> Response:
         store = self._open()
         return JsonResponse({"run_id": self.run_id, "generations": store.generations(), "gaps": store.gaps()})
-
-
-def _discovery_of(identity: Identity | None) -> Discovery | None:
-    """The network's DHT, to find peers that have revocation lists; None for a network without one."""
-    if identity is None or not identity.bootstrap:
-        return None
-    from forebay.network.dht import LibtorrentDht
-
-    return LibtorrentDht("", 0, identity.bootstrap)

@@ -74,7 +74,9 @@ class LeaseSession(Closing):
         with contextlib.ExitStack() as stack:
             self.cache = ChunkCache(settings.cache_dir, settings.cache_bytes)
             stack.callback(self.cache.close)
-            self._name, job.scheduler.attempt, lock = _open_session(self.cache.directory)
+            # The first session of the cache directory that no process has.
+            paths = (self.cache.directory / f"session-{number}" for number in itertools.count())
+            self._name, job.scheduler.attempt, lock = next(filter(None, map(_lock_session, paths)))
             stack.callback(lock.release)
             self.index = CacheIndex(self.cache, job.dataset)
             state = LeaseState(
@@ -193,15 +195,8 @@ class LeaseSession(Closing):
         )  # fmt: skip
 
 
-def _open_session(directory: Path) -> tuple[str, int, Lock]:
-    """Lock the first unlocked session of the cache directory: its name, and the number before its first attempt's."""
-    numbers = itertools.count()
-    while (opened := _lock_session(directory / f"session-{next(numbers)}")) is None:
-        pass
-    return opened
-
-
 def _lock_session(path: Path) -> tuple[str, int, Lock] | None:
+    """Lock an unlocked session: its name, and the number before its first attempt's."""
     if (lock := try_acquire(path)) is None:
         return None
     match = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))

@@ -172,13 +172,13 @@ class _TokenUses:
             return False
         if len(used) >= token.uses:
             raise ProtocolError(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
-        entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3)}
-        entry["valid_days"] = token.valid_days
+        days = token.valid_days
+        entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3), "valid_days": days}
         self._file.write(json.dumps(entry).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         used.add(peer_id)
-        self.valid_days[peer_id] = token.valid_days
+        self.valid_days[peer_id] = days
         return True
 
     def close(self) -> None:

@@ -266,11 +266,10 @@ class Client(Closing):
             if self._read_peer is not None:
                 sock: Any = connection.sock
                 connection.peer = self._read_peer(sock.getpeercert(binary_form=True) or b"")
-        except FAULTS as error:
+        except BaseException as error:
             connection.close()
-            raise NetworkError(_unreachable("connect", request.address, error)) from error
-        except BaseException:
-            connection.close()
+            if isinstance(error, FAULTS):
+                raise NetworkError(_unreachable("connect", request.address, error)) from error
             raise
         return connection
 

@@ -67,7 +67,9 @@ class _Scheduler:
         self.start()
 
     def start(self) -> None:
-        """Start, or restart from the journal."""
+        """Start, or restart from the journal, unless it runs."""
+        if self.is_up:
+            return
         self.core = self._replayed()
         self._replies.clear()
         self.starts += 1
@@ -150,7 +152,7 @@ class _World:
             self._plan(machine)
         for killed_at in faults.restarts:
             self.clock.call_at(killed_at, partial(setattr, self.scheduler, "is_up", False))
-            self.clock.call_at(killed_at + _OUTAGE_S, self._restart)
+            self.clock.call_at(killed_at + _OUTAGE_S, self.scheduler.start)
 
     def every(self, seconds: float, act: Callable[[], object]) -> None:
         """Call `act` at an interval."""
@@ -160,10 +162,6 @@ class _World:
             self.clock.call_later(seconds, again)
 
         self.clock.call_later(seconds, again)
-
-    def _restart(self) -> None:
-        if not self.scheduler.is_up:
-            self.scheduler.start()
 
     def _plan(self, machine: scenario.Machine) -> None:
         def join() -> None:

@@ -147,16 +147,12 @@ class SliceServer(ABC):
             if name in (None, shared.name) and peer.scope.covers(shared.name)
         ]  # fmt: skip
 
-    def dataset_name(self, dataset_id: str) -> str:
-        """Return the name of a dataset; ApiError if it is not served here."""
+    def find_dataset(self, peer: Peer, dataset_id: str) -> SharedDataset:
+        """Return a dataset that a peer may read; ApiError if it may not, or it is not served here."""
         if (shared := self._shared.get(dataset_id)) is None:
             raise ApiError(404, "unknown_dataset", "this node serves no dataset of this id")
-        return shared.name
-
-    def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
-        """Return a small file of a dataset, as bytes or path; None if there is none."""
-        file = self._shared[dataset_id].files.get(name)
-        return None if isinstance(file, Path) and not file.is_file() else file
+        self.check(peer, shared.name, dataset_id, 0)
+        return shared
 
     @abstractmethod
     def find_slice(self, sha256: str) -> SliceFile | None:
@@ -301,9 +297,8 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         summary="A small file of a dataset: manifest.json, slices.parquet, tokenizer.json …",
     )  # fmt: skip
     async def read_file(request: Request, dataset_id: str, name: str) -> Response:
-        server.check(peer_of(request), server.dataset_name(dataset_id), dataset_id, 0)
-        file = server.find_file(dataset_id, name)
-        if file is None:
+        file = server.find_dataset(peer_of(request), dataset_id).files.get(name)
+        if file is None or (isinstance(file, Path) and not file.is_file()):
             raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here")
         return file_response(request, file, len(file) if isinstance(file, bytes) else file.stat().st_size)
 
@@ -313,7 +308,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
     )  # fmt: skip
     async def steer(request: Request, dataset_id: str, message: SwarmRequest) -> Response:
         peer = peer_of(request)
-        server.check(peer, server.dataset_name(dataset_id), dataset_id, 0)
+        server.find_dataset(peer, dataset_id)
         if not server.tracker.tracks(dataset_id):
             raise ApiError(404, "unknown_swarm", "this node tracks no swarm of this dataset")
         try:

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
 from forebay.errors import ProtocolError, UsageError
-from forebay.network.peer import ROLES, Peer, Scope
+from forebay.network.peer import ROLES, UNBOUNDED, Peer, Scope
 from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
 
 ROOT_VALID_DAYS = 3650
@@ -51,7 +51,7 @@ class Issuer:
     @property
     def scope(self) -> Scope:
         """The scope that it may issue; the root's is unbounded."""
-        return Scope() if self.is_root else scope_of(self.cert)
+        return UNBOUNDED if self.is_root else scope_of(self.cert)
 
 
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
@@ -79,7 +79,7 @@ def issue(
     if not organisation:
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(usage, critical=False)
-    if scope != Scope():
+    if scope != UNBOUNDED:
         body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
         raw = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
         builder = builder.add_extension(x509.UnrecognizedExtension(SCOPE_OID, raw), critical=False)
@@ -206,7 +206,7 @@ def scope_of(cert: x509.Certificate) -> Scope:
     """The scope in a certificate; unbounded if it has none. Raises ProtocolError."""
     extension = _extension(cert, SCOPE_OID)
     if extension is None:
-        return Scope()
+        return UNBOUNDED
     try:
         body = json.loads(extension.value)
         scope = Scope(frozenset(body["roles"]), tuple(body["datasets"]))
