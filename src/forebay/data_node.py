@@ -41,15 +41,14 @@ log = logging.getLogger("forebay.data_node")
 class DataNode(SliceServer):
     """Serves datasets from `start` to `stop`.
 
+    UsageError if a dataset is given twice (two versions of a name are two datasets), or if the certificate of the node
+    does not cover one of them.
+
     Args:
         discovery: Where to announce; the caller closes it. None: it cannot be found by name.
         throttle: Of uploads. `limits`: of connections and requests.
         access: Who may read what; None: each member what its certificate covers.
         Others: See SliceServer.
-
-    Raises:
-        UsageError: If a dataset is given twice (two versions of a name are two datasets), or if the certificate of the
-            node does not cover one of them.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class DataNode(SliceServer):
     def start(self) -> None:
         """Serve and announce, in background threads.
 
-        Raises:
-            NetworkError: If it cannot listen, or reach the server behind a dataset.
+        NetworkError if it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
             origin = dataset.origin if isinstance(dataset, RemoteDataset) else None

@@ -156,7 +156,7 @@ def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, comma
         "loss_from": max(first, default=None),
         "loss_to": min(last, default=None),
         "workers": workers,
-        "ledger": proof.to_json(),
+        "ledger": vars(proof),
     }
 
 

@@ -23,12 +23,11 @@ def _verify(args: argparse.Namespace) -> int:
     from forebay.observe.ledger_queries import is_roster, replay, verify_steps
 
     if is_roster(args.file):
-        steps = verify_steps(args.file)
-        _print_verified(args, vars(steps), "each sample was used once by the steps that counted")
-        return 0 if steps.ok else 1
+        return _print_verified(
+            args, vars(verify_steps(args.file)), "each sample was used once by the steps that counted"
+        )
     report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.max_set_aside)
-    _print_verified(args, report.to_json(), "chain, signatures and coverage hold")
-    return 0 if report.ok else 1
+    return _print_verified(args, vars(report), "chain, signatures and coverage hold")
 
 
 def _key(args: argparse.Namespace) -> bytes | None:
@@ -43,10 +42,10 @@ def _key(args: argparse.Namespace) -> bytes | None:
     return key
 
 
-def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: str) -> None:
+def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: str) -> int:
     if args.json:
         print(json.dumps(report))
-        return
+        return 0 if report["ok"] else 1
     for problem in report["problems"]:
         print(f"problem: {problem}")
     for e in report["epochs"]:
@@ -61,6 +60,7 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: s
         if len(intervals) > 10:
             print(f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them")
     print(f"ok: {success}" if report["ok"] else "NOT ok")
+    return 0 if report["ok"] else 1
 
 
 def _blame(args: argparse.Namespace) -> int:

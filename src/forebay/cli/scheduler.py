@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_identity, positive, seconds
-from forebay.cli.running import add_from_urls, add_node, joined_network, listen_at, ready, send_request, stop_event
+from forebay.cli.running import (
+    add_from_urls,
+    add_node,
+    joined_network,
+    listen_at,
+    ready,
+    send_request,
+    stop_event,
+    until_stopped,
+)
 from forebay.errors import LeaseError, UsageError
 from forebay.threads import SupervisedThread
 from forebay.toml import parse_settings
@@ -48,9 +57,7 @@ def _schedule(args: argparse.Namespace) -> int:
                 return 0
             ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
                   ledger=str(service.ledger_path))  # fmt: skip
-            while not stop.wait(0.2):
-                if args.exit_when_done and service.is_over():
-                    break
+            until_stopped(stop, service.is_over if args.exit_when_done else None)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
             started.set()

@@ -73,7 +73,6 @@ class SchedulerClient:
 
     def read_job(self) -> dict[str, Any]:
         """The job's description, as of `GET /v1/job`; the scheduler is pinned. Raises as `exchange`."""
-
         is_known = self._peer_id is not None  # Else finding it reads the job.
 
         def get(address: str) -> dict[str, Any]:

@@ -211,8 +211,7 @@ def _lock_session(path: Path) -> tuple[str, int, Lock] | None:
 def return_leases(directory: Path, scheduler: SchedulerClient) -> None:
     """Return the leases of the sessions of a cache directory whose processes died.
 
-    Raises:
-        NetworkError: If the scheduler does not answer, or refuses it: the leases expire.
+    NetworkError if the scheduler does not answer, or refuses it: the leases expire.
     """
     for path in sorted(directory.glob("session-*")):
         if (opened := _lock_session(path)) is not None:

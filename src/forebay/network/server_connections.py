@@ -371,7 +371,8 @@ class ServerCore:
         except Exception:
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
             if not started:
-                await _INTERNAL.response()(scope, receive, counted_send)
+                error = ApiError(500, "internal", "the request failed; see the node's log")
+                await error.response()(scope, receive, counted_send)
             else:
                 connection.abort()
 
@@ -407,9 +408,6 @@ class ServerCore:
             counter("forebay_task_failures_total", "Background tasks that failed and went on.", failures, "task"),
             counter("forebay_thread_failures_total", "Failures of background threads.", threads, "thread"),
         ]
-
-
-_INTERNAL = ApiError(500, "internal", "the request failed; see the node's log")
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -176,8 +176,7 @@ class Journal(Closing):
     def is_durable(self, ticket: int) -> bool:
         """Whether all that was put up to a ticket is on disk.
 
-        Raises:
-            LedgerError: If a write failed. The core is then ahead of the disk: open the journal again.
+        LedgerError if a write failed. The core is then ahead of the disk: open the journal again.
         """
         if self._durable >= ticket:
             return True
@@ -193,8 +192,7 @@ class Journal(Closing):
     def write(self) -> None:
         """Write all that was put until now. May be called by several threads: one writes for all.
 
-        Raises:
-            LedgerError: If it could not be written.
+        LedgerError if it could not be written.
         """
         with self._commit_lock:
             with self._pending_lock:
@@ -229,7 +227,7 @@ class Journal(Closing):
             if entries or pending.snapshot is not None:
                 state = {"version": VERSION, "job": self.job_id, "applied": self.ledger.next_seq}
                 execute(_SET_META, ("state", orjson.dumps(state)))
-                execute(_SET_META, ("checkpoint", orjson.dumps(self.ledger.checkpoint().to_json())))
+                execute(_SET_META, ("checkpoint", orjson.dumps(self.ledger.checkpoint())))
 
     def close(self) -> None:
         """Write what is pending and close every file. May be repeated."""

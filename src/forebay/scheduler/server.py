@@ -128,7 +128,7 @@ class SchedulerService:
 
     def is_done(self) -> bool:
         """Whether every sample of every epoch is used, or set aside."""
-        return self._open_journal().core.done()
+        return self._open_journal().core.table.done
 
     def is_over(self) -> bool:
         """Whether the job is done and every live worker knows it.
@@ -138,7 +138,7 @@ class SchedulerService:
         """
         with self._lock:
             now, core = time.monotonic(), self._open_journal().core
-            return core.done() and now >= self._over_from and core.all_know_done(now, QUIET_S)
+            return core.table.done and now >= self._over_from and core.all_know_done(now, QUIET_S)
 
     def left_out(self) -> str:
         """A line about unused samples and what was set aside; "" if all are used."""
@@ -278,8 +278,7 @@ class SchedulerService:
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
         """Wait until all that was put up to a ticket is on disk: one commit at a time, for all that wait meanwhile.
 
-        Raises:
-            LedgerError: If it could not be written.
+        LedgerError if it could not be written.
         """
         while not journal.is_durable(ticket):
             if self._commit is None or self._commit.done():

@@ -96,8 +96,7 @@ class _Scheduler:
     def exchange(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult:
         """Answer a worker after the events are stored. A repeated attempt gets the first reply again.
 
-        Raises:
-            LeaseError: As SchedulerCore.
+        LeaseError: As SchedulerCore.
         """
         if (reply := self._repeat(peer_id, ask)) is None:
             faults = [ProviderFault(r.peer_id, int(r.sha256, 16), r.reason, r.wrong) for r in ask.reports]
@@ -119,9 +118,9 @@ class _Scheduler:
 
     def fault(self) -> str:
         """What is wrong with the core or its journal; "" for nothing."""
-        if not self.core.done():
+        if not self.core.table.done:
             return "every sample is acknowledged, but for the core the job is not done."
-        if not self._replayed().done():
+        if not self._replayed().table.done:
             return "the core restored from the journal is not done."
         return ""
 

@@ -179,13 +179,12 @@ def steer(
 ) -> dict[str, Any]:
     """Apply the request of a member to its swarm and return the SwarmReply.
 
+    ProtocolError if ranges are malformed; nothing is applied then.
+
     Args:
         member: Name and address that others get; without an address it is not named to others.
         organisation: Of its certificate; members of one organisation count as one accuser.
         may_fetch: False while its address is being checked: it repeats the request in a moment.
-
-    Raises:
-        ProtocolError: If ranges are malformed; nothing is applied then.
     """
     me, registered = member.peer_id, swarm.get(member.peer_id)
     have = None
