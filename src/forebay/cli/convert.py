@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forebay.formats.report import Report
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> None:
     from forebay.convert import check_output, convert, format_named, written_formats
     from forebay.formats.conversion import TokenSource
     from forebay.formats.sources import open_source
@@ -50,7 +50,6 @@ def _convert(args: argparse.Namespace) -> int:
         show({key: x for key, x in report.to_json().items() if x is not None and key not in omitted}, False)
     for text in report.written.notes:
         print(f"note: {text}", file=sys.stderr)
-    return 0
 
 
 def _convert_options(args: argparse.Namespace) -> ConvertOptions:
@@ -103,7 +102,7 @@ def _print_report(report: Report) -> None:
         print(f"      {finding.evidence}\n      {finding.advice}")
 
 
-def _mirror_shards(args: argparse.Namespace) -> int:
+def _mirror_shards(args: argparse.Namespace) -> None:
     from forebay.mirror import mirror_shards
     from forebay.observe.progress import bar
     from forebay.storage.targets import open_target
@@ -121,10 +120,9 @@ def _mirror_shards(args: argparse.Namespace) -> int:
             args.source, target, temporary, shards=shards, max_workers=args.connections, on_progress=advance
         )  # fmt: skip
     show(report, args.json)
-    return 0
 
 
-def _mirror(args: argparse.Namespace) -> int:
+def _mirror(args: argparse.Namespace) -> None:
     from forebay.mirror import holds_shards, mirror, mirror_by_swarm
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote
@@ -153,7 +151,6 @@ def _mirror(args: argparse.Namespace) -> int:
     finally:
         target.close()
     show(asdict(report) | swarm, args.json)
-    return 0
 
 
 def add_verbs(verb: Any, group: Any) -> None:

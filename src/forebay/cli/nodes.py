@@ -55,7 +55,7 @@ def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"  and {len(readers) - _MAX_READERS:,} more"
 
 
-def _dht(args: argparse.Namespace) -> int:
+def _dht(args: argparse.Namespace) -> None:
     from forebay.network.dht import LibtorrentDht
 
     host, port = address(args.listen)
@@ -66,10 +66,9 @@ def _dht(args: argparse.Namespace) -> int:
             nodes.enter_context(contextlib.closing(LibtorrentDht(host, 0, [(host, first.port)])))
         ready(args, role="dht", address=f"{host}:{first.port}")
         until_stopped(stop_event())
-    return 0
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> None:
     from forebay.data_node import DataNode
     from forebay.dataset.reader import open_dataset
     from forebay.network.access import AccessPolicy
@@ -94,7 +93,6 @@ def _serve(args: argparse.Namespace) -> int:
             until_stopped(stop)
         if args.json:
             print(json.dumps(node.status()), flush=True)
-    return 0
 
 
 def _find(args: argparse.Namespace) -> int:

@@ -130,7 +130,7 @@ def until_stopped(stop: threading.Event, until: Callable[[], bool] | None = None
 
 
 def add_node(
-    verb: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, timeout_s: float = 30.0,
+    verb: Any, name: str, run: Callable[[argparse.Namespace], int | None], about: str, timeout_s: float = 30.0,
     timeout_of: str = "a bootstrap node",
 ) -> Parser:  # fmt: skip
     """Add a verb that runs a node of the DHT, with the options that all of them have."""

@@ -25,7 +25,7 @@ from forebay.threads import SupervisedThread
 from forebay.toml import parse_settings
 
 
-def _schedule(args: argparse.Namespace) -> int:
+def _schedule(args: argparse.Namespace) -> None:
     from forebay.network.client import Client
     from forebay.network.limits import parse_limits
     from forebay.scheduler.server import LIMITS, SchedulerService
@@ -54,7 +54,7 @@ def _schedule(args: argparse.Namespace) -> int:
             service.start()
             started.set()
             if stop.is_set():
-                return 0
+                return
             ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
                   ledger=str(service.ledger_path))  # fmt: skip
             until_stopped(stop, service.is_over if args.exit_when_done else None)
@@ -66,7 +66,6 @@ def _schedule(args: argparse.Namespace) -> int:
         raise LeaseError(
             f"{left_out}. Find out why workers could not read them, then run the missing samples as another job."
         )
-    return 0
 
 
 def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
@@ -81,7 +80,7 @@ def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event
             return
 
 
-def _job(args: argparse.Namespace) -> int:
+def _job(args: argparse.Namespace) -> None:
     from forebay.scheduler.status import job_line
 
     if args.scheduler is None:
@@ -99,7 +98,6 @@ def _job(args: argparse.Namespace) -> int:
     reply, _ = send_request(args, args.scheduler, path, body)
     text = f"pardoned {args.arguments[0]}" if args.action == "pardon" else job_line(reply)
     print(json.dumps(reply) if args.json else text)
-    return 0
 
 
 def add_verbs(verb: Any, group: Any) -> None:

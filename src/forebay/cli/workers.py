@@ -66,7 +66,7 @@ def _work(args: argparse.Namespace) -> int:
     return code
 
 
-def _coordinate(args: argparse.Namespace) -> int:
+def _coordinate(args: argparse.Namespace) -> None:
     from forebay.coordinator.messages import Rules
     from forebay.coordinator.server import Coordinator
 
@@ -100,7 +100,6 @@ def _coordinate(args: argparse.Namespace) -> int:
         status = coordinator.status()
     if args.json:
         print(json.dumps(status), flush=True)
-    return 0
 
 
 def _run_config(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from forebay.coordinator.messages import ANSWER_S
-from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.errors import NetworkError, UsageError
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.threads import SupervisedThread
@@ -213,12 +213,7 @@ class Membership:
     def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
         method = "GET" if request.body is None else "POST"
         body = None if request.body is None else dict(request.body)
-        answer, _ = self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)
-        if not isinstance(answer, dict):
-            raise ProtocolError(
-                f"coordinator {self._coordinator}{request.path}: expected an object, got {answer!r:.80}"
-            )
-        return answer
+        return self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)[0]
 
     def __enter__(self) -> Membership:
         return self
