@@ -11,12 +11,10 @@ node stores at most MAX_ADDRESSES under a key and returns 100 random ones: a flo
 
 import ipaddress
 import logging
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import libtorrent
@@ -178,12 +176,7 @@ class LibtorrentDht:
     def _query(self, host: str, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
         """Send a BEP 5 query to this node itself, from one of its addresses; {} if there is no answer."""
         try:
-            with socket.socket(_family(host), socket.SOCK_DGRAM) as sock:
-                sock.bind((host, 0))
-                sock.settimeout(0.5)
-                sock.connect((host, self.port))  # packets from other addresses are dropped
-                sock.send(_query_bytes(name, arguments))
-                reply = lt.bdecode(sock.recv(65536))
+            reply = lt.bdecode(_send_query((host, self.port), name, arguments, 0.5, source=host))
         except (OSError, RuntimeError) as error:  # bdecode raises the latter
             log.debug("DHT at %s did not answer its own query (%s): %s", host, name.decode(), error)
             return {}
@@ -200,8 +193,15 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
 
     deadline = time.monotonic() + timeout_s
     with log_while_waiting(log, lambda: f"a bootstrap node of the DHT; asked {describe()}"):
-        while not _ping(addresses, states, max(0.05, min(1.0, deadline - time.monotonic()))):
-            if stop is not None and stop.is_set():
+        while True:
+            for address in addresses:
+                wait_s = max(0.05, min(1.0, deadline - time.monotonic()) / len(addresses))
+                try:
+                    _send_query(address, b"ping", {}, wait_s)
+                    return
+                except OSError as error:  # without `strerror` it is the time-out; ICMP: no process listens at the port
+                    states[join_address(*address)] = error.strerror or "no answer"
+            if (stop or threading.Event()).wait(0.05):
                 return
             if time.monotonic() >= deadline:
                 raise NetworkError(
@@ -210,35 +210,20 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
                 )
 
 
-def _ping(addresses: Sequence[HostPort], states: dict[str, str], timeout_s: float) -> bool:
-    """Whether a node answers in time; sets `states` of unreachable nodes."""
-    with ExitStack() as stack:
-        selector = stack.enter_context(selectors.DefaultSelector())
-        deadline = time.monotonic() + timeout_s
-        for address in addresses:
-            try:
-                family, kind, protocol, _, sockaddr = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-                sock = stack.enter_context(socket.socket(family, kind, protocol))
-                sock.connect(sockaddr)
-                sock.send(_query_bytes(b"ping", {}))
-                selector.register(sock, selectors.EVENT_READ, join_address(*address))
-            except OSError as error:
-                states[join_address(*address)] = error.strerror or str(error)
-        while (remaining_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(remaining_s):
-                try:
-                    assert isinstance(key.fileobj, socket.socket)
-                    key.fileobj.recv(65536)
-                    return True
-                except OSError as error:  # ICMP: no process listens at the port
-                    states[key.data] = error.strerror or str(error)
-                    selector.unregister(key.fileobj)
-        return False
-
-
-def _query_bytes(name: bytes, arguments: dict[bytes, Any]) -> bytes:
+def _send_query(
+    target: HostPort, name: bytes, arguments: dict[bytes, Any], timeout_s: float, source: str = ""
+) -> bytes:
+    """The reply to a BEP 5 query, from the address `source`. Raises OSError."""
     body = {b"id": b"forebay-own-inquiry0", **arguments}
-    return bytes(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}))
+    query = lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1})
+    family, kind, protocol, _, sockaddr = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as sock:
+        if source:
+            sock.bind((source, 0))
+        sock.settimeout(timeout_s)
+        sock.connect(sockaddr)  # packets from other addresses are dropped
+        sock.send(query)
+        return sock.recv(65536)
 
 
 def _family(host: str) -> socket.AddressFamily:
