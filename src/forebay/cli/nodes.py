@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -72,7 +73,7 @@ def _serve(args: argparse.Namespace) -> None:
     from forebay.data_node import DataNode
     from forebay.dataset.reader import open_dataset
     from forebay.network.access import AccessPolicy
-    from forebay.network.limits import ServerLimits, Throttle, parse_limits
+    from forebay.network.limits import ServerLimits, parse_limits
     from forebay.storage.origins import open_remote
 
     access = AccessPolicy(args.access) if args.access is not None else None
@@ -81,12 +82,14 @@ def _serve(args: argparse.Namespace) -> None:
             open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
             for path in args.datasets
         ]
-    limits, stop = parse_limits(ServerLimits(), args.limit), stop_event()
+    limits, stop = (
+        parse_limits(ServerLimits(upload_bytes_per_s=args.upload_limit or math.inf), args.limit),
+        stop_event(),
+    )
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
         with DataNode(
-            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access,
-            throttle=Throttle(args.upload_limit), limits=limits,
+            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access, limits=limits,
         ) as node:  # fmt: skip
             names = {d.name: d.id for d in datasets}
             ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)

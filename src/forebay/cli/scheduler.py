@@ -1,7 +1,5 @@
 """Commands of the scheduler: run it, control its jobs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import threading

@@ -1,7 +1,5 @@
 """Commands of training: the worker of a scheduler, and the coordinator of ranks."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ipaddress

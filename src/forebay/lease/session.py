@@ -29,7 +29,6 @@ from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachable
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
 from forebay.network.audit import open_audit_log
-from forebay.network.limits import Throttle
 from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
 from forebay.storage.locks import Lock, try_acquire
@@ -188,9 +187,8 @@ class LeaseSession(Closing):
         # The scheduler's network is the one in which others must reach this worker.
         others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
         named = advertised_host(host, others[0]) if others else host
-        throttle = Throttle(upload_bytes_per_s=upload_bytes_per_s)
         return SliceShare(
-            self.job.identity, self.cache, self.index.sizes, host or "0.0.0.0", int(port), throttle,
+            self.job.identity, self.cache, self.index.sizes, host or "0.0.0.0", int(port), upload_bytes_per_s,
             advertised_host=named,
         )  # fmt: skip
 

@@ -5,8 +5,6 @@ A request is a certificate request, signed by the node's key. The use of a token
 sent, so a killed server counts each use; the same key again (after a lost answer) gets a certificate and uses nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

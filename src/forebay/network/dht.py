@@ -226,10 +226,6 @@ def _send_query(
         return sock.recv(65536)
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def _is_local(host: str) -> bool:
     address = ipaddress.ip_address(host.partition("%")[0])
     return address.is_loopback or address.is_link_local
@@ -245,7 +241,7 @@ def _parse_compact(compact: object) -> HostPort | None:
 
 def _free_port(host: str, port: int) -> int:
     """The port if it is free at the host; for 0 a free one. Raises OSError."""
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as sock:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind((host, port))
         return int(sock.getsockname()[1])
 

@@ -125,18 +125,14 @@ class TrustWatch:
                 self._discover()
                 for address in self._choose():
                     self.ask(address)
-            self._check_files()
+            self._identity.refresh()
+            stamp = self._identity.revocations.stamp()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._on_change()
             if time.monotonic() >= self._renew_at:
                 self._renew()
             self._thread.stopping.wait(self._look_every_s)
-
-    def _check_files(self) -> None:
-        """Apply a renewed certificate and changed revocations."""
-        self._identity.refresh()
-        stamp = self._identity.revocations.stamp()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self._on_change()
 
     def _renew(self) -> None:
         """Renew the certificate at the issuer's admission server once less than a third of its validity remains."""

@@ -28,7 +28,7 @@ from forebay.errors import NetworkError
 from forebay.network.addresses import join_address
 from forebay.network.app import add_trust_routes
 from forebay.network.client import Client
-from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server_connections import PeerProtocol, ServerCore
@@ -53,7 +53,6 @@ class Server:
     Owns its thread and sockets from `start` to `close`; both may be called from any thread, `close` more than once.
 
     Args:
-        throttle: Limits the upload; several servers may share it.
         on_bytes: Called in the server's thread for each piece of a file that was sent.
         tls: Without an identity: TLS with this context, otherwise plain HTTP.
         discovery, peers: Find nodes that serve CRLs: see `TrustWatch`.
@@ -61,15 +60,14 @@ class Server:
 
     def __init__(
         self, app: FastAPI, identity: Identity | None, host: str, port: int, *, limits: ServerLimits | None = None,
-        throttle: Throttle | None = None, on_bytes: Callable[[Peer, int], None] | None = None,
-        tls: ssl.SSLContext | None = None, discovery: Discovery | None = None,
-        peers: Callable[[], Sequence[str]] = tuple,
+        on_bytes: Callable[[Peer, int], None] | None = None, tls: ssl.SSLContext | None = None,
+        discovery: Discovery | None = None, peers: Callable[[], Sequence[str]] = tuple,
     ) -> None:  # fmt: skip
         self.identity = identity
         self.host = host
         self.port = port
         self._tls = tls
-        self._core = ServerCore(app, identity, limits or ServerLimits(), throttle or Throttle(), on_bytes)
+        self._core = ServerCore(app, identity, limits or ServerLimits(), on_bytes)
         self._discovery = discovery
         self._peers = peers
         self._trust: TrustWatch | None = None

@@ -21,7 +21,6 @@ from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
-from forebay.network.limits import Throttle
 from forebay.network.peer import Provider, node_of
 from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, read_small
@@ -257,7 +256,7 @@ class SwarmMember(Closing):
 
     def __init__(
         self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], Flags], *,
-        share: bool | str | SliceShare = True, throttle: Throttle | None = None, downloads: int = 4,
+        share: bool | str | SliceShare = True, upload_bytes_per_s: float | None = None, downloads: int = 4,
         connections: int = 16,
     ) -> None:  # fmt: skip
         origin = dataset.origin
@@ -272,7 +271,9 @@ class SwarmMember(Closing):
         self.share: SliceShare | None = None
         self._owns_share = not isinstance(share, SliceShare)
         if share:
-            self.share = share if isinstance(share, SliceShare) else open_share(origin, index, share, throttle)
+            if not isinstance(share, SliceShare):
+                share = open_share(origin, index, share, upload_bytes_per_s)
+            self.share = share
             hashes = [row.tobytes().hex() for row in dataset.table.sha256]
             sizes = dataset.table.bytes.tolist()
             self.share.slices.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
@@ -292,12 +293,12 @@ class SwarmMember(Closing):
 
 
 def open_share(
-    origin: PeerOrigin, index: SliceIndex, share: bool | str, throttle: Throttle | None = None
+    origin: PeerOrigin, index: SliceIndex, share: bool | str, upload_bytes_per_s: float | None = None
 ) -> SliceShare:
     """Start a server for datasets that are added later. See SwarmMember."""
     host, port = parse_address(share) if isinstance(share, str) else ("0.0.0.0", 0)
     advertised = advertised_host(host, origin.claims(_MAX_SHARE_AGE_S)[0].address)
     return SliceShare(
-        origin.identity, index, {}, host, port, throttle, discovery=origin.discovery,
+        origin.identity, index, {}, host, port, upload_bytes_per_s, discovery=origin.discovery,
         advertised_host="" if advertised == host else advertised,
     )  # fmt: skip

@@ -5,9 +5,8 @@ this too, so a swarm goes on, and accepts new members, without its data node. A 
 is sent to the end, as its file is open.
 """
 
-from __future__ import annotations
-
 import logging
+import math
 import os
 import secrets
 import threading
@@ -39,7 +38,7 @@ from forebay.network.app import (
 )
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
-from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.pki.identity import Identity
@@ -90,7 +89,7 @@ class SliceServer(ABC):
 
     def __init__(
         self, title: str, identity: Identity, host: str, port: int, *, discovery: Discovery | None, ttl_s: float,
-        limits: ServerLimits | None = None, throttle: Throttle | None = None, advertised_host: str = "",
+        limits: ServerLimits | None = None, advertised_host: str = "",
     ) -> None:  # fmt: skip
         self.identity = identity
         self.discovery = discovery
@@ -103,9 +102,7 @@ class SliceServer(ABC):
         self._stopping, self._changed = threading.Event(), threading.Event()
         with _app_lock:
             self._app = _make_app(title, self)
-        self._server = Server(
-            self._app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
-        )
+        self._server = Server(self._app, identity, host, port, limits=limits, on_bytes=self._count, discovery=discovery)
         self._announcer = SupervisedThread(self._keep_announced, "announce", stopping=self._stopping)
 
     @property
@@ -210,12 +207,11 @@ class SliceShare(SliceServer):
 
     def __init__(
         self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str]], host: str, port: int,
-        throttle: Throttle | None = None, *, discovery: Discovery | None = None, advertised_host: str = "",
-        ttl_s: float = 60.0,
+        upload_bytes_per_s: float | None = None, *, discovery: Discovery | None = None, advertised_host: str = "",
     ) -> None:  # fmt: skip
         super().__init__(
-            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle,
-            advertised_host=advertised_host,
+            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=60.0,
+            limits=ServerLimits(upload_bytes_per_s=upload_bytes_per_s or math.inf), advertised_host=advertised_host,
         )  # fmt: skip
         self.session = secrets.token_hex(8)  # which process of its node this is, in a swarm
         self.slices = slices
