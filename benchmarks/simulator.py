@@ -29,7 +29,7 @@ from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.addresses import HostPort
 from forebay.network.client import Client
-from forebay.network.limits import Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
 from forebay.simulate import Scenario, simulate
@@ -97,8 +97,8 @@ def run_real(settings: Scenario, folder: Path, data: Path) -> dict[str, float]:
     nodes = {name: join(folder / "network", folder / name, name) for name in names}
     with ExitStack() as stack:
         table = Table()
-        throttle = Throttle(upload_bytes_per_s=settings.origin_up)
-        node = DataNode(nodes["data"], [open_dataset(data)], HOST, 0, table, ttl_s=30, throttle=throttle)
+        limits = ServerLimits(upload_bytes_per_s=settings.origin_up)
+        node = DataNode(nodes["data"], [open_dataset(data)], HOST, 0, table, ttl_s=30, limits=limits)
         node.start()
         stack.callback(node.stop)
         client = stack.enter_context(Client(nodes["scheduler"]))

@@ -33,7 +33,7 @@ from forebay.dataset.slices import write_token_slice
 from forebay.mirror import mirror_by_swarm
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
-from forebay.network.limits import Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import open_remote
 from forebay.storage.targets import open_target
@@ -200,9 +200,9 @@ def _nest(settings: dict[str, Any]) -> None:
 
 
 def _be_node(folder: Path, settings: dict[str, Any], writer: int) -> None:
-    throttle = Throttle(settings["cap"]) if settings["cap"] else None
+    limits = ServerLimits(upload_bytes_per_s=settings["cap"]) if settings["cap"] else None
     dataset = open_remote(settings["origin"]) if settings["origin"] else open_dataset(folder / "data")
-    node = DataNode(Identity.load(folder / "origin"), [dataset], HOST, 0, None, throttle=throttle)
+    node = DataNode(Identity.load(folder / "origin"), [dataset], HOST, 0, None, limits=limits)
     node.start()
     if not settings["steered"]:
         node.tracker._tracked[dataset.id].swarm.__class__ = FreeForAll

@@ -6,8 +6,6 @@ beside it, and back on failure; if a kill left only that, the next conversion re
 writing and one of verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -9,8 +9,6 @@ dataset on a web server or in a bucket is announced and tracked too; its slices 
 Cost: 300 bytes per slice for the table of hashes (75 MB for 250,000 slices).
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -25,7 +23,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.network.access import AccessPolicy
 from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
 from forebay.network.discovery import Discovery
-from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
@@ -41,21 +39,19 @@ log = logging.getLogger("forebay.data_node")
 class DataNode(SliceServer):
     """Serves datasets from `start` to `stop`.
 
+    UsageError if a dataset is given twice (two versions of a name are two datasets), or if the certificate of the node
+    does not cover one of them.
+
     Args:
         discovery: Where to announce; the caller closes it. None: it cannot be found by name.
-        throttle: Of uploads. `limits`: of connections and requests.
+        limits: Of connections, requests and uploads.
         access: Who may read what; None: each member what its certificate covers.
         Others: See SliceServer.
-
-    Raises:
-        UsageError: If a dataset is given twice (two versions of a name are two datasets), or if the certificate of the
-            node does not cover one of them.
     """
 
     def __init__(
         self, identity: Identity, datasets: Sequence[Dataset], host: str, port: int, discovery: Discovery | None,
-        ttl_s: float = 60.0, *, throttle: Throttle | None = None, limits: ServerLimits | None = None,
-        access: AccessPolicy | None = None,
+        ttl_s: float = 60.0, *, limits: ServerLimits | None = None, access: AccessPolicy | None = None,
     ) -> None:  # fmt: skip
         if len({dataset.id for dataset in datasets}) != len(datasets):
             names = sorted(dataset.name for dataset in datasets)
@@ -63,10 +59,7 @@ class DataNode(SliceServer):
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
         _check_scope(identity, datasets)
-        super().__init__(
-            "Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits,
-            throttle=throttle,
-        )  # fmt: skip
+        super().__init__("Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits)
         self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
         self.datasets = list(datasets)
         self._access = access or AccessPolicy()
@@ -78,8 +71,7 @@ class DataNode(SliceServer):
     def start(self) -> None:
         """Serve and announce, in background threads.
 
-        Raises:
-            NetworkError: If it cannot listen, or reach the server behind a dataset.
+        NetworkError if it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
             origin = dataset.origin if isinstance(dataset, RemoteDataset) else None

@@ -78,8 +78,8 @@ class NodeProcess:
 def run_demo(
     inputs: Sequence[Path] | None = None, json_file: Path | None = None, keep: Path | None = None,
     command: Sequence[str] = (), tokenizer: str = "train:4096",
-) -> int:  # fmt: skip
-    """Run the demo, print its summary, and return the exit code 0. Raises ForebayError if the ledger has no proof."""
+) -> None:  # fmt: skip
+    """Run the demo and print its summary. Raises ForebayError if the ledger has no proof."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="forebay-demo-", ignore_cleanup_errors=True)
@@ -105,7 +105,6 @@ def run_demo(
     if not summary["ok"]:
         raise ForebayError("demo: the ledger does not prove the epoch. Run it again with --keep DIR and read the logs.")
     print("demo: ok")
-    return 0
 
 
 def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, command: Sequence[str]) -> dict[str, Any]:
@@ -156,7 +155,7 @@ def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, comma
         "loss_from": max(first, default=None),
         "loss_to": min(last, default=None),
         "workers": workers,
-        "ledger": proof.to_json(),
+        "ledger": vars(proof),
     }
 
 

@@ -23,11 +23,7 @@ _MIN_BYTES = 4 << 20
 
 
 def examine(paths: Sequence[Path], options: CheckOptions) -> list[Report]:
-    """Examine files, directories and patterns.
-
-    Raises:
-        DatasetError: If there is nothing at a path.
-    """
+    """Examine files, directories and patterns. DatasetError if there is nothing at a path."""
     chosen = [item for path in paths for item in _find_files(path, options)]
     if not chosen:
         raise DatasetError(

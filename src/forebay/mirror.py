@@ -108,20 +108,18 @@ def mirror_by_swarm(
 
     `share`: see SwarmMember. After the copy it serves slices until none was requested for 5 s, for `linger_s` at most.
     """
-    from forebay.network.limits import Throttle
     from forebay.swarm.reader import SwarmMember
 
     if "://" in target.url:
         raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")
     files, is_present = dict[str, Path](), np.zeros(dataset.num_slices, np.bool_)
-    throttle = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
 
     def serve(row: SliceInfo) -> None:
         files[row.sha256] = Path(target.url) / row.name
         is_present[row.index] = True
 
     with SwarmMember(
-        dataset, files, is_present.copy, share=share, throttle=throttle, connections=connections
+        dataset, files, is_present.copy, share=share, upload_bytes_per_s=upload_bytes_per_s, connections=connections
     ) as member:
         member.files[CHUNKS_FILE] = Path(target.url) / CHUNKS_FILE  # served as soon as it exists
 

@@ -193,7 +193,7 @@ def test_small_files_in_memory_are_sent_in_pieces(dataset: Dataset, network_dir:
             sock.sendall(request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json"))
         table = share._server._core.connections
         until(lambda: sum(item.flow.write_paused for item in table.all()) == num)
-        assert sum(item.transport.get_write_buffer_size() for item in table.all()) <= num << 20
+        assert sum(item.transport._queued for item in table.all()) <= num << 20
         with connection(issue(network_dir, "honest"), share.address) as sock:
             (part,) = answers(sock, request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json", Range="bytes=5-9"))
         assert (part.status, part.body) == (206, bytes(5))

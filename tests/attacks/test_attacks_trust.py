@@ -21,7 +21,7 @@ from forebay.network.app import JsonResponse, make_app
 from forebay.network.limits import MAX_REPLIES_PER_PEER
 from forebay.network.messages import RenewRequest
 from forebay.network.pki import revocation
-from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, own_key_id, verify_certificate
+from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, verify_certificate
 from forebay.network.pki.files import read_certs, read_issuer, read_key, read_root
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import parse_crl, sign_crl
@@ -99,7 +99,7 @@ def forged(org_dir: Path, node: Identity, subject: x509.Name, scope: bytes | Non
     issuer, good, now = read_issuer(org_dir), read_certs(node.node_dir / "node-cert.pem")[0], dt.datetime.now(dt.UTC)
     builder = x509.CertificateBuilder(issuer.cert.subject, subject, good.public_key(), good.serial_number)
     builder = builder.not_valid_before(now - dt.timedelta(1)).not_valid_after(now + dt.timedelta(1))
-    builder = builder.add_extension(authority(own_key_id(issuer.cert)), False)
+    builder = builder.add_extension(authority(issuer.cert), False)
     for extension in good.extensions:
         if isinstance(extension.value, x509.UnrecognizedExtension):
             value = extension.value

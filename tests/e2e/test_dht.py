@@ -65,15 +65,15 @@ def test_many_providers_of_one_name_are_found_from_everywhere(nodes: list[Libtor
         assert finds(node, KEY, expected)
     assert nodes[5].find(record_key("network", "dataset", "absent"), 1.0) == []
     deadline = time.monotonic() + scaled(30)
-    while nodes[0].nodes() == 0 and time.monotonic() < deadline:
+    while nodes[0].num_nodes == 0 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert nodes[0].nodes() > 0
+    assert nodes[0].num_nodes > 0
 
 
 def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht]) -> None:
     deadline = time.monotonic() + scaled(60)
-    while min(node.nodes() for node in nodes) < 2:  # a table of one would die with the node it entered by
-        assert time.monotonic() < deadline, [node.nodes() for node in nodes]
+    while min(node.num_nodes for node in nodes) < 2:  # a table of one would die with the node it entered by
+        assert time.monotonic() < deadline, [node.num_nodes for node in nodes]
         for node in nodes:
             node.find(KEY, 0.2)
     nodes[1].announce(KEY, 7001)

@@ -120,7 +120,7 @@ def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
 def test_the_door_keeps_out_whom_the_access_file_does(world: Path, tmp_path: Path) -> None:
     out = Identity.load(world / "b").peer_id
     (tmp_path / "access.toml").write_text(f'[[dataset]]\nname = "c4"\ndeny = ["peer:{out}"]\n')
-    access = AccessPolicy.load(tmp_path / "access.toml")
+    access = AccessPolicy(tmp_path / "access.toml")
     data = [open_dataset(world / "c4")]
     with DataNode(Identity.load(world / "node"), data, "127.0.0.1", 0, None, access=access) as node:
         path = f"/v1/swarm/{data[0].id}"

@@ -148,7 +148,7 @@ def test_access_lists_and_quotas_at_the_door(
     identity, path = make_identity("data"), f"/v1/slices/{row.sha256}"
     with (
         AuditLog(tmp_path / "audit.log") as identity.audit,
-        DataNode(identity, [dataset], HOST, 0, None, access=AccessPolicy.load(rules)) as node,
+        DataNode(identity, [dataset], HOST, 0, None, access=AccessPolicy(rules)) as node,
     ):
         assert len(client.get_bytes(node.address, path, 1 << 20)) == row.bytes
         with pytest.raises(RemoteError, match="quota") as caught:

@@ -185,7 +185,7 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
             worker.request_json(service.address, "POST", "/v2/exchange", {"want": 1})
         while len(failed) < 4:
             with pytest.raises(StateError, match="another process"):
-                os.close(lock_state(state))
+                lock_state(state).release()
         full.clear()
 
         def is_leased() -> bool:
@@ -195,7 +195,7 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
 
         eventually(is_leased)
         service.stop()
-        os.close(lock_state(state))
+        lock_state(state).release()
 
 
 def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(

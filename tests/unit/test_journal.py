@@ -71,13 +71,12 @@ def kill(journal: Journal) -> None:
     journal._database.close()
     os.close(journal.ledger._fd)
     journal.ledger._fd = -1
-    os.close(journal._lock)
-    journal._lock = -1
+    journal._files.close()  # Only the lock: the others are closed.
 
 
 def finish(journal: Journal) -> None:
     now = 0.0
-    while not journal.core.done():
+    while not journal.core.table.done:
         now += 1e3
         journal.wait(journal.put(journal.core.expire(now)))
         for grant in say(journal, "last", ExchangeRequest(session=str(now), want=1), now).leases:
@@ -126,7 +125,7 @@ def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path) -> None:
         finish(journal)
     (tmp_path / JOURNAL_NAME).write_bytes(b"not a database" * 100)
     with open_journal(tmp_path) as journal:
-        assert journal.core.done()
+        assert journal.core.table.done
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
 
 

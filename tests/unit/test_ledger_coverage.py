@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +145,7 @@ def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(
     path = tmp_path / "l"
     write_job(path, WHOLE)
     with Ledger.open(path, sign) as ledger:
-        mark = Checkpoint.from_json(json.loads(json.dumps(ledger.checkpoint().to_json())))
+        mark = Checkpoint.from_json(json.loads(json.dumps(asdict(ledger.checkpoint()))))
         assert mark is not None and list(ledger.entries(mark.seq, mark)) == []
         ledger.append("paused", {})
         assert [e.kind for e in ledger.entries(mark.seq, mark)] == ["paused"]

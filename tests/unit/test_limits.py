@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.network.limits import ServerLimits, Throttle, TokenBucket
+from forebay.network.app import make_app
+from forebay.network.limits import RequestTable, ServerLimits, TokenBucket
+from forebay.network.peer import Peer
+from forebay.network.server_connections import PeerProtocol, ServerCore
 
 amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)
 
@@ -49,7 +51,7 @@ def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float) -> 
 def test_bad_limits_are_told() -> None:
     for invalid in (
         lambda: TokenBucket(0),
-        lambda: Throttle(-1),
+        lambda: ServerLimits(upload_bytes_per_s=-1),
         lambda: ServerLimits(idle_s=0),
         lambda: ServerLimits(connections=-1),
     ):
@@ -58,14 +60,21 @@ def test_bad_limits_are_told() -> None:
 
 
 def test_pieces_are_short_where_the_limit_is_slow() -> None:
-    assert Throttle().piece_bytes(1 << 20) == 1 << 20
-    assert Throttle(1e6).piece_bytes(1 << 20) == 100_000
-    assert Throttle(10).piece_bytes(1 << 20) == 4096
+    def piece_bytes(limits: ServerLimits) -> int:
+        async def measure() -> int:
+            core = ServerCore(make_app("test"), None, limits, None)
+            core.bind(asyncio.get_running_loop())
+            return PeerProtocol(core, "127.0.0.1").piece_bytes
+
+        return asyncio.run(measure())
+
+    assert piece_bytes(ServerLimits()) == 256 << 10
+    assert piece_bytes(ServerLimits(upload_bytes_per_s=1e6)) == 100_000
+    assert piece_bytes(ServerLimits(upload_bytes_per_s=10)) == 4096
 
 
-def test_one_throttle_for_servers_in_loops_of_their_own() -> None:
-    throttle = Throttle(upload_bytes_per_s=1000)
-    started = time.monotonic()
-    for _ in range(2):
-        asyncio.run(throttle.pace(100))
-    assert time.monotonic() - started > 0.14  # 200 bytes less what a bucket saves up
+def test_the_upload_is_limited_for_all_peers_together() -> None:
+    table = RequestTable(ServerLimits(upload_bytes_per_s=1000))
+    waits = [table.wait_for_bytes(Peer(name, b"", name), 100, 0.0) for name in ("a", "b", "c")]
+    assert waits == pytest.approx([0.05, 0.15, 0.25])  # the bucket saves up 50 bytes
+    assert RequestTable(ServerLimits()).wait_for_bytes(Peer("a", b"", "a"), 1 << 30, 0.0) == 0

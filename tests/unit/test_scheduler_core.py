@@ -208,7 +208,7 @@ class Churn(RuleBasedStateMachine):
                 continue
             places = np.zeros((len(table.samples), int(table.samples.max())), np.int64)
             current = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
-            back = [(i, start, stop) for (i, start), stop in table.free.returned.items()]
+            back = [(i, *item) for i, items in table.free.returned.items() for item in items]
             fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
             aside = [part for parts in table.aside.values() for part in parts]
             for index, start, stop in [*current, *back, *fresh, *aside]:
@@ -227,14 +227,14 @@ class Churn(RuleBasedStateMachine):
         self.keep(self.core.readmit())
         last = Worker("last")
         for _ in range(400):
-            if self.core.done():
+            if self.core.table.done:
                 break
             self.now += 41.0
             self.keep(self.core.expire(self.now))
             for _ in range(8):
                 last.hear(self.exchange("last", last.ask(2, 99)))
                 last.work(99)
-        assert self.core.done()
+        assert self.core.table.done
         table = self.core.table
         for ended in [event for event in self.events if isinstance(event, events.EpochEnded)]:
             num_used = sum(len(self.counts.get((ended.epoch, i), ())) for i in range(len(table.samples)))
@@ -277,7 +277,7 @@ def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says
         grant = core.exchange(worker, ExchangeRequest(want=1), 0.0)[0].leases[0]
         reply, now_happened = core.exchange(worker, ExchangeRequest(failed=(FailedLease(grant.lease_id, "torn"),)), 0.0)
         happened += now_happened
-        assert core.done() == last
+        assert core.table.done == last
     (aside,) = [event for event in happened if isinstance(event, events.SliceSetAside)]
     (ended,) = [event for event in happened if isinstance(event, events.EpochEnded)]
     assert (aside.slice, aside.start, aside.stop, aside.reason) == (0, 0, 3, "torn")
@@ -291,12 +291,12 @@ def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
         failed = tuple(FailedLease(grant.lease_id, "torn") for grant in reply.leases)
         core.exchange(worker, ExchangeRequest(failed=failed), 0.0)
     pending_checks = core.pending_checks()
-    assert sorted(doubt.index for doubt in pending_checks) == [0, 1] and not core.done()
+    assert sorted(doubt.index for doubt in pending_checks) == [0, 1] and not core.table.done
     (cleared,) = core.resolve(pending_checks[0], True, 1.0)
     assert cleared == events.SliceCleared(pending_checks[0].index) and len(core.pending_checks()) == 1
     happened = core.resolve(pending_checks[1], False, 1.0)
     assert [type(event) for event in happened] == [events.SliceSetAside]
-    assert core.pending_checks() == [] and not core.done() and core.resolve(pending_checks[1], False, 1.0) == []
+    assert core.pending_checks() == [] and not core.table.done and core.resolve(pending_checks[1], False, 1.0) == []
     (grant,) = core.exchange("d", ExchangeRequest(want=2), 20.0)[0].leases
     assert grant.slice == pending_checks[0].index
     again = SchedulerCore(spec("x", [3, 3], max_failures=2), checks=True)

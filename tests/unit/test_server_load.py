@@ -15,7 +15,7 @@ from starlette.responses import Response
 from forebay.errors import NetworkError
 from forebay.network.app import JsonResponse, file_response
 from forebay.network.client import Client
-from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity
 from support.calibration import scaled
 from support.handlers import Request, serve
@@ -117,7 +117,7 @@ def test_who_reads_nothing_is_cut(make_identity: Make, tmp_path: Path, what: byt
     def answer(request: Request) -> Response:
         if request.path == "/file":
             return file_response(request.http, file, 32 << 20)
-        return JsonResponse("x" * 100_000)
+        return JsonResponse({"answer": "x" * 100_000})
 
     identity = make_identity("c")
     with serve(make_identity("s"), answer, limits=ServerLimits(send_s=0.5, idle_s=60)) as server:
@@ -165,7 +165,7 @@ def test_an_upload_cap_holds_and_ends_with_the_server(make_identity: Make, tmp_p
     server = serve(
         make_identity("s"),
         lambda request: file_response(request.http, file, 400_000),
-        throttle=Throttle(upload_bytes_per_s=1e6),
+        limits=ServerLimits(upload_bytes_per_s=1e6),
     )
     with server, Client(make_identity("c")) as client:
         started, into = time.monotonic(), memoryview(bytearray(400_000))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.pki import revocation
-from forebay.network.pki.certificates import Issuer, authority, der_of, issue_root, own_key_id
+from forebay.network.pki.certificates import Issuer, authority, der_of, issue_root
 from forebay.network.pki.files import read_certs, read_issuer, read_key, read_root
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew, revoke
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_REVOKED, Revocations, parse_crl, sign_crl
@@ -127,7 +127,7 @@ def test_older_forged_and_foreign_crls_are_refused(network_dir: Path, tmp_path: 
 def test_what_a_crl_may_not_say(network_dir: Path) -> None:
     root, now = read_issuer(network_dir), dt.datetime.now(dt.UTC)
     builder = x509.CertificateRevocationListBuilder(root.cert.subject, now, now + dt.timedelta(1))
-    named = builder.add_extension(authority(own_key_id(root.cert)), critical=False)
+    named = builder.add_extension(authority(root.cert), critical=False)
     numbered = named.add_extension(x509.CRLNumber(3), critical=False)
     delta = numbered.add_extension(x509.DeltaCRLIndicator(2), critical=True)
     huge = named.add_extension(x509.CRLNumber(1 << 63), critical=False)

@@ -42,7 +42,7 @@ def open_to_others(folder: Path) -> list[str]:
 
 def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     state = tmp_path / "state"
-    os.close(lock_state(state))
+    lock_state(state).release()
     database = _open_database(state / "journal.sqlite")
     database.execute("CREATE TABLE t (x)")
     roster = RunStore(state / "run")
@@ -50,7 +50,7 @@ def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     lock = try_acquire(state / "room")
     rules = tmp_path / "access.toml"
     rules.write_text("")
-    access = AccessPolicy.load(rules)
+    access = AccessPolicy(rules)
     with AuditLog(state / "logs" / "audit.log") as log:
         log.append("ban", peer="x")
         assert lock is not None and open_to_others(state) == []

@@ -23,7 +23,7 @@ CARL = Peer("c" * 32, b"", "carl", "", Scope(frozenset({"data"})))
 
 def rules(path: Path, text: str) -> AccessPolicy:
     path.write_text(text)
-    return AccessPolicy.load(path)
+    return AccessPolicy(path)
 
 
 def test_scopes_count_without_a_file() -> None:
@@ -58,7 +58,7 @@ def test_a_quota_holds_over_restarts_and_ends_with_the_day(tmp_path: Path) -> No
     assert access.check(ANNE, "x", ID, 60, 5.0) is None
     assert "60 of 100" in str(access.check(ANNE, "x", ID, 41, 5.0))
     assert access.check(ANNE, "x", ID, 40, 5.0) is None
-    again = AccessPolicy.load(tmp_path / "a.toml")  # as after kill -9: nothing was closed
+    again = AccessPolicy(tmp_path / "a.toml")  # as after kill -9: nothing was closed
     assert "peer:" in str(again.check(ANNE, "x", ID, 1, 5.0)) and again.check(ANNE, "x", ID, 0, 5.0) is None
     assert again.check(BERT, "x", ID, 50, 5.0) is None
     assert "org:" in str(again.check(BERT, "x", ID, 1, 5.0))

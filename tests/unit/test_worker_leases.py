@@ -273,5 +273,5 @@ def test_who_was_cut_does_not_get_it_back_before_the_idle() -> None:
             if not fast.leases.closed:
                 fast.work()
                 world.carry(fast)
-    assert world.core.done() and len(slow.used) + len(fast.used) == 900
+    assert world.core.table.done and len(slow.used) + len(fast.used) == 900
     assert world.cuts <= 4 and len(slow.used) <= 100, (world.cuts, len(slow.used))

@@ -1,4 +1,4 @@
-"""The command line: one verb, one function; each imports what it needs when it runs.
+"""The command line: one verb, one function, which returns its exit code (None: 0); each imports what it needs.
 
 Exit 0 done, 1 failed, 2 wrong usage, 130 interrupted. Results go to stdout, everything else to stderr. With `--json`
 the last line of stdout is one object, for a failure `{"error": {"type", "message", "hint"}}`.
@@ -44,7 +44,7 @@ def run() -> NoReturn:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        return int(args.verb(args))
+        return int(args.verb(args) or 0)
     except KeyboardInterrupt:
         print("forebay: interrupted", file=sys.stderr)
         return 130
@@ -98,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
 
-    def verb(name: str, run: Callable[[Any], int], about: str, parent: Any = None) -> parser.Parser:
+    def verb(name: str, run: Callable[[Any], int | None], about: str, parent: Any = None) -> parser.Parser:
         # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
         shown: dict[str, Any] = {} if parent is None else {"help": about}
         p: parser.Parser = (parent or verbs).add_parser(name, description=about, **shown)

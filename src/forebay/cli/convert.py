@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forebay.formats.report import Report
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> None:
     from forebay.convert import check_output, convert, format_named, written_formats
     from forebay.formats.conversion import TokenSource
     from forebay.formats.sources import open_source
@@ -50,7 +50,6 @@ def _convert(args: argparse.Namespace) -> int:
         show({key: x for key, x in report.to_json().items() if x is not None and key not in omitted}, False)
     for text in report.written.notes:
         print(f"note: {text}", file=sys.stderr)
-    return 0
 
 
 def _convert_options(args: argparse.Namespace) -> ConvertOptions:
@@ -103,7 +102,7 @@ def _print_report(report: Report) -> None:
         print(f"      {finding.evidence}\n      {finding.advice}")
 
 
-def _mirror_shards(args: argparse.Namespace) -> int:
+def _mirror_shards(args: argparse.Namespace) -> None:
     from forebay.mirror import mirror_shards
     from forebay.observe.progress import bar
     from forebay.storage.targets import open_target
@@ -121,10 +120,9 @@ def _mirror_shards(args: argparse.Namespace) -> int:
             args.source, target, temporary, shards=shards, max_workers=args.connections, on_progress=advance
         )  # fmt: skip
     show(report, args.json)
-    return 0
 
 
-def _mirror(args: argparse.Namespace) -> int:
+def _mirror(args: argparse.Namespace) -> None:
     from forebay.mirror import holds_shards, mirror, mirror_by_swarm
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote
@@ -132,12 +130,7 @@ def _mirror(args: argparse.Namespace) -> int:
 
     if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source):
         return _mirror_shards(args)
-    source = args.source
-    if args.publisher is not None:
-        if not source.startswith("forebay://"):
-            raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")
-        source += f"?publisher={args.publisher}"
-    dataset = open_remote(source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
+    dataset = open_remote(args.source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
     target = open_target(args.target, Path(tempfile.gettempdir()) / f"forebay-mirror-{dataset.id[:16]}")
@@ -158,7 +151,6 @@ def _mirror(args: argparse.Namespace) -> int:
     finally:
         target.close()
     show(asdict(report) | swarm, args.json)
-    return 0
 
 
 def add_verbs(verb: Any, group: Any) -> None:
@@ -184,7 +176,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files")
     p.add("--slices", type=index_range, metavar="A:B", help="copy only these slices or shards (default: all)")
     p.add("--id", help="expected dataset id; another one is refused (default: any)")
-    p.add("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what it signed (default: any)")
     p.add("--connections", type=positive, default=16, metavar="N", help="concurrent requests")
     add_identity(p)
     add_from_urls(p)

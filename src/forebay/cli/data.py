@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MAX_VALUES = 16  # of an array that is printed
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _inspect(args: argparse.Namespace) -> None:
     from forebay.load.sources import open_dataset
 
     dataset = open_dataset(args.dataset, args.identity)
@@ -29,13 +29,12 @@ def _inspect(args: argparse.Namespace) -> int:
         if shown:
             fields["head"] = [_plain_item(item) for item in shown]
         show(fields, True)
-        return 0
+        return
     show({key: value for key, value in fields.items() if value not in ("", None)}, False)
     for number, item in enumerate(map(_plain_item, shown)):
         named = " ".join(str(item.pop(key)) for key in ("id", "source") if item.get(key))
         print(f"\n--- {item.pop('index', number)} {named}".rstrip())
         print(text if (text := item.pop("text", "")) else "\n".join(f"{key}: {value}" for key, value in item.items()))
-    return 0
 
 
 def _plain_item(item: Any) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -
     return open_dataset(args.dataset, args.identity).verify(on_progress=advance)
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> None:
     try:
         return _show_report(args)
     except ForebayError:
@@ -100,7 +99,7 @@ def _report(args: argparse.Namespace) -> int:
         ) from error
 
 
-def _show_report(args: argparse.Namespace) -> int:
+def _show_report(args: argparse.Namespace) -> None:
     from forebay.prepare.report import load_report, render_text
 
     path = Path(args.dataset)
@@ -111,10 +110,9 @@ def _show_report(args: argparse.Namespace) -> int:
         raise UsageError("report: expected two datasets with --ids or --html, got one. Name the second.")
     page = path / "report.html" if path.is_dir() else path
     print(json.dumps(report) if args.json else f"{render_text(report)}\nFull report: {page.resolve().as_uri()}")
-    return 0
 
 
-def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> int:
+def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     from forebay.files import atomic_write
     from forebay.prepare.compare import compare_ids, compare_reports, render_comparison, render_comparison_text
     from forebay.prepare.report import load_report
@@ -126,17 +124,15 @@ def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> int:
         atomic_write(args.html, render_comparison(comparison).encode())
     if args.json:
         print(json.dumps(comparison))
-        return 0
+        return
     page = f"\nFull report: {args.html.resolve().as_uri()}" if args.html is not None else ""
     print(f"{render_comparison_text(comparison)}{page}".rstrip())
-    return 0
 
 
-def _import(args: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> None:
     from forebay.dataset.import_slices import import_slices
 
     show(import_slices(args.directory, name=args.name).describe(), args.json)
-    return 0
 
 
 def _extract(args: argparse.Namespace) -> int:
@@ -165,10 +161,10 @@ def _extract(args: argparse.Namespace) -> int:
     return 1 if num_failed else 0
 
 
-def _demo(args: argparse.Namespace) -> int:
+def _demo(args: argparse.Namespace) -> None:
     from forebay.demo import run_demo
 
-    return run_demo(args.input, args.json, args.keep, args.command, args.tokenizer)
+    run_demo(args.input, args.json, args.keep, args.command, args.tokenizer)
 
 
 def add_verbs(verb: Any, group: Any) -> None:

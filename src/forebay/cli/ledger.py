@@ -23,12 +23,11 @@ def _verify(args: argparse.Namespace) -> int:
     from forebay.observe.ledger_queries import is_roster, replay, verify_steps
 
     if is_roster(args.file):
-        steps = verify_steps(args.file)
-        _print_verified(args, vars(steps), "each sample was used once by the steps that counted")
-        return 0 if steps.ok else 1
+        return _print_verified(
+            args, vars(verify_steps(args.file)), "each sample was used once by the steps that counted"
+        )
     report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.max_set_aside)
-    _print_verified(args, report.to_json(), "chain, signatures and coverage hold")
-    return 0 if report.ok else 1
+    return _print_verified(args, vars(report), "chain, signatures and coverage hold")
 
 
 def _key(args: argparse.Namespace) -> bytes | None:
@@ -43,10 +42,10 @@ def _key(args: argparse.Namespace) -> bytes | None:
     return key
 
 
-def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: str) -> None:
+def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: str) -> int:
     if args.json:
         print(json.dumps(report))
-        return
+        return 0 if report["ok"] else 1
     for problem in report["problems"]:
         print(f"problem: {problem}")
     for e in report["epochs"]:
@@ -61,9 +60,10 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: s
         if len(intervals) > 10:
             print(f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them")
     print(f"ok: {success}" if report["ok"] else "NOT ok")
+    return 0 if report["ok"] else 1
 
 
-def _blame(args: argparse.Namespace) -> int:
+def _blame(args: argparse.Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import blame_step
 
@@ -75,10 +75,9 @@ def _blame(args: argparse.Namespace) -> int:
     parts = blame_step(index, args.step, worker=args.worker, documents=_documents(args, index))
     if args.json:
         print(json.dumps({"step": args.step, "parts": [asdict(part) for part in parts]}))
-        return 0
+        return
     for part in parts:
         _print_share(part)
-    return 0
 
 
 def _documents(args: argparse.Namespace, index: LedgerIndex) -> Documents | None:
@@ -94,7 +93,7 @@ def _documents(args: argparse.Namespace, index: LedgerIndex) -> Documents | None
     return Documents(dataset)
 
 
-def _blame_document(args: argparse.Namespace) -> int:
+def _blame_document(args: argparse.Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import who_saw
 
@@ -107,14 +106,13 @@ def _blame_document(args: argparse.Namespace) -> int:
     if args.json:
         tokens = [{"slice": slice_, "start": start, "stop": stop} for slice_, start, stop in ranges]
         print(json.dumps({"tokens": tokens, "uses": [asdict(part) for part in parts]}))
-        return 0
+        return
     for slice_, start, stop in ranges:
         print(f"slice {slice_}, tokens [{start:,}, {stop:,})")
     for part in parts:
         print(f"{_headline(part)}: samples {', '.join(map(str, part.samples))}")
     if not parts:
         print("no worker used it")
-    return 0
 
 
 def _headline(part: BatchShare) -> str:
@@ -142,14 +140,13 @@ def _print_share(part: BatchShare) -> None:
             print(f"    {document.text}")
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import export_uses
 
     index = open_index(args.file)
     count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)
     print(json.dumps({"uses": count, "out": str(args.out)}) if args.json else f"{count:,} uses to {args.out}")
-    return 0
 
 
 def add_verbs(verb: Any, group: Any) -> None:

@@ -24,7 +24,7 @@ def _print(args: argparse.Namespace, fields: Mapping[str, Any], *lines: str) -> 
     print(json.dumps(fields) if args.json else "\n".join(lines))
 
 
-def _network_init(args: argparse.Namespace) -> int:
+def _network_init(args: argparse.Namespace) -> None:
     from forebay.network.pki.files import create_network
 
     name = args.name or args.directory.absolute().name
@@ -35,10 +35,9 @@ def _network_init(args: argparse.Namespace) -> int:
         f"Its datasets have the URLs forebay://{name}/DATASET.",
         f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker   # or data, scheduler",
     )  # fmt: skip
-    return 0
 
 
-def _network_org(args: argparse.Namespace) -> int:
+def _network_org(args: argparse.Namespace) -> None:
     from forebay.network.pki.files import create_organisation
 
     scope = _scope(args)
@@ -49,10 +48,9 @@ def _network_org(args: argparse.Namespace) -> int:
         f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.",
         f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker",
     )  # fmt: skip
-    return 0
 
 
-def _network_join(args: argparse.Namespace) -> int:
+def _network_join(args: argparse.Namespace) -> None:
     from forebay.network.join import join_by_token
     from forebay.network.pki.identity import join
 
@@ -75,14 +73,13 @@ def _network_join(args: argparse.Namespace) -> int:
         f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.",
         f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.",
     )  # fmt: skip
-    return 0
 
 
 def _node_fields(identity: Any) -> dict[str, Any]:
     return {"name": identity.name, "peer_id": identity.peer_id, "expires": round(identity.expires_at)}
 
 
-def _network_invite(args: argparse.Namespace) -> int:
+def _network_invite(args: argparse.Namespace) -> None:
     import secrets
 
     from forebay.network.join import JoinToken, sign_token
@@ -106,10 +103,9 @@ def _network_invite(args: argparse.Namespace) -> int:
         f"next, there: forebay network join --token FILE NODE_DIRECTORY --name NODE",
         file=sys.stderr,
     )
-    return 0
 
 
-def _network_admit(args: argparse.Namespace) -> int:
+def _network_admit(args: argparse.Namespace) -> None:
     from forebay.network.admission import Admissions, AdmissionServer
     from forebay.network.audit import open_audit_log
 
@@ -117,10 +113,9 @@ def _network_admit(args: argparse.Namespace) -> int:
     with contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server:
         ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
         until_stopped(stop_event())
-    return 0
 
 
-def _network_renew(args: argparse.Namespace) -> int:
+def _network_renew(args: argparse.Namespace) -> None:
     from forebay.network.join import renew_at
     from forebay.network.pki.files import renew_organisation
     from forebay.network.pki.identity import renew
@@ -134,16 +129,15 @@ def _network_renew(args: argparse.Namespace) -> int:
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."
         _print(args, {"peer_id": peer_id}, text)
-        return 0
+        return
     else:
         identity = renew(args.directories[0], args.directories[1], **_days(args))
     until = _date(identity.expires_at)
     text = f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before."
     _print(args, _node_fields(identity), text)
-    return 0
 
 
-def _network_revoke(args: argparse.Namespace) -> int:
+def _network_revoke(args: argparse.Namespace) -> None:
     from forebay.network.pki.revocation import revoke
 
     issuers = [directory for directory in args.directories if _is_issuer(directory)]
@@ -162,7 +156,6 @@ def _network_revoke(args: argparse.Namespace) -> int:
     _print(args, {"peer_id": args.peer_id, "crls": issued}, *lines)
     if crls and not nodes:
         print("No node has it yet: name a running node's directory, or --notify HOST:PORT.", file=sys.stderr)
-    return 0
 
 
 def _notify(node_dir: Path, target: str, crl: Any) -> str:
@@ -176,7 +169,7 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
     return f"{peer_id} at {target} {'accepted it' if is_new else later}."
 
 
-def _network_show(args: argparse.Namespace) -> int:
+def _network_show(args: argparse.Namespace) -> None:
     fields = _properties(args.directory)
     if not args.json:
         crls = fields["crls"].items()
@@ -184,7 +177,6 @@ def _network_show(args: argparse.Namespace) -> int:
         fields |= {"expires": _date(fields["expires"]), "roles": fields["roles"] or ["all"]}
         fields["datasets"] = fields["datasets"] or ["all"]
     show(fields, args.json)
-    return 0
 
 
 def _is_issuer(directory: Path) -> bool:
@@ -224,7 +216,7 @@ def _properties(directory: Path) -> dict[str, Any]:
     }
 
 
-def _network_sign(args: argparse.Namespace) -> int:
+def _network_sign(args: argparse.Namespace) -> None:
     from forebay.dataset.reader import open_dataset
     from forebay.network.publications import SIGNATURE_NAME, sign_dataset
 
@@ -238,7 +230,6 @@ def _network_sign(args: argparse.Namespace) -> int:
         f"It is version {signed.serial}, until {_date(signed.expires_at)}.",
         f"Readers demand this signature by --publisher {signed.publisher}",
     )  # fmt: skip
-    return 0
 
 
 def _scope(args: argparse.Namespace) -> Scope:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,7 +56,7 @@ def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"  and {len(readers) - _MAX_READERS:,} more"
 
 
-def _dht(args: argparse.Namespace) -> int:
+def _dht(args: argparse.Namespace) -> None:
     from forebay.network.dht import LibtorrentDht
 
     host, port = address(args.listen)
@@ -66,35 +67,35 @@ def _dht(args: argparse.Namespace) -> int:
             nodes.enter_context(contextlib.closing(LibtorrentDht(host, 0, [(host, first.port)])))
         ready(args, role="dht", address=f"{host}:{first.port}")
         until_stopped(stop_event())
-    return 0
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> None:
     from forebay.data_node import DataNode
     from forebay.dataset.reader import open_dataset
     from forebay.network.access import AccessPolicy
-    from forebay.network.limits import ServerLimits, Throttle, parse_limits
+    from forebay.network.limits import ServerLimits, parse_limits
     from forebay.storage.origins import open_remote
 
-    access = AccessPolicy.load(args.access) if args.access is not None else None
+    access = AccessPolicy(args.access) if args.access is not None else None
     with log_while_waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
         datasets = [
             open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
             for path in args.datasets
         ]
-    limits, stop = parse_limits(ServerLimits(), args.limit), stop_event()
+    limits, stop = (
+        parse_limits(ServerLimits(upload_bytes_per_s=args.upload_limit or math.inf), args.limit),
+        stop_event(),
+    )
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
         with DataNode(
-            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access,
-            throttle=Throttle(args.upload_limit), limits=limits,
+            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access, limits=limits,
         ) as node:  # fmt: skip
             names = {d.name: d.id for d in datasets}
             ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)
             until_stopped(stop)
         if args.json:
             print(json.dumps(node.status()), flush=True)
-    return 0
 
 
 def _find(args: argparse.Namespace) -> int:

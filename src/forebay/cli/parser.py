@@ -230,9 +230,8 @@ def filtered_streams() -> Iterator[None]:
 def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:
     """Add `forebay completion`."""
 
-    def run(args: argparse.Namespace) -> int:
+    def run(args: argparse.Namespace) -> None:
         print(completion(main_parser, args.shell), end="")
-        return 0
 
     p = verb("completion", run, 'print a completion script: eval "$(forebay completion bash)"')
     p.add("shell", choices=["bash", "zsh"], help="the shell")

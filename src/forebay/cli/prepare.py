@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forebay.prepare.recipe import Recipe
 
 
-def _prepare(args: argparse.Namespace) -> int:
+def _prepare(args: argparse.Namespace) -> None:
     if args.explain is not None:
         return _explain(args.explain)
     # Else numpy starts a thread per core in each of the processes, of which there is one per core.
@@ -36,7 +36,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
         print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
-        return 0
+        return
     if args.out is None and recipe.sample < 1 and args.to in (None, "report") and not args.annotate:
         args.out, args.to = Path("sample-report"), "report"
     if args.out is None:
@@ -55,10 +55,10 @@ def _prepare(args: argparse.Namespace) -> int:
     result = output.to_json()
     if args.json:
         print(json.dumps(result))
-        return 0
+        return
     if args.to == "report":
         _show_report(args.out)
-        return 0
+        return
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
@@ -73,7 +73,6 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}"
     )
-    return 0
 
 
 def _show_report(folder: Path) -> None:
@@ -131,7 +130,7 @@ def _fetched(spec: str, args: argparse.Namespace) -> str:
         return str(acquire(spec, folder, update))
 
 
-def _explain(name: str) -> int:
+def _explain(name: str) -> None:
     """Print a shipped recipe, or what a table of one means; "" lists both."""
     from forebay.prepare.config import describe, recipe_names, recipe_text
     from forebay.prepare.recipe import STAGES
@@ -139,17 +138,16 @@ def _explain(name: str) -> int:
     if not name:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
         print("tables:  read, dedup, tokenize, slice, rows, lm\n\n--explain NAME prints any of these.")
-        return 0
+        return
     is_recipe = name in recipe_names()
     if is_recipe:
         print(recipe_text(name))
     if not is_recipe or name in STAGES:
         # After a recipe as comments, so that the output is a valid recipe.
         print(textwrap.indent(describe(name), "# ", lambda line: True) if is_recipe else describe(name))
-    return 0
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> None:
     from forebay.prepare.config import load_recipe
     from forebay.prepare.scores.train import ClassifierSettings, train_classifier
     from forebay.toml import parse_settings
@@ -160,7 +158,7 @@ def _train(args: argparse.Namespace) -> int:
     result = train_classifier(args.good, args.bad, args.out, training, read)
     if args.json:
         print(json.dumps(result))
-        return 0
+        return
     for label, counts in result["documents"].items():
         print(f"{label}: {counts['train']:,} documents to train on, {counts['held_out']:,} held out")
     print(f"ROC AUC {result['roc_auc']:.4f}, average precision {result['average_precision']:.4f}")
@@ -168,7 +166,6 @@ def _train(args: argparse.Namespace) -> int:
     for point in result["curve"]:
         print("{threshold:>9.4f} {precision:>9.3f} {recall:>9.3f} {bad_kept:>9.3f}".format(**point))
     print(f"{args.out}/model.bin, curve.json")
-    return 0
 
 
 def add_verbs(verb: Any, group: Any) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, address, plain, seconds
 from forebay.cli.parser import Parser
-from forebay.errors import NetworkError, UsageError
+from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
@@ -38,12 +38,12 @@ def load_identity(args: argparse.Namespace) -> Identity:
 
 @contextmanager
 def joined_network(
-    args: argparse.Namespace, stop: threading.Event | None = None, required: bool = True
+    args: argparse.Namespace, stop: threading.Event | None = None
 ) -> Iterator[tuple[Identity, LibtorrentDht]]:
     """Load this node's identity and join the DHT until the end of the block.
 
-    `stop` ends the wait for a bootstrap node, as an interrupt does. If none answers within `args.timeout`, it raises
-    NetworkError if `required`, else logs a warning. FOREBAY_DHT has the address of our DHT node, HOST:PORT (UDP).
+    `stop` ends the wait for a bootstrap node, as an interrupt does; NetworkError if none answers within `args.timeout`.
+    FOREBAY_DHT has the address of our DHT node, HOST:PORT (UDP).
     """
     from forebay.network.audit import open_audit_log
     from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
@@ -58,12 +58,7 @@ def joined_network(
     host, port = address(os.environ["FOREBAY_DHT"]) if "FOREBAY_DHT" in os.environ else ("", 0)
     # The engine aborts the process if the interpreter ends while it runs, so it is closed on every path.
     with contextlib.closing(LibtorrentDht(host, port, bootstrap)) as discovery:
-        try:
-            wait_for_bootstrap(bootstrap, args.timeout if required else 1.0, stop)
-        except NetworkError as error:
-            if required:
-                raise
-            log.warning("%s", error)
+        wait_for_bootstrap(bootstrap, args.timeout, stop)
         if stop is not None and stop.is_set():
             raise KeyboardInterrupt
         yield identity, discovery
@@ -135,7 +130,7 @@ def until_stopped(stop: threading.Event, until: Callable[[], bool] | None = None
 
 
 def add_node(
-    verb: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, timeout_s: float = 30.0,
+    verb: Any, name: str, run: Callable[[argparse.Namespace], int | None], about: str, timeout_s: float = 30.0,
     timeout_of: str = "a bootstrap node",
 ) -> Parser:  # fmt: skip
     """Add a verb that runs a node of the DHT, with the options that all of them have."""

@@ -1,7 +1,5 @@
 """Commands of the scheduler: run it, control its jobs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import threading
@@ -10,13 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_identity, positive, seconds
-from forebay.cli.running import add_from_urls, add_node, joined_network, listen_at, ready, send_request, stop_event
+from forebay.cli.running import (
+    add_from_urls,
+    add_node,
+    joined_network,
+    listen_at,
+    ready,
+    send_request,
+    stop_event,
+    until_stopped,
+)
 from forebay.errors import LeaseError, UsageError
 from forebay.threads import SupervisedThread
 from forebay.toml import parse_settings
 
 
-def _schedule(args: argparse.Namespace) -> int:
+def _schedule(args: argparse.Namespace) -> None:
     from forebay.network.client import Client
     from forebay.network.limits import parse_limits
     from forebay.scheduler.server import LIMITS, SchedulerService
@@ -45,12 +52,10 @@ def _schedule(args: argparse.Namespace) -> int:
             service.start()
             started.set()
             if stop.is_set():
-                return 0
+                return
             ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
                   ledger=str(service.ledger_path))  # fmt: skip
-            while not stop.wait(0.2):
-                if args.exit_when_done and service.is_over():
-                    break
+            until_stopped(stop, service.is_over if args.exit_when_done else None)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
             started.set()
@@ -59,7 +64,6 @@ def _schedule(args: argparse.Namespace) -> int:
         raise LeaseError(
             f"{left_out}. Find out why workers could not read them, then run the missing samples as another job."
         )
-    return 0
 
 
 def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
@@ -74,7 +78,7 @@ def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event
             return
 
 
-def _job(args: argparse.Namespace) -> int:
+def _job(args: argparse.Namespace) -> None:
     from forebay.scheduler.status import job_line
 
     if args.scheduler is None:
@@ -92,7 +96,6 @@ def _job(args: argparse.Namespace) -> int:
     reply, _ = send_request(args, args.scheduler, path, body)
     text = f"pardoned {args.arguments[0]}" if args.action == "pardon" else job_line(reply)
     print(json.dumps(reply) if args.json else text)
-    return 0
 
 
 def add_verbs(verb: Any, group: Any) -> None:

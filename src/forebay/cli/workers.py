@@ -1,7 +1,5 @@
 """Commands of training: the worker of a scheduler, and the coordinator of ranks."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ipaddress
@@ -26,11 +24,6 @@ from forebay.cli.running import (
 from forebay.errors import UsageError
 from forebay.toml import parse_settings, read_toml
 
-_SETTINGS: dict[str, Any] = {
-    "name": None, "scheduler": None, "identity": None, "cache_dir": "./forebay-cache", "cache_bytes": 4 << 30,
-    "batch_size": 8, "listen": None, "upload_limit": None, "from_urls": None,
-}  # fmt: skip
-"""Keys of the `[worker]` table of a worker's configuration, with their defaults."""
 _COUNT = [sys.executable, "-m", "forebay.worker.count"]
 
 
@@ -39,24 +32,28 @@ def _work(args: argparse.Namespace) -> int:
     from forebay.network.client import Client
     from forebay.worker.command import loader_arguments, run_command
 
-    settings = _worker_settings(args)
+    if args.name is None and args.scheduler is None:
+        raise UsageError(
+            "worker: expected a job, got none. Give its name (forebay worker NAME), or --scheduler HOST:PORT for any "
+            "job of that scheduler."
+        )
+    if args.listen not in ("auto", "none"):
+        address(f"0.0.0.0{args.listen}" if args.listen.startswith(":") else args.listen)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Until the command runs.
     terminate_on_stdin_close()
     identity = load_identity(args)
     with Client(identity) as client, contextlib.ExitStack() as stack:
         discovery = None
-        if settings["scheduler"] is None:
+        if args.scheduler is None:
             discovery = stack.enter_context(joined_network(args))[1]
-        scheduler = SchedulerClient(
-            identity, client, settings["name"] or "", discovery, settings["scheduler"], args.timeout
-        )
+        scheduler = SchedulerClient(identity, client, args.name or "", discovery, args.scheduler, args.timeout)
         network = {
-            "identity": str(Path(args.identity).absolute()), "listen": settings["listen"], "patience_s": args.timeout,
-            "upload_bytes_per_s": settings["upload_limit"], "from_urls": settings["from_urls"] or "",
+            "identity": str(Path(args.identity).absolute()), "listen": None if args.listen == "none" else args.listen,
+            "patience_s": args.timeout, "upload_bytes_per_s": args.upload_limit, "from_urls": args.from_urls or "",
         }  # fmt: skip
         arguments = loader_arguments(
-            scheduler, batch_size=settings["batch_size"], cache_bytes=settings["cache_bytes"], network=network,
-            cache_dir=str(Path(settings["cache_dir"]).absolute()),
+            scheduler, batch_size=args.batch_size, cache_bytes=args.cache_bytes, network=network,
+            cache_dir=str(args.cache_dir.absolute()),
         )  # fmt: skip
         if args.bootstrap:  # Else the command joins the DHT itself, and follows the scheduler to another address.
             arguments["scheduler"] = scheduler.addresses()[0]
@@ -67,32 +64,7 @@ def _work(args: argparse.Namespace) -> int:
     return code
 
 
-def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings: of the options, else of the file's [worker] table, else defaults. Sets `identity`."""
-    settings = dict(_SETTINGS)
-    if args.config is not None:
-        table = read_toml(args.config).get("worker", {})
-        if unknown := sorted(table.keys() - settings.keys()):
-            raise UsageError(f"{args.config}: unknown key worker.{unknown[0]}. Known: {', '.join(sorted(settings))}")
-        settings |= table
-    settings |= {key: value for key in settings if (value := getattr(args, key)) is not None}
-    if not settings["name"] and not settings["scheduler"]:
-        raise UsageError(
-            "worker: expected a job, got none. Give its name (forebay worker NAME, or worker.name in the --config "
-            "file), or --scheduler HOST:PORT for any job of that scheduler."
-        )
-    for key in ("batch_size", "cache_bytes"):
-        if type(settings[key]) is not int or settings[key] < 1:
-            raise UsageError(f"worker: expected {key} as a whole number from 1, got {settings[key]!r}.")
-    listen = settings["listen"]
-    if listen not in (None, "none"):
-        address(f"0.0.0.0{listen}" if listen.startswith(":") else listen)
-    settings["listen"] = None if listen == "none" else listen or "auto"
-    args.identity = settings["identity"]
-    return settings
-
-
-def _coordinate(args: argparse.Namespace) -> int:
+def _coordinate(args: argparse.Namespace) -> None:
     from forebay.coordinator.messages import Rules
     from forebay.coordinator.server import Coordinator
 
@@ -126,7 +98,6 @@ def _coordinate(args: argparse.Namespace) -> int:
         status = coordinator.status()
     if args.json:
         print(json.dumps(status), flush=True)
-    return 0
 
 
 def _run_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -157,12 +128,14 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.takes_command, p.usage = True, "forebay worker [NAME] [OPTIONS] [-- COMMAND ARG ...]"
     p.epilog = "COMMAND: the program, such as `python train.py` or `torchrun ...` (default: one that counts tokens)"
     p.add("name", nargs="?", metavar="NAME", help="the job; without it: the job of --scheduler")
-    p.add("--config", type=Path, metavar="FILE", help="TOML with a [worker] table (default: none)")
     p.add("--scheduler", metavar="HOST:PORT", help="address of the scheduler (default: found in the DHT)")
-    p.add("--cache-dir", metavar="DIR", help="directory for verified slices (default: ./forebay-cache)")
-    p.add("--cache-bytes", type=size, metavar="BYTES", help="budget of the cache (default: 4GiB)")
-    p.add("--batch-size", type=positive, metavar="N", help="samples per step (default: 8)")
-    p.add("--listen", metavar="HOST:PORT", help="where to share slices; none: do not (default: any free port)")
+    cache_dir = Path("./forebay-cache")
+    p.add("--cache-dir", type=Path, default=cache_dir, metavar="DIR", help="verified slices (default: ./forebay-cache)")
+    p.add("--cache-bytes", type=size, default=4 << 30, metavar="BYTES", help="budget of the cache (default: 4GiB)")
+    p.add("--batch-size", type=positive, default=8, metavar="N", help="samples per step")
+    p.add(
+        "--listen", default="auto", metavar="HOST:PORT", help="to share slices; none: do not (default: any free port)"
+    )
     p.add("--upload-limit", type=size, metavar="BYTES", help="bytes per second to others (default: no limit)")
     add_from_urls(p)
 

@@ -47,21 +47,14 @@ def _join(state: RunState, event: messages.Join, now: float, actions: list[Actio
     if old is not None and old.session == event.session and old.peer_id == event.peer_id:
         return _put(state, replace(old, seen_at=now, lost_at=None))
     if old is not None:
-        if old.peer_id != event.peer_id:
-            refusal = messages.Refuse(
-                "duplicate", f"{worker}: another member has this id. Give each worker an id of its own."
-            )
-        elif old.polling and old.lost_at is None:
-            text = f"{worker}: another live process has this id. Give each worker an id of its own."
-            refusal = messages.Refuse("duplicate", text)
-        elif old.lost_at is None and now - old.seen_at <= state.rules.lost_s:
+        is_live, is_others = old.polling and old.lost_at is None, old.peer_id != event.peer_id
+        if is_others or is_live:
+            who = "member" if is_others else "live process"
+            text = f"{worker}: another {who} has this id. Give each worker an id of its own."
+            return _refuse(state, "duplicate", text, actions)
+        if old.lost_at is None and now - old.seen_at <= state.rules.lost_s:
             text = f"{worker}: was here {now - old.seen_at:.1f} s ago under another session. Ask again."
-            refusal = messages.Refuse("unsure", text)
-        else:
-            refusal = None
-        if refusal is not None:
-            actions.append(refusal)
-            return state
+            return _refuse(state, "unsure", text, actions)
         state = _remove(state, old, "its process was replaced by another", actions)
     seats = [*state.seats.values(), *(member.seat for member in state.members.values())]
     seat = old.seat if old is not None else state.seats.get(event.worker_id, max(seats, default=-1) + 1)
@@ -69,6 +62,11 @@ def _join(state: RunState, event: messages.Join, now: float, actions: list[Actio
     member = RunMember(event.worker_id, event.session, seat, event.peer_id, *trained, now, now)
     actions.append(messages.LogLine(f"{worker} joins" + (" again" if event.worker_id in state.seats else "")))
     return _put(state, member)
+
+
+def _refuse(state: RunState, code: str, text: str, actions: list[Action]) -> RunState:
+    actions.append(messages.Refuse(code, text))
+    return state
 
 
 def _apply_member(
@@ -79,10 +77,10 @@ def _apply_member(
 ) -> RunState:
     member = state.members.get(event.worker_id)
     if member is None or member.session != event.session:
-        if not isinstance(event, (messages.Leave, messages.PollChange, messages.Disconnect)):
-            text = f"worker {event.worker_id!r}: not a member in this session, removed or replaced. Join again."
-            actions.append(messages.Refuse("expelled", text))
-        return state
+        if isinstance(event, (messages.Leave, messages.PollChange, messages.Disconnect)):
+            return state
+        text = f"worker {event.worker_id!r}: not a member in this session, removed or replaced. Join again."
+        return _refuse(state, "expelled", text, actions)
     if isinstance(event, messages.Disconnect):
         return _put(state, replace(member, lost_at=now if member.lost_at is None else member.lost_at))
     if isinstance(event, messages.PollChange):
@@ -98,8 +96,7 @@ def _apply_member(
         return _put(state, member)  # it missed an answer, or waits for a generation: its steps do not count here
     if event.step < member.step and isinstance(event, messages.Ready):
         text = f"worker {member.worker_id!r}: expected at least {member.step} finished steps, got {event.step}."
-        actions.append(messages.Refuse("bad_step", text))
-        return state
+        return _refuse(state, "bad_step", text, actions)
     if event.step > member.step:
         member = replace(member, step=event.step, moved_at=now)
     state = _count_step(_put(state, member), generation, event.step, actions)

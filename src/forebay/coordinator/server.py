@@ -95,7 +95,11 @@ class Coordinator:
             requests_per_s=1e6 if identity is None else 8.0 * self.rules.workers_per_peer,
             organisation_requests_per_s=1e6 if identity is None else 500.0,
         )  # fmt: skip
-        self._discovery = _discovery_of(identity)
+        self._discovery: Discovery | None = None  # the network's DHT, to find peers that have revocation lists
+        if identity is not None and identity.bootstrap:
+            from forebay.network.dht import LibtorrentDht
+
+            self._discovery = LibtorrentDht("", 0, identity.bootstrap)
         self._server = Server(self._app(), identity, host, port, limits=limits, discovery=self._discovery)
         self._server.add_task("coordinator clock", self._run_ticks)
 
@@ -210,9 +214,6 @@ class Coordinator:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _change(self) -> Awaitable[Any]:
-        return self._changed.wait()
-
     def _apply_or_queue(self, event: Event) -> None:
         """Apply an event now, or as soon as it can be written."""
         try:
@@ -242,8 +243,9 @@ class Coordinator:
         self._apply(messages.PollChange(worker_id, session, +1, message.wait_s))
         try:
             is_connected = await wait_until(
-                request, self._change, lambda: self._stopping or is_due(self._state, message), message.wait_s
-            )
+                request, lambda: self._changed.wait(), lambda: self._stopping or is_due(self._state, message),
+                message.wait_s,
+            )  # fmt: skip
             if not is_connected:
                 self._apply_or_queue(messages.Disconnect(worker_id, session))
         finally:
@@ -268,7 +270,7 @@ class Coordinator:
     # Answers.
 
     def _app(self) -> FastAPI:
-        app = make_app("Forebay coordinator", self._metrics)
+        app = make_app("Forebay coordinator", self._metrics, {StateError: (503, "state")})
         get, post = app.get, app.post
         post("/v1/config", summary="Propose settings that the coordinator leaves open.")(self._agree)
         get("/v1/status", summary="The progress and members of the run.")(self._read_status)
@@ -279,7 +281,6 @@ class Coordinator:
             "/v1/members/meet", openapi_extra=role("worker"), response_model=MeetReply,
             summary="Set or wait for a value that the ranks of a generation share.",
         )(self._meet)  # fmt: skip
-        app.add_exception_handler(StateError, _state_error)
         return app
 
     def _endpoint(self, kind: type[MemberMessage]) -> Callable[..., Awaitable[Response]]:
@@ -371,22 +372,9 @@ class Coordinator:
             return message.key in values[1] or is_changed or self._stopping
 
         # Not counted as a poll of the member: its heartbeats show that it is alive.
-        await wait_until(request, self._change, is_over, message.wait_s)
+        await wait_until(request, lambda: self._changed.wait(), is_over, message.wait_s)
         return JsonResponse({"value": values[1].get(message.key, (None,))[0]})
 
     async def _read_log(self, request: Request) -> Response:
         store = self._open()
         return JsonResponse({"run_id": self.run_id, "generations": store.generations(), "gaps": store.gaps()})
-
-
-def _discovery_of(identity: Identity | None) -> Discovery | None:
-    """The network's DHT, to find peers that have revocation lists; None for a network without one."""
-    if identity is None or not identity.bootstrap:
-        return None
-    from forebay.network.dht import LibtorrentDht
-
-    return LibtorrentDht("", 0, identity.bootstrap)
-
-
-async def _state_error(request: Request, error: Exception) -> Response:
-    return ApiError(503, "state", str(error), 1.0).response()

@@ -75,8 +75,7 @@ class RunStore:
     def load(self, rules: Rules, fixed: Mapping[str, Any], now: float, run_id: str) -> tuple[RunState, str]:
         """The stored state, or a new run under `run_id`; and the run's id.
 
-        Raises:
-            StateError: If the stored run has other settings, or is of another version of this program.
+        StateError if the stored run has other settings, or is of another version of this program.
         """
         row = self._database.execute("SELECT run_id, body FROM state").fetchone()
         if row is None:
@@ -108,8 +107,7 @@ class RunStore:
     def save(self, state: RunState, actions: Iterable[Action], run_id: str) -> None:
         """Write what changed, all or nothing; it is on disk when this returns.
 
-        Raises:
-            StateError: If it cannot be written; the stored state stays, and a later call may succeed.
+        StateError if it cannot be written; the stored state stays, and a later call may succeed.
         """
         body = _STATE.dump_json(state, exclude=_EXCLUDED).decode()
         actions = list(actions)

@@ -18,9 +18,8 @@ _POLL_S = 1.0  # a wait checks its condition at least this often
 class LeaseBuffer:
     """The leases of one worker. Threads share it; reading a single attribute of `state` needs no lock."""
 
-    def __init__(self, state: LeaseState, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, state: LeaseState) -> None:
         self.state = state
-        self._clock = clock
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -49,7 +48,7 @@ class LeaseBuffer:
     def used(self, parts: Sequence[tuple[ActiveLease, int]], step: int) -> None:
         """See `LeaseState.used`."""
         with self._changed:
-            self.state.used(parts, step, self._clock())
+            self.state.used(parts, step, time.monotonic())
             if any(lease.is_spent for lease, _ in parts):
                 self._changed.notify_all()
 
@@ -65,7 +64,7 @@ class LeaseBuffer:
         """Wait until a request is due; False when closed."""
         with self._changed:
             while not self.state.closed:
-                now = self._clock()
+                now = time.monotonic()
                 if (due_at := self.state.due_at(now)) <= now:
                     return True
                 self._changed.wait(min(due_at - now, _POLL_S))

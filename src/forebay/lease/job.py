@@ -3,8 +3,6 @@
 The dataset's manifest and table come from data nodes that the scheduler names, so a worker needs no DHT.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

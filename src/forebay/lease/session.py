@@ -29,7 +29,6 @@ from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachable
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
 from forebay.network.audit import open_audit_log
-from forebay.network.limits import Throttle
 from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
 from forebay.storage.locks import Lock, try_acquire
@@ -74,7 +73,9 @@ class LeaseSession(Closing):
         with contextlib.ExitStack() as stack:
             self.cache = ChunkCache(settings.cache_dir, settings.cache_bytes)
             stack.callback(self.cache.close)
-            self._name, job.scheduler.attempt, lock = _open_session(self.cache.directory)
+            # The first session of the cache directory that no process has.
+            paths = (self.cache.directory / f"session-{number}" for number in itertools.count())
+            self._name, job.scheduler.attempt, lock = next(filter(None, map(_lock_session, paths)))
             stack.callback(lock.release)
             self.index = CacheIndex(self.cache, job.dataset)
             state = LeaseState(
@@ -186,22 +187,14 @@ class LeaseSession(Closing):
         # The scheduler's network is the one in which others must reach this worker.
         others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
         named = advertised_host(host, others[0]) if others else host
-        throttle = Throttle(upload_bytes_per_s=upload_bytes_per_s)
         return SliceShare(
-            self.job.identity, self.cache, self.index.sizes, host or "0.0.0.0", int(port), throttle,
+            self.job.identity, self.cache, self.index.sizes, host or "0.0.0.0", int(port), upload_bytes_per_s,
             advertised_host=named,
         )  # fmt: skip
 
 
-def _open_session(directory: Path) -> tuple[str, int, Lock]:
-    """Lock the first unlocked session of the cache directory: its name, and the number before its first attempt's."""
-    numbers = itertools.count()
-    while (opened := _lock_session(directory / f"session-{next(numbers)}")) is None:
-        pass
-    return opened
-
-
 def _lock_session(path: Path) -> tuple[str, int, Lock] | None:
+    """Lock an unlocked session: its name, and the number before its first attempt's."""
     if (lock := try_acquire(path)) is None:
         return None
     match = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
@@ -216,8 +209,7 @@ def _lock_session(path: Path) -> tuple[str, int, Lock] | None:
 def return_leases(directory: Path, scheduler: SchedulerClient) -> None:
     """Return the leases of the sessions of a cache directory whose processes died.
 
-    Raises:
-        NetworkError: If the scheduler does not answer, or refuses it: the leases expire.
+    NetworkError if the scheduler does not answer, or refuses it: the leases expire.
     """
     for path in sorted(directory.glob("session-*")):
         if (opened := _lock_session(path)) is not None:

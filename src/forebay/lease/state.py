@@ -72,11 +72,6 @@ class ActiveLease:
     reason: str = ""  # why it failed; empty if it did not
     num_refusals: int = 0
 
-    @classmethod
-    def of(cls, grant: Lease) -> "ActiveLease":
-        """A lease that was just granted."""
-        return cls(grant, grant.stop, grant.start, grant.start, grant.start, grant.stop)
-
     @property
     def is_spent(self) -> bool:
         """Whether no further sample of it will be used."""
@@ -313,10 +308,11 @@ class LeaseState:
         del self._reports[: len(request.reports)]
         for grant in reply.leases:
             if grant.lease_id not in self._leases:
-                self._leases[grant.lease_id] = ActiveLease.of(grant)
+                start, stop = grant.start, grant.stop
+                self._leases[grant.lease_id] = ActiveLease(grant, stop, start, start, start, stop)
                 self._lease_s = grant.expires_in_s
                 weight = _NEW_WEIGHT if self._samples_per_lease else 1.0
-                self._samples_per_lease += (grant.stop - grant.start - self._samples_per_lease) * weight
+                self._samples_per_lease += (stop - start - self._samples_per_lease) * weight
         for lease in self._leases.values():
             lease.allowed_until = lease.stop
         self.paused, self.num_left_out = reply.paused, reply.num_left_out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -67,13 +67,9 @@ class Checkpoint:
     last_bytes: _Positive  # Bytes of the last line, newline included.
     first: str  # The hash of entry 0.
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Any) -> Checkpoint | None:
-        """The inverse of `to_json`; None for invalid input."""
+        """The checkpoint of a dict of these fields; None for invalid input."""
         try:
             checkpoint = _CHECKPOINT.validate_python(value)
         except ValidationError:
@@ -103,16 +99,8 @@ def read_entry(line: bytes, seq: int, prev: str | None, path: Path | str) -> Ent
         raise LedgerError(f"ledger entry {seq}: its hash does not match its content {location}.")
     try:
         fields = orjson.loads(line)
-        entry = Entry(
-            fields["seq"],
-            fields["prev"],
-            float(fields["at"]),
-            fields["kind"],
-            fields["body"],
-            fields["sig"],
-            digest,
-            line,
-        )
+        seq_read, prev_read, kind, body, sig = (fields[name] for name in ("seq", "prev", "kind", "body", "sig"))
+        entry = Entry(seq_read, prev_read, float(fields["at"]), kind, body, sig, digest, line)
         if not isinstance(entry.body, dict) or not line.endswith(_SIGNATURE + entry.sig.encode() + b'"}'):
             raise ValueError("no body, or no signature at the end")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

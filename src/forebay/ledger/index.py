@@ -67,8 +67,7 @@ Asides = dict[tuple[int, int], list[tuple[int, int, int]]]
 def apply_aside(entry: Entry, job: Job, aside: Asides, ended: Container[int]) -> None:
     """Apply an entry of kind set_aside or readmitted to `aside`. The latter counts for all epochs but those ended.
 
-    Raises:
-        LedgerError: If the samples are not in the job.
+    LedgerError if the samples are not in the job.
     """
     index, epoch = entry.body["slice"], entry.body.get("epoch")
     if type(index) is not int or not 0 <= index < len(job.samples):

@@ -28,7 +28,7 @@ Replay = Callable[[Job, int, int, int, int], tuple[NDArray[np.int64], str]]
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """Result of `verify_ledger`."""
+    """Result of `verify_ledger`, and the output of `forebay ledger verify --json`."""
 
     ok: bool  # Intact, and every started epoch used every sample once, apart from the share that may be set aside.
     intact: bool  # The chain, the signatures and the receipts are valid.
@@ -38,10 +38,6 @@ class LedgerReport:
     entries: int = 0
     missing: list[dict[str, int]] = field(default_factory=list)  # The first, by epoch: slice, start, stop.
     repeated: list[dict[str, int]] = field(default_factory=list)  # The same, and the entry.
-
-    def to_json(self) -> dict[str, Any]:
-        """The output of `forebay ledger verify --json`."""
-        return dict(vars(self))
 
 
 @dataclass

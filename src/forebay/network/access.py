@@ -97,21 +97,18 @@ def read_rules(path: Path) -> list[AccessRule]:
 
 
 class AccessPolicy:
-    """Checks requests of peers. Thread-safe; `AccessPolicy(None)` checks only the scopes of certificates."""
+    """Checks requests of peers. Thread-safe; without a file it checks only the scopes of certificates.
+
+    Raises UsageError if the file is invalid now.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._stamp: FileStamp = None
-        self._rules: list[AccessRule] = []
+        self._rules = read_rules(path) if path is not None else []
         self._fault = ""
         self._usage = _QuotaStore(path.with_name(path.name + ".used")) if path is not None else None
-
-    @classmethod
-    def load(cls, path: str | Path) -> AccessPolicy:
-        """The policy of a file. Raises UsageError if the file is invalid now."""
-        read_rules(Path(path))
-        return cls(Path(path))
 
     def check(self, peer: Peer, dataset_name: str, dataset_id: str, num_bytes: int, now: float) -> str | None:
         """Count bytes of a dataset against a peer's quota and return None, or return the reason for a refusal.

@@ -77,11 +77,8 @@ def check_url(url: str) -> urllib.parse.SplitResult:
         if len(url) > MAX_URL_BYTES or not re.fullmatch(r"[!-~]+", url) or "\\" in url:
             raise ValueError(f"more than {MAX_URL_BYTES} characters, or other than printable ASCII")
         parts = urllib.parse.urlsplit(url)
-        if (
-            parts.scheme not in _SCHEMES
-            or not url.startswith(f"{parts.scheme}://")
-            or not is_host(parts.hostname or "")
-        ):
+        has_scheme = parts.scheme in _SCHEMES and url.startswith(f"{parts.scheme}://")
+        if not has_scheme or not is_host(parts.hostname or ""):
             raise ValueError("no such scheme or host")
         if "@" in parts.netloc or "?" in url or "#" in url:
             raise ValueError("a user, a query or a fragment")

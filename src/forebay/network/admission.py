@@ -5,8 +5,6 @@ A request is a certificate request, signed by the node's key. The use of a token
 sent, so a killed server counts each use; the same key again (after a lost answer) gets a certificate and uses nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -25,7 +23,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
-from forebay.network.app import ApiError, JsonResponse, Request, Response, make_app
+from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.join import JoinToken, check_token
 from forebay.network.limits import ServerLimits
@@ -172,44 +170,33 @@ class _TokenUses:
             return False
         if len(used) >= token.uses:
             raise ProtocolError(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
-        entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3)}
-        entry["valid_days"] = token.valid_days
+        days = token.valid_days
+        entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3), "valid_days": days}
         self._file.write(json.dumps(entry).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         used.add(peer_id)
-        self.valid_days[peer_id] = token.valid_days
+        self.valid_days[peer_id] = days
         return True
 
     def close(self) -> None:
         self._file.close()
 
 
-class AdmissionServer:
+class AdmissionServer(Server):
     """Serves `Admissions` over TLS 1.3 with the issuer's key, from `start` to `close`; clients need no certificate."""
 
     def __init__(self, admissions: Admissions, host: str = "127.0.0.1", port: int = 0) -> None:
         self.admissions = admissions
-        app = make_app("Forebay admission")
+        app = make_app("Forebay admission", errors={ProtocolError: (403, "refused")})
         app.post("/v1/admit", summary="A certificate for a token.")(self._admit)
         app.post("/v1/renew", summary="Another certificate for a key that has one.")(self._renew)
-        app.add_exception_handler(ProtocolError, _refused)
-        self._server = Server(app, None, host, port, limits=LIMITS, tls=_context(admissions))
-
-    @property
-    def address(self) -> str:
-        """`host:port` where it listens, once it has started."""
-        return self._server.address
-
-    def start(self) -> AdmissionServer:
-        """Start background threads. Raises NetworkError if the address is not available."""
-        self._server.start()
-        return self
+        super().__init__(app, None, host, port, limits=LIMITS, tls=_context(admissions))
 
     def close(self) -> None:
         """Finish the requests in progress and stop."""
-        self._server.drain(TIMEOUT_S)
-        self._server.close()
+        self.drain(TIMEOUT_S)
+        super().close()
         self.admissions.close()
 
     async def _admit(self, request: Request, message: AdmitRequest) -> Response:
@@ -219,10 +206,6 @@ class AdmissionServer:
         tls = request.state.connection.transport.get_extra_info("ssl_object")
         shown: bytes = tls.getpeercert(binary_form=True) or b""
         return JsonResponse(await asyncio.to_thread(self.admissions.renew, message, request.state.peer.name, shown))
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    return ApiError(403, "refused", str(error)).response()
 
 
 def _context(admissions: Admissions) -> ssl.SSLContext:

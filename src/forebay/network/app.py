@@ -10,11 +10,11 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -145,9 +145,8 @@ def file_response(request: Request, source: Path | bytes, size: int) -> FileRang
     start, stop = int(match[1]), min(int(match[2]) + 1, size) if match[2] else size
     if not 0 <= start < stop:
         raise ApiError(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
-    return FileRange(
-        source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
-    )
+    headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
+    return FileRange(source, start, stop, 206, headers)
 
 
 def peer_of(request: Request) -> Peer:
@@ -272,11 +271,19 @@ def add_trust_routes(app: FastAPI, identity: Identity) -> None:
     )(receive)  # fmt: skip
 
 
-def make_app(title: str, metrics: Callable[[], Iterable[Metric]] = tuple) -> FastAPI:
-    """An application with `/openapi.json`, `/metrics` and uniform errors."""
-    errors: dict[int | str, dict[str, Any]] = {status: describe_error(text) for status, text in _ERRORS.items()}
-    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors)
+def make_app(
+    title: str, metrics: Callable[[], Iterable[Metric]] = tuple,
+    errors: Mapping[type[Exception], tuple[int, str]] = MappingProxyType({}),
+) -> FastAPI:  # fmt: skip
+    """An application with `/openapi.json`, `/metrics` and uniform errors.
+
+    `errors`: status and code of the response to an exception of a route.
+    """
+    responses: dict[int | str, dict[str, Any]] = {status: describe_error(text) for status, text in _ERRORS.items()}
+    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=responses)
     app.router.route_class = _MemberRoute
+    for error, (status, code) in errors.items():
+        app.add_exception_handler(error, partial(_known_error, status, code))
     for kind in (ApiError, HTTPException, ClientDisconnect, RequestValidationError, Exception):
         app.add_exception_handler(kind, _error_response)  # type: ignore[arg-type]
 
@@ -332,6 +339,12 @@ def _family(
 # A figure that rises and falls, and a total since the start (`name` ends in `_total`): name, description, value or
 # values by `label`.
 gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+
+
+async def _known_error(status: int, code: str, request: Request, error: Exception) -> Response:
+    if status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return ApiError(status, code, str(error), 1.0 if status == 503 else None).response()
 
 
 async def _error_response(request: Request, error: Exception) -> Response | None:

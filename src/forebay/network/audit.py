@@ -6,8 +6,6 @@ rotate other lines away: a peer that is refused all day writes some 3 MB. Four p
 Anyone who can write the files can change them; forward the lines elsewhere if that matters.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

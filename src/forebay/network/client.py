@@ -119,8 +119,8 @@ class Client(Closing):
     def request_json(
         self, address: str, method: str, path: str, obj: Any = None, expect_peer: str | None = None,
         timeout_s: float = 10.0, max_bytes: int = MAX_JSON_BYTES, *, role: str | None = None,
-    ) -> tuple[Any, Peer]:  # fmt: skip
-        """Send an object as JSON (bytes unchanged, None as no body); return the JSON response and its sender.
+    ) -> tuple[dict[str, Any], Peer]:  # fmt: skip
+        """Send an object as JSON (bytes unchanged, None as no body); return the object of the response, and its sender.
 
         Args:
             expect_peer: The id that the peer must have.
@@ -130,7 +130,7 @@ class Client(Closing):
         Raises:
             WrongPeerError: The peer has another id or lacks the role; nothing was sent.
             RemoteError: The status is not 2xx.
-            ProtocolError: The response is not JSON, too large or malformed.
+            ProtocolError: The response is not a JSON object, too large or malformed.
             NetworkError: The peer cannot be reached, is revoked, or does not answer in time.
         """
         body = b"" if obj is None else obj
@@ -138,9 +138,12 @@ class Client(Closing):
             body = json.dumps(obj, separators=(",", ":")).encode()
         data, peer = self._send_small(address, method, path, body, max_bytes, expect_peer, timeout_s, role)
         try:
-            return json.loads(data), peer
+            answer = json.loads(data)
+            if not isinstance(answer, dict):
+                raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"{method} {path}: expected JSON from {address}, got {data[:80]!r}: {error}") from error
+        return answer, peer
 
     def get_bytes(
         self, address: str, path: str, max_bytes: int, expect_peer: str | None = None, timeout_s: float = 60.0
@@ -266,11 +269,10 @@ class Client(Closing):
             if self._read_peer is not None:
                 sock: Any = connection.sock
                 connection.peer = self._read_peer(sock.getpeercert(binary_form=True) or b"")
-        except FAULTS as error:
+        except BaseException as error:
             connection.close()
-            raise NetworkError(_unreachable("connect", request.address, error)) from error
-        except BaseException:
-            connection.close()
+            if isinstance(error, FAULTS):
+                raise NetworkError(_unreachable("connect", request.address, error)) from error
             raise
         return connection
 

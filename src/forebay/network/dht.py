@@ -11,12 +11,10 @@ node stores at most MAX_ADDRESSES under a key and returns 100 random ones: a flo
 
 import ipaddress
 import logging
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import libtorrent
@@ -54,7 +52,7 @@ class LibtorrentDht:
         self._results: dict[bytes, set[HostPort]] = {}
         self._answered_at: dict[bytes, float] = {}  # first answer of another node
         self._announced: dict[bytes, int] = {}
-        self._num_nodes = 0
+        self.num_nodes = 0  # others in the routing table, up to half a second ago
         self._failure = ""
         self._closed = False
         try:
@@ -78,18 +76,19 @@ class LibtorrentDht:
             "Choose another port (0 takes a free one)."
         )
 
-    def nodes(self) -> int:
-        """Number of other nodes in the routing table, up to half a second old."""
-        with self._changed:
-            return self._num_nodes
-
     def announce(self, key: bytes, port: int) -> None:
         """See Discovery. Returns at once; the nodes near the key receive it within one or two round trips."""
+        key = bytes(key)
         with self._changed:
             if self._closed:
                 return
-            self._announced[bytes(key)] = port
-        self._announce(bytes(key), port)
+            self._announced[key] = port
+            self._session.dht_announce(lt.sha1_hash(key), port, 0)
+        for host in self._own_addresses():
+            token = self._query(host, b"get_peers", {b"info_hash": key}).get(b"token")
+            if token:
+                body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
+                self._query(host, b"announce_peer", body)
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Queries this node's store and the nodes near the key, each second until one answers.
@@ -130,17 +129,6 @@ class LibtorrentDht:
         self._pump.join()
         del self._session  # returns when libtorrent's threads have ended
 
-    def _announce(self, key: bytes, port: int) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._session.dht_announce(lt.sha1_hash(key), port, 0)
-        for host in self._own_addresses():
-            token = self._query(host, b"get_peers", {b"info_hash": key}).get(b"token")
-            if token:
-                body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
-                self._query(host, b"announce_peer", body)
-
     def _run(self) -> None:
         """Handle libtorrent's alerts until `close`; request its statistics."""
         asked_at = 0.0
@@ -162,16 +150,16 @@ class LibtorrentDht:
                     self._answered_at[key] = self._answered_at[key] or time.monotonic()
             elif isinstance(alert, lt.session_stats_alert):
                 num_nodes = int(alert.values.get("dht.dht_nodes", 0))
-                if num_nodes > self._num_nodes:
+                if num_nodes > self.num_nodes:
                     announced = list(self._announced.items())
-                self._num_nodes = num_nodes
+                self.num_nodes = num_nodes
             elif isinstance(alert, lt.listen_succeeded_alert):
                 self._addresses.add(str(alert.address))
             elif isinstance(alert, lt.listen_failed_alert):
                 self._failure = alert.message()
             self._changed.notify_all()
         for key, port in announced:
-            self._announce(key, port)
+            self.announce(key, port)
 
     def _query_self(self, key: bytes) -> set[HostPort]:
         """Addresses in this node's own store: libtorrent's search queries other nodes only."""
@@ -188,12 +176,7 @@ class LibtorrentDht:
     def _query(self, host: str, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
         """Send a BEP 5 query to this node itself, from one of its addresses; {} if there is no answer."""
         try:
-            with socket.socket(_family(host), socket.SOCK_DGRAM) as sock:
-                sock.bind((host, 0))
-                sock.settimeout(0.5)
-                sock.connect((host, self.port))  # packets from other addresses are dropped
-                sock.send(_query_bytes(name, arguments))
-                reply = lt.bdecode(sock.recv(65536))
+            reply = lt.bdecode(_send_query((host, self.port), name, arguments, 0.5, source=host))
         except (OSError, RuntimeError) as error:  # bdecode raises the latter
             log.debug("DHT at %s did not answer its own query (%s): %s", host, name.decode(), error)
             return {}
@@ -210,8 +193,15 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
 
     deadline = time.monotonic() + timeout_s
     with log_while_waiting(log, lambda: f"a bootstrap node of the DHT; asked {describe()}"):
-        while not _ping(addresses, states, max(0.05, min(1.0, deadline - time.monotonic()))):
-            if stop is not None and stop.is_set():
+        while True:
+            for address in addresses:
+                wait_s = max(0.05, min(1.0, deadline - time.monotonic()) / len(addresses))
+                try:
+                    _send_query(address, b"ping", {}, wait_s)
+                    return
+                except OSError as error:  # without `strerror` it is the time-out; ICMP: no process listens at the port
+                    states[join_address(*address)] = error.strerror or "no answer"
+            if (stop or threading.Event()).wait(0.05):
                 return
             if time.monotonic() >= deadline:
                 raise NetworkError(
@@ -220,39 +210,20 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
                 )
 
 
-def _ping(addresses: Sequence[HostPort], states: dict[str, str], timeout_s: float) -> bool:
-    """Whether a node answers in time; sets `states` of unreachable nodes."""
-    with ExitStack() as stack:
-        selector = stack.enter_context(selectors.DefaultSelector())
-        deadline = time.monotonic() + timeout_s
-        for address in addresses:
-            try:
-                family, kind, protocol, _, sockaddr = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-                sock = stack.enter_context(socket.socket(family, kind, protocol))
-                sock.connect(sockaddr)
-                sock.send(_query_bytes(b"ping", {}))
-                selector.register(sock, selectors.EVENT_READ, join_address(*address))
-            except OSError as error:
-                states[join_address(*address)] = error.strerror or str(error)
-        while (remaining_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(remaining_s):
-                try:
-                    assert isinstance(key.fileobj, socket.socket)
-                    key.fileobj.recv(65536)
-                    return True
-                except OSError as error:  # ICMP: no process listens at the port
-                    states[key.data] = error.strerror or str(error)
-                    selector.unregister(key.fileobj)
-        return False
-
-
-def _query_bytes(name: bytes, arguments: dict[bytes, Any]) -> bytes:
+def _send_query(
+    target: HostPort, name: bytes, arguments: dict[bytes, Any], timeout_s: float, source: str = ""
+) -> bytes:
+    """The reply to a BEP 5 query, from the address `source`. Raises OSError."""
     body = {b"id": b"forebay-own-inquiry0", **arguments}
-    return bytes(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}))
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    query = lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1})
+    family, kind, protocol, _, sockaddr = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as sock:
+        if source:
+            sock.bind((source, 0))
+        sock.settimeout(timeout_s)
+        sock.connect(sockaddr)  # packets from other addresses are dropped
+        sock.send(query)
+        return sock.recv(65536)
 
 
 def _is_local(host: str) -> bool:
@@ -270,7 +241,7 @@ def _parse_compact(compact: object) -> HostPort | None:
 
 def _free_port(host: str, port: int) -> int:
     """The port if it is free at the host; for 0 a free one. Raises OSError."""
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as sock:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind((host, port))
         return int(sock.getsockname()[1])
 

@@ -114,7 +114,7 @@ def read_claims(client: Client, address: str, name: str, timeout_s: float = ASK_
     """
     path = f"/v1/claims?name={quote(name, safe='')}"
     body, peer = client.request_json(address, "GET", path, timeout_s=timeout_s, max_bytes=MAX_CLAIMS_BYTES, role="data")
-    items = body.get("claims") if isinstance(body, dict) else None
+    items = body.get("claims")
     if not isinstance(items, list) or len(items) > MAX_CLAIMS:
         raise ProtocolError(f"claims of {peer.peer_id} at {address}: expected a list of at most {MAX_CLAIMS}")
     now, claims = time.time(), []

@@ -6,8 +6,6 @@ connection showed or whether it was used before, and both decide here what is se
 TLS layer into the caller's buffer; urllib3's `read` copies it twice, which costs 10 % of a stream.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -6,8 +6,7 @@ Shares of an upload are per connection; `connections_per_peer` and `bytes_per_s`
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BURST_S = 0.05  # burst of a bucket, in seconds of its rate
-PIECE_S = 0.1  # maximum wait for a piece
-MIN_PIECE_BYTES = 4096
 MAX_BUCKETS = 16_384  # members with a request rate in memory; the least recent is dropped first
 REPLY_TTL_S = 120.0
 MAX_REPLY_BYTES = 256 << 10
@@ -44,6 +41,7 @@ class ServerLimits:
     organisation_requests_per_s: float = 8000.0
     bytes_per_s: float = 4e9  # of slices and files; sending waits beyond it
     organisation_bytes_per_s: float = 16e9
+    upload_bytes_per_s: float = math.inf  # to all together
     body_bytes: int = 1 << 20  # per request
     idle_s: float = 60.0  # of a connection between requests
     handshake_s: float = 5.0  # for the client to complete it; likewise for a request's head and body
@@ -105,33 +103,12 @@ class TokenBucket:
         self._filled_at = now if self._filled_at is None else max(now, self._filled_at)
 
 
-class Throttle:
-    """The upload limit of a node to all peers together; servers with different loops may share it."""
-
-    def __init__(self, upload_bytes_per_s: float | None = None) -> None:
-        self._upload = TokenBucket(upload_bytes_per_s) if upload_bytes_per_s is not None else None
-        self._lock = threading.Lock()
-
-    def piece_bytes(self, max_bytes: int) -> int:
-        """Size of a piece: `max_bytes`, or less if a low limit would make waits long."""
-        if self._upload is None:
-            return max_bytes
-        return max(MIN_PIECE_BYTES, min(max_bytes, int(self._upload.rate * PIECE_S)))
-
-    async def pace(self, num_bytes: int) -> None:
-        """Wait until a piece of this length may be sent."""
-        if self._upload is None:
-            return
-        with self._lock:
-            wait_s = self._upload.take(num_bytes, time.monotonic())
-        await asyncio.sleep(wait_s)
-
-
 class RequestTable:
     """Requests in progress, and request rates, by peer and organisation. For one event loop."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
+        self._upload = TokenBucket(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
         self.num_active = 0
         self._by_peer: Counter[str] = Counter()
         self._by_org: Counter[str] = Counter()
@@ -167,7 +144,7 @@ class RequestTable:
         if peer.org:
             of_org = self._bucket(f"bytes of {peer.org}", self.limits.organisation_bytes_per_s)
             wait_s = max(wait_s, of_org.take(num_bytes, now))
-        return wait_s
+        return wait_s if self._upload is None else max(wait_s, self._upload.take(num_bytes, now))
 
     def _bucket(self, key: str, rate: float) -> TokenBucket:
         bucket = self._buckets[key] = self._buckets.pop(key) if key in self._buckets else TokenBucket(rate, 2 * rate)

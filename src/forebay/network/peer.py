@@ -39,6 +39,9 @@ class Scope:
         return Scope(self.roles or outer.roles, self.datasets, outer.datasets)
 
 
+UNBOUNDED = Scope()
+
+
 @dataclass(frozen=True)
 class Peer:
     """The other end of a connection, proven by its certificate; over plain HTTP `peer_id` is empty."""
@@ -47,7 +50,7 @@ class Peer:
     public_key: bytes
     name: str
     org: str = ""  # peer id of the issuing organisation; empty: issued by the root
-    scope: Scope = Scope()  # within its organisation's
+    scope: Scope = UNBOUNDED  # within its organisation's
     # Validity of its whole chain, Unix seconds. Not compared: a renewed certificate is the same peer.
     valid_from: float = field(default=-math.inf, compare=False)
     valid_until: float = field(default=math.inf, compare=False)

@@ -50,7 +50,7 @@ def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
 def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
     """Send a CRL to a node; return the node's peer id, and whether it accepted the CRL as new."""
     answer, peer = client.request_json(address, "POST", CRLS, crl.pem)
-    return peer.peer_id, isinstance(answer, dict) and answer.get("new") is True
+    return peer.peer_id, answer.get("new") is True
 
 
 class TrustWatch:
@@ -125,18 +125,14 @@ class TrustWatch:
                 self._discover()
                 for address in self._choose():
                     self.ask(address)
-            self._check_files()
+            self._identity.refresh()
+            stamp = self._identity.revocations.stamp()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._on_change()
             if time.monotonic() >= self._renew_at:
                 self._renew()
             self._thread.stopping.wait(self._look_every_s)
-
-    def _check_files(self) -> None:
-        """Apply a renewed certificate and changed revocations."""
-        self._identity.refresh()
-        stamp = self._identity.revocations.stamp()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self._on_change()
 
     def _renew(self) -> None:
         """Renew the certificate at the issuer's admission server once less than a third of its validity remains."""
@@ -177,9 +173,9 @@ class TrustWatch:
         return random.sample(addresses, min(NUM_ASKED, len(addresses)))
 
 
-def _parse_numbers(answer: Any, address: str) -> dict[str, int]:
+def _parse_numbers(answer: dict[str, Any], address: str) -> dict[str, int]:
     """Check the answer of `GET /v1/crls`. Raises ProtocolError."""
-    numbers = answer.get("crls") if isinstance(answer, dict) else None
+    numbers = answer.get("crls")
     if (
         isinstance(numbers, dict)
         and len(numbers) <= MAX_ISSUERS

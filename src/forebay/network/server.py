@@ -20,15 +20,15 @@ import ssl
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fastapi import FastAPI
 
 from forebay.errors import NetworkError
 from forebay.network.addresses import join_address
-from forebay.network.app import Metric, add_trust_routes
+from forebay.network.app import add_trust_routes
 from forebay.network.client import Client
-from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server_connections import PeerProtocol, ServerCore
@@ -53,7 +53,6 @@ class Server:
     Owns its thread and sockets from `start` to `close`; both may be called from any thread, `close` more than once.
 
     Args:
-        throttle: Limits the upload; several servers may share it.
         on_bytes: Called in the server's thread for each piece of a file that was sent.
         tls: Without an identity: TLS with this context, otherwise plain HTTP.
         discovery, peers: Find nodes that serve CRLs: see `TrustWatch`.
@@ -61,15 +60,14 @@ class Server:
 
     def __init__(
         self, app: FastAPI, identity: Identity | None, host: str, port: int, *, limits: ServerLimits | None = None,
-        throttle: Throttle | None = None, on_bytes: Callable[[Peer, int], None] | None = None,
-        tls: ssl.SSLContext | None = None, discovery: Discovery | None = None,
-        peers: Callable[[], Sequence[str]] = tuple,
+        on_bytes: Callable[[Peer, int], None] | None = None, tls: ssl.SSLContext | None = None,
+        discovery: Discovery | None = None, peers: Callable[[], Sequence[str]] = tuple,
     ) -> None:  # fmt: skip
         self.identity = identity
         self.host = host
         self.port = port
         self._tls = tls
-        self._core = ServerCore(app, identity, limits or ServerLimits(), throttle or Throttle(), on_bytes)
+        self._core = ServerCore(app, identity, limits or ServerLimits(), on_bytes)
         self._discovery = discovery
         self._peers = peers
         self._trust: TrustWatch | None = None
@@ -99,10 +97,6 @@ class Server:
         """Connections closed because of a missing certificate or a limit."""
         return self._core.connections.num_refused
 
-    def metrics(self) -> list[Metric]:
-        """Metrics of the server."""
-        return self._core.metrics()
-
     def add_task(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
         """Add a background task of the server's loop; call it before `start`.
 
@@ -111,7 +105,7 @@ class Server:
         """
         self._tasks.append((name, body))
 
-    def start(self) -> None:
+    def start(self) -> Self:
         """Listen, and serve in a background thread. Raises NetworkError."""
         if self.identity is not None:
             self._tls = self.identity.server_context()
@@ -129,6 +123,7 @@ class Server:
                 address=self.address, on_change=lambda: self.run_soon(self._core.sweep),
             ).start()  # fmt: skip
         log.info("listening: address=%s tls=%s", self.address, "yes" if self._tls is not None else "no")
+        return self
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the server's loop from another thread and return its result."""
@@ -158,9 +153,8 @@ class Server:
                 assert self._listener is not None
                 self._listener.close()
 
-    def __enter__(self) -> Server:
-        self.start()
-        return self
+    def __enter__(self) -> Self:
+        return self.start()
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -23,12 +23,13 @@ from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
-from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, Throttle, decrease
+from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, decrease
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
 from forebay.threads import failures as thread_failures
 
-PIECE_BYTES = 256 << 10
+MIN_PIECE_BYTES, PIECE_BYTES = 4096, 256 << 10
+PIECE_S = 0.1  # maximum wait for a piece under a limit of the upload
 MAX_PIPELINED = 16
 MAX_HEAD_BYTES = 32 << 10
 SLOW_S = 2.0
@@ -143,13 +144,12 @@ class PeerProtocol(HttpToolsProtocol):
 
     @property
     def piece_bytes(self) -> int:
-        """Maximum bytes sent in one turn."""
-        return self.core.throttle.piece_bytes(PIECE_BYTES)
+        """Maximum bytes sent in one turn: fewer where a low limit of the upload would make waits long."""
+        return max(MIN_PIECE_BYTES, int(min(PIECE_BYTES, self.core.limits.upload_bytes_per_s * PIECE_S)))
 
     async def wait_for_turn(self, num_bytes: int) -> None:
         """Wait until the limits of the upload, the peer and its organisation allow so many bytes."""
         core = self.core
-        await core.throttle.pace(num_bytes)
         if (wait_s := core.requests.wait_for_bytes(self.peer, num_bytes, core.loop.time())) > 0:
             await asyncio.sleep(wait_s)
 
@@ -255,13 +255,12 @@ class ServerCore:
     """State shared by a server's connections, and its ASGI entry point; runs in the server's loop."""
 
     def __init__(
-        self, app: ASGIApp, identity: Identity | None, limits: ServerLimits, throttle: Throttle,
+        self, app: ASGIApp, identity: Identity | None, limits: ServerLimits,
         on_bytes: Callable[[Peer, int], None] | None,
     ) -> None:  # fmt: skip
         self.app = app
         self.identity = identity
         self.limits = limits
-        self.throttle = throttle
         self.on_bytes = on_bytes
         self.is_draining = False
         self.connections = ConnectionTable(limits)
@@ -371,7 +370,8 @@ class ServerCore:
         except Exception:
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
             if not started:
-                await _INTERNAL.response()(scope, receive, counted_send)
+                error = ApiError(500, "internal", "the request failed; see the node's log")
+                await error.response()(scope, receive, counted_send)
             else:
                 connection.abort()
 
@@ -407,9 +407,6 @@ class ServerCore:
             counter("forebay_task_failures_total", "Background tasks that failed and went on.", failures, "task"),
             counter("forebay_thread_failures_total", "Failures of background threads.", threads, "thread"),
         ]
-
-
-_INTERNAL = ApiError(500, "internal", "the request failed; see the node's log")
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

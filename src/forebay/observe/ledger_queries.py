@@ -100,7 +100,7 @@ def batch_sizes(uses: NDArray[Any], before: I64, num_sessions: int) -> I64:
 
 
 def blame_step(
-    index: LedgerIndex, step: int, *, worker: str = "", documents: Documents | None = None, text: bool = True
+    index: LedgerIndex, step: int, *, worker: str = "", documents: Documents | None = None
 ) -> list[BatchShare]:
     """The shares of a step of leasing workers. `documents` are of the job's dataset.
 
@@ -116,7 +116,7 @@ def blame_step(
             f"{int(uses['step'][is_mine].max(initial=0))}. Steps count from 1; only acknowledged samples are listed."
         )
     sizes = batch_sizes(uses, before, len(index.sessions))
-    return [_narrowed(index, int(row), before, sizes, step, documents, text) for row in rows]
+    return [_narrowed(index, int(row), before, sizes, step, documents) for row in rows]
 
 
 def _workers(index: LedgerIndex, worker: str) -> list[int]:
@@ -143,7 +143,7 @@ def _part(index: LedgerIndex, row: int, before: I64) -> BatchShare:
 
 
 def _narrowed(
-    index: LedgerIndex, row: int, before: I64, sizes: I64, step: int, documents: Documents | None, text: bool
+    index: LedgerIndex, row: int, before: I64, sizes: I64, step: int, documents: Documents | None
 ) -> BatchShare:
     """The samples of one step among those of a use."""
     share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
@@ -156,19 +156,19 @@ def _narrowed(
     return replace(
         share, start=start, stop=stop, exact=exact, first_step=steps[0], last_step=steps[1],
         samples=(ids + index.job.first_ids[share.slice]).tolist(),
-        documents=_documents_of(index.job, documents, share.slice, ids.tolist(), text),
+        documents=_documents_of(index.job, documents, share.slice, ids.tolist()),
     )  # fmt: skip
 
 
 def _documents_of(
-    job: Job, documents: Documents | None, slice_index: int, samples: Sequence[int], text: bool
+    job: Job, documents: Documents | None, slice_index: int, samples: Sequence[int]
 ) -> list[DocumentRange]:
-    seq_len = job.body.get("seq_len")
-    if documents is not None:
-        _check_plain(job)
-    if documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
+    if documents is None:
         return []
-    return documents.of_samples(slice_index, samples, int(seq_len), text=text)
+    _check_plain(job)
+    is_tokens = job.body.get("layout", "tokens") == "tokens"
+    seq_len = int(job.body.get("seq_len") or 0) if is_tokens else 0
+    return documents.of_samples(slice_index, samples, seq_len, text=True) if seq_len else []
 
 
 def _check_plain(job: Job) -> None:

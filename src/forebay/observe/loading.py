@@ -78,21 +78,18 @@ class LoaderCollector:
     Metrics: `forebay_loader_wait_seconds_total{cause=…}`, `forebay_loader_epoch`, `…_samples_taken`,
     `…_cache_bytes`, and a counter for each count of `Loader.stats()`.
 
-    Args:
-        loader: The loader whose `stats` are read at each scrape.
-        labels: Labels of every metric, such as `{"rank": "3"}`; by default the loader's rank.
+    Each has the loader's rank as label. `stats` are read at each scrape.
     """
 
-    def __init__(self, loader: Loader[Any], labels: dict[str, str] | None = None) -> None:
+    def __init__(self, loader: Loader[Any]) -> None:
         self._loader = loader
-        self._labels = {"rank": str(loader.rank)} if labels is None else labels
 
     def collect(self) -> Iterable[Any]:
         """The metric families, for `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         stats, state = self._loader.stats(), self._loader.state_dict()
-        names, values = list(self._labels), list(self._labels.values())
+        names, values = ["rank"], [str(self._loader.rank)]
         about = "Time that the trainer waited for batches, by cause."
         waits = CounterMetricFamily("forebay_loader_wait_seconds", about, labels=[*names, "cause"])
         for cause in CAUSES:
@@ -112,7 +109,7 @@ class LoaderCollector:
             yield gauge
 
 
-def serve_metrics(loader: Loader[Any], port: int, host: str = "127.0.0.1", labels: dict[str, str] | None = None) -> Any:
+def serve_metrics(loader: Loader[Any], port: int, host: str = "127.0.0.1") -> Any:
     """Serve a loader's metrics at `http://HOST:PORT/metrics`, from a thread. Needs the extra `metrics`.
 
     Returns:
@@ -121,5 +118,5 @@ def serve_metrics(loader: Loader[Any], port: int, host: str = "127.0.0.1", label
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(LoaderCollector(loader, labels))
+    registry.register(LoaderCollector(loader))
     return start_http_server(port, addr=host, registry=registry)

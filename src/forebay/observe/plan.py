@@ -26,15 +26,6 @@ _STALL_PART = 0.01  # Of an epoch; less is not reported.
 MIN_CACHE_PART = 50  # Of the dataset; what is proposed is no smaller part.
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds."""
-
-    first_s: float  # Until the chunks of the first step have arrived.
-    stall_s: float  # Total time that training waits after that.
-    total_s: float  # From the start of fetching to the end of training.
-
-
 @dataclass
 class RunPlan:
     """The figures of a run; `refused` has the reasons why it cannot run as requested. None: not known."""
@@ -56,7 +47,8 @@ class RunPlan:
     largest_batch: int | None  # Of a rank, with which the loader fits the memory; 0 if none.
     first_batch_s: float | None = None
     slice_fetch_s: float | None = None
-    times: Times | None = None
+    stall_s: float | None = None  # Of an epoch, after the first batch.
+    epoch_s: float | None = None  # From the start of fetching to the end of training.
     needed_bandwidth: float | None = None
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -78,8 +70,8 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: `ok`, the figures by name, `loader` (arguments to use), `refused`, `warnings`, `advice`."""
-        job, times = self.job, self.times
-        plain = {name: value for name, value in vars(self).items() if name not in ("job", "nodes", "disk", "times")}
+        job, hidden = self.job, ("job", "nodes", "disk", "stall_s", "epoch_s")
+        plain = {name: value for name, value in vars(self).items() if name not in hidden}
         return {
             "ok": self.ok,
             "name": job.name,
@@ -90,8 +82,8 @@ class RunPlan:
             **plain,
             **asdict(self.disk),
             "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes},
-            "epoch_s": None if times is None else times.total_s,
-            "stall_s": None if times is None else times.stall_s,
+            "epoch_s": self.epoch_s,
+            "stall_s": self.stall_s,
             "fits_memory": self.fits_memory,
         }
 
@@ -122,7 +114,9 @@ def _figures(job: RunSpec) -> RunPlan:
     per_epoch = max(resources.fetched_bytes(job, node, cache) for node in nodes)
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
-    first_bytes = min(total_bytes, _first_samples(job) * (job.size.chunk_bytes + int(job.size.sample_bytes)))
+    # The samples of the first step on a node: each reads a chunk of its lane.
+    first = min(int(job.slice_samples.sum()), -(-job.global_batch * job.ranks_per_node // job.world_size))
+    first_bytes = min(total_bytes, first * (job.size.chunk_bytes + int(job.size.sample_bytes)))
     plan = RunPlan(
         job, nodes, order.num_lanes, order.window_samples, order.steps_per_epoch, disk,
         least_bytes=min(disk.open_bytes, disk.epoch_bytes),
@@ -142,16 +136,10 @@ def _figures(job: RunSpec) -> RunPlan:
     if job.step_s is not None and plan.steps_per_epoch:
         train_s = plan.steps_per_epoch * job.step_s
         plan.needed_bandwidth = per_epoch / train_s
-        if job.bandwidth is not None:
-            first_s = plan.first_batch_bytes / job.bandwidth
-            stall_s = max(0.0, per_epoch / job.bandwidth - train_s)
-            plan.times = Times(first_s, stall_s, first_s + stall_s + train_s)
+        if job.bandwidth is not None and plan.first_batch_s is not None:
+            plan.stall_s = max(0.0, per_epoch / job.bandwidth - train_s)
+            plan.epoch_s = plan.first_batch_s + plan.stall_s + train_s
     return plan
-
-
-def _first_samples(job: RunSpec) -> int:
-    """Samples of the first step on a node: each reads a chunk of its lane."""
-    return min(int(job.slice_samples.sum()), -(-job.global_batch * job.ranks_per_node // job.world_size))
 
 
 def _memory_bytes(job: RunSpec) -> tuple[int, int]:
@@ -176,7 +164,7 @@ def _samples_of_rank(job: RunSpec, order: Order) -> tuple[int, int]:
 
 def format_plan(plan: RunPlan) -> str:
     """The plan as text."""
-    job, disk, times = plan.job, plan.disk, plan.times
+    job, disk = plan.job, plan.disk
     node = "node" if job.num_nodes == 1 else f"each of {job.num_nodes} nodes"
     total, memory = map(format_bytes, (plan.total_bytes, plan.memory_bytes))
     opened = format_bytes(plan.disk.open_bytes)
@@ -202,9 +190,9 @@ def format_plan(plan: RunPlan) -> str:
         rows.append(("slice fetched in", format_seconds(plan.slice_fetch_s)))
     if plan.needed_bandwidth is not None:
         rows.append(("bandwidth enough", format_rate(plan.needed_bandwidth)))
-    if times is not None:
-        stall, of_step = map(format_seconds, (times.stall_s, times.stall_s / max(1, plan.steps_per_epoch)))
-        rows += [("stall", f"{stall} an epoch, {of_step} a step"), ("epoch", format_seconds(times.total_s))]
+    if plan.stall_s is not None and plan.epoch_s is not None:
+        stall, of_step = map(format_seconds, (plan.stall_s, plan.stall_s / max(1, plan.steps_per_epoch)))
+        rows += [("stall", f"{stall} an epoch, {of_step} a step"), ("epoch", format_seconds(plan.epoch_s))]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
     for kind in ("warnings", "refused", "advice"):
@@ -277,7 +265,7 @@ def _refuse(plan: RunPlan) -> None:
 
 
 def _warn(plan: RunPlan) -> None:
-    job, disk, times, warnings, advice = plan.job, plan.disk, plan.times, plan.warnings, plan.advice
+    job, disk, warnings, advice = plan.job, plan.disk, plan.warnings, plan.advice
     if plan.ok and plan.cache_bytes < min(disk.next_bytes, disk.epoch_bytes):
         warnings.append(
             f"cache: {format_bytes(plan.cache_bytes)} have room for the open windows and not for the next ones: "
@@ -294,10 +282,8 @@ def _warn(plan: RunPlan) -> None:
     if job.mem_bytes is not None and plan.memory_bytes > job.mem_bytes and plan.largest_batch:
         warnings.append(f"memory: the loader takes {format_bytes(plan.memory_bytes)} of {format_bytes(job.mem_bytes)}.")
         advice.append(f"batch_size={plan.largest_batch} (global {plan.largest_batch * job.world_size}) fits.")
-    if times is not None and times.stall_s > _STALL_PART * times.total_s:
-        warnings.append(
-            f"bandwidth: training waits {times.stall_s / times.total_s:.0%} of the time for data "
-            f"({format_seconds(times.stall_s)} an epoch)."
-        )
+    if plan.stall_s is not None and plan.epoch_s is not None and plan.stall_s > _STALL_PART * plan.epoch_s:
+        share, stall = plan.stall_s / plan.epoch_s, format_seconds(plan.stall_s)
+        warnings.append(f"bandwidth: training waits {share:.0%} of the time for data ({stall} an epoch).")
         if plan.needed_bandwidth is not None:
             advice.append(f"{format_rate(plan.needed_bandwidth)} would suffice to never wait.")

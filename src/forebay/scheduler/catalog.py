@@ -155,9 +155,9 @@ class Catalog:
     def _search(self, wait_s: float) -> tuple[str, tuple[Manifest, SliceTable]]:
         deadline = time.monotonic() + wait_s
         while True:
-            claims = self._wait_for_claims(wait_s, deadline)
+            claims = self._find_claims(self._id, min(ASK_S, wait_s))
             ids = sorted({claim.dataset_id for claim in claims})
-            if len(ids) != 1:
+            if len(ids) > 1:
                 raise DatasetError(
                     f"scheduler: dataset {self.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
                     "Choose one by its id (--id)."
@@ -173,20 +173,17 @@ class Catalog:
                     self.claims = claims
                     return ids[0], files
             # The nodes may have died since; others may come.
-            if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
+            if time.monotonic() < deadline and not self._stopping.wait(RETRY_S):
+                continue
+            if claims:
                 raise NetworkError(f"scheduler: no provider sent the manifest of {self.name!r}: {'; '.join(failures)}")
-
-    def _wait_for_claims(self, wait_s: float, deadline: float) -> list[Claim]:
-        while not (claims := self._find_claims(self._id, min(ASK_S, wait_s))):
-            if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
-                raise DatasetError(
-                    f"scheduler: expected a data node of {self.name!r}"
-                    + (f" with id {self._id}" if self._id else "")
-                    + f" in network {self._network_id} within {wait_s:g} s, got none: the DHT names no node that "
-                    "serves it. Start one with `forebay serve`, or check the name with `forebay find`."
-                    + "".join(f" Not counted: {reason}" for reason in self._unsigned)
-                )
-        return claims
+            raise DatasetError(
+                f"scheduler: expected a data node of {self.name!r}"
+                + (f" with id {self._id}" if self._id else "")
+                + f" in network {self._network_id} within {wait_s:g} s, got none: the DHT names no node that "
+                "serves it. Start one with `forebay serve`, or check the name with `forebay find`."
+                + "".join(f" Not counted: {reason}" for reason in self._unsigned)
+            )
 
     def _find_claims(self, dataset_id: str, timeout_s: float = ASK_S) -> list[Claim]:
         """The data nodes that serve the dataset now."""

@@ -81,10 +81,6 @@ class SchedulerCore:
         self._avoided: dict[tuple[str, int], float] = {}
         self._events: list[Event] = []  # of the call in progress
 
-    def done(self) -> bool:
-        """Whether every epoch has ended."""
-        return self.table.done
-
     @property
     def num_left_out(self) -> int:
         """Samples that epochs ended without: those of slices set aside."""
@@ -133,7 +129,7 @@ class SchedulerCore:
         grants, wait_s = self._grant(session, request.want, organisation, now)
         lease_ids = tuple(session.leases) if request.known_leases is None else request.known_leases
         active, lost = self._check_known(session, lease_ids, now)
-        done = self.done()
+        done = self.table.done
         session.knows_done, session.silent_until = done, now + wait_s
         result = ExchangeResult(
             tuple(accepted), active, tuple(grants), wait_s, done, tuple(refused), tuple(lost),
@@ -275,7 +271,7 @@ class SchedulerCore:
             grants.append(self._describe(session, lease_id, now))
         if len(grants) == num_wanted:
             return grants, 0.0
-        return grants, 1.0 if self.paused or self.done() else round(self.table.wait(session, now), 3)
+        return grants, 1.0 if self.paused or self.table.done else round(self.table.wait(session, now), 3)
 
     def _choose(self, session: WorkerSession, now: float) -> SampleRange | None:
         if self.paused:
@@ -358,7 +354,7 @@ class SchedulerCore:
     def _advance(self, now: float) -> None:
         if self.table.is_covered():
             self._emit(events.EpochEnded(self.table.epoch, self.table.used), now)
-            for index, reason in [] if self.done() else list(self.reasons.items()):
+            for index, reason in [] if self.table.done else list(self.reasons.items()):
                 for aside in self._asides(index, reason):
                     self._emit(aside, now, is_final=False)
 
@@ -368,11 +364,7 @@ class SchedulerCore:
         return self._take_events()
 
     def apply(self, event: Event, now: float = 0.0) -> None:
-        """Change the state by an event, a new one or a replayed one.
-
-        Raises:
-            LeaseError: If it contradicts the state.
-        """
+        """Change the state by an event, a new one or a replayed one. LeaseError if it contradicts the state."""
         table = self.table
         match event:
             case events.WorkerEnlisted(worker, _, _):

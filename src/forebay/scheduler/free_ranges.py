@@ -52,8 +52,7 @@ class FreeRanges:
     def start_epoch(self, epoch: int) -> None:
         """Free all samples for another epoch."""
         self.fresh: NDArray[np.bool_] = self.samples > 0
-        self.returned: dict[tuple[int, int], int] = {}  # (slice, start) to stop, the first returned in front
-        self._starts: dict[int, list[int]] = {}
+        self.returned: dict[int, list[tuple[int, int]]] = {}  # (start, stop) by slice, the first returned in front
         index = np.arange(len(self.samples), dtype=np.uint64)
         self._order = permute(index, len(self.samples), derive_key(self.seed, "lease slices", epoch)).astype(np.int64)
         self._cursor = 0
@@ -72,19 +71,12 @@ class FreeRanges:
         """Free a range, and join it with free neighbours."""
         if start >= stop:
             return
-        for other in list(self._starts.get(index, ())):
-            end = self.returned[index, other]
-            if end == start or other == stop:
-                self._remove(index, other)
-                start, stop = min(start, other), max(stop, end)
-        self.returned[index, start] = stop
-        self._starts.setdefault(index, []).append(start)
-
-    def _remove(self, index: int, start: int) -> None:
-        del self.returned[index, start]
-        self._starts[index].remove(start)
-        if not self._starts[index]:
-            del self._starts[index]
+        ranges = self.returned.setdefault(index, [])
+        for first, end in list(ranges):
+            if end == start or first == stop:
+                ranges.remove((first, end))
+                start, stop = min(start, first), max(stop, end)
+        ranges.append((start, stop))
 
     def take(self, index: int, start: int, stop: int) -> None:
         """Take samples out of the free ones; LeaseError, and nothing taken, if they are not all free."""
@@ -94,21 +86,21 @@ class FreeRanges:
             self.fresh[index] = False
             first, end = 0, int(self.samples[index])
         else:
-            for first in self._starts.get(index, ()):
-                end = self.returned[index, first]
-                if first <= start < stop <= end:
-                    break
-            else:
+            ranges = self.returned.get(index, [])
+            around = [item for item in ranges if item[0] <= start < stop <= item[1]]
+            if not around:
                 raise LeaseError(f"slice {index}: samples [{start}, {stop}) are leased or used.")
-            self._remove(index, first)
+            first, end = around[0]
+            ranges.remove(around[0])
+            if not ranges:
+                del self.returned[index]
         self.add(index, first, start)
         self.add(index, stop, end)
 
     def take_slice(self, index: int) -> list[SampleRange]:
         """Take all free ranges of a slice."""
         ranges = self.of_slice(index)
-        for _, start, _ in [] if self.fresh[index] else ranges:
-            self._remove(index, start)
+        self.returned.pop(index, None)
         self.fresh[index] = False
         return ranges
 
@@ -116,7 +108,7 @@ class FreeRanges:
         """The free ranges of a slice, rising."""
         if self.fresh[index]:
             return [(index, 0, int(self.samples[index]))]
-        return [(index, start, self.returned[index, start]) for start in sorted(self._starts.get(index, ()))]
+        return [(index, *item) for item in sorted(self.returned.get(index, ()))]
 
     def choose(
         self, cached: CachedSlices | None, is_avoided: Callable[[int], bool], offered: NDArray[np.bool_] | None = None
@@ -149,7 +141,8 @@ class FreeRanges:
 
     def _choose_returned(self, cached: CachedSlices | None, is_avoided: Callable[[int], bool]) -> SampleRange | None:
         first: SampleRange | None = None
-        for (index, start), stop in islice(self.returned.items(), MAX_CANDIDATES):
+        ranges = ((index, *item) for index, items in self.returned.items() for item in items)
+        for index, start, stop in islice(ranges, MAX_CANDIDATES):
             if is_avoided(index):
                 continue
             if cached is None or contains(cached.indexes, index):

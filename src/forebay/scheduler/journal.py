@@ -13,8 +13,6 @@ SQLite runs in WAL mode without an fsync of its own: after a loss of power live 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import sqlite3
 import threading
 import time
@@ -34,6 +32,7 @@ from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
+from forebay.storage.locks import Lock, try_acquire
 
 LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
@@ -79,15 +78,13 @@ class Journal(Closing):
     the response.
     """
 
-    def __init__(
-        self, core: SchedulerCore, ledger: Ledger, job_id: str, database: sqlite3.Connection, lock: int
-    ) -> None:
+    def __init__(self, core: SchedulerCore, ledger: Ledger, job_id: str, database: sqlite3.Connection) -> None:
         self.core = core
         self.ledger = ledger
         self.job_id = job_id
         self.broken = ""
         self._database = database
-        self._lock = lock
+        self._files = contextlib.ExitStack()
         self._pending = _PendingWrite()
         self._put = 0
         self._durable = 0
@@ -98,14 +95,14 @@ class Journal(Closing):
     @classmethod
     def open(
         cls, state_dir: Path, spec: JobSpec, body: Mapping[str, Any], signer: Signer, *, salt: str = "",
-        ttl_s: float = 30.0, checks: bool = False, lock: int | None = None, now: Callable[[], float] = time.monotonic,
+        ttl_s: float = 30.0, checks: bool = False, is_locked: bool = False, now: Callable[[], float] = time.monotonic,
     ) -> Journal:  # fmt: skip
         """Open the state of a job, or create it.
 
         Args:
             body: From `job_body`; it identifies the job.
             salt, checks, ttl_s: See SchedulerCore.
-            lock: From `lock_state`, if the caller has it already; `close` releases it.
+            is_locked: The caller has the lock of `lock_state`; else the journal takes it.
             now: The clock of deadlines; it may start again with the process.
 
         Raises:
@@ -113,9 +110,9 @@ class Journal(Closing):
             LedgerError: If the ledger is corrupt.
         """
         state_dir = Path(state_dir)
-        lock = lock_state(state_dir) if lock is None else lock
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, lock)
+            if not is_locked:
+                stack.enter_context(lock_state(state_dir))
             try:
                 database = _open_database(state_dir / JOURNAL_NAME)
                 stack.callback(database.close)
@@ -125,11 +122,11 @@ class Journal(Closing):
                 first = ledger.first or ledger.append("job", dict(body))
                 _check_same_job(first, body, ledger.path)
                 core = SchedulerCore(spec, salt=salt, ttl_s=ttl_s, checks=checks)
-                journal = cls(core, ledger, first.hash, database, lock)
+                journal = cls(core, ledger, first.hash, database)
                 journal._recover(checkpoint, now())
             except (sqlite3.Error, OSError) as error:
                 raise StateError(f"journal in {state_dir}: cannot be opened: {error}. Is the disk full?") from error
-            stack.pop_all()
+            journal._files = stack.pop_all()
         return journal
 
     # Recovery.
@@ -179,8 +176,7 @@ class Journal(Closing):
     def is_durable(self, ticket: int) -> bool:
         """Whether all that was put up to a ticket is on disk.
 
-        Raises:
-            LedgerError: If a write failed. The core is then ahead of the disk: open the journal again.
+        LedgerError if a write failed. The core is then ahead of the disk: open the journal again.
         """
         if self._durable >= ticket:
             return True
@@ -196,8 +192,7 @@ class Journal(Closing):
     def write(self) -> None:
         """Write all that was put until now. May be called by several threads: one writes for all.
 
-        Raises:
-            LedgerError: If it could not be written.
+        LedgerError if it could not be written.
         """
         with self._commit_lock:
             with self._pending_lock:
@@ -232,38 +227,27 @@ class Journal(Closing):
             if entries or pending.snapshot is not None:
                 state = {"version": VERSION, "job": self.job_id, "applied": self.ledger.next_seq}
                 execute(_SET_META, ("state", orjson.dumps(state)))
-                execute(_SET_META, ("checkpoint", orjson.dumps(self.ledger.checkpoint().to_json())))
+                execute(_SET_META, ("checkpoint", orjson.dumps(self.ledger.checkpoint())))
 
     def close(self) -> None:
         """Write what is pending and close every file. May be repeated."""
-        if self._lock < 0:
-            return
         with contextlib.suppress(LedgerError):
             self.wait(self._put)
-        self._database.close()
-        self.ledger.close()
-        os.close(self._lock)
-        self._lock = -1
+        self._files.close()
 
 
-def lock_state(state_dir: Path) -> int:
-    """Lock a state directory for this process. Returns a descriptor; closing it, or the process's end, unlocks.
-
-    Raises:
-        StateError: If another scheduler has it.
-    """
+def lock_state(state_dir: Path) -> Lock:
+    """Lock a state directory for this process, until its end at most. StateError if another scheduler has it."""
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = os.open(state_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = try_acquire(state_dir / LOCK_NAME)
     except OSError as error:
-        os.close(lock)
-        if not isinstance(error, BlockingIOError):
-            raise StateError(f"state {state_dir}: cannot lock it: {error}. Is it a local disk?") from error
+        raise StateError(f"state {state_dir}: cannot lock it: {error}. Is it a local disk?") from error
+    if lock is None:
         raise StateError(
             f"state {state_dir}: another process runs a scheduler on it. Stop it, wait for its end with --standby, "
             "or choose another --state directory."
-        ) from None
+        )
     return lock
 
 

@@ -255,10 +255,8 @@ class LeaseTable:
     def record(self, worker: str, uses: Iterable[Used], now: float) -> None:
         """Apply uses that `check_use` allowed, or that the ledger has.
 
-        A use under an unknown lease, as after the journal was lost, is taken from the free samples.
-
-        Raises:
-            LeaseError: If a sample is used again: the record is of another job, or corrupt.
+        A use under an unknown lease, as after the journal was lost, is taken from the free samples. LeaseError if a
+        sample is used again: the record is of another job, or corrupt.
         """
         progress: dict[SessionKey, int] = {}
         for used in uses:
@@ -406,7 +404,7 @@ class LeaseTable:
             "before": self.used_before,
             "used": _pack(self.used_of),
             "fresh": _pack(self.free.fresh),
-            "returned": [[i, start, stop] for (i, start), stop in self.free.returned.items()],
+            "returned": [[i, *item] for i, ranges in self.free.returned.items() for item in ranges],
             "aside": [[i, ranges] for i, ranges in self.aside.items()],
             "leases": [[x.lease_id, x.key, x.slice_index, x.start, x.stop, x.position] for x in self.leases.values()],
             "ended": [[i, *ended] for i, ended in self.ended.items()],

@@ -10,7 +10,6 @@ others that wait at that time.
 
 import asyncio
 import logging
-import os
 import secrets
 import threading
 import time
@@ -42,6 +41,7 @@ from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRe
 from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
+from forebay.storage.locks import Lock
 from forebay.storage.peer_source import FromUrls
 from forebay.swarm.tracker import BanLog
 
@@ -105,12 +105,13 @@ class SchedulerService:
         self._num_exchanges, self._core_s = 0, 0.0
         self._over_from = 0.0
         self._journal: Journal | None = None
-        self._state_lock = -1  # beside the journal's, so that it stays locked while the journal is opened again
+        self._state_lock: Lock | None = None  # also while the journal is opened again
         self._commit: asyncio.Task[None] | None = None
         self._disk = ThreadPoolExecutor(1)  # its own: the loop's threads may all wait for a data node that hangs
         self._server = Server(
-            self._app(), identity, host, port, limits=limits, discovery=discovery, peers=self._addresses
-        )
+            self._app(), identity, host, port, limits=limits, discovery=discovery,
+            peers=lambda: [claim.address for claim in self._catalog.claims],
+        )  # fmt: skip
         self._server.add_task("scheduler expiry", self._run_expiry)
         self._server.add_task("scheduler discovery", self._run_discovery)
         self._server.add_task("scheduler checks", self._run_checks)
@@ -127,7 +128,7 @@ class SchedulerService:
 
     def is_done(self) -> bool:
         """Whether every sample of every epoch is used, or set aside."""
-        return self._open_journal().core.done()
+        return self._open_journal().core.table.done
 
     def is_over(self) -> bool:
         """Whether the job is done and every live worker knows it.
@@ -137,7 +138,7 @@ class SchedulerService:
         """
         with self._lock:
             now, core = time.monotonic(), self._open_journal().core
-            return core.done() and now >= self._over_from and core.all_know_done(now, QUIET_S)
+            return core.table.done and now >= self._over_from and core.all_know_done(now, QUIET_S)
 
     def left_out(self) -> str:
         """A line about unused samples and what was set aside; "" if all are used."""
@@ -154,12 +155,11 @@ class SchedulerService:
             NetworkError: If the port is taken or no provider can be read.
         """
         self._catalog.find(self._wait_s, started_id(self.ledger_path))
-        lock = self._lock_state()
-        if lock is None:
+        self._state_lock = self._lock_state()
+        if self._state_lock is None:
             return
-        self._state_lock = os.dup(lock)
         try:
-            self._journal = self._read_journal(lock)
+            self._journal = self._read_journal()
             if self.is_done():
                 self._over_from = time.monotonic() + END_S
             self._bans.mark_recorded(self._catalog.spec.dataset_id, self._journal.core.swarm.status()["banned"])
@@ -171,10 +171,7 @@ class SchedulerService:
             raise
         log.info("scheduler started: address=%s job=%s", self.address, self.name)
 
-    def _addresses(self) -> list[str]:
-        return [claim.address for claim in self._catalog.claims]
-
-    def _lock_state(self) -> int | None:
+    def _lock_state(self) -> Lock | None:
         """The lock of the state directory; None if stopped while waiting for it."""
         while True:
             try:
@@ -186,7 +183,7 @@ class SchedulerService:
             if self._stopping.wait(0.05):
                 return None
 
-    def _read_journal(self, lock: int) -> Journal:
+    def _read_journal(self) -> Journal:
         catalog = self._catalog
         body = job_body(
             catalog.spec, seq_len=catalog.seq_len, layout=catalog.manifest.layout,
@@ -194,7 +191,7 @@ class SchedulerService:
         )  # fmt: skip
         # The salt: lease ids differ from those of earlier processes.
         return Journal.open(
-            self.state_dir, catalog.spec, body, self.identity.sign, salt=secrets.token_hex(4), lock=lock,
+            self.state_dir, catalog.spec, body, self.identity.sign, salt=secrets.token_hex(4), is_locked=True,
             ttl_s=max(ORIGIN_TTL_S, 3 * self._rediscover_s), checks=True,
         )  # fmt: skip
 
@@ -208,9 +205,8 @@ class SchedulerService:
         with self._lock:
             if self._journal is not None:
                 self._journal.close()
-            if self._state_lock >= 0:
-                os.close(self._state_lock)
-                self._state_lock = -1
+            if self._state_lock is not None:
+                self._state_lock.release()
 
     def _open_journal(self) -> Journal:
         if self._journal is None:
@@ -246,7 +242,7 @@ class SchedulerService:
                     journal = self._open_journal()
                     if journal.broken:  # what could not be written did not happen: restore the core from the disk
                         journal.close()
-                        self._journal = self._read_journal(os.dup(self._state_lock))
+                        self._journal = self._read_journal()
                         self._add_origins()
                         log.warning("journal opened again: scheduler=%s; workers repeat unrecorded uses", self.name)
                         continue
@@ -282,8 +278,7 @@ class SchedulerService:
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
         """Wait until all that was put up to a ticket is on disk: one commit at a time, for all that wait meanwhile.
 
-        Raises:
-            LedgerError: If it could not be written.
+        LedgerError if it could not be written.
         """
         while not journal.is_durable(ticket):
             if self._commit is None or self._commit.done():
@@ -306,7 +301,11 @@ class SchedulerService:
     # Exchanges.
 
     def _app(self) -> FastAPI:
-        app = make_app("Forebay scheduler", self._metrics)
+        errors: dict[type[Exception], tuple[int, str]] = {
+            LeaseError: (409, "refused"), StaleAttemptError: (409, STALE_ATTEMPT), UsageError: (400, "bad_request"),
+            LedgerError: (503, "ledger"),
+        }  # fmt: skip
+        app = make_app("Forebay scheduler", self._metrics, errors)
         get, post = app.get, app.post
         summary = "Report uses and cached slices, and get leases."
         post("/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply, summary=summary)(
@@ -321,8 +320,6 @@ class SchedulerService:
             self._readmit
         )
         admin("/v1/peers/{peer_id}/pardon", summary="Drop reports about a peer.")(self._pardon)
-        for error in (LeaseError, UsageError, LedgerError):
-            app.add_exception_handler(error, _error_response)
         return app
 
     def _check_running(self) -> None:
@@ -442,13 +439,3 @@ class SchedulerService:
             raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: there are no reports about it here")
         self.identity.record_event("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
         return JsonResponse({"pardoned": peer_id})
-
-
-async def _error_response(request: Request, error: Exception) -> Response:
-    if isinstance(error, LeaseError):
-        code = STALE_ATTEMPT if isinstance(error, StaleAttemptError) else "refused"
-        return ApiError(409, code, str(error)).response()
-    if isinstance(error, UsageError):
-        return ApiError(400, "bad_request", str(error)).response()
-    log.error("scheduler: %s", error)
-    return ApiError(503, "ledger", str(error), 1.0).response()

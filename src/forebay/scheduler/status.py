@@ -39,7 +39,7 @@ class WorkerUsage:
 def job_status(core: SchedulerCore) -> dict[str, Any]:
     """The progress of the job; samples count over all epochs, slices in this one."""
     state, table, spec = "paused" if core.paused else "running", core.table, core.spec
-    if core.done():
+    if core.table.done:
         state = "incomplete" if core.num_left_out else "done"
     return {
         "name": spec.name, "dataset_id": spec.dataset_id, "state": state, "epoch": table.epoch,
@@ -48,7 +48,7 @@ def job_status(core: SchedulerCore) -> dict[str, Any]:
         "slices_used": len(table.samples) if table.done else table.num_used_slices,
         "slices_leased": len(table.leases), "idle": len(table.waiting), "num_left_out": core.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(core.reasons.items())],
-        "done": core.done() and not core.num_left_out,
+        "done": core.table.done and not core.num_left_out,
     }  # fmt: skip
 
 

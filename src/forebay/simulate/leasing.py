@@ -67,7 +67,9 @@ class _Scheduler:
         self.start()
 
     def start(self) -> None:
-        """Start, or restart from the journal."""
+        """Start, or restart from the journal, unless it runs."""
+        if self.is_up:
+            return
         self.core = self._replayed()
         self._replies.clear()
         self.starts += 1
@@ -94,8 +96,7 @@ class _Scheduler:
     def exchange(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult:
         """Answer a worker after the events are stored. A repeated attempt gets the first reply again.
 
-        Raises:
-            LeaseError: As SchedulerCore.
+        LeaseError: As SchedulerCore.
         """
         if (reply := self._repeat(peer_id, ask)) is None:
             faults = [ProviderFault(r.peer_id, int(r.sha256, 16), r.reason, r.wrong) for r in ask.reports]
@@ -117,9 +118,9 @@ class _Scheduler:
 
     def fault(self) -> str:
         """What is wrong with the core or its journal; "" for nothing."""
-        if not self.core.done():
+        if not self.core.table.done:
             return "every sample is acknowledged, but for the core the job is not done."
-        if not self._replayed().done():
+        if not self._replayed().table.done:
             return "the core restored from the journal is not done."
         return ""
 
@@ -150,7 +151,7 @@ class _World:
             self._plan(machine)
         for killed_at in faults.restarts:
             self.clock.call_at(killed_at, partial(setattr, self.scheduler, "is_up", False))
-            self.clock.call_at(killed_at + _OUTAGE_S, self._restart)
+            self.clock.call_at(killed_at + _OUTAGE_S, self.scheduler.start)
 
     def every(self, seconds: float, act: Callable[[], object]) -> None:
         """Call `act` at an interval."""
@@ -160,10 +161,6 @@ class _World:
             self.clock.call_later(seconds, again)
 
         self.clock.call_later(seconds, again)
-
-    def _restart(self) -> None:
-        if not self.scheduler.is_up:
-            self.scheduler.start()
 
     def _plan(self, machine: scenario.Machine) -> None:
         def join() -> None:

@@ -313,11 +313,9 @@ class SimFetch:
             wait_s = backoff_s(self._round, 0.2, 5.0, chance=self._net.retry_chance)
             self._round, self._position = self._round + 1, 0
             return self._net.clock.call_later(wait_s, self._ask)
-        self._net.clock.call_later(self._latency(), self._ask)
-
-    def _latency(self) -> float:
         machine = self._asker.machine
-        return self._net.settings.latency_s if machine is None else 2 * machine.latency_s
+        latency_s = self._net.settings.latency_s if machine is None else 2 * machine.latency_s
+        self._net.clock.call_later(latency_s, self._ask)
 
     def _ask(self) -> None:
         if self.over:

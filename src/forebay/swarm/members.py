@@ -87,22 +87,27 @@ class Members:
 
     def remove(self, peer_id: str) -> None:
         """Remove a member and free its row."""
+        self.set_all(peer_id, np.zeros(self.num_slices, np.bool_))
         row = self.rows.pop(peer_id)
-        self._write(row, np.zeros(self.num_slices, np.bool_))
         self.ids[row] = ""
         self.is_origin[row] = self.gives[row] = False
         self.slots[row] = 0
         self._free.append(row)
 
-    def silent_since(self, time_s: float) -> list[int]:
-        """Rows of the members that sent nothing since a time."""
-        return [row for row in np.flatnonzero(self.seen_at < time_s).tolist() if self.ids[row]]
-
     def set_all(self, peer_id: str, have: NDArray[np.bool_]) -> None:
         """The member has exactly these slices."""
         if have.shape != (self.num_slices,):
             raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
-        self._write(self.rows[peer_id], have)
+        row, new = self.rows[peer_id], np.packbits(have, bitorder="little")
+        old = self._bits[:, row].copy()
+        changed = np.flatnonzero(new != old)
+        if not len(changed):
+            return
+        self._bits[changed, row] = new[changed]
+        slices = (changed[:, None] * 8 + np.arange(8)).ravel()
+        was, now = (np.unpackbits(x[changed], bitorder="little").astype(np.int32) for x in (old, new))
+        inside = slices < self.num_slices
+        self.copies[slices[inside]] += (now - was)[inside]
 
     def set(self, peer_id: str, index: int, value: bool) -> None:
         """The member has one slice, or not."""
@@ -125,18 +130,6 @@ class Members:
     def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows by the number of uploads, the fewest first; then by number."""
         return rows[np.lexsort((rows, self.uploads[rows]))]
-
-    def _write(self, row: int, have: NDArray[np.bool_]) -> None:
-        new = np.packbits(have, bitorder="little")
-        old = self._bits[:, row].copy()
-        changed = np.flatnonzero(new != old)
-        if not len(changed):
-            return
-        self._bits[changed, row] = new[changed]
-        slices = (changed[:, None] * 8 + np.arange(8)).ravel()
-        was, now = (np.unpackbits(x[changed], bitorder="little").astype(np.int32) for x in (old, new))
-        inside = slices < self.num_slices
-        self.copies[slices[inside]] += (now - was)[inside]
 
     def _grow(self, num_rows: int) -> None:
         before = len(self.ids)

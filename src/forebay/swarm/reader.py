@@ -21,7 +21,6 @@ from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
-from forebay.network.limits import Throttle
 from forebay.network.peer import Provider, node_of
 from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, read_small
@@ -74,21 +73,20 @@ class SwarmReader:
         self, client: Client, dataset_id: str, table: SliceTable, trackers: Callable[[], Iterable[Provider]],
         own_flags: Callable[[], Flags], *, share: SliceShare | None = None, downloads: int = 4, connections: int = 16,
         open_url: Callable[[str], Origin] | None = None, timeout_s: float = 120.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.dataset_id = dataset_id
         self._client, self._table, self._own_flags, self._open_url = client, table, own_flags, open_url
-        self._timeout_s, self._clock = timeout_s, clock
+        self._timeout_s = timeout_s
         self._session = share.session if share is not None else secrets.token_hex(8)
         address = share.address if share is not None else ""
         self._state = SwarmReaderState(
-            clock(), session=self._session, address=address, downloads=downloads, patience_s=timeout_s
+            time.monotonic(), session=self._session, address=address, downloads=downloads, patience_s=timeout_s
         )
         self._changed = threading.Condition()  # guards the state and the fields below
         self._waiting: dict[int, SwarmTransfer] = {}  # by index, until they end
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
-        self._trackers = TrackerClient(client, dataset_id, trackers, own, clock)
+        self._trackers = TrackerClient(client, dataset_id, trackers, own)
         self._fetcher = RunFetcher(connections, tries=2, timeout_s=5.0)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
@@ -98,7 +96,7 @@ class SwarmReader:
         with self._changed:
             if not self._closed:
                 self._waiting[index] = transfer
-                self._state.want(index, self._clock())
+                self._state.want(index, time.monotonic())
                 self._changed.notify_all()
                 return transfer
         transfer.finish(TransferCancelledError(transfer.info.name))
@@ -150,9 +148,9 @@ class SwarmReader:
 
     def _request(self) -> float:
         """Send one request and start the assigned downloads; return the maximum wait until the next, in seconds."""
-        flags = self._own_flags() if self._state.is_have_due(self._clock()) else None
+        flags = self._own_flags() if self._state.is_have_due(time.monotonic()) else None
         with self._changed:
-            body = self._state.request(self._clock(), flags)
+            body = self._state.request(time.monotonic(), flags)
         try:
             reply = self._trackers.request(body, self._introduce)
         except BaseException:
@@ -163,7 +161,7 @@ class SwarmReader:
             with self._changed:
                 if reply is None:
                     return self._state.unanswered(body)
-                assigned, sharers, wait_s = self._state.receive(reply, self._clock(), self._trackers.current)
+                assigned, sharers, wait_s = self._state.receive(reply, time.monotonic(), self._trackers.current)
         except ProtocolError as error:
             log.warning("swarm of %s: a tracker's reply is malformed: %s", self.dataset_id[:12], error)
             self._trackers.drop_current()
@@ -227,7 +225,7 @@ class SwarmReader:
         else:
             log.info("slice %s from %s: %s", transfer.info.name, provider.address, error)
         with self._changed:
-            now = self._clock()
+            now = time.monotonic()
             is_over = self._state.ended(index, provider, error, now, wrong=wrong, cancelled=is_cancelled)
             if is_over and self._waiting.get(index) is transfer:
                 del self._waiting[index]
@@ -235,7 +233,7 @@ class SwarmReader:
 
     def _fail_timed_out(self) -> None:
         with self._changed:
-            ended = [(self._waiting.pop(index), error) for index, error in self._state.give_up(self._clock())]
+            ended = [(self._waiting.pop(index), error) for index, error in self._state.give_up(time.monotonic())]
         for transfer, error in ended:
             transfer.finish(
                 error
@@ -258,7 +256,7 @@ class SwarmMember(Closing):
 
     def __init__(
         self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], Flags], *,
-        share: bool | str | SliceShare = True, throttle: Throttle | None = None, downloads: int = 4,
+        share: bool | str | SliceShare = True, upload_bytes_per_s: float | None = None, downloads: int = 4,
         connections: int = 16,
     ) -> None:  # fmt: skip
         origin = dataset.origin
@@ -273,7 +271,9 @@ class SwarmMember(Closing):
         self.share: SliceShare | None = None
         self._owns_share = not isinstance(share, SliceShare)
         if share:
-            self.share = share if isinstance(share, SliceShare) else open_share(origin, index, share, throttle)
+            if not isinstance(share, SliceShare):
+                share = open_share(origin, index, share, upload_bytes_per_s)
+            self.share = share
             hashes = [row.tobytes().hex() for row in dataset.table.sha256]
             sizes = dataset.table.bytes.tolist()
             self.share.slices.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
@@ -293,12 +293,12 @@ class SwarmMember(Closing):
 
 
 def open_share(
-    origin: PeerOrigin, index: SliceIndex, share: bool | str, throttle: Throttle | None = None
+    origin: PeerOrigin, index: SliceIndex, share: bool | str, upload_bytes_per_s: float | None = None
 ) -> SliceShare:
     """Start a server for datasets that are added later. See SwarmMember."""
     host, port = parse_address(share) if isinstance(share, str) else ("0.0.0.0", 0)
     advertised = advertised_host(host, origin.claims(_MAX_SHARE_AGE_S)[0].address)
     return SliceShare(
-        origin.identity, index, {}, host, port, throttle, discovery=origin.discovery,
+        origin.identity, index, {}, host, port, upload_bytes_per_s, discovery=origin.discovery,
         advertised_host="" if advertised == host else advertised,
     )  # fmt: skip

@@ -304,12 +304,12 @@ class TrackerClient:
     def _post(self, tracker: Provider, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
         path = f"/v1/swarm/{self._dataset_id}"
         try:
-            reply, _ = self._client.request_json(
-                tracker.address, "POST", path, body, node_of(tracker.peer_id), timeout_s, _MAX_REPLY_BYTES
-            )
+            peer_id = node_of(tracker.peer_id)
+            return self._client.request_json(tracker.address, "POST", path, body, peer_id, timeout_s, _MAX_REPLY_BYTES)[
+                0
+            ]
         except NetworkError as error:
             log.info("swarm of %s: tracker %s: %s", self._dataset_id[:12], tracker.address, error)
             if isinstance(error, RemoteError) and error.status in (429, 503):
                 return {"wait_s": max(_OVERLOADED_S, error.wait_s)}
             return None
-        return reply if isinstance(reply, dict) else None

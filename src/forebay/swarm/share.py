@@ -5,9 +5,8 @@ this too, so a swarm goes on, and accepts new members, without its data node. A 
 is sent to the end, as its file is open.
 """
 
-from __future__ import annotations
-
 import logging
+import math
 import os
 import secrets
 import threading
@@ -39,7 +38,7 @@ from forebay.network.app import (
 )
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
-from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.limits import ServerLimits
 from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.pki.identity import Identity
@@ -90,7 +89,7 @@ class SliceServer(ABC):
 
     def __init__(
         self, title: str, identity: Identity, host: str, port: int, *, discovery: Discovery | None, ttl_s: float,
-        limits: ServerLimits | None = None, throttle: Throttle | None = None, advertised_host: str = "",
+        limits: ServerLimits | None = None, advertised_host: str = "",
     ) -> None:  # fmt: skip
         self.identity = identity
         self.discovery = discovery
@@ -103,9 +102,7 @@ class SliceServer(ABC):
         self._stopping, self._changed = threading.Event(), threading.Event()
         with _app_lock:
             self._app = _make_app(title, self)
-        self._server = Server(
-            self._app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
-        )
+        self._server = Server(self._app, identity, host, port, limits=limits, on_bytes=self._count, discovery=discovery)
         self._announcer = SupervisedThread(self._keep_announced, "announce", stopping=self._stopping)
 
     @property
@@ -147,16 +144,12 @@ class SliceServer(ABC):
             if name in (None, shared.name) and peer.scope.covers(shared.name)
         ]  # fmt: skip
 
-    def dataset_name(self, dataset_id: str) -> str:
-        """Return the name of a dataset; ApiError if it is not served here."""
+    def find_dataset(self, peer: Peer, dataset_id: str) -> SharedDataset:
+        """Return a dataset that a peer may read; ApiError if it may not, or it is not served here."""
         if (shared := self._shared.get(dataset_id)) is None:
             raise ApiError(404, "unknown_dataset", "this node serves no dataset of this id")
-        return shared.name
-
-    def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
-        """Return a small file of a dataset, as bytes or path; None if there is none."""
-        file = self._shared[dataset_id].files.get(name)
-        return None if isinstance(file, Path) and not file.is_file() else file
+        self.check(peer, shared.name, dataset_id, 0)
+        return shared
 
     @abstractmethod
     def find_slice(self, sha256: str) -> SliceFile | None:
@@ -214,12 +207,11 @@ class SliceShare(SliceServer):
 
     def __init__(
         self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str]], host: str, port: int,
-        throttle: Throttle | None = None, *, discovery: Discovery | None = None, advertised_host: str = "",
-        ttl_s: float = 60.0,
+        upload_bytes_per_s: float | None = None, *, discovery: Discovery | None = None, advertised_host: str = "",
     ) -> None:  # fmt: skip
         super().__init__(
-            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle,
-            advertised_host=advertised_host,
+            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=60.0,
+            limits=ServerLimits(upload_bytes_per_s=upload_bytes_per_s or math.inf), advertised_host=advertised_host,
         )  # fmt: skip
         self.session = secrets.token_hex(8)  # which process of its node this is, in a swarm
         self.slices = slices
@@ -301,9 +293,8 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         summary="A small file of a dataset: manifest.json, slices.parquet, tokenizer.json …",
     )  # fmt: skip
     async def read_file(request: Request, dataset_id: str, name: str) -> Response:
-        server.check(peer_of(request), server.dataset_name(dataset_id), dataset_id, 0)
-        file = server.find_file(dataset_id, name)
-        if file is None:
+        file = server.find_dataset(peer_of(request), dataset_id).files.get(name)
+        if file is None or (isinstance(file, Path) and not file.is_file()):
             raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here")
         return file_response(request, file, len(file) if isinstance(file, bytes) else file.stat().st_size)
 
@@ -313,7 +304,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
     )  # fmt: skip
     async def steer(request: Request, dataset_id: str, message: SwarmRequest) -> Response:
         peer = peer_of(request)
-        server.check(peer, server.dataset_name(dataset_id), dataset_id, 0)
+        server.find_dataset(peer, dataset_id)
         if not server.tracker.tracks(dataset_id):
             raise ApiError(404, "unknown_swarm", "this node tracks no swarm of this dataset")
         try:

@@ -85,16 +85,6 @@ class Swarm:
         if have is not None and not holder.is_origin and holder.address:
             members.set_all(peer_id, have)
 
-    def gained(self, peer_id: str, index: int, now: float) -> None:
-        """A member has a slice now, from any source. An unknown member is ignored."""
-        self._end((peer_id, index))
-        holder = self._providers.get(peer_id)
-        if holder is None:
-            return
-        self._members.seen_at[self._members.rows[peer_id]] = now
-        if holder.address and not holder.is_origin:
-            self._members.set(peer_id, index, True)
-
     def leave(self, peer_id: str) -> None:
         """Remove a member; bans of it stay."""
         if peer_id not in self._providers:
@@ -108,7 +98,8 @@ class Swarm:
     def expire(self, now: float) -> list[str]:
         """Remove members that sent nothing for `ttl_s`, and end overdue downloads. Returns their ids."""
         self._end_overdue(now)
-        expired = [self._members.ids[row] for row in self._members.silent_since(now - self.ttl_s)]
+        silent = np.flatnonzero(self._members.seen_at < now - self.ttl_s).tolist()
+        expired = [peer_id for row in silent if (peer_id := self._members.ids[row])]
         for peer_id in expired:
             self.leave(peer_id)
         return expired
@@ -118,7 +109,7 @@ class Swarm:
     def providers(self, index: int, asker: str, now: float, limit: int = 4) -> list[Provider]:
         """The providers of one slice that the asker needs: the least loaded first, origins last.
 
-        The first counts as uploading it until `gained`, `finished` or `failed`. Banned and avoided members are left
+        The first counts as uploading it until `finished` or `failed`. Banned and avoided members are left
         out; those without a free slot come last.
         """
         self._end_overdue(now)
@@ -163,14 +154,18 @@ class Swarm:
         return assigned
 
     def finished(self, asker: str, index: int, now: float) -> None:
-        """The asker has the slice, verified, from the provider that it was sent to."""
+        """The asker has the slice, verified, from the provider that it was sent to, or another. It may have left."""
         done = self._downloads.get((asker, index))
         if done is not None and done.holder in self._providers:
             seconds, usual_s = max(now - done.since, 1e-6), self._downloads.usual_s
             self._downloads.usual_s = usual_s + 0.1 * (seconds - usual_s) if usual_s else seconds
             self.penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
-        self.gained(asker, index, now)
+        self._end((asker, index))
+        if (member := self._providers.get(asker)) is not None:
+            self._members.seen_at[self._members.rows[asker]] = now
+            if member.address and not member.is_origin:
+                self._members.set(asker, index, True)
 
     def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False, accuser: str = "") -> None:
         """The asker did not get the slice from this provider.

@@ -50,16 +50,14 @@ class _TrackedSwarm:
 class Tracker:
     """The swarms of several datasets. Threads share it.
 
-    `client`, the caller's, connects back to members. A member that sends nothing for `ttl_s` is removed.
+    `client`, the caller's, connects back to members. A member that sends nothing for 30 s is removed.
     """
 
-    def __init__(self, client: Client, *, ttl_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.ttl_s = ttl_s
-        self._clock = clock
+    def __init__(self, client: Client) -> None:
         self._lock = threading.Lock()
         self._tracked: dict[str, _TrackedSwarm] = {}
         self._client = client
-        self._dialer = ReachabilityChecker(client, clock)
+        self._dialer = ReachabilityChecker(client)
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
         self._checking: set[tuple[str, str]] = set()
         self._bans = BanLog(client.identity)
@@ -76,7 +74,7 @@ class Tracker:
             own_flags: Slices that `own` have, if they are no origins; read every second.
             slice_of: The table's row of a slice, to check a provider that is accused; None: two accusers are believed.
         """
-        swarm = Swarm(num_slices, ttl_s=self.ttl_s, origin_slots=origin_slots, checks=slice_of is not None)
+        swarm = Swarm(num_slices, origin_slots=origin_slots, checks=slice_of is not None)
         with self._lock:
             self._tracked.setdefault(dataset_id, _TrackedSwarm(swarm, own, own_flags, slice_of))
 
@@ -98,7 +96,7 @@ class Tracker:
         if indexes and max(indexes) >= swarm.num_slices:
             raise ProtocolError(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(indexes)}")
         me = member_id(peer.peer_id, request.session)
-        now = self._clock()
+        now = time.monotonic()
         with self._lock:
             self._refresh(tracked, now)
             own = next((provider for provider in tracked.own if provider.peer_id == me), None)
@@ -181,13 +179,12 @@ def steer(
 ) -> dict[str, Any]:
     """Apply the request of a member to its swarm and return the SwarmReply.
 
+    ProtocolError if ranges are malformed; nothing is applied then.
+
     Args:
         member: Name and address that others get; without an address it is not named to others.
         organisation: Of its certificate; members of one organisation count as one accuser.
         may_fetch: False while its address is being checked: it repeats the request in a moment.
-
-    Raises:
-        ProtocolError: If ranges are malformed; nothing is applied then.
     """
     me, registered = member.peer_id, swarm.get(member.peer_id)
     have = None

@@ -87,8 +87,7 @@ class Batches:
     def reshard(self, rank: int, world_size: int) -> Batches:
         """The same samples from the same position on, for a rank of another world. This object is closed.
 
-        Raises:
-            UsageError: If the data has several lanes: a rank's position has no other lanes than its own.
+        UsageError if the data has several lanes: a rank's position has no other lanes than its own.
         """
         if self._stream.lanes > 1 and (rank, world_size) != (self.rank, self.world_size):
             raise UsageError(

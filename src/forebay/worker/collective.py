@@ -9,8 +9,6 @@ Cost: one flat float32 copy of the gradients, summed after the backward pass and
 coordinator's workers train over ordinary networks; on one machine's GPUs DDP is faster.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

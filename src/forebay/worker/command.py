@@ -29,8 +29,7 @@ log = logging.getLogger("forebay.worker")
 def loader_arguments(scheduler: SchedulerClient, **settings: Any) -> dict[str, Any]:
     """The Loader's arguments, as plain values, for a scheduler's job; `settings` are further ones.
 
-    Raises:
-        NetworkError: If the scheduler does not answer.
+    NetworkError if the scheduler does not answer.
     """
     info = scheduler.read_job()
     scheduler.name = str(info.get("name"))
@@ -51,10 +50,7 @@ def run_command(
     """Run a command to its end. For the main thread: it passes SIGTERM and SIGINT on to the command's process group.
 
     Leases of processes that died are returned. Returns the exit status, 128 + N after signal N, and the sums of the
-    statistics of its loaders (`read_stats`).
-
-    Raises:
-        UsageError: If there is no such program.
+    statistics of its loaders (`read_stats`). UsageError if there is no such program.
     """
     share_processors()  # With other workers of this machine.
     cache = Path(arguments["cache_dir"])

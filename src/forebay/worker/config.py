@@ -60,6 +60,8 @@ class _Default(int):
 class WorkerConfig:
     """The settings of a worker. Fields that are None take the dataset's, or the environment's value.
 
+    UsageError if a value is out of range.
+
     Args:
         dataset_type: "dummy" (random ids), "distributed_dummy" (random ids of a finite set, permuted and dealt to
             ranks) or "huggingface" (text). A dataset_name makes a dummy "huggingface".
@@ -84,9 +86,6 @@ class WorkerConfig:
             examples/train_gpt.py:GptTrainer.
         device: Of the model, for FILE.py:NAME; None: its choice.
         timeout_s: How long to wait for a coordinator or a peer that does not respond.
-
-    Raises:
-        UsageError: If a value is out of range.
     """
 
     dataset_type: str = "dummy"

@@ -23,7 +23,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from forebay.coordinator.messages import ANSWER_S
-from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.errors import NetworkError, UsageError
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.threads import SupervisedThread
@@ -105,8 +105,7 @@ class Membership:
     def agree(self) -> dict[str, Any]:
         """The settings of the run: this worker's, overridden by the coordinator's.
 
-        Raises:
-            CoordinatorUnreachableError: After `patience_s` without an answer.
+        CoordinatorUnreachableError after `patience_s` without an answer.
         """
         return self._drive(self._state.agree())
 
@@ -146,8 +145,7 @@ class Membership:
     def past(self) -> list[tuple[int, int, int]]:
         """The steps before this generation that count, as (start, stop, world size), in order and without a gap.
 
-        Raises:
-            CoordinatorUnreachableError: After `patience_s` without an answer.
+        CoordinatorUnreachableError after `patience_s` without an answer.
         """
         spans: list[tuple[int, int, int]] = []
         for generation in self._drive(self._state.generations()):
@@ -161,8 +159,7 @@ class Membership:
     def meet(self, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
         """Set a value for the ranks of this generation; with None wait for it up to `wait_s`. From any thread.
 
-        Raises:
-            NetworkError: If the coordinator does not answer, or the generation has changed.
+        NetworkError if the coordinator does not answer, or the generation has changed.
         """
         body = {
             "worker_id": self.worker_id, "session": self._state.session, "generation": self.generation.number,
@@ -216,12 +213,7 @@ class Membership:
     def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
         method = "GET" if request.body is None else "POST"
         body = None if request.body is None else dict(request.body)
-        answer, _ = self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)
-        if not isinstance(answer, dict):
-            raise ProtocolError(
-                f"coordinator {self._coordinator}{request.path}: expected an object, got {answer!r:.80}"
-            )
-        return answer
+        return self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)[0]
 
     def __enter__(self) -> Membership:
         return self

@@ -1,5 +1,5 @@
 """Keys, certificates and revocation of one network: root, organisations, nodes.
 
 Start at `identity.py` (who this node is); `certificates.py` issues and verifies, `files.py` reads and writes a
-network's directory, `revocation.py` has the CRLs, `tokens.py` the join tokens. Opens no connection.
+network's directory, `revocation.py` has the CRLs. Opens no connection.
 """

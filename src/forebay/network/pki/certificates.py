@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
 from forebay.errors import ProtocolError, UsageError
-from forebay.network.peer import ROLES, Peer, Scope
+from forebay.network.peer import ROLES, UNBOUNDED, Peer, Scope
 from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
 
 ROOT_VALID_DAYS = 3650
@@ -51,14 +51,14 @@ class Issuer:
     @property
     def scope(self) -> Scope:
         """The scope that it may issue; the root's is unbounded."""
-        return Scope() if self.is_root else scope_of(self.cert)
+        return UNBOUNDED if self.is_root else scope_of(self.cert)
 
 
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
     """A root's certificate, signed by itself; it may issue organisations."""
     own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
     builder = _builder(name, name, key.public_key(), valid_days, path_length=1)
-    return builder.add_extension(authority(own_id), critical=False).sign(key, None)
+    return builder.add_extension(x509.AuthorityKeyIdentifier(own_id, None, None), critical=False).sign(key, None)
 
 
 def issue(
@@ -75,11 +75,11 @@ def issue(
         )
     builder = _builder(
         name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, issuer.cert.not_valid_after_utc
-    ).add_extension(authority(own_key_id(issuer.cert)), critical=False)
+    ).add_extension(authority(issuer.cert), critical=False)
     if not organisation:
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(usage, critical=False)
-    if scope != Scope():
+    if scope != UNBOUNDED:
         body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
         raw = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
         builder = builder.add_extension(x509.UnrecognizedExtension(SCOPE_OID, raw), critical=False)
@@ -206,7 +206,7 @@ def scope_of(cert: x509.Certificate) -> Scope:
     """The scope in a certificate; unbounded if it has none. Raises ProtocolError."""
     extension = _extension(cert, SCOPE_OID)
     if extension is None:
-        return Scope()
+        return UNBOUNDED
     try:
         body = json.loads(extension.value)
         scope = Scope(frozenset(body["roles"]), tuple(body["datasets"]))
@@ -234,9 +234,9 @@ def own_key_id(cert: x509.Certificate) -> bytes:
     return bytes(extension.digest)
 
 
-def authority(key_id: bytes) -> x509.AuthorityKeyIdentifier:
+def authority(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     """The extension that names the issuer of a certificate or CRL by its key identifier."""
-    return x509.AuthorityKeyIdentifier(key_id, None, None)
+    return x509.AuthorityKeyIdentifier(own_key_id(issuer), None, None)
 
 
 def _verified(peer: Peer, *chain: x509.Certificate) -> Peer:

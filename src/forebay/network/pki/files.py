@@ -18,10 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.network.addresses import HostPort
-from forebay.network.peer import Peer, Scope
+from forebay.network.peer import UNBOUNDED, Peer, Scope
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
-from forebay.peer_id import peer_id_of
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,7 @@ class NetworkConfig:
 _NETWORK = TypeAdapter(NetworkConfig)
 
 
-def create_network(
-    directory: str | Path, name: str, bootstrap: Sequence[HostPort] = (), *,
-    valid_days: float = certificates.ROOT_VALID_DAYS,
-) -> str:  # fmt: skip
+def create_network(directory: str | Path, name: str, bootstrap: Sequence[HostPort] = ()) -> str:
     """Create a network: a root key and its certificate. Returns the network's id.
 
     `bootstrap` are the DHT nodes by which members join. UsageError if the directory has a network: another key would
@@ -54,20 +50,17 @@ def create_network(
         )
     key = Ed25519PrivateKey.generate()
     write_key(folder / "root-key.pem", key)
-    atomic_write(folder / "root-cert.pem", certificates.pem_of(certificates.issue_root(name, key, valid_days)))
-    config = NetworkConfig(peer_id_of(key.public_key().public_bytes_raw()), name, tuple(bootstrap))
+    cert = certificates.issue_root(name, key, certificates.ROOT_VALID_DAYS)
+    atomic_write(folder / "root-cert.pem", certificates.pem_of(cert))
+    config = NetworkConfig(peer_in(cert).peer_id, name, tuple(bootstrap))
     atomic_write(folder / "network.json", _NETWORK.dump_json(config, indent=1) + b"\n")
     return config.network_id
 
 
 def create_organisation(
-    network_dir: str | Path,
-    out_dir: str | Path,
-    name: str,
-    scope: Scope = Scope(),  # noqa: B008 - frozen
-    *,
+    network_dir: str | Path, out_dir: str | Path, name: str, scope: Scope = UNBOUNDED, *,
     valid_days: float = certificates.ORG_VALID_DAYS,
-) -> str:
+) -> str:  # fmt: skip
     """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
     folder = Path(out_dir)
     check_name("organisation", name)
@@ -100,9 +93,8 @@ def renew_organisation(
     folder = Path(org_dir)
     old = read_issuer(folder)
     name = peer_in(old.cert).name
-    cert = certificates.issue(
-        read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True
-    )
+    issuer = read_issuer(network_dir)
+    cert = certificates.issue(issuer, name, old.key.public_key(), old.scope, valid_days, organisation=True)
     atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
     copy_shared(Path(network_dir), folder)
     return old.peer_id

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.audit import AuditLog
-from forebay.network.peer import Peer, Scope
+from forebay.network.peer import UNBOUNDED, Peer, Scope
 from forebay.network.pki import files
 from forebay.network.pki.certificates import NODE_VALID_DAYS, der_of, scope_of, verify_certificate
 from forebay.network.pki.files import create_network as create_network
@@ -174,13 +174,9 @@ class Identity:
 
 
 def join(
-    network_dir: str | Path,
-    out_dir: str | Path,
-    name: str,
-    *,
-    valid_days: float = NODE_VALID_DAYS,
-    scope: Scope = Scope(),  # noqa: B008 - frozen
-) -> Identity:
+    network_dir: str | Path, out_dir: str | Path, name: str, *, valid_days: float = NODE_VALID_DAYS,
+    scope: Scope = UNBOUNDED,
+) -> Identity:  # fmt: skip
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
     folder = Path(out_dir)
     files.check_new_node(folder, name)

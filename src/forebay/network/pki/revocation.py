@@ -65,7 +65,7 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int) -> bytes:
         )
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.cert.subject)
     builder = builder.last_update(now).next_update(now + dt.timedelta(days=CRL_VALID_DAYS))
-    builder = builder.add_extension(certificates.authority(certificates.own_key_id(issuer.cert)), critical=False)
+    builder = builder.add_extension(certificates.authority(issuer.cert), critical=False)
     builder = builder.add_extension(x509.CRLNumber(number), critical=False)
     for serial in revoked:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
@@ -85,11 +85,9 @@ def parse_crl(
         raise ProtocolError(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
     try:
         crl = x509.load_pem_x509_crl(pem)
-        above = x509.load_pem_x509_certificates(pem)[0] if b"-BEGIN CERTIFICATE-" in pem else None
-        key_id, number = (
-            certificates.authority_key_id(crl),
-            crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number,
-        )
+        above = x509.load_pem_x509_certificates(pem)[:1] if b"-BEGIN CERTIFICATE-" in pem else []
+        key_id = certificates.authority_key_id(crl)
+        number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
         unknown = [extension.oid.dotted_string for extension in crl.extensions if extension.critical]
         if unknown or len(crl) > MAX_REVOKED or not 0 < number < 1 << 63:
             raise ValueError(
@@ -98,11 +96,8 @@ def parse_crl(
             )
     except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
         raise _malformed(error) from error
-    signer = (
-        certificates.organisation_of(certificates.der_of(above), root)
-        if above is not None
-        else certificates.peer_of(root)
-    )
+    own = certificates.organisation_of(certificates.der_of(above[0]), root) if above else None
+    signer = own or certificates.peer_of(root)
     if key_id_of(signer.peer_id) != key_id:
         raise ProtocolError(
             f"CRL: expected one by this network's root or an organisation of it, got one by key {key_id.hex()[:40]}"
@@ -115,7 +110,7 @@ def parse_crl(
         serials = frozenset(entry.serial_number for entry in crl)
     except ValueError as error:
         raise _malformed(error) from error
-    pem = (certificates.pem_of(above) if above is not None else b"") + crl.public_bytes(serialization.Encoding.PEM)
+    pem = certificates.pem_of(*above) + crl.public_bytes(serialization.Encoding.PEM)
     return Crl(signer.peer_id, number, serials, pem)
 
 
