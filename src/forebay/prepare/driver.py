@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
@@ -147,38 +148,10 @@ def prepare_dataset(
         recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    if output.name == "report" and not recipe.tokenize.tokenizer:
-        recipe = _counting_bytes(recipe)
-    parent = open_parent(extend, out) if extend is not None else None
-    of_parent = parent is not None and is_parents_tokenizer(parent, recipe.tokenize.tokenizer)
-    if parent is not None and of_parent:
-        policy = dataclasses.replace(recipe.tokenize, tokenizer=parent.manifest.tokenizer)
-        recipe = dataclasses.replace(recipe, tokenize=policy)
-    if output.needs_tokenizer and not recipe.tokenize.tokenizer:
-        raise UsageError(
-            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
-            "`bytes` or `train:VOCAB`; got none."
-        )
-    output.check(recipe, document_ids)
-    if parent is not None and not isinstance(output, DatasetOutput):
-        raise UsageError(f"prepare --extend: expected --to dataset, got {output.name}. Leave out --extend.")
-    if not output.needs_tokenizer:
-        tokenizer, recipe = None, _counting_bytes(recipe)
-    own = None if isinstance(tokenizer, str) else tokenizer
-    vocab = tokenizers.vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     notify = on_message or (lambda message: None)
-    try:
-        loaded = parent_tokenizer(parent, recipe) if parent is not None and of_parent else None
-        if loaded is None and vocab is None:
-            loaded = _load_tokenizer(recipe, own)
-    except ForebayError as error:
-        if output.name != "report":
-            raise
-        notify(f"{error} Bytes are counted in place of tokens.")
-        recipe = _counting_bytes(recipe)
-        loaded = _load_tokenizer(recipe)
-    if parent is not None:
-        check_extension(parent, recipe, loaded, document_ids)
+    parent = open_parent(extend, out) if extend is not None else None
+    own = tokenizer if output.needs_tokenizer and not isinstance(tokenizer, str) else None
+    recipe, loaded = _open_tokenizer(recipe, own, output, document_ids, parent, notify)
     sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or cores(), out, follow_links)
     for line in describe_skipped(sources.skipped):
         notify(line)
@@ -192,26 +165,72 @@ def prepare_dataset(
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         recipe, recorded = _with_recorded_columns(recipe, sources.files if not own_splits else (), notify)
         sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
-        run = PrepareRun(
-            out,
-            recipe,
-            opened,
-            write_ids,
-            document_ids,
-            on_progress or (lambda progress: None),
-            notify,
-            parent,
-            recorded,
+        on_progress = on_progress or (lambda progress: None)
+        run = PrepareRun(out, recipe, opened, write_ids, document_ids, on_progress, notify, parent, recorded)
+        return _run_unless_done(run, output, sources, own_splits, loaded, strict)
+
+
+def _open_tokenizer(
+    recipe: Recipe,
+    own: tokenizers.Tokenizer | None,
+    output: Output,
+    document_ids: bool,
+    parent: Dataset | None,
+    notify: Callable[[str], None],
+) -> tuple[Recipe, tokenizers.TokenizerFile | None]:
+    """The recipe with the tokenizer that it takes, and that tokenizer, None if the run trains it.
+
+    Raises UsageError for settings that the output, or the dataset that is extended, does not have.
+    """
+    if output.name == "report" and not recipe.tokenize.tokenizer:
+        recipe = _counting_bytes(recipe)
+    of_parent = parent is not None and is_parents_tokenizer(parent, recipe.tokenize.tokenizer)
+    if parent is not None and of_parent:
+        policy = dataclasses.replace(recipe.tokenize, tokenizer=parent.manifest.tokenizer)
+        recipe = dataclasses.replace(recipe, tokenize=policy)
+    if output.needs_tokenizer and not recipe.tokenize.tokenizer:
+        raise UsageError(
+            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
+            "`bytes` or `train:VOCAB`; got none."
         )
-        lineage = lineage_of(run, sources, loaded)
-        existing = _find_existing(run, output, sources, lineage)
-        if existing is not None:
-            shutil.rmtree(run.work, ignore_errors=True)
-            return existing
-        write_skipped(run.out, sources.skipped)
-        if (recipe.stages or recipe.dedup.active) and not has_compiled():
-            notify("compiling kernels, once after an installation: half a minute to a minute of CPU time")
-        return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
+    output.check(recipe, document_ids)
+    if parent is not None and not isinstance(output, DatasetOutput):
+        raise UsageError(f"prepare --extend: expected --to dataset, got {output.name}. Leave out --extend.")
+    if not output.needs_tokenizer:
+        recipe = _counting_bytes(recipe)
+    is_trained = own is None and tokenizers.vocab_to_train(recipe.tokenize.tokenizer) is not None
+    try:
+        loaded = parent_tokenizer(parent, recipe) if parent is not None and of_parent else None
+        if loaded is None and not is_trained:
+            loaded = _load_tokenizer(recipe, own)
+    except ForebayError as error:
+        if output.name != "report":
+            raise
+        notify(f"{error} Bytes are counted in place of tokens.")
+        recipe = _counting_bytes(recipe)
+        loaded = _load_tokenizer(recipe)
+    if parent is not None:
+        check_extension(parent, recipe, loaded, document_ids)
+    return recipe, loaded
+
+
+def _run_unless_done(
+    run: PrepareRun,
+    output: Output,
+    sources: InputFiles,
+    own_splits: Sequence[tuple[InputSplit, DocumentSource]],
+    tokenizer: tokenizers.TokenizerFile | None,
+    strict: bool,
+) -> PrepareResult:
+    lineage = lineage_of(run, sources, tokenizer)
+    existing = _find_existing(run, output, sources, lineage)
+    if existing is not None:
+        shutil.rmtree(run.work, ignore_errors=True)
+        return existing
+    write_skipped(run.out, sources.skipped)
+    if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
+        run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
+    return _run(run, output, sources, own_splits, tokenizer, lineage, strict)
 
 
 def _open_inputs(
@@ -340,7 +359,6 @@ def _run(
     sources: InputFiles,
     own_splits: Sequence[tuple[InputSplit, DocumentSource]],
     tokenizer: tokenizers.TokenizerFile | None,
-    vocab: int,
     lineage: dict[str, Any],
     strict: bool,
 ) -> PrepareResult:
@@ -386,7 +404,7 @@ def _run(
         _check_malformed(run, corpus)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
     if output.needs_tokenizer and tokenizer is None:
-        tokenizer = _trained(run, texts, vocab)
+        tokenizer = _trained(run, texts)
     return output.write(run, corpus, tokenizer, lineage)
 
 
@@ -475,8 +493,8 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     return deduplicate(prefixes, dedup, folder, lambda f, tasks: run.map(f, tasks), report, first=first)
 
 
-def _trained(run: PrepareRun, texts: Sequence[TextResult], vocab: int) -> tokenizers.TokenizerFile:
-    seed = run.recipe.slice.seed
+def _trained(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerFile:
+    seed, vocab = run.recipe.slice.seed, tokenizers.vocab_to_train(run.recipe.tokenize.tokenizer) or 0
     parts = [result.part(str(run.tasks)) for result in texts]
     key = keys.hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
     path = run.work / f"trained-{key}" / "tokenizer.json"
