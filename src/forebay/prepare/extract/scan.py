@@ -231,6 +231,55 @@ def _add_element(element, parent, tag, flags, total, tag_bits, tag_flags, elemen
 
 
 @jit()
+def _close_element(tag, tag_bits, stack, stack_tags, top, num_open, elements, s):  # type: ignore[no-untyped-def]
+    """Close the open element that an end tag ends, if there is one; the new top of the stack."""
+    if num_open[tag] == 0 or tag == 0 or tag_bits[tag] & ROOT:
+        return top
+    level = _open_level(tag, tag_bits, stack_tags, top)
+    if level == 0:
+        return top
+    if tag_bits[tag] & BLOCK:
+        top = _pop(level, top, stack_tags, num_open, s)
+    else:
+        num_open[tag] -= 1
+        stack_tags[level] = 0
+        if tag == _A:
+            s[IN_LINK] = 0
+    while top > 0 and stack_tags[top] == 0:
+        top -= 1
+    s[AT_ELEMENT] = stack[top]
+    s[IN_PRE] = elements[stack[top], FLAGS] & PRE
+    return top
+
+
+@jit()
+def _end_link(stack_tags, top, num_open):  # type: ignore[no-untyped-def]
+    """Close the open link, which a link within it ends; the new top of the stack."""
+    k = top
+    while k > 0 and stack_tags[k] != _A:
+        k -= 1
+    stack_tags[k] = 0
+    num_open[_A] -= 1
+    while top > 0 and stack_tags[top] == 0:
+        top -= 1
+    return top
+
+
+@jit()
+def _break_line(s, out, blocks, block_weights, words):  # type: ignore[no-untyped-def]
+    if s[OPEN] >= 0:
+        s[BR] += 1
+        if s[IN_WORD]:
+            end_word(s, words, block_weights)
+            s[IN_WORD] = 0
+        blocks[s[OPEN], BREAKS] += 1
+        if s[BR] >= 2 and not s[IN_PRE]:
+            close_block(s, out, blocks, block_weights, words)
+        else:
+            s[PENDING] = 2
+
+
+@jit()
 def _scan(  # type: ignore[no-untyped-def]
     data, tags, references, class_words, words, chars, elements, weights, blocks, block_weights, out
 ):
@@ -297,35 +346,11 @@ def _scan(  # type: ignore[no-untyped-def]
                 close_block(s, out, blocks, block_weights, words)
             if deeper and bits & BLOCK:
                 deeper -= 1
-                continue
-            if num_open[tag] == 0 or tag == 0 or bits & ROOT:
-                continue
-            level = _open_level(tag, tag_bits, stack_tags, top)
-            if level == 0:
-                continue
-            if bits & BLOCK:
-                top = _pop(level, top, stack_tags, num_open, s)
             else:
-                num_open[tag] -= 1
-                stack_tags[level] = 0
-                if tag == _A:
-                    s[IN_LINK] = 0
-            while top > 0 and stack_tags[top] == 0:
-                top -= 1
-            s[AT_ELEMENT] = stack[top]
-            s[IN_PRE] = elements[stack[top], FLAGS] & PRE
+                top = _close_element(tag, tag_bits, stack, stack_tags, top, num_open, elements, s)
             continue
         if tag == _BR:
-            if s[OPEN] >= 0:
-                s[BR] += 1
-                if s[IN_WORD]:
-                    end_word(s, words, block_weights)
-                    s[IN_WORD] = 0
-                blocks[s[OPEN], BREAKS] += 1
-                if s[BR] >= 2 and not s[IN_PRE]:
-                    close_block(s, out, blocks, block_weights, words)
-                else:
-                    s[PENDING] = 2
+            _break_line(s, out, blocks, block_weights, words)
             continue
         if tag == 0 or tag == _HTML or (tag == _BODY and num_open[_BODY]):
             continue
@@ -344,17 +369,12 @@ def _scan(  # type: ignore[no-untyped-def]
                 elements[parent, INPUTS] += 1
             continue
         if bits & RAW:
-            if not no_end[tag]:
-                end = _find_end(data, i, name, j)
-                if end < 0:
-                    no_end[tag] = True
-                else:
-                    if tag == _SCRIPT and total[6]:
-                        put_formula(data, i, end, references, s, out, blocks, block_weights, words, chars)
-                    i = end
-                    while i < n and data[i] != 62:
-                        i += 1
-                    i += 1
+            end = -1 if no_end[tag] else _find_end(data, i, name, j)
+            no_end[tag] |= end < 0
+            if end >= 0:
+                if tag == _SCRIPT and total[6]:
+                    put_formula(data, i, end, references, s, out, blocks, block_weights, words, chars)
+                i = _skip_declaration(data, end)
             continue
         if bits & SKIP:
             if tag == _MATH and total[5] > total[4]:
@@ -364,14 +384,8 @@ def _scan(  # type: ignore[no-untyped-def]
                 skip, skip_depth = tag, 1
             continue
         if tag == _A:
-            if s[IN_LINK]:  # a link within a link ends it
-                k = top
-                while k > 0 and stack_tags[k] != _A:
-                    k -= 1
-                stack_tags[k] = 0
-                num_open[_A] -= 1
-                while top > 0 and stack_tags[top] == 0:
-                    top -= 1
+            if s[IN_LINK]:
+                top = _end_link(stack_tags, top, num_open)
                 parent = stack[top]
             if not link:
                 continue
