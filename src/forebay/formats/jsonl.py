@@ -22,13 +22,12 @@ import zstandard
 
 from forebay.errors import CorruptInputError, DatasetError, ForebayError, UsageError
 from forebay.formats import tables
-from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record, batched, has_surrogate, shown, shown_text, to_record
 from forebay.formats.report import Report
-from forebay.formats.text import BOM, divide_bytes, split_bytes, split_lines
+from forebay.formats.text import BOM, LineFormat, split_lines
 
 _ADVICE = "Write --to parquet, or leave the column out."
 MAX_VALUES = 2_000_000
@@ -37,13 +36,11 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[,{\[]', re.DOTALL)
 _MAX_LINE = 1 << 30
 
 
-class Jsonl(Format):
+class Jsonl(LineFormat):
     """Files of JSON lines."""
 
     name = "jsonl"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".jsonlines")
-    is_plain_text = True
-    is_divisible = True
 
     def sniff(self, head: bytes) -> bool:
         line, newline, _ = head.removeprefix(BOM).lstrip(b"\r\n").partition(b"\n")
@@ -55,12 +52,6 @@ class Jsonl(Format):
             return isinstance(json.loads(line), dict)
         except (ValueError, RecursionError):
             return False
-
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-        return split_bytes(file)
-
-    def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
-        return divide_bytes(file, borders)
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):

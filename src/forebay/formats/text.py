@@ -35,10 +35,9 @@ class Text(Format):
             yield record
 
 
-class Lines(Format):
-    """Files of plain text, each line a document; only used where a user forces it."""
+class LineFormat(Format):
+    """A format of text whose documents are lines: a line is of the part in which it begins."""
 
-    name = "lines"
     is_plain_text = True
     is_divisible = True
 
@@ -46,7 +45,16 @@ class Lines(Format):
         return split_bytes(file)
 
     def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
-        return divide_bytes(file, borders)
+        return [
+            InputSplit((replace(file, extent=(max(0, start - 1), stop)),), start, stop, stop - start)
+            for start, stop in pairwise(borders)
+        ]
+
+
+class Lines(LineFormat):
+    """Files of plain text, each line a document; only used where a user forces it."""
+
+    name = "lines"
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):
@@ -66,14 +74,6 @@ def split_bytes(file: InputFile) -> Iterator[tuple[int, int, int]]:
     for start in range(0, file.bytes, step):
         stop = min(start + step, file.bytes)
         yield start, stop, stop - start
-
-
-def divide_bytes(file: InputFile, borders: Sequence[int]) -> list[InputSplit | None]:
-    """`Format.divide` for files that may be divided at any byte: a line is of the part in which it begins."""
-    return [
-        InputSplit((replace(file, extent=(max(0, start - 1), stop)),), start, stop, stop - start)
-        for start, stop in pairwise(borders)
-    ]
 
 
 def split_lines(split: InputSplit, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:

@@ -82,15 +82,12 @@ class Measure:
 
 
 def check_rules(
-    batch: pa.RecordBatch,
-    reasons: Sequence[str],
-    rules: Sequence[Measure | NDArray[np.bool_]],
-    counts: Mapping[str, int] | None = None,
+    batch: pa.RecordBatch, reasons: Sequence[str], rules: Sequence[Measure | NDArray[np.bool_]]
 ) -> StageResult:
     """Drop the rows that fail a rule, by the first that they fail; a rule for each reason: a measure, or who fails."""
     drop = first_failing(*(rule.failed if isinstance(rule, Measure) else rule for rule in rules))
     measures = {reason: rule for reason, rule in zip(reasons, rules, strict=True) if isinstance(rule, Measure)}
-    return StageResult(batch, drop, counts or {}, measures=measures)
+    return StageResult(batch, drop, measures=measures)
 
 
 def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:

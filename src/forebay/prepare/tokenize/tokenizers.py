@@ -270,9 +270,9 @@ def _named(description: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def encode_batch(tokenizer: HubTokenizer, texts: Sequence[str], description: str = "tokenizer.json") -> list[Any]:
+def encode_batch(tokenizer: HubTokenizer, texts: Sequence[str]) -> list[Any]:
     """The encodings of texts, without special tokens."""
-    with _named(description, f"failed on one of {len(texts)} texts"):
+    with _named("tokenizer.json", f"failed on one of {len(texts)} texts"):
         encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return encodings
 
