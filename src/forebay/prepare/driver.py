@@ -382,9 +382,7 @@ def _run(
     if strict:
         _refuse_skipped(failed)
     stats = StageStats()
-    for index, result in enumerate(texts):
-        sampling.count(index, own_stats := result.stats(folder))
-        stats.add(own_stats)
+    sampling.count(texts, folder, stats)
     write_hits(run.out / HITS_FILE, splits, texts, folder)
     _check_malformed(run, Corpus(sources, splits, texts, None, folder, stats, sampling))
     hashed = {
@@ -448,11 +446,7 @@ def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
 
 
 def _process_segments(
-    run: PrepareRun,
-    sampling: Sampling,
-    texts: list[TextResult],
-    stats: StageStats,
-    steps: Sequence[tuple[Stage, ...]],
+    run: PrepareRun, sampling: Sampling, texts: list[TextResult], stats: StageStats, steps: Sequence[tuple[Stage, ...]]
 ) -> list[TextResult]:
     folder = str(run.tasks)
     earlier: tuple[str, ...] = tuple(stage_names(steps[0]))
@@ -470,9 +464,7 @@ def _process_segments(
         ]
         on_result = run.count_tasks(stages[0].name, len(tasks), " parts")
         texts = run.map(process_segment, tasks, lambda task: finished_text(task.prefix), on_result)
-        for index, result in enumerate(texts):
-            sampling.count(index, own_stats := result.stats(folder))
-            stats.add(own_stats)
+        sampling.count(texts, folder, stats)
         earlier = (*earlier, *stage_names(stages, earlier))
     return texts
 

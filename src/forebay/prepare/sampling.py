@@ -56,16 +56,19 @@ class Sampling:
         """Whether all of the input is read."""
         return self.share >= 1 and len(self.splits) == self.num_splits
 
-    def count(self, index: int, stats: StageStats) -> None:
-        """Add the statistics of a stage of a split."""
-        if self.is_whole:
-            return
-        while len(self.counts) <= index:
-            self.counts.append(Counter())
-        for stage, counted in stats.funnel.items():
-            self.counts[index].update({f"{stage}\n{reason}": n for reason, n in counted.dropped.items()})
-        seconds = sum(seconds for name, seconds in stats.usage.seconds.items() if name != "start")
-        self.counts[index][SECONDS] += round(1e6 * seconds)
+    def count(self, texts: Sequence[TextResult], folder: str, total: StageStats) -> None:
+        """Add the statistics of some stages, by split, to `counts` and to `total`."""
+        for index, text in enumerate(texts):
+            stats = text.stats(folder)
+            total.add(stats)
+            if self.is_whole:
+                continue
+            while len(self.counts) <= index:
+                self.counts.append(Counter())
+            for stage, counted in stats.funnel.items():
+                self.counts[index].update({f"{stage}\n{reason}": n for reason, n in counted.dropped.items()})
+            seconds = sum(seconds for name, seconds in stats.usage.seconds.items() if name != "start")
+            self.counts[index][SECONDS] += round(1e6 * seconds)
 
     @property
     def read_bytes(self) -> int:
