@@ -130,7 +130,12 @@ def _mirror(args: argparse.Namespace) -> None:
 
     if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source):
         return _mirror_shards(args)
-    dataset = open_remote(args.source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
+    source = args.source
+    if args.publisher is not None:
+        if not source.startswith("forebay://"):
+            raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")
+        source += f"?publisher={args.publisher}"
+    dataset = open_remote(source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
     target = open_target(args.target, Path(tempfile.gettempdir()) / f"forebay-mirror-{dataset.id[:16]}")
@@ -176,6 +181,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files")
     p.add("--slices", type=index_range, metavar="A:B", help="copy only these slices or shards (default: all)")
     p.add("--id", help="expected dataset id; another one is refused (default: any)")
+    p.add("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what it signed (default: any)")
     p.add("--connections", type=positive, default=16, metavar="N", help="concurrent requests")
     add_identity(p)
     add_from_urls(p)
