@@ -237,12 +237,12 @@ def test_each_epoch_fetches_the_dataset_about_once(many: Path, tmp_path: Path, p
 def test_second_fetches_are_counted_and_their_cause_is_said(
     many: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "epochs": None, "steps": 150}
+    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "epochs": None, "steps": 75}
     value["order"] = OrderOptions(lanes=64, window_bytes=66_000, max_fetch_ratio=0)
     with OriginServer(many) as server:
         capacity = 20 * 66_000
         with Loader(server.url, cache_dir=tmp_path, cache_bytes=capacity, rank=0, world_size=1, **value) as loader:
-            assert sum(1 for _ in loader) == 150
+            assert sum(1 for _ in loader) == 75
             stats = loader.stats()
     assert stats["refetched_chunks"] > 250 and stats["refetched_bytes"] > 250 * 4000
     assert "expected at most 1.1 times the dataset's" in caplog.text and "Use the default lanes" in caplog.text
