@@ -704,7 +704,7 @@ def run_tasks(folder: Path, only: str = "", log: Callable[[str], object] = print
             if done.faults:
                 faults[what] = done.faults
             log(f"{what:44} {done.seconds:6.2f} s  {'; '.join(done.faults) or 'ok'}")
-        for cache in ("cache", ""):
+        for cache in () if only.partition(":")[0] in roles else ("cache", ""):
             still = bench.read(Injection(), 120.0, cache)
             for task, when in [(task, when) for task in sorted(still.entered["reader"]) for when in WHENS]:
                 if (task, when) == (TAKES, "running"):

@@ -68,11 +68,14 @@ def peaks(folder: Path, source: Path, settings: dict[str, object]) -> tuple[list
         stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     result: dict[int, int] = {process.pid: 0}
+    others: set[Path] = set()  # processes that are known to be somebody else's
     with process:
         while process.poll() is None:
-            for path in Path("/proc").iterdir():
-                if path.name.isdigit() and _session(path) == process.pid:
+            for path in {path for path in Path("/proc").iterdir() if path.name.isdigit()} - others:
+                if _session(path) == process.pid:
                     result[int(path.name)] = max(result.get(int(path.name), 0), _peak(path))
+                else:
+                    others.add(path)
             time.sleep(0.02)
         assert process.stdout is not None
         printed = process.stdout.read()

@@ -172,7 +172,7 @@ def test_shares_are_disjoint_and_together_everything(
                 assert max(map(len, shares)) < 2 * 480 / lanes
 
 
-@pytest.mark.parametrize("world_size", range(1, 8))
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 def test_an_epoch_of_all_ranks_is_every_document_once(tmp_path: Path, world_size: int) -> None:
     folder = write(tmp_path / "files", "jsonl")
     texts = Counter[str]()

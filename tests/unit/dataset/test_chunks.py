@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -199,14 +201,11 @@ def test_import_upgrades_a_dataset_of_format_1(tmp_path: Path) -> None:
     assert open_dataset(damaged).manifest.format == 1
 
 
+# Forks, as the imports take a hundred times what a run does.
 _KILLED = """
-import os, signal, sys
-from itertools import pairwise
+import json, os, signal, sys, traceback
 from pathlib import Path
 from forebay.dataset.import_slices import import_slices
-from support.feeding import has_id
-
-remaining = int(sys.argv[2])
 
 def step():
     global remaining
@@ -223,23 +222,46 @@ def failing(method):
     return call
 
 os.fsync, Path.replace, Path.unlink = failing(os.fsync), failing(Path.replace), failing(Path.unlink)
-import_slices(sys.argv[1])
+for line in sys.stdin:
+    folder, remaining = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            import_slices(folder)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def test_after_a_kill_at_any_point_of_the_upgrade_import_finishes_it(tmp_path: Path) -> None:
+@pytest.fixture
+def import_killed_at() -> Iterator[Callable[[Path, int], bool]]:
+    """Imports in a process that is killed at that point; whether it came to that."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _KILLED]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+
+        def run(folder: Path, point: int) -> bool:
+            assert process.stdin is not None and process.stdout is not None
+            print(json.dumps([str(folder), point]), file=process.stdin, flush=True)
+            code = int(process.stdout.readline())
+            assert code in (0, -signal.SIGKILL)
+            return code != 0
+
+        yield run
+
+
+def test_after_a_kill_at_any_point_of_the_upgrade_import_finishes_it(
+    tmp_path: Path, import_killed_at: Callable[[Path, int], bool]
+) -> None:
     """Killed before and after each flush, rename and removal, also of the import that finishes it."""
     expected = tmp_path / "expected"
     shutil.copytree(FORMAT_1, expected)
     expected_id, before = import_slices(expected).id, open_dataset(FORMAT_1).id
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-    def import_killed_at(folder: Path, point: int) -> bool:
-        command = [sys.executable, "-c", _KILLED, str(folder), str(point)]
-        code = subprocess.run(command, env=environment, check=False).returncode
-        assert code in (0, -signal.SIGKILL)
-        return code != 0
-
     opened, points = set[str](), 0
     folder = tmp_path / "d"
     shutil.copytree(FORMAT_1, folder)

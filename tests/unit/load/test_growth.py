@@ -66,13 +66,12 @@ class Training:
         return make_state(self.identity, self.run, self.step)
 
     def take(self, num_steps: int) -> list[tuple[int, int]]:
-        """The (slice, sample) pairs of the next steps, over three ranks."""
-        result = []
-        for step in range(self.step, self.step + num_steps):
-            for rank in range(3):
-                steps = self.run.steps(step, step + 1, rank, 3)
-                result += list(zip(steps.slices.tolist(), steps.samples.tolist()))
-        self.step += num_steps
+        """The (slice, sample) pairs of the next steps, of one of three ranks after the other."""
+        stop, result = self.step + num_steps, []
+        for rank in range(3):
+            steps = self.run.steps(self.step, stop, rank, 3)
+            result += list(zip(steps.slices.tolist(), steps.samples.tolist()))
+        self.step = stop
         return result
 
     def finish_epoch(self) -> list[tuple[int, int]]:
@@ -255,7 +254,7 @@ def test_steps_before_a_second_growth_are_unknown(datasets: list[Dataset]) -> No
 def many(tmp_path_factory: pytest.TempPathFactory) -> list[Dataset]:
     """Two datasets of some thousand real slices, the second extends the first by a quarter."""
     folder, made = tmp_path_factory.mktemp("many"), list[Dataset]()
-    for number, megabytes in ((0, 6), (1, 1.5)):
+    for number, megabytes in ((0, 3), (1, 0.75)):
         (folder / str(number)).mkdir()
         letters = np.random.default_rng(number).integers(97, 123, int(megabytes * 1e6), np.uint8)
         (folder / f"{number}/text.txt").write_bytes(letters.tobytes())
@@ -265,7 +264,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> list[Dataset]:
                 workers=1, extend=made[-1].path if made else None,
             ).open()
         )  # fmt: skip
-    assert made[0].num_slices > 3000 and made[1].num_slices > 1.2 * made[0].num_slices
+    assert made[0].num_slices > 1500 and made[1].num_slices > 1.2 * made[0].num_slices
     return made
 
 
