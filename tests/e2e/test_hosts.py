@@ -200,7 +200,7 @@ def test_a_data_node_that_is_there_no_more(tmp_path: Path) -> None:
 @MORE
 def test_a_worker_behind_a_router_at_home(tmp_path: Path) -> None:
     """It takes and gives nothing: nobody waits for an address that leads nowhere."""
-    with running(tmp_path, behind_nat=True) as job:
+    with running(tmp_path, behind_nat=True, pause_s=0.02) as job:  # Long enough for it to take part.
         started = time.monotonic()
         reports = job.assert_finishes()
         assert reports["worker-3"]["samples"] > 0
