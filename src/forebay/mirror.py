@@ -164,13 +164,18 @@ def _mirror(
         parts = [target.part_path(row.name) for row in absent]
         free += sum(part.stat().st_blocks * 512 for part in parts if part.exists())
         _check_room(target.url, sum(row.bytes for row in absent), free)
+    has_leaves = not dataset.table.chunk_bytes
+    if not has_leaves and (start, stop) == (0, dataset.num_slices):  # Now, as the source may be gone at the end.
+        with contextlib.suppress(DatasetError, NetworkError):
+            _copy_leaves(dataset.all_leaves(), target)
+            has_leaves = True
     copy(absent, skipped)
     outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
     missing = sum(not is_present for _, is_present in _check_slices(target, outside, verify=False))
     if not missing:
         names = sorted(listed_files(dataset.manifest).items())
-        if dataset.table.chunk_bytes:
-            _copy_leaves(dataset, target)
+        if not has_leaves:
+            _copy_leaves(_all_leaves(dataset, target), target)
         for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
             data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
             actual = dataset_id(data) if name == MANIFEST_FILE else hashlib.sha256(data).hexdigest()
@@ -185,11 +190,11 @@ def _mirror(
     )  # fmt: skip
 
 
-def _copy_leaves(dataset: RemoteDataset, target: Target) -> None:
+def _copy_leaves(of_slices: Iterable[bytes], target: Target) -> None:
     """Copy the hashes of all chunks, verified slice by slice: 1 MiB of memory, and a part file of 32 bytes a chunk."""
     part, digest = target.part_path(CHUNKS_FILE), hashlib.sha256()
     with part.open("wb") as file:
-        for leaves in _all_leaves(dataset, target):
+        for leaves in of_slices:
             file.write(leaves)
             digest.update(leaves)
     target.commit(CHUNKS_FILE, part, digest.hexdigest())
