@@ -355,7 +355,7 @@ def test_a_scaled_run_takes_what_its_plan_says(
     server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """14 shards of 215 GB on 750 GB, 400 000 times smaller; a few times, since the machine may be busy."""
-    shard_bytes, rate, turns, step_s = SAMPLES * L * 2 + SAMPLES * 8, 1 << 20, 5, 0.1
+    shard_bytes, rate, turns, step_s = SAMPLES * L * 2 + SAMPLES * 8, 1 << 19, 5, 0.1
     command = ["plan", "--shards", "--bytes", str(14 * shard_bytes), "--slice-bytes", str(shard_bytes), "--json"]
     command += ["--bandwidth", f"{rate}B/s", "--disk", str(-(-shard_bytes * 750 // 215))]
     assert main([*command, "--step-s", str(3 * step_s / 455)]) == 0  # 3 steps here are 455 there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -31,3 +32,16 @@ class CuttableServer(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the server's."""
+
+
+@contextlib.contextmanager
+def counted(owner: Any, name: str, num_bytes: int) -> Iterator[None]:
+    """Count body bytes as sent before they are: who has received them may look at once. Not if sending fails."""
+    with owner.lock:
+        owner.bytes_sent[name] += num_bytes
+    try:
+        yield
+    except BaseException:
+        with owner.lock:
+            owner.bytes_sent[name] -= num_bytes
+        raise

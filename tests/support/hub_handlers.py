@@ -10,6 +10,7 @@ import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.cuttable import counted
 from support.hub_tree import File, card_of, entries_at, files, files_at, settings_of
 
 if TYPE_CHECKING:
@@ -107,10 +108,9 @@ class _Base(http.server.BaseHTTPRequestHandler):
                     owner.stopping.wait(max(0.0, prefetch))
                 if (wait_s := owner.booked_s(len(data))) > 0:
                     owner.stopping.wait(wait_s)
-                self.wfile.write(data)
+                with counted(owner, name, len(data)):
+                    self.wfile.write(data)
                 sent += len(data)
-                with owner.lock:
-                    owner.bytes_sent[name] += len(data)
 
 
 class CdnHandler(_Base):

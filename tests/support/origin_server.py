@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from support import uploads
-from support.cuttable import CuttableServer
+from support.cuttable import CuttableServer, counted
 
 ACCESS_KEY = "test-key"
 SECRET_KEY = "test-secret"
@@ -281,9 +281,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with file.open("rb") as source:
             if not paced:
                 self.wfile.flush()
-                self.connection.sendfile(source, start, stop - start) if stop > start else None
-                with owner.lock:
-                    owner.bytes_sent[name] += stop - start
+                with counted(owner, name, stop - start):
+                    self.connection.sendfile(source, start, stop - start) if stop > start else None
                 return
             source.seek(start)
             while sent < stop - start and not owner.stopping.is_set():
@@ -295,10 +294,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 if faults.connection_bytes_per_s:
                     prefetch = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
                     owner.stopping.wait(max(0.0, prefetch))
-                self.wfile.write(data)
+                with counted(owner, name, len(data)):
+                    self.wfile.write(data)
                 sent += len(data)
-                with owner.lock:
-                    owner.bytes_sent[name] += len(data)
 
 
 def _range(text: str, size: int) -> tuple[int, int]:

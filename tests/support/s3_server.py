@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from support.calibration import scaled
-from support.cuttable import CuttableServer
+from support.cuttable import CuttableServer, counted
 
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-0123456789"
 _STEP = 16 << 10
@@ -222,8 +222,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if faults.connection_bytes_per_s:
                 prefetch = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
                 owner.stopping.wait(max(0.0, prefetch))
-            self.wfile.write(data)
+            with counted(owner, self.path, len(data)):
+                self.wfile.write(data)
             sent += len(data)
-            with owner.lock:
-                owner.bytes_sent[self.path] += len(data)
         self.close_connection = self.close_connection or sent < size
