@@ -179,3 +179,25 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
             pass
         fetched = loader.stats()["fetched_bytes"] / sum(path.stat().st_size for path in slices_of(server))
     assert 1 - (fetched - 1) / 4 >= held / SLICES - 1e-9
+
+
+def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_path: Path) -> None:
+    """keep="window" needs little disk and fetches each epoch anew; "all" fetches once, and is refused a small cache."""
+    total = sum(path.stat().st_size for path in slices_of(server))
+    arguments: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 4, "epochs": 2}
+    seen, most = [], 0
+    with Loader(
+        server.url, cache=CacheOptions(keep="window", readahead_bytes=total // 16), cache_dir=tmp_path / "window",
+        cache_bytes=2 * total, **arguments,
+    ) as loader:  # fmt: skip
+        for batch in loader:
+            seen.append(batch.sample_ids.tolist())
+            most = max(most, loader.stats()["cached_bytes"])
+        assert 2 * total * 0.95 < loader.stats()["fetched_bytes"] < 2 * total * 1.05
+    assert most < total / 2
+    with Loader(server.url, cache=CacheOptions(keep="all"), cache_dir=tmp_path / "all", **arguments) as loader:
+        assert [batch.sample_ids.tolist() for batch in loader] == seen
+        stats = loader.stats()
+    assert stats["fetched_bytes"] == total and stats["evicted_bytes"] == 0
+    with pytest.raises(UsageError, match=r"cache_bytes: expected at least .* for keep='all', got"):
+        Loader(server.url, cache=CacheOptions(keep="all"), cache_dir=tmp_path / "small", cache_bytes=total, **arguments)

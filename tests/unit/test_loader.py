@@ -238,6 +238,7 @@ def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
         (OrderOptions, {"max_fetch_ratio": None}),
         (CacheOptions, {"verify": True}),
         (CacheOptions, {"readahead_bytes": -1}),
+        (CacheOptions, {"keep": "none"}),
         (NetworkOptions, {"connections": 0}),
         (NetworkOptions, {"listen": True}),
         (SampleOptions, {"prefetch_batches": -1}),

@@ -293,6 +293,14 @@ class ChunkCache(SharedState):
             self._used = [item for item in self._used if self._is_current(item)]
             heapq.heapify(self._used)
 
+    def drop(self, groups: Sequence[Group]) -> None:
+        """Delete those of the chunks that no process has pinned."""
+        with self._lock:
+            live = self._live()
+            for entry, chunks in groups:
+                if not entry.is_deleted:
+                    self.evicted_bytes += self._evict_chunks(entry, chunks, live, self.budget_bytes)
+
     def discard(self, sha256: str) -> None:
         """Delete a slice whose bytes are wrong, even if it is pinned."""
         with self._lock:

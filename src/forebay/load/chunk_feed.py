@@ -53,9 +53,8 @@ _log = logging.getLogger("forebay")
 class ChunkFeed:
     """Has the chunks that coming steps need fetched and verified. For one consumer.
 
-    Plans are added in the order of their steps, waited for, and released. `cached`: for each dataset, whether its
-    slices go through the cache; then with the settings `cache`. `verify`: hash what is cached or local again, also if
-    its file did not change. Its threads start with the first plan and end with `close`.
+    Plans are added in the order of their steps, waited for, and released; threads end with `close`. `cached`: whether
+    the slices of each dataset go through the cache, of the settings `cache`. `verify`: hash what is here again.
 
     Raises:
         UsageError: If the cache is smaller than a chunk.
@@ -303,6 +302,7 @@ class ChunkFeed:
         assert settings is not None
         if self._cache is None:
             self._cache = self._pins.cache = ChunkCache(settings.directory, settings.budget_bytes)
+            self._pins.drops_read = settings.keep == "window"
             self._finalizers["cache"] = weakref.finalize(self, self._cache.close)
         return self._cache
 

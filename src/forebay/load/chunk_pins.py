@@ -27,6 +27,7 @@ class ChunkPins:
         self, table: ChunkTable, first_key: I64, run: Run, ranks: tuple[int, int], world_size: int
     ) -> None:  # fmt: skip
         self.cache: ChunkCache | None = None
+        self.drops_read = False  # What was unpinned goes at once.
         self._table, self._first_key, self._run = table, first_key, run
         self._ranks, self._world_size = ranks, world_size
         self._counts = np.concatenate([order.samples_per_slice for order in run.orders])
@@ -80,6 +81,8 @@ class ChunkPins:
             for first_step, groups in read.items():
                 pins = [(group.entry, group.chunks) for group in groups if group.entry is not None]
                 self.cache.unpin(pins, self._next_uses(first_step, groups))
+                if self.drops_read:
+                    self.cache.drop(pins)
 
     def _next_uses(self, step: int, groups: Sequence[ChunkGroup]) -> Sequence[int] | None:
         """When the first chunk of each group is read in the epoch after that of a step, about; None: unknown."""

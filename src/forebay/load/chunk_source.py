@@ -18,7 +18,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import user_cache
 from forebay.errors import NetworkError, UsageError
 from forebay.formats import ExternalDataset
-from forebay.storage.chunk_file import ChunkFile
+from forebay.storage.chunk_file import ChunkFile, MapLayout, round_up
 
 if TYPE_CHECKING:
     from forebay.storage.base import Origin
@@ -41,6 +41,7 @@ class CacheSettings:
     connections: int
     readahead_bytes: int | None
     share: bool | str
+    keep: str = "budget"
     open_bytes: int = 0  # Of the windows that the run has open at once.
 
     def ahead_bytes(self, sharers: int) -> int:
@@ -53,7 +54,7 @@ class CacheSettings:
 
 def resolve_cache(
     datasets: Sequence[Dataset], *, cache_dir: str | Path | None, cache_bytes: int | None, connections: int,
-    readahead_bytes: int | None, share: bool | str, verify: bool,
+    readahead_bytes: int | None, share: bool | str, verify: bool, keep: str = "budget",
 ) -> tuple[list[bool], CacheSettings | None]:  # fmt: skip
     """Whether the slices of each dataset are cached, and the settings if any are, from the Loader's arguments.
 
@@ -84,8 +85,22 @@ def resolve_cache(
             "or give a cache_dir to cache its slices (for a slow mount)."
         )
     directory = cache_dir or user_cache() / "slices"
+    if keep == "all":
+        needed = sum(_disk_bytes(dataset) for dataset, is_cached in zip(datasets, cached) if is_cached)
+        if cache_bytes is not None and cache_bytes < needed:
+            raise UsageError(
+                f"cache_bytes: expected at least {needed:,} for keep='all', got {cache_bytes:,}. Leave it out, or use "
+                "keep='budget'."
+            )
+        cache_bytes = needed if cache_bytes is None else cache_bytes
     budget = _check_budget(directory, cache_bytes)
-    return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share)
+    return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share, keep)
+
+
+def _disk_bytes(dataset: Dataset) -> int:
+    """What a cache with all of a dataset takes."""
+    sizes, chunk_bytes = dataset.table.bytes.tolist(), dataset.table.chunk_bytes
+    return sum(round_up(size) + MapLayout(size, chunk_bytes).disk_bytes for size in sizes)
 
 
 def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:

@@ -33,6 +33,7 @@ def check_arguments(options: SimpleNamespace) -> None:
         "drop_last": bool(samples.drop_last),
         "order": options.order != OrderOptions(),
         "cache.readahead_bytes": options.cache.readahead_bytes is not None,
+        "cache.keep": options.cache.keep != "budget",
     }
     reason = (
         "With scheduler= each process takes leases of its own, in the order in which they are granted. Leave it out."

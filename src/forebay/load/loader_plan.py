@@ -180,7 +180,7 @@ class LoaderPlan:
         self.cached, self.cache = resolve_cache(
             list(self.datasets.values()), cache_dir="ram" if options.cache.tier == "ram" else options.cache_dir,
             cache_bytes=options.cache_bytes, connections=options.network.connections,
-            readahead_bytes=options.cache.readahead_bytes,
+            readahead_bytes=options.cache.readahead_bytes, keep=options.cache.keep,
             share=not self.jobs and (listen == "auto" or listen or False),
             verify=options.cache.verify == "open",
         )  # fmt: skip

@@ -60,6 +60,9 @@ class CacheOptions:
 
     Args:
         tier: `disk`, in `cache_dir`; or `ram`, in the machine's memory.
+        keep: `budget`: what was read stays while there is space. `window`: it goes as soon as its window was read, so
+            that little disk is used. `all`: all stays, and a cache that is too small for it is refused; without
+            `cache_bytes` it is as large as it has to be.
         readahead_bytes: Bytes of samples that are planned, and their chunks fetched, ahead of their use. By default the
             open windows, or a quarter of the cache and at most 1 GiB if that is more; at most a third of the cache; by
             all processes of a machine together.
@@ -71,11 +74,13 @@ class CacheOptions:
     """
 
     tier: Literal["disk", "ram"] = "disk"
+    keep: Literal["budget", "window", "all"] = "budget"
     readahead_bytes: int | None = None
     verify: Literal["once", "open", "never"] = "once"
 
     def __post_init__(self) -> None:
         check_choice("tier", self.tier, ("disk", "ram"))
+        check_choice("keep", self.keep, ("budget", "window", "all"))
         check_integer("readahead_bytes", self.readahead_bytes, 0)
         check_choice("verify", self.verify, ("once", "open", "never"))
 
