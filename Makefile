@@ -28,14 +28,14 @@ lint: setup
 # Kernels are compiled beside the checks, once: else each process of the tests compiles those that it needs.
 # Four processes on two cores, as many tests wait for what is slow, dead or silent on purpose.
 test: setup
-	@$(PY) scripts/compile_kernels.py & $(MAKE) --no-print-directory lint && $(PY) -m pytest -n 4 --dist loadgroup
+	@$(PY) scripts/compile_kernels.py & $(MAKE) --no-print-directory lint && $(PY) -m pytest -n 3 --dist loadgroup
 
 # What `make test` skips, too: other frameworks, other projects' readers, hosts with networks of their own (root, nftables).
 test-all: lint
 	@PYTHON="$(PYTHON)" VENV=.venv-all bash scripts/setup.sh all
 	FOREBAY_HOSTS=all FOREBAY_SCHEMATHESIS=.venv-all/bin/python \
 	  FOREBAY_FORMAT_PEERS=$(CURDIR)/.venv-all/bin/python:$(CURDIR)/.venv-all/peers/bin/python \
-	  .venv-all/bin/python -m pytest -n 4 --dist loadgroup $(TESTS)
+	  .venv-all/bin/python -m pytest -n 3 --dist loadgroup $(TESTS)
 
 # Laws with random examples, twenty times as many; what is found comes with the line that repeats it.
 test-long: setup
