@@ -206,15 +206,17 @@ class ChunkCache(SharedState):
     def complete(self, entry: ChunkFile, chunks: I64) -> None:
         """A fetch of claimed chunks ended: the present ones are stored, the others can be claimed again."""
         with self._lock:
-            if not entry.is_deleted:
-                self._stored += entry.size_of(entry.stored(chunks))
-            self._reserved[self._slot_number] -= entry.size_of(chunks)  # A kill between the two counts them twice.
             failed = chunks[entry.marks[chunks] >= FETCHING]
             entry.marks[failed] = ABSENT
-            with contextlib.suppress(FileNotFoundError):
-                if len(failed):
-                    entry.punch(failed)  # A part of a chunk may be written.
-                entry.record_write()
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    if len(failed):
+                        entry.punch(failed)  # A part of a chunk may be written.
+                    entry.record_write()
+            finally:
+                if not entry.is_deleted:
+                    self._stored += entry.size_of(entry.stored(chunks))
+                self._reserved[self._slot_number] -= entry.size_of(chunks)  # Last: a kill before it counts them twice.
             self._claims.get(entry.info.sha256, set()).difference_update(chunks.tolist())
             self.unpin([(entry, chunks)])
 
