@@ -167,7 +167,7 @@ def prepare_dataset(
         sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
         on_progress = on_progress or (lambda progress: None)
         run = PrepareRun(out, recipe, opened, write_ids, document_ids, on_progress, notify, parent, recorded)
-        return _run_unless_done(run, output, sources, own_splits, loaded, strict)
+        return _run(run, output, sources, own_splits, loaded, strict)
 
 
 def _open_tokenizer(
@@ -212,25 +212,6 @@ def _open_tokenizer(
     if parent is not None:
         check_extension(parent, recipe, loaded, document_ids)
     return recipe, loaded
-
-
-def _run_unless_done(
-    run: PrepareRun,
-    output: Output,
-    sources: InputFiles,
-    own_splits: Sequence[tuple[InputSplit, DocumentSource]],
-    tokenizer: tokenizers.TokenizerFile | None,
-    strict: bool,
-) -> PrepareResult:
-    lineage = lineage_of(run, sources, tokenizer)
-    existing = _find_existing(run, output, sources, lineage)
-    if existing is not None:
-        shutil.rmtree(run.work, ignore_errors=True)
-        return existing
-    write_skipped(run.out, sources.skipped)
-    if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
-        run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
-    return _run(run, output, sources, own_splits, tokenizer, lineage, strict)
 
 
 def _open_inputs(
@@ -359,9 +340,16 @@ def _run(
     sources: InputFiles,
     own_splits: Sequence[tuple[InputSplit, DocumentSource]],
     tokenizer: tokenizers.TokenizerFile | None,
-    lineage: dict[str, Any],
     strict: bool,
 ) -> PrepareResult:
+    lineage = lineage_of(run, sources, tokenizer)
+    existing = _find_existing(run, output, sources, lineage)
+    if existing is not None:
+        shutil.rmtree(run.work, ignore_errors=True)
+        return existing
+    write_skipped(run.out, sources.skipped)
+    if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
+        run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
     run.tasks.mkdir(parents=True, exist_ok=True)
     remove_stale(run.out)
     remove_stale(run.tasks)
