@@ -190,6 +190,7 @@ def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_
         server.url, cache=CacheOptions(keep="window", readahead_bytes=total // 16), cache_dir=tmp_path / "window",
         cache_bytes=2 * total, **arguments,
     ) as loader:  # fmt: skip
+        assert f"dataset='{server.url}'" in repr(loader)
         for batch in loader:
             seen.append(batch.sample_ids.tolist())
             most = max(most, loader.stats()["cached_bytes"])

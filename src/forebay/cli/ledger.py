@@ -89,7 +89,7 @@ def _documents(args: argparse.Namespace, index: LedgerIndex) -> Documents | None
         return None
     dataset = open_dataset(args.dataset)
     if dataset.id != index.job.dataset_id:
-        raise UsageError(f"blame: {dataset.path} is not the dataset of this job, which has {index.job.dataset_id}.")
+        raise UsageError(f"blame: {dataset.url} is not the dataset of this job, which has {index.job.dataset_id}.")
     return Documents(dataset)
 
 

@@ -72,6 +72,7 @@ class Dataset:
         self, path: Path, manifest: Manifest, table: SliceTable, id: str, verified: VerifiedChunks | None = None
     ) -> None:
         self.path = path
+        self.url = str(path)  # Of a remote dataset its URL, for messages.
         self.manifest = manifest
         self.table = table
         self.id = id
@@ -93,7 +94,7 @@ class Dataset:
         except (DatasetError, UsageError):  # Remote, or a slice is missing; a card must not fail.
             documents = []
         texts = [[document.text or " ".join(map(str, document.tokens[:64].tolist()))] for document in documents]
-        return html.card(self.name, {**self.describe(), "path": self.path}, html.coloured(texts))
+        return html.card(self.name, {**self.describe(), "path": self.url}, html.coloured(texts))
 
     def __len__(self) -> int:
         return self.manifest.documents if self.manifest.layout == "tokens" else self.manifest.rows
@@ -123,7 +124,7 @@ class Dataset:
             UsageError: If the layout is `rows`.
         """
         if self.manifest.layout == "rows":
-            raise UsageError(f"document: expected a dataset of layout tokens, got rows in {self.path}. Use dataset[i].")
+            raise UsageError(f"document: expected a dataset of layout tokens, got rows in {self.url}. Use dataset[i].")
         tokens, number = self[index], index + len(self) if index < 0 else index
         id, source = self._documents.ids([number]).get(number, ("", ""))
         return Document(number, id, source, tokens, self._documents.text(tokens))
@@ -241,7 +242,7 @@ class Dataset:
             if wrong < 0 and len(data) == edges[-1]:
                 return leaves
         raise DatasetError(
-            f"{self.path}/{CHUNKS_FILE}: expected the hashes of {self.table.row(max(wrong, start)).name}, got others. "
+            f"{self.url}/{CHUNKS_FILE}: expected the hashes of {self.table.row(max(wrong, start)).name}, got others. "
             "Fetch or prepare the file again."
         )
 

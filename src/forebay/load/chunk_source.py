@@ -63,11 +63,9 @@ def resolve_cache(
     """
     cached = []
     for dataset in datasets:
-        origin = getattr(dataset, "origin", None)
-        cached.append(origin is not None or cache_dir is not None)
-        url = str(getattr(origin, "url", dataset.path))
-        if share and not url.startswith("forebay://"):
-            raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
+        cached.append(hasattr(dataset, "origin") or cache_dir is not None)
+        if share and not dataset.url.startswith("forebay://"):
+            raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {dataset.url}. Leave it out.")
         if not isinstance(dataset, ExternalDataset):
             continue
         if verify:

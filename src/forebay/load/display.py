@@ -38,7 +38,7 @@ def describe(loader: Any) -> dict[str, str]:
     for name, dataset, index in zip(loader.datasets, loader.datasets.values(), loader.plan.indexes):
         size = format_bytes(int(dataset.table.bytes.sum()))
         fields[f"dataset {name}".strip()] = (
-            f"{dataset.name} ({dataset.path}), id {dataset.id[:12]}, {dataset.num_slices:,} slices, {size}; "
+            f"{dataset.name} ({dataset.url}), id {dataset.id[:12]}, {dataset.num_slices:,} slices, {size}; "
             f"{index.num_samples:,} {unit}"
         )
     sizes = ", then ".join(f"{size:,} from step {step:,}" for step, size in loader.global_batch_sizes)
@@ -124,7 +124,7 @@ def documents_of(loader: Any, batch: Any) -> list[list[Document]]:
 
 def _numbers(dataset: Dataset, index: Any, sample: int) -> list[int]:
     if index.seq_len is None:
-        raise UsageError(f"documents: expected a dataset of layout tokens, got rows in {dataset.path}. Use dataset[i].")
+        raise UsageError(f"documents: expected a dataset of layout tokens, got rows in {dataset.url}. Use dataset[i].")
     key = int(np.searchsorted(index.bases, sample, "right")) - 1
     collator = TokenCollator([index], document_masks=True)
     opened = dataset.open_slice(key)

@@ -470,7 +470,7 @@ class Loader(Closing, BatchSource[BatchT]):
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in self.arguments.items() if value not in (None, False)}
-        source = self.mixture or str(self.dataset.path)
+        source = self.mixture or self.dataset.url
         shown = {"dataset": source, **{name: value for name, value in shown.items() if name != "dataset"}}
         text = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"Loader({text}) at epoch {self.epoch}, step {self._step}, rank {self.rank} of {self.world_size}"

@@ -90,7 +90,7 @@ class LoaderPlan:
         if is_tokens == (options.seq_len is None):
             raise UsageError(
                 f"seq_len: expected a number for a dataset of layout 'tokens' and none for 'rows', got "
-                f"{options.seq_len} for {self.dataset.manifest.layout!r} ({self.dataset.path})."
+                f"{options.seq_len} for {self.dataset.manifest.layout!r} ({self.dataset.url})."
             )
         self.seq_len: int | None = options.seq_len
         if self.mixture is not None and options.epochs not in (1, None):
@@ -144,7 +144,7 @@ class LoaderPlan:
         for index, dataset in zip(self.indexes, self.datasets.values()):
             if index.num_samples < (batch if drop_last and self.mixture is None else 1):
                 raise UsageError(
-                    f"{dataset.path}: expected at least one batch an epoch, got {index.num_samples} samples of "
+                    f"{dataset.url}: expected at least one batch an epoch, got {index.num_samples} samples of "
                     f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
                 )
         if self.is_owned:

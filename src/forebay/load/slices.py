@@ -81,7 +81,7 @@ class SliceReader(ChunkFeed):
                 raise DatasetError("expected the tokens behind all other tensors.")
         except DatasetError as error:
             raise DatasetError(
-                f"slice {row.name} of {dataset.name} ({dataset.path}): its bytes have the hash of the dataset's table, "
+                f"slice {row.name} of {dataset.name} ({dataset.url}): its bytes have the hash of the dataset's table, "
                 f"but do not fit the table: {error} Publish the dataset again."
             ) from error
         return index, opened

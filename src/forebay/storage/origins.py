@@ -144,7 +144,7 @@ class RemoteDataset(Dataset):
 
     def __init__(self, origin: Origin, manifest: Manifest, table: SliceTable, id: str) -> None:
         super().__init__(Path(origin.url), manifest, table, id)
-        self.origin = origin
+        self.origin, self.url = origin, origin.url
 
     def __repr__(self) -> str:
         return f"RemoteDataset({self.name!r}, id={self.id[:12]}…, slices={self.num_slices}, url={self.origin.url!r})"
