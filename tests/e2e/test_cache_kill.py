@@ -42,7 +42,7 @@ def stopped(processes: list[ForkServerProcess]) -> Iterator[None]:
     for process in alive:
         _send(process, signal.SIGSTOP)
     for process in alive:
-        while process.exitcode is None and _state(process) not in "TZ":
+        while process.exitcode is None and not _states(process) <= {"T", "Z", "X"}:
             time.sleep(0.0002)
     yield
     for process in alive:
@@ -55,11 +55,13 @@ def _send(process: ForkServerProcess, number: int) -> None:
         os.kill(process.pid, number)
 
 
-def _state(process: ForkServerProcess) -> str:
-    try:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z"
+def _states(process: ForkServerProcess) -> set[str]:
+    """The states of all threads: each of them stops by itself."""
+    states = set()
+    for path in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # The thread has ended.
+            states.add(path.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def test_four_loaders_within_the_budget_and_killed_at_any_moment(server: OriginServer, tmp_path: Path) -> None:

@@ -145,10 +145,10 @@ def test_only_members_of_the_network_join(tmp_path: Path) -> None:
         join(tmp_path / "net", tmp_path / name, name=name)
     rules = Rules(heartbeat_s=1.0, stale_s=3.0)
     with Coordinator("127.0.0.1", 0, rules=rules, identity=Identity.load(tmp_path / "alice")) as coordinator:
-        config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address, timeout_s=0.5)
+        config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address)
         assert alone(replace(config, identity=tmp_path / "bob"), []).finished
         with pytest.raises(ForebayError):
-            alone(config, [])
+            alone(replace(config, timeout_s=0.5), [])
 
 
 def test_another_seq_len_gives_way_and_is_told(tmp_path: Path) -> None:

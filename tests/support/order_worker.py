@@ -92,12 +92,10 @@ class Worker:
                 self.write(**line, state=loader.state_dict() if self.settings.get("has_state") else None)
                 time.sleep(self.pause_s)
             sessions = loader.leases.sessions.open() if loader.leases else []
+            loader.close()  # Only then is it known of the last batches whether their use is on record.
             rejected = [vars(report) for session in sessions for report in session.leases.state.counts.rejected]
-            self.write(
-                done=True,
-                rejected=rejected,
-                stats={k: v for k, v in loader.stats().items() if isinstance(v, (int, float))},
-            )
+            stats = {name: value for name, value in loader.stats().items() if isinstance(value, (int, float))}
+            self.write(done=True, rejected=rejected, stats=stats)
 
     def run_coordinated(self) -> None:
         """Steps of all ranks together, in generations of a coordinator; files carry what ranks say to each other."""

@@ -201,7 +201,7 @@ class LeaseState:
         num_samples = 0
         for lease, stop in parts:
             num_samples += stop - lease.used
-            if lease.ended:
+            if lease.grant.lease_id not in self._leases:
                 self.counts.wasted += stop - lease.used
             lease.add_use(stop, step, self._batch_size, len(parts) == 1)
             lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
