@@ -169,6 +169,16 @@ def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str,
         Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8).load_state_dict(state)
 
 
+def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders: dict[str, Path]) -> None:
+    """Another order of the names is another order of the samples, also where all weights are equal."""
+    loaders = [
+        Loader(Mixture({name: folders[name] for name in names}, dict.fromkeys(names, 1)), seq_len=SEQ_LEN, batch_size=7)
+        for names in (("web", "books"), ("books", "web"))
+    ]
+    with pytest.raises(StateError, match=r"expected datasets \['books', 'web'\], got .* in that order"):
+        loaders[1].load_state_dict(loaders[0].state_dict())
+
+
 def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "mix.toml"
     path.write_text(

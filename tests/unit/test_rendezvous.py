@@ -71,9 +71,14 @@ def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: 
     owned = [sum(counts) for counts in slices]
     if 0 in owned:
         return
-    runs = [OwnedRun(Order(np.array(counts), 3, batch), batch, owned, epochs=2) for counts in slices]
+    owners, counts = np.repeat(np.arange(len(slices)), [len(of) for of in slices]), np.concatenate(slices)
+    runs = [
+        OwnedRun(Order(np.where(owners == rank, counts, 0), 3, batch), batch, owners, counts, epochs=2)
+        for rank in range(len(slices))
+    ]
     assert len({run.num_steps for run in runs}) == 1
-    for run, counts in zip(runs, slices):
+    for rank, (run, counts) in enumerate(zip(runs, slices)):
+        first = int(np.searchsorted(owners, rank))
         assert run.num_steps is not None
         full = run.steps(0, run.num_steps, 0, 1)
         sizes = np.diff(full.bounds)
@@ -81,7 +86,7 @@ def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: 
         for epoch in range(2):
             part = slice(epoch * sum(counts), (epoch + 1) * sum(counts))
             result = sorted(zip(full.slices[part].tolist(), full.samples[part].tolist()))
-            assert result == [(i, j) for i, count in enumerate(counts) for j in range(count)]
+            assert result == [(first + i, j) for i, count in enumerate(counts) for j in range(count)]
         middle = run.num_steps // 3
         piece = run.steps(middle, run.num_steps, 0, 1)
         assert np.array_equal(piece.samples, full.samples[full.bounds[middle] :])

@@ -1,14 +1,15 @@
 """Runs on datasets that grow: a state of a dataset continues on one that extends it (`forebay prepare --extend`).
 
-The epoch of the state is finished on the slices that it began with; the next epoch has all samples. A dataset's lineage
-names what it extends, so its slices belong to generations; owners are assigned to each generation by itself, and each
-is split into training and validation by itself, so that appended data move no slice.
+The epoch of the state is finished on the slices that it began with; the next epoch has all samples. In a mixture that
+is so of each dataset by itself: an epoch is a pass through its samples. A dataset's lineage names what it extends, so
+its slices belong to generations; owners are assigned to each generation by itself, and each is split into training and
+validation by itself, so that appended data move no slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from forebay.errors import StateError
 from forebay.order.epoch import Epoch
 from forebay.order.plan import Order
 from forebay.order.run import NEVER, Run, Steps, assign_owners
-from forebay.order.step_index import BatchSizes, RunProgress, check_range
+from forebay.order.step_index import RunProgress, check_range
 
 I64 = NDArray[np.int64]
 _ORDER_FIELDS = ("lanes", "window")
@@ -32,7 +33,8 @@ class Growth:
     """Where a run goes over to a larger dataset. Plain JSON values; part of a state.
 
     Its steps [first_step, step) are of the first `slices` slices, in the order of the dataset `dataset_id` with these
-    lanes and window, from the start of epoch `first_epoch`; at `step` epoch `epoch` of all slices begins.
+    lanes and window, from the start of epoch `first_epoch`; at `step` epoch `epoch` of all slices begins. Of a dataset
+    in a mixture, `step` and `first_step` count its own samples, not steps of the run.
     """
 
     dataset_id: str
@@ -70,50 +72,83 @@ def owners_of(dataset: Dataset, workers: Sequence[str], slack: float | None) -> 
 
 
 def grow(
-    state: object, identity: dict[str, Any], run: Run, lineage: Mapping[str, Any], *, epochs: int | None = None,
-    num_steps: int | None = None,
+    state: object, identity: dict[str, Any], run: Run, lineages: Sequence[Mapping[str, Any]], *,
+    epochs: int | None = None, num_steps: int | None = None,
 ) -> tuple[Run, dict[str, Any], object]:  # fmt: skip
-    """The run, the identity and the state to give to `step_of_state`, for a state of a dataset or of what it extends.
+    """The run, the identity and the state to give to `step_of_state`, for a state of datasets or of what they extend.
 
     Args:
-        identity, run: Of a run of the dataset alone, from `run_identity`.
-        lineage: Of its manifest.
+        identity, run: Of a run of the datasets alone, from `run_identity`.
+        lineages: Of the manifest of each dataset.
         epochs, num_steps: The limits of `run`.
 
     Returns:
-        The arguments, unless the run of the state went over, or goes over, from a smaller dataset.
+        The arguments, unless the run of the state went over, or goes over, from smaller datasets.
 
     Raises:
         StateError: If the state is of a smaller dataset, but not of such a run.
     """
-    if not isinstance(state, dict) or not isinstance(state.get("dataset_id"), str):
+    if not isinstance(state, dict):
         return run, identity, state
-    sizes = ancestors(lineage)
-    recorded = _growth_of(state)
-    if state["dataset_id"] == identity["dataset_id"]:
+    if run.weights is not None:
+        return _grow_mixture(state, identity, run, lineages, num_steps)
+    growth = _growth(state, identity["dataset_id"], lineages[0], run, 0)
+    if growth is None:
+        return run, identity, state
+    changed = {"dataset_id": identity["dataset_id"], "growth": asdict(growth)}
+    goes_over = state["dataset_id"] != identity["dataset_id"]
+    numbers = {key: identity[key] for key in _ORDER_FIELDS if goes_over}
+    return GrownRun(run, growth, epochs=epochs, num_steps=num_steps), identity | changed, state | numbers | changed
+
+
+def _grow_mixture(
+    state: dict[str, Any], identity: dict[str, Any], run: Run, lineages: Sequence[Mapping[str, Any]],
+    num_steps: int | None,
+) -> tuple[Run, dict[str, Any], object]:  # fmt: skip
+    ids, own, recorded = state.get("dataset_id"), identity["dataset_id"], state.get("growth", {})
+    numbers: dict[str, Any] = {key: state.get(key) for key in _ORDER_FIELDS}
+    if not isinstance(ids, dict) or ids.keys() != own.keys() or not isinstance(recorded, dict):
+        return run, identity, state
+    if not recorded.keys() <= own.keys() or not all(
+        isinstance(of, list) and len(of) == len(own) for of in numbers.values()
+    ):
+        return run, identity, state  # `step_of_state` says what differs.
+    orders, growths = list(run.orders), dict[str, dict[str, Any]]()
+    for source, (name, lineage) in enumerate(zip(own, lineages)):
+        part = {"step": state.get("step"), "dataset_id": ids[name], "growth": recorded.get(name)}
+        part |= {key: numbers[key][source] for key in _ORDER_FIELDS}
+        growth = _growth(part, own[name], lineage, run, source)
+        if growth is not None:
+            growths[name] = asdict(growth)
+            orders[source] = _GrownOrder(orders[source], growth)
+        if growth is not None and ids[name] != own[name]:
+            ids = ids | {name: own[name]}
+            numbers = {key: [*of[:source], identity[key][source], *of[source + 1 :]] for key, of in numbers.items()}
+    if not growths:
+        return run, identity, state
+    drop_last = orders[0].drop_last
+    grown = Run(orders, run.batches, weights=run.weights, epochs=None, num_steps=num_steps, drop_last=drop_last)
+    changed = {"growth": growths}
+    return grown, identity | changed, state | numbers | changed | {"dataset_id": ids}
+
+
+def _growth(state: Mapping[str, Any], own_id: str, lineage: Mapping[str, Any], run: Run, source: int) -> Growth | None:
+    """The growth of one dataset of a run; None if the state is of this dataset alone, or of no ancestor of it."""
+    recorded, sizes, order = _growth_of(state.get("growth")), ancestors(lineage), run.orders[source]
+    if state.get("dataset_id") == own_id:
         growth = recorded
-    elif state["dataset_id"] in sizes:
-        growth = _going_over(state, sizes, recorded, run, identity)
+    elif isinstance(state.get("dataset_id"), str) and state["dataset_id"] in sizes:
+        growth = _going_over(state, sizes, recorded, run, source)
     else:
         growth = None
     if growth is None:
-        return run, identity, state
-    order = run.orders[0]
-    if run.weights is not None or "workers" in identity:
-        raise StateError(
-            f"loader state: expected dataset_id {identity['dataset_id']!r}, got {state['dataset_id']!r}, which it "
-            "extends. Runs of mixtures and of assignment='owned' do not go over to a larger dataset: open the "
-            "smaller one, or start a new run."
-        )
+        return None
     if sizes.get(growth.dataset_id) != growth.slices or growth.slices > len(order.samples_per_slice):
         raise StateError(f"loader state: expected growth from a dataset in {list(sizes)}, got {growth.dataset_id!r}.")
-    grown = GrownRun(run, growth, epochs=epochs, num_steps=num_steps)
-    changed = {"dataset_id": identity["dataset_id"], "growth": asdict(growth)}
-    return grown, identity | changed, state | {name: identity[name] for name in _ORDER_FIELDS} | changed
+    return growth
 
 
-def _growth_of(state: Mapping[str, Any]) -> Growth | None:
-    plain = state.get("growth")
+def _growth_of(plain: Any) -> Growth | None:
     if plain is None:
         return None
     names = {item.name for item in fields(Growth)}
@@ -125,44 +160,54 @@ def _growth_of(state: Mapping[str, Any]) -> Growth | None:
 
 
 def _going_over(
-    state: Mapping[str, Any], sizes: Mapping[str, int], recorded: Growth | None, run: Run, identity: Mapping[str, Any]
+    state: Mapping[str, Any], sizes: Mapping[str, int], recorded: Growth | None, run: Run, source: int
 ) -> Growth:
-    """The growth of a state of a smaller dataset: at the end of its epoch, or at once where an epoch begins."""
+    """The growth of a smaller dataset's state: at the end of its epoch, or at once where an epoch begins."""
     step, first_step, first_epoch = state.get("step"), 0, 0
-    if type(step) is not int or step < 0:
-        raise StateError(f"loader state: expected step an integer from 0, got {step!r}.")
+    if type(step) is not int or not 0 <= step <= (step if run.num_steps is None else run.num_steps):
+        raise StateError(f"loader state: expected step an integer from 0 to the run's end, got {step!r}.")
+    if run.mixture is not None:
+        step = int(run.mixture.counts(run.progress(step).samples_taken)[source])
     if recorded is not None:
         if step < recorded.step:  # It has not gone over yet: it goes over to this dataset.
             return recorded
         first_step, first_epoch = recorded.step, recorded.epoch
     dataset_id, numbers = str(state["dataset_id"]), [state.get(name) for name in _ORDER_FIELDS]
-    lanes, window = (number if type(number) is int and number >= 0 else -1 for number in numbers)
-    if min(lanes, window) < 0:
+    lanes, window = (number if type(number) is int and number >= 1 else 0 for number in numbers)
+    if min(lanes, window) < 1:
         raise StateError(f"loader state: expected numbers {', '.join(_ORDER_FIELDS)}, got {numbers}.")
     growth = Growth(dataset_id, sizes[dataset_id], lanes, window, first_step, first_epoch, step=step, epoch=first_epoch)
-    before = _part(_smaller(run.orders[0], growth), run, first_step, first_epoch)
-    progress = before.progress(step - first_step)
-    if progress.samples_taken == 0:
-        return Growth(**{**asdict(growth), "epoch": first_epoch + progress.epoch})
-    stop = before.epoch_stop(step - first_step)
-    assert stop is not None  # One dataset has epochs.
-    return Growth(**{**asdict(growth), "step": first_step + stop, "epoch": first_epoch + progress.epoch + 1})
+    before = _smaller(run.orders[source], growth)
+    if run.mixture is not None:
+        passes, taken = divmod(step - first_step, max(1, before.num_samples))
+        remaining = before.num_samples - taken if taken else 0
+    else:
+        of_before = run.of(before, first_step)
+        progress = of_before.progress(step - first_step)
+        stop = of_before.epoch_stop(step - first_step) if progress.step_in_epoch else step - first_step
+        assert stop is not None  # One dataset has epochs.
+        passes, remaining = progress.epoch, stop + first_step - step
+    return replace(growth, step=step + remaining, epoch=first_epoch + passes + (remaining > 0))
 
 
 def _smaller(order: Order, growth: Growth) -> Order:
-    return Order(
-        order.samples_per_slice[: growth.slices], order.seed, order.global_batch, growth.lanes, growth.window,
-        order.shuffle, order.drop_last,
+    return _LaterOrder(
+        order, growth.first_epoch, samples_per_slice=order.samples_per_slice[: growth.slices],
+        lanes=growth.lanes, window=growth.window,
     )  # fmt: skip
 
 
 class _LaterOrder(Order):
-    """An order whose epoch 0 is epoch `first_epoch` of another."""
+    """An order like another, or of fewer slices, whose epoch 0 is epoch `first_epoch` of it."""
 
-    def __init__(self, order: Order, first_epoch: int) -> None:
+    def __init__(
+        self, order: Order, first_epoch: int, *, samples_per_slice: I64 | None = None, lanes: int | None = None,
+        window: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
-            order.samples_per_slice, order.seed, order.global_batch, order.num_lanes, order.window_samples,
-            order.shuffle, order.drop_last,
+            order.samples_per_slice if samples_per_slice is None else samples_per_slice, order.seed,
+            order.global_batch, lanes or order.num_lanes, window or order.window_samples, order.shuffle,
+            order.drop_last,
         )  # fmt: skip
         self._first_epoch = first_epoch
 
@@ -170,14 +215,37 @@ class _LaterOrder(Order):
         return super().epoch_at(epoch + self._first_epoch)
 
 
-def _part(
-    order: Order, run: Run, step: int, epoch: int, *, epochs: int | None = None, num_steps: int | None = None
-) -> Run:
-    """The run of an order whose step 0 is run step `step`, at the start of an epoch."""
-    started = [change for change in run.batches.changes if change[0] <= step][-1]
-    later = [(first - step, size) for first, size in run.batches.changes if first > step]
-    sizes = BatchSizes(((0, started[1]), *later))
-    return Run([_LaterOrder(order, epoch)], sizes, epochs=epochs, num_steps=num_steps, drop_last=order.drop_last)
+class _GrownOrder(Order):
+    """The order of a dataset in a mixture that began on its first slices; samples before those are unknown."""
+
+    def __init__(self, order: Order, growth: Growth) -> None:
+        super().__init__(
+            order.samples_per_slice, order.seed, order.global_batch, order.num_lanes, order.window_samples,
+            order.shuffle, order.drop_last,
+        )  # fmt: skip
+        self._growth, self._before = growth, _smaller(order, replace(growth, first_epoch=0))
+        self.max_lanes = max(self.num_lanes, growth.lanes)
+
+    def passes(self, positions: I64) -> tuple[I64, I64]:
+        growth, size = self._growth, max(1, self._before.num_samples)
+        if len(positions) and int(positions.min()) < growth.first_step:
+            raise StateError(
+                f"sample {positions.min()} of a dataset in the mixture: expected one from {growth.first_step}, where "
+                "this dataset's run began."
+            )
+        is_before = positions < growth.step
+        passes, within = np.divmod(
+            positions - np.where(is_before, growth.first_step, growth.step), np.where(is_before, size, self.num_samples)
+        )
+        return passes + np.where(is_before, growth.first_epoch, growth.epoch), within
+
+    def lanes_of(self, positions: I64) -> I64:
+        is_before = positions < self._growth.step
+        lanes: I64 = self.passes(positions)[1] % np.where(is_before, self._before.num_lanes, self.num_lanes)
+        return lanes if self.shuffle else np.zeros_like(positions)
+
+    def epoch_at(self, epoch: int) -> Epoch:
+        return self._before.epoch_at(epoch) if epoch < self._growth.epoch else super().epoch_at(epoch)
 
 
 class GrownRun(Run):
@@ -189,14 +257,15 @@ class GrownRun(Run):
     def __init__(self, run: Run, growth: Growth, *, epochs: int | None = None, num_steps: int | None = None) -> None:
         super().__init__(run.orders, run.batches, epochs=None, drop_last=run.orders[0].drop_last)
         self.growth = growth
-        self._before = _part(_smaller(run.orders[0], growth), run, growth.first_step, growth.first_epoch)
+        self._steps_per_epoch = run.steps_per_epoch
+        self._before = run.of(_smaller(run.orders[0], growth), growth.first_step)
         is_over = (epochs is not None and growth.epoch >= epochs) or (
             num_steps is not None and growth.step >= num_steps
         )
         self._after: Run | None = None
         if not is_over:
-            self._after = _part(
-                run.orders[0], run, growth.step, growth.epoch,
+            self._after = run.of(
+                _LaterOrder(run.orders[0], growth.epoch), growth.step,
                 epochs=None if epochs is None else epochs - growth.epoch,
                 num_steps=None if num_steps is None else num_steps - growth.step,
             )  # fmt: skip
@@ -209,6 +278,10 @@ class GrownRun(Run):
     def num_steps(self) -> int | None:
         """Run steps in all, the same for every rank. None: no end."""
         return self._end
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._steps_per_epoch
 
     def progress(self, step: int) -> RunProgress:
         run, first, epoch = self._part_of(step)

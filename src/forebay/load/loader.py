@@ -411,9 +411,8 @@ class Loader(Closing, BatchSource[BatchT]):
             self._pause()
             self._step = step
             return
-        run, identity, own_state = grow(
-            state, plan.identity, plan.run, plan.dataset.manifest.lineage, num_steps=plan.run.num_steps
-        )
+        lineages = [dataset.manifest.lineage for dataset in self.datasets.values()]
+        run, identity, own_state = grow(state, plan.identity, plan.run, lineages, num_steps=plan.run.num_steps)
         step = step_of_state(own_state, identity, run)
         if run is self.run:
             self._pause()

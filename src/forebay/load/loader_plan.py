@@ -112,7 +112,7 @@ class LoaderPlan:
             )
             for dataset, documents in zip(self.datasets.values(), subsets_of(self.mixture, options.samples.documents))
         ]  # fmt: skip
-        batch, owner = sizes.largest, {}
+        batch, owner, counts = sizes.largest, {}, self.indexes[0].counts
         if self.is_owned:
             if self.mixture is not None or drop_last or len(sizes.changes) > 1:
                 raise UsageError(
@@ -120,7 +120,7 @@ class LoaderPlan:
                     "assignment='global' for these."
                 )
             batch = -(-batch // self.world_size)
-            self.indexes[0], num_samples, names = owned_samples(
+            self.indexes[0], owners, names = owned_samples(
                 self.dataset, self.indexes[0], self.rank, self.world_size, options.order.worker_names or None
             )
             owner = {"rank": self.rank, "workers": names}
@@ -148,7 +148,7 @@ class LoaderPlan:
                     f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
                 )
         if self.is_owned:
-            self.run: Run = OwnedRun(orders[0], batch, num_samples, epochs=None, num_steps=options.steps)
+            self.run: Run = OwnedRun(orders[0], batch, owners, counts, epochs=None, num_steps=options.steps)
         else:
             weights = None if self.mixture is None else self.mixture.plan
             self.run = Run(orders, sizes, weights=weights, drop_last=drop_last, epochs=None, num_steps=options.steps)

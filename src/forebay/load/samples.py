@@ -132,14 +132,14 @@ def plan_samples(
 
 def owned_samples(
     dataset: Dataset, index: SampleIndex, rank: int, world_size: int, worker_names: Sequence[str] | None
-) -> tuple[SampleIndex, list[int], list[str]]:
+) -> tuple[SampleIndex, I64, list[str]]:
     """The slices that a rank owns by rendezvous hashing of their hashes and the workers' names.
 
     Args:
         worker_names: By rank; by default the ranks' numbers.
 
     Returns:
-        The rank's index; the number of samples of each rank; the names by rank.
+        The rank's index; the rank of each slice, int64 [S]; the names by rank.
 
     Raises:
         UsageError: If there is not a name for each rank, or a rank would own no sample.
@@ -155,7 +155,7 @@ def owned_samples(
             f"{names[int(owned.argmin())]!r}: {np.count_nonzero(index.counts)} slices are too few. Prepare smaller "
             "slices (--slice-bytes), or use assignment='global'."
         )
-    return replace(index, counts=np.where(owners == rank, index.counts, 0)), owned.tolist(), names
+    return replace(index, counts=np.where(owners == rank, index.counts, 0)), owners, names
 
 
 def _check_settings(

@@ -13,7 +13,7 @@ from forebay.errors import StateError, UsageError
 from forebay.load.samples import SampleIndex
 from forebay.order.run import Run
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 
 def run_identity(
@@ -30,7 +30,7 @@ def run_identity(
         "seed": seed,
         "seq_len": indexes[0].seq_len,
         **indexes[0].describe(),
-        **({"documents": [index.describe()["documents"] for index in indexes]} if mixed else {}),
+        **({"datasets": list(ids), "documents": [of.describe()["documents"] for of in indexes]} if mixed else {}),
         "shuffle": first.shuffle,
         "drop_last": drop_last,
         "lanes": [order.num_lanes for order in orders] if mixed else first.num_lanes,
@@ -60,7 +60,7 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
             f"loader state: expected one from a Loader's state_dict(), got the keys {str(list(state))[:200]}. Load it "
             "into an object of the kind that wrote it: a TextStream, or a DataLoader with as many workers."
         )
-    for name, value in identity.items():
+    for name, value in {"growth": None, **identity}.items():
         _check_same(name, value, state.get(name))
     for name in ("epoch", "samples_taken", "step"):
         number = state.get(name)
@@ -95,6 +95,7 @@ def _check_same(name: str, expected: Any, actual: Any) -> None:
         advice = {
             "version": "Resume with the release of Forebay that wrote the state",
             "dataset_id": "Open the dataset that the state was taken of",
+            "datasets": "Name the mixture's datasets in that order",
         }.get(name, f"Open the loader with {name}={actual!r}")
         raise StateError(
             f"loader state: expected {name} {expected!r}, got {actual!r}. Resuming would change the order of the data. "

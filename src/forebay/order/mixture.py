@@ -94,6 +94,11 @@ class MixtureOrder:
         for pattern, (first, last) in zip(self._patterns, itertools.pairwise(starts)):
             self._bases.append(self._bases[-1] + pattern.counts(last - first))
 
+    def counts(self, stop: int) -> I64:
+        """How many of the positions [0, stop) are of each dataset, int64 [D]."""
+        i = max(i for i, first in enumerate(self._starts) if first <= stop)
+        return self._bases[i] + self._patterns[i].counts(stop - self._starts[i])
+
     def locate(self, start: int, stop: int) -> tuple[I64, I64]:
         """Positions [start, stop) to (source, index among its own, rising by one), both int64 [stop - start]."""
         parts = []

@@ -131,6 +131,7 @@ class Order:
         self.num_samples = int(self._stops[-1]) if len(counts) else 0
         size, num_samples = size or SampleSize(), self.num_samples
         self.num_lanes = default_lanes(int(global_batch), num_samples, size) if lanes is None else int(lanes)
+        self.max_lanes = self.num_lanes  # Of any pass.
         self.window_samples = default_window(self.num_lanes, num_samples, size) if window is None else int(window)
         self._used = used if len(used) < len(counts) else None  # None: every slice has samples.
         self._epochs: dict[int, Epoch] = {}
@@ -196,6 +197,17 @@ class Order:
         """Global sample ids to (slice index, sample within the slice), both int64 of the same shape."""
         slices = np.searchsorted(self._stops, sample_ids, side="right")
         return slices, sample_ids - (self._stops[slices] - self.samples_per_slice[slices])
+
+    def passes(self, positions: I64) -> tuple[I64, I64]:
+        """Positions in the samples of all epochs, one epoch after another, to (epoch, position in it)."""
+        return np.divmod(positions, self.num_samples)
+
+    def lanes_of(self, positions: I64) -> I64:
+        """The lanes of such positions; 0 without shuffling."""
+        if not self.shuffle:
+            return np.zeros(len(positions), np.int64)
+        lanes: I64 = self.passes(positions)[1] % self.num_lanes
+        return lanes
 
     def epoch_at(self, epoch: int) -> Epoch:
         """The tables of an epoch, shared by all readers; only for shuffled orders."""

@@ -5,6 +5,8 @@ of one dataset never crosses the end of an epoch. In a mixture each source start
 used up. Hash sharding: `assign_owners` and `OwnedRun`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,6 +83,13 @@ class Run:
     def epoch_stop(self, step: int) -> int | None:
         return self._step_index.epoch_stop(step)
 
+    def of(self, order: Order, first_step: int, *, epochs: int | None = None, num_steps: int | None = None) -> Run:
+        """The run of another order of the dataset; its step 0 is `first_step` of this one, at the start of an epoch."""
+        started = [change for change in self.batches.changes if change[0] <= first_step][-1]
+        later = [(first - first_step, size) for first, size in self.batches.changes if first > first_step]
+        sizes = BatchSizes(((0, started[1]), *later))
+        return Run([order], sizes, epochs=epochs, num_steps=num_steps, drop_last=order.drop_last)
+
     def epoch_of(self, step: int, source: int) -> tuple[int | None, int | None]:
         """The epoch of a dataset at a run step, and the step at which that epoch ends; None where unknown.
 
@@ -92,7 +101,7 @@ class Run:
             return self.progress(step).epoch, self.epoch_stop(step)
         taken = self.progress(step).samples_taken
         sources, positions = self._mixture.locate(taken, taken + int(self.batch_lens(step, step + 1)[0]))
-        epochs = np.unique(positions[sources == source] // self._num_samples[source])
+        epochs = np.unique(self.orders[source].passes(positions[sources == source])[0])
         return (int(epochs[0]) if len(epochs) == 1 else None), None
 
     def next_steps(self, step: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64 | None:
@@ -119,7 +128,8 @@ class Run:
             positions = positions[sources == source]
             if not len(positions):
                 return np.full(len(slices), step, np.int64)
-            (epoch, taken), size = divmod(int(positions.min()), order.num_samples), len(positions)
+            epochs, within = order.passes(positions[:1])
+            epoch, taken, size = int(epochs[0]), int(within[0]), len(positions)
         return step + self._steps_until(order, epoch, slices, samples, taken, size)
 
     def _steps_until(
@@ -221,7 +231,7 @@ class Run:
             mine = np.flatnonzero(sources == source)
             if not len(mine):
                 continue
-            epochs, within = np.divmod(positions[mine], order.num_samples)
+            epochs, within = order.passes(positions[mine])
             for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
                 of_epoch = np.flatnonzero(epochs == epoch)
                 slices[mine[of_epoch]], samples[mine[of_epoch]] = order.samples_at(epoch, within[of_epoch])
@@ -229,10 +239,12 @@ class Run:
 
     def _lane_keys(self, sources: I64, positions: I64) -> NDArray[np.uint16] | I64:
         """Keys that sort like (source, lane); 16 bits where they suffice, as NumPy sorts those by radix."""
-        lanes = np.array([order.num_lanes if order.shuffle else 1 for order in self.orders], np.int64)
-        bases = np.cumsum(lanes) - lanes
-        keys: I64 = positions % self._num_samples[sources] % lanes[sources] + bases[sources]
-        return keys.astype(np.uint16) if int(lanes.sum()) <= 1 << 16 else keys
+        bases = np.cumsum([0, *(order.max_lanes for order in self.orders)])
+        keys = np.empty(len(sources), np.int64)
+        for source, order in enumerate(self.orders):
+            mine = np.flatnonzero(sources == source)
+            keys[mine] = order.lanes_of(positions[mine]) + bases[source]
+        return keys.astype(np.uint16) if bases[-1] <= 1 << 16 else keys
 
     def _mix(self, weights: Weights) -> MixtureOrder:
         for (step, _), quotas in zip(weights.changes, weights.quotas):
@@ -252,19 +264,26 @@ class OwnedRun(Run):
     S steps, so its batches differ by at most one sample and are at most `batch_size`. The samples of a rank depend on
     the other ranks. The arguments rank and world_size of the methods are unused.
 
-    `order` has this rank's samples: slices of others count 0. `num_samples` of every rank, int64 [W], determine the
-    steps of an epoch.
+    `order` has this rank's samples: slices of others count 0. `owners` and `counts`, int64 [S], are the rank of each
+    slice and its samples: all of them determine the steps of an epoch.
     """
 
     def __init__(
-        self, order: Order, batch_size: int, num_samples: Sequence[int] | I64, *, epochs: int | None = 1,
+        self, order: Order, batch_size: int, owners: I64, counts: I64, *, epochs: int | None = 1,
         num_steps: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__([order], BatchSizes.of(batch_size), epochs=epochs)
-        self._of_ranks = np.array(num_samples, np.int64)
-        self._per_epoch = -(-int(np.max(num_samples)) // batch_size)
+        self._owners, self._counts = owners, counts
+        num_slices = len(order.samples_per_slice)
+        self._of_ranks = np.bincount(owners[:num_slices], weights=counts[:num_slices]).astype(np.int64)
+        self._per_epoch = -(-int(self._of_ranks.max()) // batch_size)
         limits = [limit for limit in (None if epochs is None else epochs * self._per_epoch, num_steps) if limit]
         self._end = min(limits) if limits else None
+
+    def of(self, order: Order, first_step: int, *, epochs: int | None = None, num_steps: int | None = None) -> Run:
+        """See `Run.of`; also of the first slices alone."""
+        size = self.batches.largest
+        return OwnedRun(order, size, self._owners, self._counts, epochs=epochs, num_steps=num_steps)
 
     @property
     def num_steps(self) -> int | None:

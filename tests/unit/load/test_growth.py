@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from collections import Counter
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay import prepare_dataset
+from forebay import Loader, Mixture, OrderOptions, prepare_dataset
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError
 from forebay.load.growth import GrownRun, ancestors, grow, owners_of
@@ -56,9 +57,9 @@ class Training:
         self.step = 0
 
     def load(self, state: object) -> Training:
-        lineage = self.dataset.manifest.lineage
+        lineages = [self.dataset.manifest.lineage]
         state = json.loads(json.dumps(state))
-        self.run, self.identity, state = grow(state, self.own_identity, self.own, lineage, **self.limits)
+        self.run, self.identity, state = grow(state, self.own_identity, self.own, lineages, **self.limits)
         self.step = step_of_state(state, self.identity, self.run)
         return self
 
@@ -217,9 +218,6 @@ def test_what_cannot_go_over_is_refused(datasets: list[Dataset]) -> None:
             child.load({**grown, "growth": growth})
     with pytest.raises(StateError, match="expected growth from a dataset in"):
         child.load({**grown, "growth": {**grown["growth"], "slices": 7}})
-    child.own_identity = {**child.own_identity, "workers": ["a"]}
-    with pytest.raises(StateError, match="mixtures and of assignment='owned' do not go over"):
-        child.load({**state, "workers": ["a"]})
 
 
 @pytest.mark.parametrize("validation", [0.1, 0.5])
@@ -236,6 +234,120 @@ def test_no_sample_changes_its_split_when_a_dataset_grows(datasets: list[Dataset
             size = len(before.counts)
             assert after.counts[:size].tolist() == before.counts.tolist()
             assert after.offsets[:size].tolist() == before.offsets.tolist()
+
+
+def mixed(datasets: list[Dataset], **more: Any) -> Loader[Any]:
+    mixture = Mixture({"a": datasets[0], "b": datasets[1]}, [(0, {"a": 3, "b": 1}), (9, {"a": 1, "b": 1})])
+    return Loader(mixture, seq_len=SEQ_LEN, global_batch_size=24, seed=2, **more)
+
+
+def samples_of(loader: Loader[Any], num_batches: int) -> list[tuple[int, int]]:
+    """(dataset, sample id) of the next batches, in order."""
+    taken: list[tuple[int, int]] = []
+    for batch in islice(loader, num_batches):
+        taken += zip(batch.dataset_index.tolist(), batch.sample_ids.tolist())
+    return taken
+
+
+@settings(deadline=None, max_examples=8)
+@given(first=st.integers(0, 40), second=st.integers(0, 40), grows=st.sampled_from(["a", "b", "ab"]))
+def test_each_dataset_of_a_mixture_goes_over_after_its_own_pass(
+    datasets: list[Dataset], first: int, second: int, grows: str
+) -> None:
+    """Passes through each dataset: through the smaller one to the end of what was begun, then through the larger."""
+    small, large = datasets[:2], [datasets["a" in grows], datasets[1 + ("b" in grows)]]
+    parent = mixed(small)
+    before = samples_of(parent, first)
+    state = json.loads(json.dumps(parent.state_dict()))
+    child, again = mixed(large), mixed(large)
+    child.load_state_dict(state)
+    taken = before + samples_of(child, second)
+    again.load_state_dict(json.loads(json.dumps(child.state_dict())))
+    rest = samples_of(child, 120)
+    assert samples_of(again, 120) == rest
+    taken += rest
+    for source in range(2):
+        sizes = [plan_samples(of[source], SEQ_LEN).num_samples for of in (small, large)]
+        used = Counter(number for of, number in taken if of == source)
+        num_small = -(-sum(of == source for of, _ in before) // sizes[0])
+        num_large, num_more = divmod(used.total() - num_small * sizes[0], sizes[1])
+        passes = Counter([*range(sizes[0])] * num_small + [*range(sizes[1])] * num_large)
+        more = used - passes
+        assert not passes - used and more.total() == num_more and max(more.values(), default=1) == 1
+    # Ranks agree, also over the steps at which datasets go over.
+    shares = []
+    for rank in range(3):
+        loader = mixed(large, rank=rank, world_size=3)
+        loader.load_state_dict(state)
+        shares.append([batch.sample_ids.tolist() for batch in islice(loader, second + 120)])
+    alone = [number for _, number in taken[24 * first :]]
+    for i, of_ranks in enumerate(zip(*shares, strict=True)):
+        assert sorted(chain(*of_ranks)) == sorted(alone[24 * i : 24 * i + 24])
+
+
+def test_before_a_mixture_goes_over_each_rank_has_the_samples_of_the_smaller(datasets: list[Dataset]) -> None:
+    parents = [mixed(datasets[:2], rank=rank, world_size=3) for rank in range(3)]
+    children = [mixed(datasets[1:], rank=rank, world_size=3) for rank in range(3)]
+    for parent, child in zip(parents, children):
+        samples_of(parent, 2)
+        child.load_state_dict(parent.state_dict())
+        assert samples_of(child, 20) == samples_of(parent, 20)
+
+
+def test_malformed_states_of_grown_mixtures_are_refused(datasets: list[Dataset]) -> None:
+    parent, child = mixed(datasets[:2]), mixed(datasets[1:])
+    samples_of(parent, 3)
+    state = parent.state_dict()
+    child.load_state_dict(state)
+    grown = child.state_dict()
+    growth = grown["growth"]
+    for change in (
+        {"growth": 3}, {"growth": {**growth, "c": None}}, {"growth": {"a": 3}}, {"lanes": [1]}, {"lanes": "x"},
+        {"window": ["x", 1]}, {"dataset_id": {"a": [], "b": 3}}, {"dataset_id": "a"}, {"step": -1}, {"step": "3"},
+    ):  # fmt: skip
+        for of in (state, grown):
+            with pytest.raises(StateError, match="loader state: expected"):
+                mixed(datasets[1:]).load_state_dict({**of, **change})
+    with pytest.raises(StateError, match="expected dataset_id"):
+        child.load_state_dict({**state, "dataset_id": {**state["dataset_id"], "b": "ab" * 32}})
+    with pytest.raises(StateError, match="expected growth from a dataset in"):
+        child.load_state_dict({**grown, "growth": {"a": {**growth["a"], "slices": 7}}})
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 4, 11])
+def test_owners_go_over_at_the_end_of_an_epoch(datasets: list[Dataset], num_batches: int) -> None:
+    def open_ranks(dataset: Dataset) -> list[Loader[Any]]:
+        return [
+            Loader(
+                dataset, seq_len=SEQ_LEN, batch_size=8, rank=rank, world_size=2, seed=4, epochs=None,
+                order=OrderOptions(assignment="owned"),
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+
+    def finish_epoch(loaders: list[Loader[Any]]) -> list[int]:
+        ids: list[int] = []
+        for loader in loaders:
+            step = loader.state_dict()["step"]
+            stop = loader.run.epoch_stop(step)
+            assert stop is not None
+            for batch in islice(loader, stop - step):
+                ids += batch.sample_ids.tolist() if batch.weight else []
+        return ids
+
+    parents, children = open_ranks(datasets[0]), open_ranks(datasets[1])
+    for parent, child in zip(parents, children):
+        samples_of(parent, num_batches)
+        child.load_state_dict(parent.state_dict())
+    if parents[0].run.progress(num_batches).step_in_epoch:
+        assert finish_epoch(children) == finish_epoch(parents)
+    states = [loader.state_dict() for loader in children]
+    whole = finish_epoch(children)
+    assert sorted(whole) == list(range(plan_samples(datasets[1], SEQ_LEN).num_samples))
+    again = open_ranks(datasets[1])
+    for loader, state in zip(again, states):
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    assert finish_epoch(again) == whole
 
 
 def test_steps_before_a_second_growth_are_unknown(datasets: list[Dataset]) -> None:

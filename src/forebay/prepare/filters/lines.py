@@ -100,8 +100,9 @@ class LineRules(LanguageStage):
         keys, values, listed = _stop_table(self.stop_words)
         languages, unlisted = language_hashes(batch, listed)
         prompt_words = self.prompt_words * self.prompts
-        limits = (self.max_symbols, self.max_uppercase, self.numbers, self.min_words, self.counters, prompt_words)
-        rules = _Rules(*limits, self.stop_word_lines, keys, values, *_phrase_table())
+        shares = float(self.max_symbols), float(self.max_uppercase)  # Compiled once: a setting may be 1 for 1.0.
+        limits = (self.numbers, self.min_words, self.counters, prompt_words, self.stop_word_lines)
+        rules = _Rules(*shares, *limits, keys, values, *_phrase_table())
         has_list = ~unlisted | (self.stop_words != "auto")
         measures, removed = np.zeros((batch.num_rows, 3), np.int64), np.zeros((batch.num_rows, len(RULES)), np.int64)
         out, stops = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.zeros(batch.num_rows + 1, np.int64)
