@@ -4,11 +4,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from numba.core import config, entrypoints, types
+from numba.core import config, entrypoints
 from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
+from numba.core.types.misc import unliteral
 
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
@@ -34,7 +35,7 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """See numba. A constant argument of a call in a kernel has its value's type: no copy for each constant."""
-        return super().get_call_template(tuple(map(types.unliteral, args)), kws)
+        return super().get_call_template(tuple(map(unliteral, args)), kws)
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
         """Without importing the packages that extend numba.

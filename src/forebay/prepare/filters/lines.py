@@ -99,10 +99,11 @@ class LineRules(LanguageStage):
         offsets, data = text_buffers(batch.column("text"))
         keys, values, listed = _stop_table(self.stop_words)
         languages, unlisted = language_hashes(batch, listed)
-        prompt_words = self.prompt_words * self.prompts
-        shares = float(self.max_symbols), float(self.max_uppercase)  # Compiled once: a setting may be 1 for 1.0.
-        limits = (self.numbers, self.min_words, self.counters, prompt_words, self.stop_word_lines)
-        rules = _Rules(*shares, *limits, keys, values, *_phrase_table())
+        # Shares as floats: 1 for 1.0 would compile the kernel again.
+        rules = _Rules(
+            float(self.max_symbols), float(self.max_uppercase), self.numbers, self.min_words, self.counters,
+            self.prompt_words * self.prompts, self.stop_word_lines, keys, values, *_phrase_table(),
+        )  # fmt: skip
         has_list = ~unlisted | (self.stop_words != "auto")
         measures, removed = np.zeros((batch.num_rows, 3), np.int64), np.zeros((batch.num_rows, len(RULES)), np.int64)
         out, stops = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.zeros(batch.num_rows + 1, np.int64)
