@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cache.cache import ChunkCache
+from forebay.dataset.reader import Dataset
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import SliceFetcher
 from forebay.lease.messages import ExchangeReply
@@ -23,23 +24,24 @@ class FetchingWorker:
     """Leases, and what fetches for them."""
 
     def __init__(
-        self, client: Client, directory: Path, cache_bytes: int = 1_000_000, from_urls: FromUrls = "any"
-    ) -> None:
+        self, client: Client, directory: Path, cache_bytes: int = 1_000_000, from_urls: FromUrls = "any",
+        dataset: Dataset | None = None,
+    ) -> None:  # fmt: skip
         self.cache = ChunkCache(directory, cache_bytes)
         state = LeaseState(4, cache_bytes, 0.1, lambda grant: self.cache.unpin_slice(grant.sha256))
         self.leases = LeaseBuffer(state)
-        self.fetcher = SliceFetcher(client, self.cache, self.leases, 0.2, from_urls=from_urls)
+        self.fetcher = SliceFetcher(client, self.cache, self.leases, 0.2, from_urls, dataset)
         self.fetcher.start()
 
     def lease(
         self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1",
-        chunk_bytes: int = 0,
+        chunk_bytes: int = 0, index: int = 3, name: str = "slices/3",
     ) -> ActiveLease:  # fmt: skip
-        """A lease of slice 3 of some dataset, as if the scheduler had granted it; providers are origins by default."""
+        """A lease of a slice of some dataset, as if the scheduler had granted it; providers are origins by default."""
         holders = [{"peer_id": "", **provider} for provider in providers]
         lease = {
-            "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": 3, "dataset_id": DATASET,
-            "name": "slices/3", "sha256": sha256, "bytes": num_bytes, "count": 9, "start": 0, "stop": 9,
+            "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": index, "dataset_id": DATASET,
+            "name": name, "sha256": sha256, "bytes": num_bytes, "count": 9, "start": 0, "stop": 9,
             "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
             "providers": holders, "expires_in_s": 30.0, "chunk_bytes": chunk_bytes,
         }  # fmt: skip

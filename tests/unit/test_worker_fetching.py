@@ -17,6 +17,7 @@ import pytest
 from starlette.responses import Response
 
 from forebay.dataset.manifest import SliceInfo, SliceTable
+from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
 from forebay.lease import fetching
 from forebay.lease.fetching import CacheIndex
@@ -26,6 +27,7 @@ from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from support.cached import put
 from support.calibration import scaled
+from support.feeding import make_dataset
 from support.handlers import Request, serve
 from support.leases_by_hand import DATASET, FetchingWorker, answer
 from support.origin_server import OriginServer
@@ -158,6 +160,27 @@ def test_a_web_server_gives_it_by_its_name(worker: FetchingWorker, tmp_path: Pat
     with OriginServer(tmp_path / "web") as server:
         current = worker.lease(SHA256, len(CONTENT), [{"address": server.url}])
         assert worker.fetched(current) == CONTENT and not worker.bad
+
+
+def test_a_wrong_byte_of_a_web_server_costs_a_chunk(make_identity: Make, tmp_path: Path) -> None:
+    """Where `chunks.sha256` lies beside the slices; the rest of the slice is not fetched again from another server."""
+    dataset = open_dataset(make_dataset(tmp_path / "data", 2, 32, 2048))
+    row = dataset.table.row(1)
+    assert row.bytes > 6 * row.chunk_bytes
+    with (
+        Client(make_identity("client")) as client, OriginServer(dataset.path) as liar,
+        OriginServer(dataset.path) as honest,
+    ):  # fmt: skip
+        liar.faults.corrupt[row.name] = 2 * row.chunk_bytes + 5
+        worker = FetchingWorker(client, tmp_path / "cache", dataset=dataset)
+        try:
+            where = [{"address": liar.url}, {"address": honest.url}]
+            current = worker.lease(row.sha256, row.bytes, where, chunk_bytes=row.chunk_bytes, index=1, name=row.name)
+            assert worker.fetched(current) == (dataset.path / row.name).read_bytes()
+            assert honest.bytes_sent[row.name] == row.bytes - 2 * row.chunk_bytes
+            assert worker.leases.state.counts.rejected[0].peer_id == liar.url and worker.bad[0][1]
+        finally:
+            worker.close()
 
 
 def test_gone_refusing_and_busy_providers_are_passed_over(worker: FetchingWorker, make_node: Nodes) -> None:

@@ -6,6 +6,7 @@ the slice and reported to the scheduler; the slice is then requested from the ot
 that no provider sends is released.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from forebay.cache.cache import ChunkCache
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, IntegrityError, NetworkError
@@ -65,12 +67,13 @@ class CacheIndex:
 class SliceFetcher:
     """Fetches the slices of a worker's leases, `MAX_FETCHES` at once, from `start` to `close`.
 
-    If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed.
+    If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed. `dataset` says where
+    the hashes of a slice's chunks are in the `chunks.sha256` of a web server.
     """
 
     def __init__(
         self, client: Client, cache: ChunkCache, leases: LeaseBuffer, patience_s: float,
-        from_urls: FromUrls = "",
+        from_urls: FromUrls = "", dataset: Dataset | None = None,
     ) -> None:  # fmt: skip
         self.bytes = self.slices = self.bytes_from_workers = 0
         self.failure: Exception | None = None
@@ -79,7 +82,7 @@ class SliceFetcher:
         self._cache = cache
         self._leases = leases
         self._patience_s = patience_s
-        self._from_urls = from_urls
+        self._from_urls, self._dataset = from_urls, dataset
         self._origins: dict[str, Origin] = {}  # by URL
         self._fetcher = RunFetcher(_CONNECTIONS, tries=2, timeout_s=1.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
@@ -202,6 +205,7 @@ class SliceFetcher:
         sources = self._sources(grant, providers)
         transfer = ChunkTransfer(
             self._fetcher, claimed[0], _info_of(grant), sources, chunks=claimed[1],
+            read_leaves=lambda: self._read_leaves(grant, sources),
             on_wrong=lambda source, reason: self._reject(grant, source, reason),
         ).start()  # fmt: skip
         received, since = 0, time.monotonic()
@@ -217,6 +221,15 @@ class SliceFetcher:
                 received, since = transfer.received, now
         if transfer.error is not None:
             raise transfer.error
+
+    def _read_leaves(self, grant: Lease, sources: Sequence[Origin]) -> bytes:
+        """The hashes of a slice's chunks, not verified, from the first web server or bucket that has them; else none."""
+        if self._dataset is not None and grant.slice < self._dataset.num_slices:
+            start, stop = (self._dataset.first_chunks[grant.slice : grant.slice + 2] * HASH_BYTES).tolist()
+            for source in (source for source in sources if not isinstance(source, PeerSource)):
+                with contextlib.suppress(NetworkError):
+                    return b"".join(map(bytes, source.read(CHUNKS_FILE, start, stop)))
+        return b""
 
     def _sources(self, grant: Lease, providers: Sequence[Provider]) -> list[Origin]:
         """The usable providers; NetworkError with the last reason if there is none."""

@@ -83,7 +83,9 @@ class LeaseSession(Closing):
                 lambda grant: self.cache.unpin_slice(grant.sha256),
             )  # fmt: skip
             self.leases = LeaseBuffer(state)
-            self.fetcher = SliceFetcher(job.client, self.cache, self.leases, self.patience_s, job.from_urls)
+            self.fetcher = SliceFetcher(
+                job.client, self.cache, self.leases, self.patience_s, job.from_urls, job.dataset
+            )
             trust = TrustWatch(job.identity, job.client, peers=job.scheduler.addresses, discovery=job.discovery)
             stack.enter_context(contextlib.closing(trust.start()))
             self._share: SliceShare | None = None
