@@ -269,6 +269,22 @@ def test_second_fetches_of_a_mixture_are_counted_in_the_epochs_of_each_dataset(
     assert share > 0.2 if is_wide else share < 0.05
 
 
+def test_each_node_of_a_mixture_fetches_its_share_and_has_the_mixture(many: Path, tmp_path: Path) -> None:
+    """Four nodes without a common cache, and weights of which a batch has no whole number of samples."""
+    fetched_bytes = 0.0
+    with OriginServer(many) as first, OriginServer(many) as second:
+        mixture = Mixture({"a": first.url, "b": second.url}, {"a": 0.37, "b": 0.63})
+        for rank in range(4):
+            arguments = {"global_batch_size": 64, "rank": rank, "world_size": 4, "cache_dir": tmp_path / str(rank)}
+            with Loader(mixture, seq_len=256, steps=128, cache_bytes=1 << 30, **arguments) as loader:
+                sources = list(chain(*(batch.dataset_index.tolist() for batch in loader)))
+                fetched_bytes += loader.stats()["fetched_bytes"]
+            assert sources.count(0) / len(sources) == pytest.approx(0.37, abs=0.01)
+    ratio = fetched_bytes / (128 * 64 / (81 * 64) * size_of(many))  # Of what the steps read.
+    print(f"four nodes: {ratio:.3f} times what their steps read")
+    assert ratio <= 1.35
+
+
 def test_a_late_chunk_is_waited_for_logged_and_counted(
     server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.order.plan import Order, samples_per_slice
+from forebay.load.resources import lanes_of_nodes
+from forebay.order.plan import Order, samples_per_slice, spread
 from forebay.order.run import NEVER, BatchSizes, Run, Steps, Weights
 
 law = settings(deadline=None, max_examples=60)
@@ -302,6 +303,26 @@ def test_a_mixtures_prefix_is_near_its_weights() -> None:
         sources = steps.sources[steps.bounds[start] : steps.bounds[end]]
         seen = np.bincount(sources, minlength=4)
         assert np.abs(seen - len(sources) * np.array(expected)).max() <= (1 + 4) / 2 + 0.1
+
+
+@given(
+    num_lanes=st.integers(500, 5000), first=st.integers(0, 10_000), length=st.integers(1, 500), part=st.integers(0, 15)
+)  # fmt: skip
+def test_any_run_of_lanes_is_spread_evenly(num_lanes: int, first: int, length: int, part: int) -> None:
+    lanes = np.arange(num_lanes, dtype=np.int64)
+    places = spread(lanes, num_lanes)
+    assert len(np.unique(places)) == num_lanes and places.min() >= 0 and places.max() < 1 << 16
+    of_run = spread((first + np.arange(length)) % num_lanes, num_lanes)
+    assert abs(np.count_nonzero(of_run >> 12 == part) - length / 16) < 5
+
+
+def test_a_node_of_a_mixture_reads_few_lanes_beside_its_own() -> None:
+    chance, orders = np.random.default_rng(5), [Order(np.full(300, 4000), seed, 512) for seed in range(3)]
+    for nodes, most in ((2, 1.1), (8, 1.4), (64, 4.0)):
+        for _ in range(4):
+            weights = Weights(((0, tuple(chance.dirichlet(np.ones(3)).tolist())),))
+            run = Run(orders, BatchSizes.of(512), weights=weights, epochs=None)
+            assert 1 <= np.mean(lanes_of_nodes(run, 8 * nodes, 8)) * nodes <= most
 
 
 def test_a_mixture_of_one_is_the_dataset_over_and_over() -> None:

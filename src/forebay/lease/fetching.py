@@ -223,7 +223,7 @@ class SliceFetcher:
             raise transfer.error
 
     def _read_leaves(self, grant: Lease, sources: Sequence[Origin]) -> bytes:
-        """The hashes of a slice's chunks, not verified, from the first web server or bucket that has them; else none."""
+        """The hashes of a slice's chunks, not verified, of the first web server that has them; else none."""
         if self._dataset is not None and grant.slice < self._dataset.num_slices:
             start, stop = (self._dataset.first_chunks[grant.slice : grant.slice + 2] * HASH_BYTES).tolist()
             for source in (source for source in sources if not isinstance(source, PeerSource)):

@@ -224,7 +224,6 @@ class _GrownOrder(Order):
             order.shuffle, order.drop_last,
         )  # fmt: skip
         self._growth, self._before = growth, _smaller(order, replace(growth, first_epoch=0))
-        self.max_lanes = max(self.num_lanes, growth.lanes)
 
     def passes(self, positions: I64) -> tuple[I64, I64]:
         growth, size = self._growth, max(1, self._before.num_samples)
@@ -239,10 +238,13 @@ class _GrownOrder(Order):
         )
         return passes + np.where(is_before, growth.first_epoch, growth.epoch), within
 
-    def lanes_of(self, positions: I64) -> I64:
-        is_before = positions < self._growth.step
-        lanes: I64 = self.passes(positions)[1] % np.where(is_before, self._before.num_lanes, self.num_lanes)
-        return lanes if self.shuffle else np.zeros_like(positions)
+    def places_of(self, positions: I64) -> I64:
+        before = self._before
+        places = np.where(
+            positions < self._growth.step, before.places_of(positions - self._growth.first_step),
+            super().places_of(positions),
+        )  # fmt: skip
+        return places
 
     def epoch_at(self, epoch: int) -> Epoch:
         return self._before.epoch_at(epoch) if epoch < self._growth.epoch else super().epoch_at(epoch)

@@ -6,7 +6,7 @@ Opens the datasets' descriptions, and reads document ends where packing or lengt
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from forebay.load.batch_planner import BatchPlanner, make_collator
 from forebay.load.chunk_source import CacheSettings, resolve_cache
 from forebay.load.lease_plan import check_arguments, check_job, open_jobs, session_settings
 from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions, as_options
-from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, needs_of_nodes, sample_size
+from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, lanes_of_nodes, needs_of_nodes, sample_size
 from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
 from forebay.load.sources import as_mixture, open_datasets, subsets_of
@@ -213,15 +213,19 @@ class LoaderPlan:
     def needs(self, settings: CacheSettings) -> list[tuple[RunSpec, Order, list[NodeNeeds]]]:
         """The needs of each kind of node, `needs_of_nodes`, for each dataset that is cached."""
         alone, order_options, parts = self.is_owned, self.options.order, []  # Owners have orders of their own.
-        for dataset, index, order, window, is_cached in zip(
-            self.datasets.values(), self.indexes, self.run.orders, self._windows(), self.cached
+        per_node = ranks_per_node(self.world_size)
+        read: Sequence[float | None] = [None] * len(self.datasets)
+        if self.mixture is not None and self.world_size > per_node:
+            read = lanes_of_nodes(self.run, self.world_size, per_node)
+        for dataset, index, order, window, is_cached, part in zip(
+            self.datasets.values(), self.indexes, self.run.orders, self._windows(), self.cached, read
         ):
             spec = RunSpec(
                 name=dataset.name, slice_bytes=dataset.table.bytes, slice_samples=index.counts, seq_len=self.seq_len,
                 global_batch=order.global_batch, world_size=1 if alone else self.world_size, seed=order.seed,
-                ranks_per_node=1 if alone else ranks_per_node(self.world_size), lanes=order_options.lanes,
+                ranks_per_node=1 if alone else per_node, lanes=order_options.lanes,
                 window=window, shuffle=order.shuffle, drop_last=order.drop_last, cache_bytes=settings.budget_bytes,
-                chunk_bytes=dataset.table.chunk_bytes, mixture=self.mixture is not None,
+                chunk_bytes=dataset.table.chunk_bytes, lanes_of_node=part,
                 max_fetch_ratio=order_options.max_fetch_ratio, swarm=bool(settings.share),
             )  # fmt: skip
             if is_cached:
@@ -232,7 +236,7 @@ class LoaderPlan:
         parts = self.needs(settings)
         open_bytes = [nodes[0].open_bytes for _, _, nodes in parts]
         for (spec, order, nodes), opened in zip(parts, open_bytes):
-            if self.mixture is not None:  # Its datasets share the cache; ranks read parts of all lanes.
+            if self.mixture is not None:  # Its datasets share the cache; ranks read lanes beside their own.
                 ratio = spec.max_fetch_ratio if self.world_size == 1 else None
                 share = settings.budget_bytes * opened // max(1, sum(open_bytes))
                 spec = replace(spec, cache_bytes=share, max_fetch_ratio=ratio)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from forebay.dataset.chunks import chunk_size
 from forebay.errors import UsageError
 from forebay.order.plan import Order, SampleSize, part_of
+from forebay.order.run import Run
 from forebay.units import format_bytes
 
 I64 = NDArray[np.int64]
@@ -24,6 +25,7 @@ WARN_RATIO = 1.1  # Bytes fetched in an epoch, as a multiple of the dataset's, f
 MAX_RATIO = 1.5  # The default limit of the Loader.
 FREE_BYTES = 1 << 30  # What several nodes fetch twice causes a warning only, below this many bytes in all.
 _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and one with the header of the slice.
+_COUNTED_AT, _COUNTED_STEPS = (0, 1_013, 5_003, 12_007), 64  # Steps of a mixture whose lanes are counted.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
 
 
@@ -55,7 +57,7 @@ class RunSpec:
     whole_in_memory: bool = False  # The cache is in memory (`cache="ram"`).
     max_fetch_ratio: float | None = MAX_RATIO  # Limit of bytes fetched by all nodes in an epoch / the dataset's; or 0.
     swarm: bool = False  # Nodes fetch from each other: what several nodes read is fetched once.
-    mixture: bool = False  # Every node reads all lanes, as a batch takes other numbers of a dataset's samples.
+    lanes_of_node: float | None = None  # In a mixture: the part of the lanes that a node reads, `lanes_of_nodes`.
 
     def __post_init__(self) -> None:
         if self.world_size % self.ranks_per_node:
@@ -141,9 +143,13 @@ def _in_order(spec: RunSpec, order: Order, chunk: int) -> NodeNeeds:
 def _kinds(spec: RunSpec, order: Order) -> Iterator[tuple[int, int, int]]:
     """(lanes of a node, runs of neighbouring lanes, number of such nodes)."""
     lanes, batch, kinds = order.num_lanes, order.global_batch, dict[tuple[int, int], int]()
-    for node in range(1 if spec.mixture else spec.num_nodes):
+    if spec.lanes_of_node is not None and spec.num_nodes > 1:  # None of its lanes are neighbours.
+        read = max(1, round(lanes * spec.lanes_of_node))
+        yield read, read, spec.num_nodes
+        return
+    for node in range(spec.num_nodes):
         ranks = node * spec.ranks_per_node, (node + 1) * spec.ranks_per_node
-        if spec.mixture or spec.num_nodes == 1:
+        if spec.num_nodes == 1:
             kind = lanes, 1
         elif lanes % batch == 0:
             low, high = part_of(batch, ranks[0], spec.world_size)[0], part_of(batch, ranks[1] - 1, spec.world_size)[1]
@@ -151,7 +157,7 @@ def _kinds(spec: RunSpec, order: Order) -> Iterator[tuple[int, int, int]]:
         else:
             touched = _lanes_of(order, ranks, spec.world_size)
             kind = int(touched.sum()), int((np.diff(touched.astype(np.int8), prepend=0) == 1).sum())
-        kinds[kind] = kinds.get(kind, 0) + (spec.num_nodes if spec.mixture else 1)
+        kinds[kind] = kinds.get(kind, 0) + 1
     for (num_lanes, num_runs), count in kinds.items():
         yield num_lanes, num_runs, count
 
@@ -168,6 +174,25 @@ def _lanes_of(order: Order, ranks: tuple[int, int], world_size: int) -> NDArray[
         stops = np.cumsum(of_lane)
         touched |= np.minimum(stops, high) > np.maximum(stops - of_lane, low)
     return touched
+
+
+def lanes_of_nodes(run: Run, world_size: int, ranks_per_node: int) -> list[float]:
+    """The part of the lanes of each dataset of a mixture that a node reads, on average: counted over some steps."""
+    assert run.mixture is not None
+    size, num_nodes = run.batches.largest, world_size // ranks_per_node
+    nodes = ((np.arange(size) + 1) * world_size - 1) // size // ranks_per_node
+    seen = [np.empty(0, np.int64) for _ in run.orders]
+    for first in _COUNTED_AT:
+        num_steps = max(_COUNTED_STEPS, -(-4 * max(order.num_lanes for order in run.orders) // size))
+        sources, positions = run.mixture.locate(first * size, (first + num_steps) * size)
+        turn = np.argsort(run.keys_in_batch(sources, positions).reshape(num_steps, size), axis=1, kind="stable")
+        node_of = np.empty((num_steps, size), np.int64)
+        np.put_along_axis(node_of, turn, np.broadcast_to(nodes, turn.shape), axis=1)
+        for source, order in enumerate(run.orders):
+            mine = np.flatnonzero(sources == source)
+            lanes = order.passes(positions[mine])[1] % order.num_lanes
+            seen[source] = np.union1d(seen[source], node_of.reshape(-1)[mine] * order.num_lanes + lanes)
+    return [max(1, len(pairs) / order.num_lanes) / num_nodes for order, pairs in zip(run.orders, seen)]
 
 
 def fetched_bytes(spec: RunSpec, node: NodeNeeds, cache_bytes: int) -> int:

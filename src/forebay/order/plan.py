@@ -8,6 +8,7 @@ reached without replay. Cost: 16 bytes a slice for the current epoch and the nex
 1 024 samples.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ MAX_LANES = 4096
 MIN_LANES = 512  # More than a batch needs: a batch takes its samples from other lanes than the last one.
 # The windows of all lanes together: a cache of 2 % of the dataset, or 1 GiB, has room for them and for what comes next.
 WINDOWS_OF_DATASET, MAX_WINDOW_BYTES = 160, 256 << 20
+_GOLDEN_RATIO = (1 + 5**0.5) / 2
 _MIN_WINDOW_CHUNKS, _LANE_CHUNKS = 2, 4
 _MAX_SLICES_OF_EPOCHS = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 
@@ -83,6 +85,12 @@ def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
     return rank * size // world_size, (rank + 1) * size // world_size
 
 
+def spread(lanes: I64, num_lanes: int) -> I64:
+    """See `Order.places_of`. Source: Weyl's equidistribution, here modulo the number of lanes."""
+    stride = next(i for i in range(int(num_lanes / _GOLDEN_RATIO), num_lanes + 1) if math.gcd(i, num_lanes) == 1)
+    return (lanes * stride % num_lanes << 16) // num_lanes
+
+
 def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start: int, stop: int) -> I64:
     """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order: int64 [stop - start].
 
@@ -131,7 +139,6 @@ class Order:
         self.num_samples = int(self._stops[-1]) if len(counts) else 0
         size, num_samples = size or SampleSize(), self.num_samples
         self.num_lanes = default_lanes(int(global_batch), num_samples, size) if lanes is None else int(lanes)
-        self.max_lanes = self.num_lanes  # Of any pass.
         self.window_samples = default_window(self.num_lanes, num_samples, size) if window is None else int(window)
         self._used = used if len(used) < len(counts) else None  # None: every slice has samples.
         self._epochs: dict[int, Epoch] = {}
@@ -202,12 +209,14 @@ class Order:
         """Positions in the samples of all epochs, one epoch after another, to (epoch, position in it)."""
         return np.divmod(positions, self.num_samples)
 
-    def lanes_of(self, positions: I64) -> I64:
-        """The lanes of such positions; 0 without shuffling."""
+    def places_of(self, positions: I64) -> I64:
+        """Where the lanes of such positions lie, in 1/65 536 of all lanes; 0 without shuffling.
+
+        Consecutive lanes lie apart by the golden ratio of all, so any run of them is spread evenly over [0, 65 536).
+        """
         if not self.shuffle:
             return np.zeros(len(positions), np.int64)
-        lanes: I64 = self.passes(positions)[1] % self.num_lanes
-        return lanes
+        return spread(self.passes(positions)[1] % self.num_lanes, self.num_lanes)
 
     def epoch_at(self, epoch: int) -> Epoch:
         """The tables of an epoch, shared by all readers; only for shuffled orders."""

@@ -221,7 +221,7 @@ class Run:
                 count = min(per_block, segment.num_steps - step)
                 taken = segment.before.samples_taken + step * size
                 of_batches, positions = self._mixture.locate(taken, taken + count * size)
-                turn = np.argsort(self._lane_keys(of_batches, positions).reshape(count, size), axis=1, kind="stable")
+                turn = np.argsort(self.keys_in_batch(of_batches, positions).reshape(count, size), axis=1, kind="stable")
                 chosen = (turn[:, low:high] + size * np.arange(count, dtype=np.int64)[:, None]).reshape(-1)
                 all_sources.append(of_batches[chosen])
                 all_positions.append(positions[chosen])
@@ -237,14 +237,13 @@ class Run:
                 slices[mine[of_epoch]], samples[mine[of_epoch]] = order.samples_at(epoch, within[of_epoch])
         return sources, slices, samples
 
-    def _lane_keys(self, sources: I64, positions: I64) -> NDArray[np.uint16] | I64:
-        """Keys that sort like (source, lane); 16 bits where they suffice, as NumPy sorts those by radix."""
-        bases = np.cumsum([0, *(order.max_lanes for order in self.orders)])
-        keys = np.empty(len(sources), np.int64)
+    def keys_in_batch(self, sources: I64, positions: I64) -> NDArray[np.uint16]:
+        """What a mixture's batches are sorted by: of any number of ranks, each reads few lanes beside its own."""
+        keys = np.empty(len(sources), np.uint16)  # 16 bits are sorted by radix.
         for source, order in enumerate(self.orders):
             mine = np.flatnonzero(sources == source)
-            keys[mine] = order.lanes_of(positions[mine]) + bases[source]
-        return keys.astype(np.uint16) if bases[-1] <= 1 << 16 else keys
+            keys[mine] = order.places_of(positions[mine])
+        return keys
 
     def _mix(self, weights: Weights) -> MixtureOrder:
         for (step, _), quotas in zip(weights.changes, weights.quotas):
