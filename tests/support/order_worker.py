@@ -68,6 +68,8 @@ def loss_of(batch: Any, row: int) -> float:
 class Worker:
     """One process. Settings: `loader`, `pause_s`; optional `state`, `has_content`, `coordinator`, `name`, `shared`.
 
+    With `gate` it starts to read when that file exists.
+
     With `has_losses` lines have the rows' digests and their mean loss, and at the end the providers that were rejected.
     """
 
@@ -83,6 +85,8 @@ class Worker:
             if (state := self.settings.get("state")) is not None:
                 loader.load_state_dict(state)
             self.write(ready=True, at=time.monotonic())
+            while (gate := self.settings.get("gate")) is not None and not Path(gate).exists():
+                time.sleep(_MEET_S)
             for batch in loader:
                 line = describe(batch, self.settings.get("has_content", False))
                 if self.settings.get("has_losses"):
