@@ -236,6 +236,18 @@ def test_the_directory_cannot_be_made(tmp_path: Path) -> None:
         ChunkCache(tmp_path / "file" / "cache", 10)
 
 
+def test_a_cache_that_another_process_has_begun_to_make(tmp_path: Path) -> None:
+    """It was stopped, or killed, after its first directory: the next one that opens the cache makes the rest."""
+    (tmp_path / "locks").mkdir()
+    cache = ChunkCache(tmp_path, 1_000_000)
+    assert cache.used_bytes() == 0
+    cache.close()
+    shutil.rmtree(tmp_path / "chunks")
+    (tmp_path / "state").unlink()
+    assert cache.used_bytes() == 0
+    cache.close()
+
+
 def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = ChunkCache(tmp_path / "cache", 4 * SLICE)
     name = put(cache, content(0), CHUNK)

@@ -99,7 +99,6 @@ class SharedState(ABC):
                     if self._state is not None:
                         log.warning("%s was deleted while it was in use. Created again.", self.directory)
                     self._locks.mkdir(parents=True, exist_ok=True)
-                    self._maps.mkdir(exist_ok=True)
                     lock = acquire(self._locks / "room")
                 self._depth = 1
                 try:
@@ -122,6 +121,7 @@ class SharedState(ABC):
         except FileNotFoundError:
             inode = 0
         if self._state is None or inode != self._state_inode:
+            self._maps.mkdir(exist_ok=True)  # With the lock: who makes `locks` may not have come so far.
             is_new = not inode or path.stat().st_size != _STATE.size
             if is_new:
                 path.write_bytes(_STATE.pack(_MAGIC, 0, *[0] * (2 * NUM_SLOTS)))
