@@ -128,8 +128,7 @@ def _grow_mixture(
         return run, identity, state
     drop_last = orders[0].drop_last
     grown = Run(orders, run.batches, weights=run.weights, epochs=None, num_steps=num_steps, drop_last=drop_last)
-    changed = {"growth": growths}
-    return grown, identity | changed, state | numbers | changed | {"dataset_id": ids}
+    return grown, identity | {"growth": growths}, state | numbers | {"growth": growths, "dataset_id": ids}
 
 
 def _growth(state: Mapping[str, Any], own_id: str, lineage: Mapping[str, Any], run: Run, source: int) -> Growth | None:
@@ -215,14 +214,11 @@ class _LaterOrder(Order):
         return super().epoch_at(epoch + self._first_epoch)
 
 
-class _GrownOrder(Order):
+class _GrownOrder(_LaterOrder):
     """The order of a dataset in a mixture that began on its first slices; samples before those are unknown."""
 
     def __init__(self, order: Order, growth: Growth) -> None:
-        super().__init__(
-            order.samples_per_slice, order.seed, order.global_batch, order.num_lanes, order.window_samples,
-            order.shuffle, order.drop_last,
-        )  # fmt: skip
+        super().__init__(order, 0)
         self._growth, self._before = growth, _smaller(order, replace(growth, first_epoch=0))
 
     def passes(self, positions: I64) -> tuple[I64, I64]:
@@ -239,12 +235,9 @@ class _GrownOrder(Order):
         return passes + np.where(is_before, growth.first_epoch, growth.epoch), within
 
     def places_of(self, positions: I64) -> I64:
-        before = self._before
-        places = np.where(
-            positions < self._growth.step, before.places_of(positions - self._growth.first_step),
-            super().places_of(positions),
-        )  # fmt: skip
-        return places
+        growth = self._growth
+        before, after = self._before.places_of(positions - growth.first_step), super().places_of(positions)
+        return np.where(positions < growth.step, before, after)
 
     def epoch_at(self, epoch: int) -> Epoch:
         return self._before.epoch_at(epoch) if epoch < self._growth.epoch else super().epoch_at(epoch)

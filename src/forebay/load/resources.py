@@ -25,7 +25,10 @@ WARN_RATIO = 1.1  # Bytes fetched in an epoch, as a multiple of the dataset's, f
 MAX_RATIO = 1.5  # The default limit of the Loader.
 FREE_BYTES = 1 << 30  # What several nodes fetch twice causes a warning only, below this many bytes in all.
 _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and one with the header of the slice.
-_COUNTED_AT, _COUNTED_STEPS = (0, 1_013, 5_003, 12_007), 64  # Steps of a mixture whose lanes are counted.
+_COUNTED_AT, _COUNTED_SAMPLES = (
+    (0, 1_013, 5_003, 12_007),
+    1 << 15,
+)  # Lanes of a mixture are counted from these steps on.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
 
 
@@ -182,8 +185,8 @@ def lanes_of_nodes(run: Run, world_size: int, ranks_per_node: int) -> list[float
     size, num_nodes = run.batches.largest, world_size // ranks_per_node
     nodes = ((np.arange(size) + 1) * world_size - 1) // size // ranks_per_node
     seen = [np.empty(0, np.int64) for _ in run.orders]
+    num_steps = -(-max(_COUNTED_SAMPLES, 4 * max(order.num_lanes for order in run.orders)) // size)
     for first in _COUNTED_AT:
-        num_steps = max(_COUNTED_STEPS, -(-4 * max(order.num_lanes for order in run.orders) // size))
         sources, positions = run.mixture.locate(first * size, (first + num_steps) * size)
         turn = np.argsort(run.keys_in_batch(sources, positions).reshape(num_steps, size), axis=1, kind="stable")
         node_of = np.empty((num_steps, size), np.int64)

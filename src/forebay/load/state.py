@@ -60,7 +60,7 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
             f"loader state: expected one from a Loader's state_dict(), got the keys {str(list(state))[:200]}. Load it "
             "into an object of the kind that wrote it: a TextStream, or a DataLoader with as many workers."
         )
-    for name, value in {"growth": None, **identity}.items():
+    for name, value in {**identity, "growth": identity.get("growth")}.items():
         _check_same(name, value, state.get(name))
     for name in ("epoch", "samples_taken", "step"):
         number = state.get(name)
