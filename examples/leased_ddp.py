@@ -28,10 +28,10 @@ import forebay
 PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 
-def shared_batches() -> Iterator[tuple[Any, Any, float]]:
+def shared_batches(loader: Any) -> Iterator[tuple[Any, Any, float]]:
     """This rank's inputs and labels of each batch that rank 0 leases, and their weight; of the last ones maybe none."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batches = iter(forebay.Loader()) if rank == 0 else None
+    batches = None if loader is None else iter(loader)
     while True:
         batch = None if batches is None else next(batches, None)  # The one before counts as used.
         message = [None if batch is None else (batch.inputs, batch.labels)]
@@ -50,17 +50,19 @@ def train() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     losses = []
-    for inputs, labels, weight in shared_batches():
+    loader = forebay.Loader() if dist.get_rank() == 0 else None
+    for inputs, labels, weight in shared_batches(loader):
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         (weight * loss).backward()
         optimizer.step()
         losses.append(loss.item())
-    if dist.get_rank() == 0:
-        print(
-            f"{dist.get_world_size()} ranks, {len(losses)} steps: loss {losses[0]:.2f} to {losses[-1]:.2f}", flush=True
-        )
+    if loader is not None:
+        loader.close()
+        print(f"{dist.get_world_size()} ranks, {len(losses)} steps: loss {losses[0]:.2f} to {losses[-1]:.2f}")
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # DDP keeps gloo's threads after `destroy_process_group`; they can abort an interpreter that ends.
 
 
 def main() -> None:

@@ -51,8 +51,11 @@ def train(dataset: str, checkpoint: Path) -> None:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, up to step {loader.step} of {length}: loss {loss.item():.2f}")
         torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, checkpoint)
+    loader.close()
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # DDP keeps gloo's threads after `destroy_process_group`; they can abort an interpreter that ends.
 
 
 def launch(ranks: int, dataset: Path, checkpoint: Path) -> None:

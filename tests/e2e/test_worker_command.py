@@ -111,6 +111,17 @@ with forebay.Loader("DATASET", seq_len=16, batch_size=5) as other:  # A dataset:
     assert (report["loaders"], report["samples"]) == (1, 3)
 
 
+def test_a_program_that_closes_its_loader_may_leave_without_the_interpreters_end(
+    network: Network, start: Start
+) -> None:
+    service = network.schedule()
+    program = "import os, forebay\nwith forebay.Loader() as loader:\n    list(loader)\nos._exit(0)\n"
+    _, report, _ = finish(start(service, program))
+    samples = len(static_samples(network.dataset))
+    assert (report["loaders"], report["samples"]) == (1, samples)
+    assert_used_once(service, samples)
+
+
 def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, start: Start) -> None:
     """As torchrun starts them: RANK and WORLD_SIZE are in their environment."""
     service = network.schedule()

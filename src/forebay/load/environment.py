@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -81,15 +81,16 @@ def _fill(options: Any, others: Any) -> Any:
     return replace(options, **{name: getattr(others, name) for name in unset})
 
 
-def report_at_exit(loader: Any) -> None:
-    """Close a loader when the process ends, and write its statistics for the worker that started the process."""
-    if directory := os.environ.get(STATS_DIRECTORY):
-        atexit.register(_report, loader, directory, os.getpid())
+def report_at_exit(loader: Any) -> Callable[[], None]:
+    """Close a loader when the process ends. Returns what `close` calls to report to the worker above the process."""
+    pid = os.getpid()
+    atexit.register(lambda: loader.close() if os.getpid() == pid else None)  # Not in a forked child.
+    return lambda: _report(loader, pid)
 
 
-def _report(loader: Any, directory: str, pid: int) -> None:
-    if os.getpid() == pid and Path(directory).is_dir():  # No forked child.
-        loader.close()
+def _report(loader: Any, pid: int) -> None:
+    directory = os.environ.get(STATS_DIRECTORY, "")
+    if os.getpid() == pid and directory and Path(directory).is_dir():
         atomic_write(Path(directory) / f"{pid}-{id(loader)}.json", json.dumps(loader.stats()).encode())
 
 

@@ -124,8 +124,7 @@ class Loader(Closing, BatchSource[BatchT]):
         self._epochs = None if plan.mixture is not None or plan.jobs else self.arguments["epochs"]
         self._step, self._shares, self._identity = 0, True, plan.identity
         self._reset()
-        if dataset is None:
-            report_at_exit(self)
+        self._report = report_at_exit(self) if dataset is None else None
 
     def _reset(self) -> None:
         """Make everything that iterating changes."""
@@ -364,6 +363,8 @@ class Loader(Closing, BatchSource[BatchT]):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+        if self._report is not None:
+            self._report()
 
     def after_fork(self) -> None:
         """In a forked child: leave the threads and helper processes to the parent. An iteration goes on by itself."""
