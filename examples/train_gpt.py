@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import forebay
 from forebay.worker import WorkerClient, WorkerConfig
-from forebay.worker.config import SIZES
+from forebay.worker.config import SIZES, Size
 
 # A batch is learnt in pieces, so that the logits take no more than this however large batch and vocabulary are.
 LOGITS_BYTES = 256 << 20
@@ -51,9 +51,8 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Token ids [B, L] to logits [B, L, vocab_size], which depend on each place and those before it."""
 
-    def __init__(self, vocab_size: int, seq_len: int, model_size: str) -> None:
+    def __init__(self, vocab_size: int, seq_len: int, size: Size) -> None:
         super().__init__()
-        size = SIZES[model_size]
         self.tokens, self.positions = nn.Embedding(vocab_size, size.width), nn.Embedding(seq_len, size.width)
         self.blocks = nn.Sequential(*[Block(size.width, size.num_heads) for _ in range(size.num_layers)])
         self.norm = nn.LayerNorm(size.width)
@@ -86,7 +85,7 @@ class GptTrainer:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with torch.random.fork_rng(devices=[]):  # The caller's generator stays as it was.
             torch.manual_seed(seed)
-            self.model = Gpt(vocab_size, seq_len, model_size).to(self.device)
+            self.model = Gpt(vocab_size, seq_len, SIZES[model_size]).to(self.device)
         fused = self.device.startswith(("cpu", "cuda"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, fused=fused)
         self._piece_tokens = max(1, LOGITS_BYTES // (4 * vocab_size))

@@ -19,7 +19,7 @@ def test_the_bound_holds_and_is_near(name: str) -> None:
     """Beside what autograd saves for the way back, for two shapes of a batch."""
     size, vocab_size, seq_len = SIZES[name], 300, 32
     program = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_gpt.py"))
-    model = program["Gpt"](vocab_size, seq_len, name)
+    model = program["Gpt"](vocab_size, seq_len, size)
     assert size.num_parameters(vocab_size, seq_len) == sum(item.numel() for item in model.parameters())
     weights = {item.untyped_storage().data_ptr() for item in model.parameters()}
     for batch in (1, 3):

@@ -281,7 +281,8 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
         monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: self.copy(tensor))
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.calls.append("use"))
 

@@ -111,7 +111,8 @@ class _Batch(Generic[Array]):
     def num_labels(self) -> int:
         """How many labels are not -100. Costs a pass over the labels, for those of another device before the copy."""
         if self._num_labels is None:
-            self._num_labels = int((self.labels != IGNORE_INDEX).sum())  # type: ignore[attr-defined]
+            learned: Any = self.labels != IGNORE_INDEX
+            self._num_labels = int(np.count_nonzero(learned) if isinstance(learned, np.ndarray) else learned.sum())
         return self._num_labels
 
     def __len__(self) -> int:

@@ -121,8 +121,10 @@ class _CudaCopies:
         for name, array in arrays.items():
             owner = owner_of(array)
             if id(owner) not in on_device:
-                host = torch.from_numpy(owner if owner.flags.writeable else owner.copy())
-                on_device[id(owner)] = host.pin_memory().to(self._device, non_blocking=True)
+                dtype = torch.from_numpy(np.empty(0, owner.dtype)).dtype
+                host = torch.empty(owner.shape, dtype=dtype, pin_memory=True)
+                np.copyto(host.numpy(), owner)  # `pin_memory` would occupy a thread of each processor.
+                on_device[id(owner)] = host.to(self._device, non_blocking=True)
                 owners.append(on_device[id(owner)])
             tensor = on_device[id(owner)]
             if owner is not array:
