@@ -111,7 +111,10 @@ class Feeds:
 
     def __init__(self, stack: ExitStack, dataset: Path, seq_len: int, batch_size: int, device: torch.device) -> None:
         self._stack, self._dataset, self._device = stack, dataset, device
-        self._arguments: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "epochs": None}
+        samples = forebay.SampleOptions(drop_last=True)  # PyTorch compiles for each shape of a batch.
+        self._arguments: dict[str, Any] = {
+            "seq_len": seq_len, "batch_size": batch_size, "epochs": None, "samples": samples,
+        }  # fmt: skip
         self._pool: Any = None
 
     def resident(self) -> Iterator[Any]:
