@@ -50,3 +50,22 @@ def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch: pytes
         monkeypatch.setenv("FOREBAY_LOADER", text)
         with pytest.raises(UsageError, match="FOREBAY_LOADER: cannot be read"):
             Loader()
+
+
+def test_a_report_that_cannot_be_written_is_said_and_stops_nothing(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space")
+
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    monkeypatch.setenv("FOREBAY_LOADER", json.dumps({"dataset": str(dataset), "seq_len": 16, "batch_size": 2}))
+    monkeypatch.setenv("FOREBAY_STATS", str(reports))
+    with Loader() as loader:
+        count = len(list(loader))
+        loader.close()
+        (report,) = reports.iterdir()
+        assert json.loads(report.read_text())["batches"] == count == 5
+        monkeypatch.setattr("forebay.load.environment.atomic_write", full_disk)
+    assert "report lacks this loader's statistics: [Errno 28] No space" in caplog.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -89,9 +90,13 @@ def report_at_exit(loader: Any) -> Callable[[], None]:
 
 
 def _report(loader: Any, pid: int) -> None:
-    directory = os.environ.get(STATS_DIRECTORY, "")
-    if os.getpid() == pid and directory and Path(directory).is_dir():
-        atomic_write(Path(directory) / f"{pid}-{id(loader)}.json", json.dumps(loader.stats()).encode())
+    directory = Path(os.environ.get(STATS_DIRECTORY) or os.devnull)
+    if os.getpid() != pid or not directory.is_dir():
+        return
+    try:
+        atomic_write(directory / f"{pid}-{id(loader)}.json", json.dumps(loader.stats()).encode())
+    except OSError as error:
+        logging.getLogger("forebay").warning("the worker's report lacks this loader's statistics: %s", error)
 
 
 def read_stats(directory: Path) -> dict[str, float]:
