@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from forebay import Loader, NetworkOptions, SampleOptions
+from forebay import Loader, Mixture, NetworkOptions, SampleOptions
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
@@ -49,17 +50,18 @@ class Network:
         create_network(directory / "network", "test")
         self.node_a, self.node_b = (join(directory / "network", directory / name, name).node_dir for name in ("a", "b"))
         self.dataset = make_dataset(directory / "web", 12)
+        self.books = make_dataset(directory / "books", 1)
         self.discovery = LocalDiscovery()
         identity = join(directory / "network", directory / "data", "data")
-        self.data = DataNode(identity, [self.dataset], "127.0.0.1", 0, self.discovery, ttl_s=30)
+        self.data = DataNode(identity, [self.dataset, self.books], "127.0.0.1", 0, self.discovery, ttl_s=30)
         self.data.start()
         stack.callback(self.data.stop)
 
-    def schedule(self, **settings: Any) -> SchedulerService:
-        node = join(self.directory / "network", self.directory / "scheduler", "scheduler")
+    def schedule(self, name: str = "web", **settings: Any) -> SchedulerService:
+        node = join(self.directory / "network", self.directory / f"scheduler-{name}", "scheduler")
         client = self._stack.enter_context(Client(node))
         settings = {"seq_len": SEQ_LEN, "lease_s": scaled(2.0), **settings}
-        service = SchedulerService(node, "web", self.discovery, client, self.directory / "state", **settings)
+        service = SchedulerService(node, name, self.discovery, client, self.directory / f"state-{name}", **settings)
         service.start()
         self._stack.callback(service.stop)
         return service
@@ -108,6 +110,57 @@ def test_batches_formed_ahead_are_given_or_formed_again(network: Network) -> Non
         assert loader.stats()["scheduler_s"] >= 0 and "job" in loader.describe() and "scheduler" in repr(loader)
     assert sorted(seen) == sorted(static_samples(network.dataset))
     assert_used_once(service, len(seen))
+
+
+def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: Network) -> None:
+    """Else two workers could wait for each other: one has what is left of a dataset, the other of its partner."""
+    books, web = (network.schedule(name, steal_s=1000.0) for name in ("books", "web"))
+    names = {"books": "forebay://test/books", "web": "forebay://test/web"}
+    expected = sorted(static_samples(network.dataset))
+    given: list[tuple[int, int]] = []
+
+    def loader(dataset: Any, scheduler: Any, node: Path, cache: str, batch_size: int) -> Loader[Any]:
+        return Loader(
+            dataset, seq_len=SEQ_LEN, batch_size=batch_size, scheduler=scheduler, cache_bytes=1 << 20,
+            cache_dir=network.directory / cache, network=NetworkOptions(node),
+        )  # fmt: skip
+
+    def read(loader: Loader[Any], count: int, seen: list[int]) -> None:
+        for batch in islice(loader, count):
+            seen += batch.sample_ids.tolist()
+            loader.commit()
+
+    def use_mixture() -> None:
+        for batch in mixture:
+            given.extend(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()))
+
+    addresses = {"books": books.address, "web": web.address}
+    with (
+        loader(names["books"], books.address, network.node_a, "books", 1) as holder,
+        loader(names["web"], web.address, network.node_a, "web", 1) as other,
+        loader(Mixture(names, {"books": 1, "web": 1}), addresses, network.node_b, "mixture", 2) as mixture,
+    ):
+        first: list[int] = []
+        read(holder, 1, first)  # It has the only slice of the books.
+        waiting = threading.Thread(target=use_mixture)
+        waiting.start()
+        deadline = time.monotonic() + scaled(20.0)
+        while mixture.stats().get("fetched_slices", 0) < 2:
+            assert time.monotonic() < deadline, "the mixture has no slices of the web"
+            time.sleep(0.05)
+        seen: list[int] = []
+        reading = threading.Thread(target=read, args=(other, len(expected) - 8, seen))
+        reading.start()
+        reading.join(scaled(30.0))
+        assert not reading.is_alive() and not given
+        other.close()
+        holder.close()
+        waiting.join(scaled(30.0))
+        assert not waiting.is_alive()
+        assert mixture.stats()["leases_lost"] == mixture.stats()["wasted_samples"] == 0
+    of_books = [sample for source, sample in given if source == 0]
+    of_web = seen + [sample for source, sample in given if source == 1]
+    assert sorted(of_web) == expected and len({*first, *of_books}) == 1 + len(of_books) >= 8
 
 
 def test_lost_leases_are_counted_and_what_was_formed_ahead_is_not_given(

@@ -167,6 +167,8 @@ def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: 
         world.now += 0.001
         if chance.random() < 0.01:
             world.expire()
+        if chance.random() < 0.02:  # It waits for another job, or does so no more.
+            worker.leases.yield_leases(chance.random() < 0.3)
     assert all(worker.leases.done for worker in workers)
     every = Counter((e, i, s) for e in range(2) for i, size in enumerate(sizes) for s in range(size))
     assert world.recorded == every

@@ -131,7 +131,7 @@ class LeaseState:
         on_release: Callable[[Lease], object],
     ) -> None:  # fmt: skip
         self.counts = LeaseCounts()
-        self.done = self.paused = self.closed = False
+        self.done = self.paused = self.closed = self.is_yielding = False
         self.num_left_out = 0
         self.samples_per_s = 0.0
         self._batch_size = batch_size
@@ -251,6 +251,18 @@ class LeaseState:
         """Release it with the next request; what was used of it stays used."""
         lease.ended = True
 
+    def yield_leases(self, is_yielding: bool) -> None:
+        """Whether the worker waits for samples of another job.
+
+        If so, leases of which no formed batch has samples are released, and no others are requested.
+        """
+        self.is_yielding = is_yielding
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        for lease in self._leases.values() if self.is_yielding else ():
+            lease.ended = lease.ended or lease.started == lease.used
+
     def report(self, peer_id: str, sha256: str, reason: str, *, wrong: bool, rejected: bool = True) -> None:
         """Report a provider of a slice that failed, with the next request.
 
@@ -295,8 +307,8 @@ class LeaseState:
             if use.lease_id in recorded:
                 accepted = recorded[use.lease_id]
                 lease.acknowledged, lease.stop, lease.num_refusals = accepted.offset, accepted.stop, 0
-            else:
-                self._refuse(lease, use, refused.get(use.lease_id))
+            elif self._refuse(lease, use, refused.get(use.lease_id)):
+                released.discard(use.lease_id)  # It is released when what was used of it is on record.
         for lease_id in request.known_leases or ():
             lease = self._leases[lease_id]
             if lease_id in reply.active:
@@ -315,6 +327,7 @@ class LeaseState:
                 self._samples_per_lease += (stop - start - self._samples_per_lease) * weight
         for lease in self._leases.values():
             lease.allowed_until = lease.stop
+        self._release_unused()
         self.paused, self.num_left_out = reply.paused, reply.num_left_out
         wait_s = 0.0 if len(reply.leases) >= request.want else min(_MAX_WAIT_S, max(0.02, reply.wait_s))
         self._not_before = now + wait_s
@@ -350,6 +363,8 @@ class LeaseState:
         return 1 + min(MAX_LEASES - 1, max(1, math.ceil(2 * (self._request_s + self._fetch_s) / use_s)))
 
     def _num_wanted(self) -> int:
+        if self.is_yielding:
+            return 0
         unspent = [lease for lease in self._leases.values() if not lease.is_spent]
         num_fitting = 1
         if size := max((lease.grant.bytes for lease in self._leases.values()), default=0):
@@ -376,8 +391,10 @@ class LeaseState:
             lease.allowed_until = limits[lease.grant.lease_id] = limit
         return limits
 
-    def _refuse(self, lease: ActiveLease, use: Used, refused: RefusedUse | None) -> None:
-        """A use is not on record; `refused` has the reason, None if the reply did not mention it."""
+    def _refuse(self, lease: ActiveLease, use: Used, refused: RefusedUse | None) -> bool:
+        """A use is not on record; `refused` has the reason, None if the reply did not mention it. Whether it is signed
+        again, and may be recorded then.
+        """
         refused = refused or RefusedUse(use.lease_id, "unanswered", "the reply does not mention it", use.start)
         self.log.warning(
             "use refused: lease=%s samples=[%d, %d) code=%s: %s",
@@ -387,8 +404,9 @@ class LeaseState:
         is_lost = refused.code == "lost" or not use.start <= refused.offset <= lease.used
         if is_lost or lease.num_refusals > _MAX_REFUSALS:
             self._lose(lease)
-        else:
-            lease.acknowledged = refused.offset  # the rest is signed again from there
+            return False
+        lease.acknowledged = refused.offset  # the rest is signed again from there
+        return True
 
     def _lose(self, lease: ActiveLease) -> None:
         if not lease.ended:

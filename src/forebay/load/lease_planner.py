@@ -33,7 +33,8 @@ from forebay.order.plan import lease_order
 
 I64 = NDArray[np.int64]
 
-_CONTINUE_S = 2.0  # A batch that has samples waits no longer for the next lease.
+_CONTINUE_S = 2.0  # A batch that has samples waits no longer for the next lease; others may use those of later jobs.
+_YIELD = -1
 _log = logging.getLogger("forebay.worker")
 
 
@@ -217,10 +218,10 @@ class LeasePlanner:
         session = self.sessions.open()[source]
         parts: list[_Part] = []
         began, deadline, missing = time.perf_counter(), time.monotonic() + _CONTINUE_S, count
-        waits_for_fetch = False
+        waits_for_fetch = is_yielding = False
 
         def get() -> _Part | ActiveLease | int | None:
-            """With the lock: the next samples, or a lease to open, or 0 for a short batch; None to wait."""
+            """With the lock: the next samples, a lease to open, 0 for a short batch, or _YIELD; None to wait."""
             nonlocal waits_for_fetch
             state, now = session.leases.state, time.monotonic()
             for opened in [opened for opened in self._open if opened.source == source]:
@@ -232,7 +233,9 @@ class LeasePlanner:
             if (lease_to_open := state.next_to_use()) is not None:
                 return lease_to_open
             waits_for_fetch = bool(state.fetching())
-            return 0 if parts and (now > deadline or not waits_for_fetch) else None
+            if parts and (now > deadline or not waits_for_fetch):
+                return 0
+            return _YIELD if now > deadline and not waits_for_fetch and not is_yielding else None
 
         def describe() -> str:
             with session.leases.locked() as state:
@@ -252,10 +255,24 @@ class LeasePlanner:
             elif item is None:  # Closed or interrupted.
                 for part in reversed(parts):
                     self._give_back(part)
-                return []
+                parts = []
+                break
+            elif item == _YIELD:
+                is_yielding = True
+                self._yield_after(source, True)
             else:
                 break
+        if is_yielding:
+            self._yield_after(source, False)
         return parts
+
+    def _yield_after(self, source: int, is_yielding: bool) -> None:
+        """While this worker waits for a dataset, others use what it has of later ones: so none waits for another that
+        waits for it.
+        """
+        for session in self.sessions.open()[source + 1 :]:
+            with session.leases.locked() as state:
+                state.yield_leases(is_yielding)
 
     def _open_lease(self, source: int, session: LeaseSession, lease: ActiveLease) -> None:
         grant, job = lease.grant, session.job

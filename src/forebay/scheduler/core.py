@@ -120,7 +120,7 @@ class SchedulerCore:
         self._caches.update(session, request.address, organisation, cached, now)
         accepted, refused = self._record_uses(peer_id, request, now)
         self._apply_faults(session, organisation, faults, now)
-        self._return_leases(session, request, now)
+        self._return_leases(session, request, {use.lease_id for use in refused}, now)
         for lease_id, until in request.declared_until.items():
             lease = session.leases.get(lease_id)
             if lease is not None and (stop := self.table.declare(lease, until)) is not None:
@@ -216,18 +216,22 @@ class SchedulerCore:
             elif worker not in self.reports.get(key, ()):
                 self._emit(events.ProviderReported(*key, worker, fault.reason, organisation or worker), now)
 
-    def _return_leases(self, session: WorkerSession, request: ExchangeRequest, now: float) -> None:
-        """Take back failed and released leases, and those of which the session does not know."""
+    def _return_leases(self, session: WorkerSession, request: ExchangeRequest, refused: set[str], now: float) -> None:
+        """Take back failed and released leases, and those of which the session does not know.
+
+        But not those of which a use was `refused`: it is signed again, and others must not get its samples before.
+        """
         worker = session.key[0]
         for failed in request.failed:
-            if failed.lease_id not in session.leases:
+            if failed.lease_id not in session.leases or failed.lease_id in refused:
                 continue
             index = self._take_back(failed.lease_id, "failed", now)
             self._emit(events.SliceFailed(index, worker, failed.reason), now)
             self._avoided[worker, index] = now + self.spec.lease_s
             if not self._checks and self._is_doubtful(index):
                 self._set_aside(index, failed.reason, now)
-        released = [self._take_back(i, "released", now) for i in request.release if i in session.leases]
+        ids = [lease_id for lease_id in request.release if lease_id in session.leases and lease_id not in refused]
+        released = [self._take_back(lease_id, "released", now) for lease_id in ids]
         if session.leases or request.want:  # else it ends: when it starts again, it may go on where it was
             self._avoided |= {(worker, i): now + self.spec.lease_s / 4 for i in released}  # other workers go first
         if request.known_leases is not None:
