@@ -212,7 +212,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[dict[st
     flops += 12 * size.num_layers * size.width * arguments.seq_len
     product = product_rate(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = next((value for part, value in PEAKS.items() if part in name), float("nan"))
+    peak = next((value for part, value in PEAKS.items() if part in name), None)
     started = {name: getattr(feeds, name)() for name in arguments.feeds}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.feeds}
     for _ in range(arguments.rounds):
@@ -222,7 +222,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[dict[st
         middle = sorted(rounds[feed], key=lambda line: line["tokens_per_s"])[len(rounds[feed]) // 2]
         rate = middle["tokens_per_s"]
         line: dict[str, Any] = {"feed": feed, "device": name, "model": arguments.model, **middle}
-        line |= {"mfu": rate * flops / peak, "product": rate * flops / product}
+        line |= {"mfu": None if peak is None else rate * flops / peak, "product": rate * flops / product}
         line["rates"] = [round(item["tokens_per_s"]) for item in rounds[feed]]
         if device.type == "cuda":
             path = Path(f"{arguments.trace}.{feed}.json.gz") if arguments.trace else None
@@ -241,11 +241,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--feeds", nargs="+", choices=FEEDS, default=FEEDS)
     parser.add_argument("--trace", help="with a GPU, write the traces to TRACE.FEED.json.gz")
-    with ExitStack() as stack:
-        for line in measure(parser.parse_args(), stack):
-            print(
-                json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in line.items()}), flush=True
-            )
+    arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device: expected one of this machine, got {arguments.device}. Use cpu.")
+    try:
+        with ExitStack() as stack:
+            for line in measure(arguments, stack):
+                print(
+                    json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in line.items()}),
+                    flush=True,
+                )
+    except forebay.ForebayError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

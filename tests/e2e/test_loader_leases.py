@@ -113,7 +113,7 @@ def test_batches_formed_ahead_are_given_or_formed_again(network: Network) -> Non
 
 
 def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: Network) -> None:
-    """Else two workers could wait for each other: one has what is left of a dataset, the other of its partner."""
+    """Else two workers could deadlock: each has the rest of one dataset, and waits for the other."""
     books, web = (network.schedule(name, steal_s=1000.0) for name in ("books", "web"))
     names = {"books": "forebay://test/books", "web": "forebay://test/web"}
     expected = sorted(static_samples(network.dataset))

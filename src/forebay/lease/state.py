@@ -252,10 +252,7 @@ class LeaseState:
         lease.ended = True
 
     def yield_leases(self, is_yielding: bool) -> None:
-        """Whether the worker waits for samples of another job.
-
-        If so, leases of which no formed batch has samples are released, and no others are requested.
-        """
+        """While the worker waits for another job: release leases without outstanding samples, and request none."""
         self.is_yielding = is_yielding
         self._release_unused()
 
@@ -308,7 +305,7 @@ class LeaseState:
                 accepted = recorded[use.lease_id]
                 lease.acknowledged, lease.stop, lease.num_refusals = accepted.offset, accepted.stop, 0
             elif self._refuse(lease, use, refused.get(use.lease_id)):
-                released.discard(use.lease_id)  # It is released when what was used of it is on record.
+                released.discard(use.lease_id)  # It is released once its uses are acknowledged.
         for lease_id in request.known_leases or ():
             lease = self._leases[lease_id]
             if lease_id in reply.active:
@@ -392,8 +389,9 @@ class LeaseState:
         return limits
 
     def _refuse(self, lease: ActiveLease, use: Used, refused: RefusedUse | None) -> bool:
-        """A use is not on record; `refused` has the reason, None if the reply did not mention it. Whether it is signed
-        again, and may be recorded then.
+        """A use is not on record; `refused` has the reason, None if the reply did not mention it.
+
+        Returns whether the use will be sent again, with a new receipt; else the lease is lost.
         """
         refused = refused or RefusedUse(use.lease_id, "unanswered", "the reply does not mention it", use.start)
         self.log.warning(

@@ -10,7 +10,7 @@ import atexit
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -82,14 +82,15 @@ def _fill(options: Any, others: Any) -> Any:
     return replace(options, **{name: getattr(others, name) for name in unset})
 
 
-def report_at_exit(loader: Any) -> Callable[[], None]:
-    """Close a loader when the process ends. Returns what `close` calls to report to the worker above the process."""
+def close_at_exit(loader: Any) -> int:
+    """Close a loader when this process ends, not when a forked child does. The process id."""
     pid = os.getpid()
-    atexit.register(lambda: loader.close() if os.getpid() == pid else None)  # Not in a forked child.
-    return lambda: _report(loader, pid)
+    atexit.register(lambda: loader.close() if os.getpid() == pid else None)
+    return pid
 
 
-def _report(loader: Any, pid: int) -> None:
+def write_stats(loader: Any, pid: int) -> None:
+    """Write a loader's statistics for the worker that started this process; nothing in other processes."""
     directory = Path(os.environ.get(STATS_DIRECTORY) or os.devnull)
     if os.getpid() != pid or not directory.is_dir():
         return

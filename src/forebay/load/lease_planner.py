@@ -33,7 +33,9 @@ from forebay.order.plan import lease_order
 
 I64 = NDArray[np.int64]
 
-_CONTINUE_S = 2.0  # A batch that has samples waits no longer for the next lease; others may use those of later jobs.
+_CONTINUE_S = (
+    2.0  # A batch that has samples waits no longer for the next lease; one without releases later datasets' leases.
+)
 _YIELD = -1
 _log = logging.getLogger("forebay.worker")
 
@@ -267,8 +269,8 @@ class LeasePlanner:
         return parts
 
     def _yield_after(self, source: int, is_yielding: bool) -> None:
-        """While this worker waits for a dataset, others use what it has of later ones: so none waits for another that
-        waits for it.
+        """Release, or lease again, slices of the datasets after `source`: leases are waited for in the order of the
+        datasets, so workers cannot deadlock.
         """
         for session in self.sessions.open()[source + 1 :]:
             with session.leases.locked() as state:

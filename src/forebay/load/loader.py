@@ -23,7 +23,7 @@ from forebay.errors import UsageError
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import BatchSource, BatchT, Take
-from forebay.load.environment import LoaderArguments, add_environment, report_at_exit
+from forebay.load.environment import LoaderArguments, add_environment, close_at_exit, write_stats
 from forebay.load.growth import grow
 from forebay.load.helpers import HelperPool
 from forebay.load.lease_plan import make_lease_state, step_of_lease_state
@@ -124,7 +124,7 @@ class Loader(Closing, BatchSource[BatchT]):
         self._epochs = None if plan.mixture is not None or plan.jobs else self.arguments["epochs"]
         self._step, self._shares, self._identity = 0, True, plan.identity
         self._reset()
-        self._report = report_at_exit(self) if dataset is None else None
+        self._reporting_pid = close_at_exit(self) if dataset is None else 0
 
     def _reset(self) -> None:
         """Make everything that iterating changes."""
@@ -363,8 +363,8 @@ class Loader(Closing, BatchSource[BatchT]):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        if self._report is not None:
-            self._report()
+        if self._reporting_pid:
+            write_stats(self, self._reporting_pid)
 
     def after_fork(self) -> None:
         """In a forked child: leave the threads and helper processes to the parent. An iteration goes on by itself."""

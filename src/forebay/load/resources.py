@@ -25,10 +25,8 @@ WARN_RATIO = 1.1  # Bytes fetched in an epoch, as a multiple of the dataset's, f
 MAX_RATIO = 1.5  # The default limit of the Loader.
 FREE_BYTES = 1 << 30  # What several nodes fetch twice causes a warning only, below this many bytes in all.
 _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and one with the header of the slice.
-_COUNTED_AT, _COUNTED_SAMPLES = (
-    (0, 1_013, 5_003, 12_007),
-    1 << 15,
-)  # Lanes of a mixture are counted from these steps on.
+_COUNTED_AT = 0, 1_013, 5_003, 12_007  # The lanes of a mixture are counted from these steps on,
+_COUNTED_SAMPLES = 1 << 15  # for as many steps as these samples take.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
 
 

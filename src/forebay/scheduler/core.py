@@ -219,7 +219,7 @@ class SchedulerCore:
     def _return_leases(self, session: WorkerSession, request: ExchangeRequest, refused: set[str], now: float) -> None:
         """Take back failed and released leases, and those of which the session does not know.
 
-        But not those of which a use was `refused`: it is signed again, and others must not get its samples before.
+        Leases with a use in `refused` stay until that use is sent again: its samples must not be leased to others.
         """
         worker = session.key[0]
         for failed in request.failed:
