@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forebay.load.packing import DocumentSubset
     from forebay.load.shards import SharedShardedDatasetManager
     from forebay.load.sources import Mixture, open_dataset
+    from forebay.observe.dashboard import serve_dashboard
     from forebay.prepare.documents import text_filter
     from forebay.prepare.driver import prepare_dataset
     from forebay.stream.text_stream import TextStream
@@ -40,6 +41,7 @@ __all__ = [
     "callbacks",
     "open_dataset",
     "prepare_dataset",
+    "serve_dashboard",
     "text_filter",
 ]  # fmt: skip
 
@@ -58,6 +60,7 @@ _HOME = {
     "callbacks": "forebay.callbacks",
     "open_dataset": "forebay.load.sources",
     "prepare_dataset": "forebay.prepare.driver",
+    "serve_dashboard": "forebay.observe.dashboard",
     "text_filter": "forebay.prepare.documents",
 }
 

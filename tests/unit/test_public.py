@@ -14,7 +14,7 @@ def test_the_names() -> None:
     assert set(forebay.__all__) == {
         "CacheOptions", "DocumentSubset", "ForebayError", "Loader", "Mixture", "NetworkOptions", "OrderOptions",
         "RowBatch", "SampleOptions", "SharedShardedDatasetManager", "TextStream", "TokenBatch", "__version__",
-        "callbacks", "open_dataset", "prepare_dataset", "text_filter",
+        "callbacks", "open_dataset", "prepare_dataset", "serve_dashboard", "text_filter",
     }  # fmt: skip
     assert set(forebay.__all__) <= set(dir(forebay))
     for name in forebay.__all__:

@@ -80,6 +80,11 @@ def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, siz
     assert created.stats()["documents"] == len(texts) and created.stats()["empty"] == sum(not text for text in texts)
 
 
+def counts_of(stats: dict[str, float]) -> dict[str, float]:
+    """Without the times."""
+    return {name: value for name, value in stats.items() if not name.endswith("_s")}
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("prefetch_batches", [0, 2])
 def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) -> None:
@@ -100,7 +105,7 @@ def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) 
         second.load_state_dict(state)
         assert facts(second) == (expected[stop:] or following)
         if stop < len(expected):
-            assert second.stats() == stats
+            assert counts_of(second.stats()) == counts_of(stats)
         if stop % 5 == 0:
             assert facts(first) == (expected[stop:] or following)  # leaving a loop and going on
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from forebay.cli import convert, data, ledger, network, nodes, parser, plan, prepare, scheduler, workers
+from forebay.cli import convert, data, ledger, network, nodes, observe, parser, plan, prepare, scheduler, workers
 from forebay.cli.parser import report_failure
 from forebay.errors import ForebayError, UsageError, install_command
 
@@ -72,7 +72,7 @@ def _message(error: ForebayError | OSError | ModuleNotFoundError) -> str:
 _EXTRAS = {
     "cryptography": "network", "libtorrent": "network", "torch": "torch", "transformers": "hf", "datasets": "hf",
     "PIL": "vision", "onnxruntime": "classifiers", "kenlm": "lm", "obstore": "remote", "ray": "ray",
-    "prometheus_client": "metrics",
+    "prometheus_client": "network", "fastapi": "network", "uvicorn": "network", "starlette": "network",
 }  # fmt: skip
 """Which extra brings a package; all others come with `prepare`."""
 
@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
         abouts[name] = about
         return verbs.add_parser(name, description=about).add_subparsers(metavar="COMMAND", required=True)
 
-    for commands in (prepare, data, convert, plan, network, nodes, scheduler, workers, ledger):
+    for commands in (prepare, data, convert, plan, network, nodes, scheduler, workers, ledger, observe):
         commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
     main_parser.epilog = parser.panels(abouts)

@@ -1,10 +1,12 @@
 """Argument types, and printing of results."""
 
 import argparse
+import ipaddress
 import json
 import math
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +64,15 @@ def address(text: str) -> tuple[str, int]:
     if match is None or int(match[3]) > 65535:
         raise UsageError(f"{text!r} is not an address: expected HOST:PORT, such as 127.0.0.1:7410 or [::1]:7410")
     return match[1] or match[2], int(match[3])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host's ports."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
 
 
 def _argument_type(

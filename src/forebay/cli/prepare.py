@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import textwrap
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,9 +153,10 @@ def _train(args: argparse.Namespace) -> None:
     from forebay.prepare.scores.train import ClassifierSettings, train_classifier
     from forebay.toml import parse_settings
 
-    names = ("held_out", "dim", "word_ngrams", "epochs", "lr", "seed")
-    training = ClassifierSettings(**{name: value for name in names if (value := getattr(args, name)) is not None})
-    read = load_recipe(settings=parse_settings(args.set)).read
+    settings = parse_settings(args.set)
+    names = {field.name for field in fields(ClassifierSettings)}
+    training = ClassifierSettings(**{name: settings.pop(name) for name in names & settings.keys()})
+    read = load_recipe(settings=settings).read
     result = train_classifier(args.good, args.bad, args.out, training, read)
     if args.json:
         print(json.dumps(result))
@@ -206,10 +208,4 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--good", nargs="+", required=True, metavar="INPUT", help="files, folders or URLs of documents to keep")
     p.add("--bad", nargs="+", required=True, metavar="INPUT", help="the same of documents to drop")
     p.add("--out", type=Path, required=True, metavar="DIR", help="where to write model.bin and curve.json")
-    p.add("--held-out", type=float, metavar="SHARE", help="share of documents to measure on (default: 0.1)")
-    p.add("--dim", type=int, metavar="N", help="numbers in a vector (default: 32)")
-    p.add("--word-ngrams", type=int, metavar="N", help="longest run of words that is a feature (default: 2)")
-    p.add("--epochs", type=int, metavar="N", help="passes over the documents (default: 5)")
-    p.add("--lr", type=float, metavar="RATE", help="first learning rate (default: 0.5)")
-    p.add("--seed", type=int, metavar="N", help="of the first vectors and the order (default: 0)")
-    add_settings(p, "read.text_key=body")
+    add_settings(p, "held_out=0.2, dim=64, epochs=10 or read.text_key=body")

@@ -1,6 +1,7 @@
 """Commands of the scheduler: run it, control its jobs."""
 
 import argparse
+import contextlib
 import json
 import threading
 import urllib.parse
@@ -40,8 +41,9 @@ def _schedule(args: argparse.Namespace) -> None:
     stop, started = stop_event(), threading.Event()
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
+        client = Client(identity)
         service = SchedulerService(
-            identity, args.name, discovery, Client(identity), args.state, host, port, dataset_id=args.id or "",
+            identity, args.name, discovery, client, args.state, host, port, dataset_id=args.id or "",
             seq_len=args.seq_len, wait_s=args.timeout, standby=args.standby, publishers=args.publisher, limits=limits,
             from_urls=args.from_urls or "", epochs=args.epochs, seed=args.seed,
             lease_s=args.lease_timeout, stall_s=args.idle_timeout,
@@ -53,9 +55,13 @@ def _schedule(args: argparse.Namespace) -> None:
             started.set()
             if stop.is_set():
                 return
-            ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
-                  ledger=str(service.ledger_path))  # fmt: skip
-            until_stopped(stop, service.is_over if args.exit_when_done else None)
+            with contextlib.ExitStack() as stack:
+                shown = {}
+                if args.dashboard is not None:
+                    shown["dashboard"] = stack.enter_context(_open_page(args, service, client)).url
+                ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
+                      ledger=str(service.ledger_path), **shown)  # fmt: skip
+                until_stopped(stop, service.is_over if args.exit_when_done else None)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
             started.set()
@@ -64,6 +70,16 @@ def _schedule(args: argparse.Namespace) -> None:
         raise LeaseError(
             f"{left_out}. Find out why workers could not read them, then run the missing samples as another job."
         )
+
+
+def _open_page(args: argparse.Namespace, service: Any, client: Any) -> Any:
+    """The dashboard of the scheduler in this process."""
+    from forebay.cli.observe import open_page
+    from forebay.observe.sources import NodeSource, status_by
+
+    ask = status_by(client)
+    source = NodeSource("", lambda address: ask(address) if address else service.status())
+    return open_page(args.dashboard, source)
 
 
 def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
@@ -118,6 +134,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--idle-timeout", type=seconds, default=600.0, metavar="S", help="no progress until its leases expire")
     p.add("--max-failures", type=positive, default=3, metavar="N", help="workers that fail until a slice is set aside")
     p.add("--exit-when-done", action="store_true", help="exit when the job is done; 1 if slices were set aside")
+    p.add("--dashboard", metavar="HOST:PORT", help="also serve its page there, on this machine only (default: no page)")
     p = verb("job", _job, "pause, resume or change the job of a running scheduler; needs the role admin")
     p.add("action", choices=["pause", "resume", "readmit", "pardon"], help="pardon: a banned peer")
     p.add("arguments", nargs="*", metavar="ARG", help="readmit: slices (default: all); pardon: a peer id")

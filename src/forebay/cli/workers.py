@@ -2,15 +2,13 @@
 
 import argparse
 import contextlib
-import ipaddress
 import json
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, add_settings, address, positive, seconds, show, size
+from forebay.cli.arguments import add_identity, add_settings, address, is_loopback, positive, seconds, show, size
 from forebay.cli.running import (
     add_from_urls,
     add_node,
@@ -72,7 +70,7 @@ def _coordinate(args: argparse.Namespace) -> None:
     identity = None
     if args.identity is not None:
         identity = load_identity(args)
-    elif not _is_loopback(host):
+    elif not is_loopback(host):
         if not args.allow_plain_http:
             raise UsageError(
                 f"coordinator: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
@@ -110,15 +108,6 @@ def _run_config(args: argparse.Namespace) -> dict[str, Any]:
         if type(config.get(key, 1)) is not int or config.get(key, 1) < 1:
             raise UsageError(f"coordinator: expected {key} of at least 1, got {config[key]!r}.")
     return config
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host's ports."""
-    try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
 
 
 def add_verbs(verb: Any, group: Any) -> None:

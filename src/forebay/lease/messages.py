@@ -26,7 +26,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
@@ -54,6 +54,7 @@ def _printable(text: str) -> str:
 
 
 Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
+Cause = Literal["scheduler", "network", "disk", "decode", "device", "queue"]
 LeaseIds = Annotated[tuple[LeaseId, ...], Field(max_length=MAX_LEASE_IDS)]
 
 
@@ -105,6 +106,28 @@ class ProviderReport(_Message):
 
 
 @dataclass(frozen=True)
+class WorkerStats(_Message):
+    """What a process of a worker reports of itself, unverified: totals since its loader was made, and its cache now.
+
+    Attributes:
+        busy_s, waits_s: Time between batches; time waited for them, by cause (`forebay.load.stats`).
+        waiting_s, waiting_for: The wait in progress.
+        origin_bytes, peer_bytes, shared_bytes: Fetched from data nodes; from other workers; sent to those.
+    """
+
+    batches: Count = 0
+    busy_s: Seconds = 0.0
+    waits_s: dict[Cause, Seconds] = field(default_factory=dict)
+    waiting_s: Seconds = 0.0
+    waiting_for: Cause = "queue"
+    cached_bytes: Count = 0
+    cache_bytes: Count = 0
+    origin_bytes: Count = 0
+    peer_bytes: Count = 0
+    shared_bytes: Count = 0
+
+
+@dataclass(frozen=True)
 class ExchangeRequest(_Message):
     """One exchange of one session of a worker.
 
@@ -122,6 +145,7 @@ class ExchangeRequest(_Message):
         cached: Dataset id to the slices in the worker's cache, as ranges with both ends included; a dataset left out is
             unchanged.
         reports: Providers that failed.
+        stats: About every two seconds.
     """
 
     job: Name = ""
@@ -138,6 +162,7 @@ class ExchangeRequest(_Message):
     want: Annotated[int, Field(ge=0, le=MAX_WANT)] = 0
     cached: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = field(default_factory=dict)
     reports: Annotated[tuple[ProviderReport, ...], Field(max_length=MAX_REPORTS)] = ()
+    stats: WorkerStats | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The body of the request, without fields that have their default."""

@@ -15,8 +15,10 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from forebay.cache.cache import ChunkCache
 from forebay.closing import Closing
@@ -24,7 +26,7 @@ from forebay.errors import ForebayError
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import CacheIndex, SliceFetcher
 from forebay.lease.job import LeaseJob
-from forebay.lease.messages import ExchangeReply, ExchangeRequest, Lease
+from forebay.lease.messages import Cause, ExchangeReply, ExchangeRequest, Lease, WorkerStats
 from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
@@ -35,6 +37,7 @@ from forebay.storage.locks import Lock, try_acquire
 from forebay.swarm.share import SliceShare
 from forebay.threads import SupervisedThread
 
+STATS_INTERVAL_S = 2.0
 STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
@@ -67,8 +70,11 @@ class LeaseSession(Closing):
     slice that does not fit the cache.
     """
 
-    def __init__(self, job: LeaseJob, settings: SessionSettings) -> None:
+    def __init__(
+        self, job: LeaseJob, settings: SessionSettings, stats_of_loader: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
         self.job = job
+        self._stats_of_loader, self._stats_at = stats_of_loader, 0.0
         self.patience_s = job.scheduler.patience_s
         with contextlib.ExitStack() as stack:
             self.cache = ChunkCache(settings.cache_dir, settings.cache_bytes)
@@ -164,9 +170,10 @@ class LeaseSession(Closing):
         if share is not None:
             cached = self.index.changes(everything=self._reports_all)
         signature = job.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
+        is_due = time.monotonic() - self._stats_at >= STATS_INTERVAL_S
         body = replace(
             request, job=job.name, session=self._name, cached=cached, signature=signature,
-            address=share.address if share is not None else "",
+            address=share.address if share is not None else "", stats=self._stats() if is_due else None,
         ).to_json()  # fmt: skip
         reply = ExchangeReply.from_json(job.scheduler.exchange(body, patience_s))
         reply = replace(reply, leases=tuple(map(self._with_table, reply.leases)))
@@ -175,6 +182,18 @@ class LeaseSession(Closing):
         with self.leases.locked() as state:
             state.receive(request, reply, time.monotonic())
         self._replied_at = time.monotonic()
+
+    def _stats(self) -> WorkerStats:
+        totals, fetcher, self._stats_at = self._stats_of_loader(), self.fetcher, time.monotonic()
+        waiting_for: Cause = "network" if self.leases.state.fetching() else "scheduler"
+        return WorkerStats(
+            batches=int(totals.get("batches", 0)), busy_s=totals.get("busy_s", 0.0),
+            waits_s={cause: totals[f"{cause}_s"] for cause in get_args(Cause) if totals.get(f"{cause}_s")},
+            waiting_s=totals.get("waiting_s", 0.0), waiting_for=waiting_for,
+            cached_bytes=self.cache.used_bytes(), cache_bytes=self.cache.budget_bytes,
+            origin_bytes=fetcher.bytes - fetcher.bytes_from_workers, peer_bytes=fetcher.bytes_from_workers,
+            shared_bytes=self._share.bytes_sent if self._share is not None else 0,
+        )  # fmt: skip
 
     def _with_table(self, lease: Lease) -> Lease:
         table = self.job.dataset.table

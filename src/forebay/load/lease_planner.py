@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,11 @@ class LeaseSessions:
 
     cached = True
 
-    def __init__(self, jobs: Sequence[LeaseJob], settings: Sequence[SessionSettings]) -> None:
+    def __init__(
+        self, jobs: Sequence[LeaseJob], settings: Sequence[SessionSettings], stats: Callable[[], Mapping[str, float]]
+    ) -> None:
         self.jobs = jobs
-        self._settings = settings
+        self._settings, self._stats_of_loader = settings, stats
         self._opened: list[LeaseSession] = []
         self._past = Counter[str]()  # Of sessions that were closed.
         self._lock = threading.Lock()
@@ -59,7 +61,7 @@ class LeaseSessions:
             if not self._opened:
                 with contextlib.ExitStack() as stack:
                     for job, settings in zip(self.jobs, self._settings):
-                        self._opened.append(stack.enter_context(LeaseSession(job, settings)))
+                        self._opened.append(stack.enter_context(LeaseSession(job, settings, self._stats_of_loader)))
                     stack.pop_all()
             return self._opened
 

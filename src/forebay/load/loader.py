@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -141,7 +142,8 @@ class Loader(Closing, BatchSource[BatchT]):
 
     def _make_planner(self, every: tuple[int, int]) -> None:
         self._pass, self._every = _Pass(self.run), every
-        self._slices, self._planner = self.plan.open_slices(self._pass, every, self._shares)  # type: ignore[arg-type]
+        opened = self.plan.open_slices(self._pass, every, self._shares, self.stats)  # type: ignore[arg-type]
+        self._slices, self._planner = opened
         self.leases: LeasePlanner | None = self._planner if self.plan.jobs else None  # type: ignore[assignment]
         """The leased batches; None without `scheduler`."""
 
@@ -252,7 +254,7 @@ class Loader(Closing, BatchSource[BatchT]):
             )
         maker = self._helpers(num_workers) if num_workers else self._planner
         network_s, disk_s, scheduler_s, device_s = maker.network_s, maker.disk_s, maker.scheduler_s, 0.0
-        asked_at = clock()
+        waits.asked_at = asked_at = clock()
         try:
             while True:
                 if iteration != self._iteration:
@@ -274,6 +276,7 @@ class Loader(Closing, BatchSource[BatchT]):
                 )  # fmt: skip
                 network_s, disk_s, device_s = maker.network_s, maker.disk_s, source.convert_s
                 scheduler_s = maker.scheduler_s
+                waits.asked_at = math.inf
                 if received_at > waits.check_at:
                     waits.check(received_at)
                 if item is None:
@@ -292,9 +295,10 @@ class Loader(Closing, BatchSource[BatchT]):
                     leases.commit()
                 if callbacks.functions:
                     callbacks.call(self._step)
-                asked_at = clock()
+                waits.asked_at = asked_at = clock()
                 waits.busy_s += asked_at - received_at
         finally:
+            waits.asked_at = math.inf
             if iteration == self._iteration:
                 self._pause()
 
@@ -427,11 +431,11 @@ class Loader(Closing, BatchSource[BatchT]):
         """Times in seconds, and counts, since the loader was made.
 
         `wait_s`: waiting for batches; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `device_s`, `queue_s`, as
-        in `forebay.load.stats`. `busy_s`: between the waits. `batches`, `samples`, `tokens` received, of a mixture also
-        `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a cache also `fetched_chunks`,
-        `fetched_bytes`, `refetched_chunks` and `refetched_bytes` (a second time in one epoch), `failed`, `late` and
-        `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `wrong_bytes` (their hash differed), `cached_bytes`
-        (by all processes that share the cache). What helper processes open and fetch is not counted.
+        in `forebay.load.stats`. `busy_s`: between the waits. `waiting_s`: the wait in progress. `batches`, `samples`,
+        `tokens` received, of a mixture also `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a
+        cache also `fetched_chunks`, `fetched_bytes`, `refetched_chunks` and `refetched_bytes` (a second time in one
+        epoch), `failed`, `late` and `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `wrong_bytes` (their
+        hash differed), `cached_bytes` (by all that share the cache). What helper processes open is not counted.
         """
         waits = self.waits
         by_cause = {f"{cause}_s": seconds for cause, seconds in waits.seconds.items()}
@@ -439,7 +443,7 @@ class Loader(Closing, BatchSource[BatchT]):
         counts = {"tokens": self._received["samples"] * (self.seq_len or 0), "slices_opened": self._planner.num_opened}
         if self.mixture is not None:
             counts |= {f"{unit}.{name}": size * n for name, n in zip(self.datasets, self._samples_of)}
-        times = {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": waits.busy_s}
+        times = {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": waits.busy_s, "waiting_s": waits.waiting_s()}
         return {**times, **self._received, **counts, **self._slices.stats()}
 
     def bottleneck(self) -> Bottleneck | None:

@@ -6,7 +6,7 @@ Opens the datasets' descriptions, and reads document ends where packing or lengt
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -188,19 +188,20 @@ class LoaderPlan:
             self.cache = self._check_traffic(self.cache)
 
     def open_slices(
-        self, run: Run, every: tuple[int, int], shares: bool
+        self, run: Run, every: tuple[int, int], shares: bool, stats: Callable[[], Mapping[str, float]]
     ) -> tuple[SliceReader | LeaseSessions, BatchPlanner | LeasePlanner]:
         """New readers of slices and batches of `run`: of steps k, k + n, ... from where they start, for `every` (k, n).
 
         Args:
             shares: False: do not serve slices to peers.
+            stats: Of the loader, for the schedulers' status.
         """
         cache, verify = self.cache, self.options.cache.verify == "open"
         if self.jobs and cache is not None:
             from forebay.load.lease_planner import LeasePlanner, LeaseSessions  # Others need no network packages.
 
             jobs = list(self.jobs.values())
-            sessions = LeaseSessions(jobs, session_settings(self.options, jobs, cache))
+            sessions = LeaseSessions(jobs, session_settings(self.options, jobs, cache), stats)
             collator, size = make_collator(self.indexes, **self._collation), run.batches.largest
             return sessions, LeasePlanner(sessions, self.indexes, collator, size, run.mixture, lambda: run.num_steps)
         if cache is not None and not shares:

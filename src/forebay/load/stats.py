@@ -5,12 +5,14 @@ Costs less than a microsecond a batch. Causes:
 - `scheduler`: a lease; only with `Loader(scheduler=...)`.
 - `network`: a slice in transfer from its origin.
 - `disk`: pages of a slice that were not in memory.
+- `tokenize`: encoding text; only of a TextStream.
 - `decode`: computing the order, gathering, casting and packing, on the processor.
 - `device`: making tensors, pinning them and starting their copies to a device (`to_torch`, `to_jax`).
 - `queue`: a batch that was ready in a thread or a helper process.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ _ADVICE = {
     "scheduler": "Use a scheduler nearby, or lease larger slices",
     "network": "Use a nearer origin, more connections (NetworkOptions.connections), or a larger cache",
     "disk": "Use a faster disk for the data or the cache, or the RAM tier (cache='ram')",
+    "tokenize": "Use more lanes and processes, or tokenize once (`forebay prepare`)",
     "decode": "Make batches ahead (SampleOptions.prefetch_batches=2), or in helper processes (num_workers)",
     "device": "Copy batches ahead (prefetch=2 of to_torch or to_jax), or send fewer bytes (dtype int32)",
     "queue": "Use fewer helper processes, or none: the loader's own thread is cheaper",
@@ -69,14 +72,15 @@ class WaitTimes:
         self.busy_s = 0.0  # Between the waits.
         self.started_at = clock()
         self.check_at = self.started_at + every_s
+        self.asked_at = math.inf  # When the wait in progress began.
         self._every_s = every_s
         self._checked: dict[str, float] | None = None
 
     def add(
-        self, wait_s: float, network_s: float, disk_s: float, device_s: float, rest: str, scheduler_s: float = 0.0
+        self, wait_s: float, network_s: float, disk_s: float, device_s: float, rest: str, scheduler_s: float = 0.0,
+        tokenize_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """Record the wait for a batch: its length, the parts for network, disk, device and scheduler, and the cause of
-        the rest.
+        """Record the wait for a batch: its length, its parts by cause, and the cause of the rest.
 
         A part may be longer than the wait, as it may be of a thread that worked ahead.
         """
@@ -88,9 +92,15 @@ class WaitTimes:
         disk_s = min(disk_s, wait_s - network_s)
         seconds["network"] += network_s
         device_s = min(device_s, wait_s - network_s - disk_s)
+        tokenize_s = min(tokenize_s, wait_s - network_s - disk_s - device_s)
         seconds["disk"] += disk_s
         seconds["device"] += device_s
-        seconds[rest] += wait_s - network_s - disk_s - device_s
+        seconds["tokenize"] += tokenize_s
+        seconds[rest] += wait_s - network_s - disk_s - device_s - tokenize_s
+
+    def waiting_s(self) -> float:
+        """How long the wait in progress lasts; 0 without one."""
+        return max(0.0, time.perf_counter() - self.asked_at)
 
     def check(self, now: float) -> Bottleneck | None:
         """Log and return the bottleneck since the last call; None in the first interval, which includes the start."""

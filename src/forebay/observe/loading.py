@@ -17,6 +17,7 @@ from forebay.load.stats import CAUSES, find_bottleneck
 
 if TYPE_CHECKING:
     from forebay.load.loader import Loader
+    from forebay.stream.text_stream import TextStream
 
 _INTERVAL_S = 0.5
 
@@ -73,22 +74,22 @@ def _short(rate: float) -> str:
 
 
 class LoaderCollector:
-    """A collector for `prometheus_client`: `REGISTRY.register(LoaderCollector(loader))`.
+    """A collector for `prometheus_client`: `REGISTRY.register(LoaderCollector(loader))`; `serve_dashboard` has it.
 
-    Metrics: `forebay_loader_wait_seconds_total{cause=…}`, `forebay_loader_epoch`, `…_samples_taken`,
+    Metrics: `forebay_loader_wait_seconds_total{cause=…}`, `forebay_loader_epoch`, `…_step`,
     `…_cache_bytes`, and a counter for each count of `Loader.stats()`.
 
     Each has the loader's rank as label. `stats` are read at each scrape.
     """
 
-    def __init__(self, loader: Loader[Any]) -> None:
+    def __init__(self, loader: Loader[Any] | TextStream) -> None:
         self._loader = loader
 
     def collect(self) -> Iterable[Any]:
         """The metric families, for `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        stats, state = self._loader.stats(), self._loader.state_dict()
+        stats = self._loader.stats()
         names, values = ["rank"], [str(self._loader.rank)]
         about = "Time that the trainer waited for batches, by cause."
         waits = CounterMetricFamily("forebay_loader_wait_seconds", about, labels=[*names, "cause"])
@@ -100,23 +101,10 @@ class LoaderCollector:
                 counter = CounterMetricFamily(f"forebay_loader_{name}", f"Loader.stats()[{key!r}].", labels=names)
                 counter.add_metric(values, stats[key])
                 yield counter
-        gauges = {"epoch": state["epoch"], "samples_taken": state["samples_taken"], "step": state["step"]}
+        gauges: dict[str, float] = {"epoch": self._loader.epoch, "step": self._loader.step}
         if "cached_bytes" in stats:
             gauges["cache_bytes"] = stats["cached_bytes"]
         for name, value in gauges.items():
             gauge = GaugeMetricFamily(f"forebay_loader_{name}", f"The loader's {name.replace('_', ' ')}.", labels=names)
             gauge.add_metric(values, value)
             yield gauge
-
-
-def serve_metrics(loader: Loader[Any], port: int, host: str = "127.0.0.1") -> Any:
-    """Serve a loader's metrics at `http://HOST:PORT/metrics`, from a thread. Needs the extra `metrics`.
-
-    Returns:
-        (server, thread): `server.shutdown()` ends it; `server.server_port` is its port.
-    """
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    registry = CollectorRegistry()
-    registry.register(LoaderCollector(loader))
-    return start_http_server(port, addr=host, registry=registry)

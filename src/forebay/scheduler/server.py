@@ -35,6 +35,7 @@ from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
 from forebay.scheduler import status
+from forebay.scheduler.activity import Activity
 from forebay.scheduler.catalog import Catalog, ManifestStore, started_id
 from forebay.scheduler.core import PendingCheck, SchedulerCore, StaleAttemptError
 from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
@@ -99,7 +100,7 @@ class SchedulerService:
             {"packing": packing, "split": split, "validation": validation_fraction},
         )  # fmt: skip
         self._bans = BanLog(identity)
-        self._workers: dict[str, status.WorkerUsage] = {}
+        self._activity = Activity()
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
         self._num_exchanges, self._core_s = 0, 0.0
@@ -294,6 +295,7 @@ class SchedulerService:
         with self._lock:
             journal = self._open_journal()
             new = change(journal.core)
+            self._activity.record(new, journal.core.table)
             ticket = journal.put(new)
         await self._wait_written(journal, ticket)
         return new
@@ -374,10 +376,12 @@ class SchedulerService:
         return JsonResponse(ExchangeReply(**{**vars(result), "leases": leases}).to_json())
 
     def _count(self, peer: Peer, message: ExchangeRequest, new: Sequence[Event], now: float) -> None:
-        if peer.peer_id not in self._workers:
+        usage, is_new = self._activity.notice(peer, now)
+        if is_new:
             log.info("worker joined: peer_id=%s name=%s address=%s", peer.peer_id, peer.name, message.address or "none")
-        usage = self._workers.setdefault(peer.peer_id, status.WorkerUsage(peer.name, now))
-        usage.seen_at = now
+        if message.stats is not None:
+            usage.add_stats(message.session, message.stats, now)
+        self._activity.record(new, self._open_journal().core.table)
         for event in new:
             if isinstance(event, UsesRecorded):
                 num = sum(used.stop - used.start for used in event.uses)
@@ -395,22 +399,23 @@ class SchedulerService:
         return JsonResponse(self._catalog.describe_job(self._open_journal().job_id))
 
     async def _read_status(self, request: Request) -> Response:
-        """The status; workers and reports are for administrators."""
+        """The status; workers, events and reports are for administrators."""
         peer = peer_of(request)
         self._check_job(peer)
-        return JsonResponse(
-            self.status() | ({} if peer.scope.allows("admin") else {"workers": {}, "bad_providers": []})
-        )
+        hidden: dict[str, Any] = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
+        return JsonResponse(self.status() | ({} if peer.scope.allows("admin") else hidden))
 
     def status(self) -> dict[str, Any]:
         """The progress of the job; samples count over all epochs."""
         with self._lock:
-            return status.full_status(self._open_journal().core, self._workers, self._catalog, time.monotonic())
+            journal = self._open_journal()
+            entries = journal.ledger.next_seq
+            return status.full_status(journal.core, self._activity, self._catalog, entries, time.monotonic())
 
     def _metrics(self) -> list[Metric]:
         with self._lock:
             job = status.job_status(self._open_journal().core)
-            return status.metrics(job, len(self._workers), self._num_exchanges, self._core_s)
+            return status.metrics(job, len(self._activity.workers), self._num_exchanges, self._core_s)
 
     async def _administer(
         self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]]

@@ -1,39 +1,14 @@
 """The scheduler's status, as JSON, metrics and lines for a terminal."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.network.app import Metric, counter, gauge
+from forebay.scheduler.activity import Activity, coverage
 from forebay.scheduler.catalog import Catalog
 from forebay.scheduler.core import SchedulerCore
 
-RATE_SPAN_S = 30.0  # a worker's rate is its mean over this time
 MAX_WORKERS_SHOWN = 1000
-
-
-@dataclass(slots=True)
-class WorkerUsage:
-    """What a worker used since this scheduler started."""
-
-    name: str
-    seen_at: float
-    samples: int = 0
-    tokens: int = 0
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))  # (time, tokens)
-
-    def add(self, samples: int, tokens: int, now: float) -> None:
-        self.samples += samples
-        self.tokens += tokens
-        self.recent.append((now, tokens))
-
-    def rate(self, now: float) -> float:
-        """Tokens a second over the last RATE_SPAN_S."""
-        recent = [(used_at, tokens) for used_at, tokens in self.recent if used_at > now - RATE_SPAN_S]
-        if len(recent) < 2:
-            return 0.0
-        return sum(tokens for _, tokens in recent[1:]) / max(0.1, now - recent[0][0])
 
 
 def job_status(core: SchedulerCore) -> dict[str, Any]:
@@ -63,19 +38,25 @@ def left_out_line(job: Mapping[str, Any]) -> str:
 
 
 def full_status(
-    core: SchedulerCore, workers: Mapping[str, WorkerUsage], catalog: Catalog, now: float
+    core: SchedulerCore, activity: Activity, catalog: Catalog, ledger_entries: int, now: float
 ) -> dict[str, Any]:
     """The response to `GET /v1/status`; the workers are those seen last, at most MAX_WORKERS_SHOWN."""
-    latest = sorted(workers.items(), key=lambda item: item[1].seen_at, reverse=True)[:MAX_WORKERS_SHOWN]
+    latest = sorted(activity.workers.items(), key=lambda item: item[1].seen_at, reverse=True)
+    rates = [usage.rate(now) for _, usage in latest]
     return {
         **job_status(core),
+        "seq_len": catalog.seq_len,
+        "lease_s": core.spec.lease_s,
+        "num_bytes": int(catalog.table.bytes.sum()),
+        "tokens_per_s": round(sum(rates), 1),
+        "num_workers": len(latest),
         "workers": {
-            peer_id: {
-                "name": usage.name, "samples": usage.samples, "last_seen_s": round(now - usage.seen_at, 3),
-                "tokens_per_s": round(usage.rate(now), 1), "leases": core.sessions.num_leases(peer_id),
-            }
-            for peer_id, usage in latest
+            peer_id: {**usage.describe(now), "leases": core.sessions.num_leases(peer_id)}
+            for peer_id, usage in latest[:MAX_WORKERS_SHOWN]
         },
+        "coverage": coverage(core.table, core.reasons),
+        "ledger_entries": ledger_entries,
+        **activity.describe(),
         "providers": [{"peer_id": claim.peer_id, "address": claim.address} for claim in catalog.claims],
         "bad_providers": [
             {

@@ -6,6 +6,7 @@ an epoch: the tokens that remain there are counted as `tail_tokens`.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +59,14 @@ class StreamOptions:
         check_integer("lanes", self.lanes, 1)
 
 
+@dataclass
+class MakingTimes:
+    """Seconds spent on making the batches of a stream: reading and mixing documents, and encoding them."""
+
+    read_s: float = 0.0
+    tokenize_s: float = 0.0
+
+
 class Lane:
     """The samples of one share of the records, of `seq_len` tokens, from `state` on.
 
@@ -66,9 +75,9 @@ class Lane:
 
     def __init__(
         self, records: Records, share: Share, encoder: TextEncoder, options: StreamOptions, state: LaneState, *,
-        seq_len: int, seed: int, shuffle: bool, malformed: list[Malformed],
+        seq_len: int, seed: int, shuffle: bool, malformed: list[Malformed], times: MakingTimes,
     ) -> None:  # fmt: skip
-        self.state = state
+        self.state, self._times = state, times
         self._records, self._share, self._encoder, self._options = records, share, encoder, options
         self._seq_len, self._seed, self._shuffle, self._malformed = seq_len, seed, shuffle, malformed
         self._documents: DocumentSequence | None = None
@@ -124,9 +133,15 @@ class Lane:
         documents = self._documents = self._documents or self._open()
         parts = [state.tokens[state.offset :]]
         num_tokens = len(parts[0])
-        while num_tokens < required and (texts := documents.take(self._encoder.next_bytes)):
+        times, began = self._times, time.perf_counter()
+        while num_tokens < required:
+            texts = documents.take(self._encoder.next_bytes)
+            times.read_s += (read := time.perf_counter()) - began
+            if not texts:
+                break
             parts.append(self._encoder.encode(texts, documents.counts))
             num_tokens += len(parts[-1])
+            times.tokenize_s += (began := time.perf_counter()) - read
         self.state = replace(
             state, records=documents.records, draws=documents.buffer.draws, position=documents.reading.position(),
             buffered=tuple(documents.buffer.texts), tokens=np.concatenate(parts), offset=0,

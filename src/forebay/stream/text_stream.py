@@ -7,6 +7,8 @@ its format holds it, 1 MiB of text being encoded; and `prefetch_batches` + 2 bat
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -23,11 +25,12 @@ from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.batch_source import BatchSource
 from forebay.load.prefetch import Prefetcher
+from forebay.load.stats import WaitTimes
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import Malformed, TextEncoder
 from forebay.stream.hub import HUB, Records, records_of
-from forebay.stream.lane import Lane, StreamOptions
+from forebay.stream.lane import Lane, MakingTimes, StreamOptions
 from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
 
@@ -130,7 +133,8 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         self._encoder = TextEncoder(self.tokenizer)
         self.position = StreamState()
         self._malformed: list[Malformed] = []
-        self._turn = 0
+        self._turn, self._times, self._waits = 0, MakingTimes(), WaitTimes()
+        self._is_remote = not is_files or any("://" in str(path) for path in paths)
         self._source: Prefetcher[tuple[Any, StreamState]] | None = None
 
     @property
@@ -153,20 +157,29 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         return self.position.run_step
 
     @property
+    def num_steps(self) -> int | None:
+        """Batches of the run; None without an end."""
+        return self._steps
+
+    @property
     def malformed(self) -> tuple[Malformed, ...]:
         """The first malformed records that this stream has skipped (also those a little ahead of the batches)."""
         return tuple(self._malformed)
 
-    def stats(self) -> dict[str, int]:
-        """Return counts of the run up to the last batch given out and what was encoded with it.
+    def stats(self) -> dict[str, float]:
+        """Return counts of the run up to the last batch given out and what was encoded with it, and times.
 
+        `wait_s`, `busy_s`, `waiting_s` and the causes of waiting are as in `Loader.stats`, since the stream was made:
+        reading counts as `network_s` or `disk_s`, encoding as `tokenize_s`.
         `documents`, `text_bytes` and `tokens` that were encoded here; `empty` documents among them; `malformed`
         records that were skipped; `tail_tokens` at epochs' ends, fewer than a sample (a batch, with drop_last);
         `batches`, `samples_taken` (by all ranks, of the epoch; with several lanes, of the run).
         """
         position = self.position
         counts = {name: sum(lane.counts[name] for lane in position.lanes.values()) for name in COUNTS}
-        return {**counts, "batches": position.run_step, "samples_taken": position.samples_taken}
+        by_cause, waits = {f"{cause}_s": seconds for cause, seconds in self._waits.seconds.items()}, self._waits
+        times = {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": waits.busy_s, "waiting_s": waits.waiting_s()}
+        return {**times, **counts, "batches": position.run_step, "samples_taken": position.samples_taken}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
@@ -244,6 +257,9 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
 
         if self._steps is not None and self.position.run_step >= self._steps:
             _log.warning("stream: all %d steps of the run were given out: no batch is left.", self._steps)
+        clock, waits, times = time.perf_counter, self._waits, self._times
+        read_s, tokenize_s = times.read_s, times.tokenize_s
+        waits.asked_at = clock()
         try:
             while True:
                 if turn != self._turn:
@@ -252,12 +268,23 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
                     epochs = self._epochs
                     stop_epoch = None if epochs is None else (self.position.epoch // epochs + 1) * epochs
                     self._source = Prefetcher(self._batches(self.position, stop_epoch), depth, finish)
+                converted_s = self._source.convert_s
                 item = next(self._source, None)
+                received_at, network = clock(), self._is_remote
+                read_s, tokenize_s = times.read_s - read_s, times.tokenize_s - tokenize_s
+                waits.add(
+                    received_at - waits.asked_at, read_s * network, read_s * (not network),
+                    self._source.convert_s - converted_s, "decode", tokenize_s=tokenize_s,
+                )  # fmt: skip
+                read_s, tokenize_s, waits.asked_at = times.read_s, times.tokenize_s, math.inf
                 if item is None:
                     return
                 batch, self.position = item
                 yield batch
+                waits.asked_at = clock()
+                waits.busy_s += waits.asked_at - received_at
         finally:
+            waits.asked_at = math.inf
             if turn == self._turn:
                 self.close()
 
@@ -280,7 +307,7 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
             number: Lane(
                 self._records, Share(number, self.lanes), self._encoder, self.options,
                 state.lanes.get(number, LaneState()), seq_len=self.seq_len, seed=self.seed, shuffle=self.shuffle,
-                malformed=self._malformed,
+                malformed=self._malformed, times=self._times,
             )
             for number in self._own_lanes
         }  # fmt: skip

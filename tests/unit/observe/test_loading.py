@@ -22,7 +22,7 @@ from forebay.load.loader import Loader
 from forebay.load.options import SampleOptions
 from forebay.load.sources import Mixture
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
-from forebay.observe.loading import progress, serve_metrics, words
+from forebay.observe.loading import progress, words
 from support.calibration import scaled
 
 
@@ -51,17 +51,11 @@ def test_the_words_of_a_stretch() -> None:
 
 
 def test_metrics_are_served(folder: Path) -> None:
-    pytest.importorskip("prometheus_client")
     loader = Loader(folder, seq_len=10, batch_size=7, rank=0, world_size=1)
-    server, thread = serve_metrics(loader, 0)
-    try:
+    with forebay.serve_dashboard(loader) as page:
         assert sum(len(batch) for batch in loader) == 300
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=scaled(10)) as answer:
+        with urllib.request.urlopen(f"{page.url}metrics", timeout=scaled(10)) as answer:
             text = answer.read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
     assert 'forebay_loader_tokens_total{rank="0"} 3000.0' in text
     assert 'forebay_loader_epoch{rank="0"} 1.0' in text
     for cause in CAUSES:

@@ -37,7 +37,7 @@ def test_a_classifier_of_real_text(
     sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, other = sides
-    command = ["classifier", "train", "--good", str(good), "--bad", str(other), "--held-out", "0.2"]
+    command = ["classifier", "train", "--good", str(good), "--bad", str(other), "--set", "held_out=0.2"]
     assert main([*command, "--out", str(tmp_path / "m"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result == json.loads((tmp_path / "m/curve.json").read_text())

@@ -1,0 +1,85 @@
+"""Commands that show what runs: top, dashboard."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.arguments import add_identity, address, is_loopback
+from forebay.cli.running import load_identity, ready, stop_event, until_stopped
+from forebay.errors import UsageError
+
+if TYPE_CHECKING:
+    from forebay.observe.dashboard import Dashboard
+    from forebay.observe.sources import Source
+
+_TARGET = (
+    "HOST:PORT of a scheduler, coordinator or data node; http://HOST:PORT; or a folder: a record, or prepare's output"
+)
+
+
+def _open(args: argparse.Namespace, stack: contextlib.ExitStack) -> Source:
+    from forebay.network.client import Client
+    from forebay.observe.sources import open_source
+
+    return open_source(args.target, lambda: stack.enter_context(Client(load_identity(args))))
+
+
+def _top(args: argparse.Namespace) -> None:
+    from forebay.observe.top import show_top
+
+    with contextlib.ExitStack() as stack:
+        source = _open(args, stack)
+        if args.replay and not source.times():
+            raise UsageError(f"top --replay: expected a folder with the record of a run, got {args.target}.")
+        if args.json:
+            import orjson
+
+            print(orjson.dumps(source.poll()).decode())
+        else:
+            show_top(source, replay=args.replay)
+
+
+def open_page(listen: str, source: Source, record: Path | None = None, *, is_open: bool = False) -> Dashboard:
+    """A dashboard at `listen`, to be started; beyond loopback only if `is_open`."""
+    from forebay.observe.dashboard import Dashboard
+    from forebay.observe.record import RunRecord
+
+    host, port = address(listen)
+    if not is_loopback(host):
+        if not is_open:
+            raise UsageError(
+                f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could read "
+                "the page. Use 127.0.0.1 and an SSH tunnel, or `forebay dashboard --allow-plain-http`."
+            )
+        print(f"forebay: plain HTTP on {listen}: any host that reaches it can read the page.", file=sys.stderr)
+    return Dashboard(source, host, port, record=None if record is None else RunRecord(record), any_host=is_open)
+
+
+def _dashboard(args: argparse.Namespace) -> None:
+    stop = stop_event()
+    with contextlib.ExitStack() as stack:
+        source = _open(args, stack)
+        source.poll()  # What cannot be shown is an error here.
+        page = stack.enter_context(open_page(args.listen, source, args.record, is_open=args.allow_plain_http))
+        ready(args, role="dashboard", url=page.url)
+        until_stopped(stop)
+
+
+def add_verbs(verb: Any, group: Any) -> None:
+    p = verb("top", _top, "show a job, a node, a run or a preparation in the terminal, live")
+    p.add("target", metavar="TARGET", help=_TARGET)
+    p.add("--replay", action="store_true", help="play the record of a run from its start")
+    add_identity(p)
+    p = verb("dashboard", _dashboard, "serve a page that shows it in a browser, live")
+    p.set_defaults(default_log_level="info")
+    p.add("target", metavar="TARGET", help=_TARGET)
+    p.add("--listen", default="127.0.0.1:7480", metavar="HOST:PORT", help="address of the page; port 0: a free one")
+    p.add(
+        "--record", type=Path, metavar="DIR", help="record the run; `top --replay DIR` opens it later (default: none)"
+    )
+    p.add("--allow-plain-http", action="store_true", help="allow other addresses than this machine's")
+    add_identity(p)

@@ -1,0 +1,268 @@
+// The page of the dashboard. Texts of views may be anybody's: they only ever become text nodes.
+"use strict";
+
+const POLL_MS = 2000, FIRST_ROWS = 50;
+const CAUSES = ["scheduler", "network", "disk", "tokenize", "decode", "device", "queue"];
+const TITLES = { workers: "Workers", nodes: "Data nodes", datasets: "Datasets", stages: "Stages", dropped: "Dropped, by reason" };
+const GOOD = ["running", "working", "up", "done"], BAD = ["silent", "lost", "failed", "incomplete", "does not answer"];
+const $ = (id) => document.getElementById(id);
+const tables = {}; // By name: the key that it is sorted by, the direction, whether all rows are shown.
+let view = null, points = [], times = [], pinned = null, player = null;
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+function scaled(value, units, base) {
+  let n = value, i = 0;
+  while (Math.abs(n) >= base && i < units.length - 1) { n /= base; i++; }
+  return `${n >= 100 || i === 0 ? Math.round(n) : n.toPrecision(3)}${units[i] ? " " + units[i] : ""}`;
+}
+
+function duration(s) {
+  if (s < 10) return `${s.toFixed(1)} s`;
+  if (s < 120) return `${Math.round(s)} s`;
+  const minutes = Math.round(s / 60);
+  if (minutes < 120) return `${minutes} min`;
+  const hours = Math.round(s / 3600);
+  return hours < 48 ? `${hours} h` : `${Math.round(s / 86400)} days`;
+}
+
+function format(value, unit) {
+  if (value === null || value === undefined || value === "") return "–";
+  if (typeof value === "string") return value;
+  if (unit === "share") return `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
+  if (unit === "s") return duration(value);
+  if (unit === "B") return scaled(value, ["B", "kB", "MB", "GB", "TB", "PB"], 1000);
+  if (unit === "B/s") return `${scaled(value, ["B", "kB", "MB", "GB"], 1000)}/s`;
+  if (unit) return `${scaled(value, ["", "k", "M", "G"], 1000)} ${unit}`;
+  return Number.isInteger(value) ? value.toLocaleString("en") : value.toLocaleString("en", { maximumFractionDigits: 1 });
+}
+
+function clock(at) { return new Date(1000 * at).toLocaleTimeString([], { hour12: false }); }
+
+function tone(state) { return GOOD.includes(state) ? "good" : BAD.includes(state) ? "bad" : "warn"; }
+
+function show(id, isShown) { $(id).hidden = !isShown; return isShown; }
+
+function render() {
+  const v = view, p = v.progress;
+  $("title").textContent = v.title || "Forebay";
+  $("state").textContent = v.state;
+  $("state").className = `badge ${tone(v.state)}`;
+  $("updated").textContent = `${pinned === null ? "updated" : "recorded"} ${clock(v.at)}`;
+  if (show("error", Boolean(v.error))) $("error").textContent = v.error;
+  if (show("message", Boolean(v.message))) $("message").textContent = v.message;
+  document.title = `${p && p.total ? format(p.done / p.total, "share") + " · " : ""}${v.title || "Forebay"}`;
+  if (show("progress", Boolean(p && p.total))) renderProgress(p);
+  $("figures").replaceChildren(...Object.entries(v.figures || {}).map(([label, [value, unit]]) =>
+    el("div", {}, el("dt", {}, label), el("dd", {}, format(value, unit)))));
+  if (show("waits", Boolean((v.workers || []).length) && v.kind !== "run")) renderWaits(v.waits || {});
+  if (show("history", points.some((point) => point.rate !== null))) renderHistory();
+  if (show("coverage", Boolean(v.coverage))) renderCoverage();
+  for (const name of Object.keys(v.columns || {})) renderTable(name, v[name] || [], v.columns[name]);
+  if (show("samples", Boolean(v.samples))) renderSamples(v.samples);
+  if (show("events", Boolean(v.events))) $("events-list").replaceChildren(...v.events.map((event) =>
+    el("li", { class: event.level === "error" ? "bad" : event.level === "warning" ? "warn" : "" },
+      el("time", {}, event.at ? clock(event.at) : "now"), event.text)));
+  if (show("uses", Boolean(v.uses))) $("uses-list").replaceChildren(...v.uses.map((use) =>
+    el("li", {}, el("time", {}, clock(use.at)), `${use.worker}, step ${use.step}: ${use.samples.toLocaleString("en")} samples of slice${use.slices.length === 1 ? "" : "s"} ${use.slices.join(", ")}, epoch ${use.epoch + 1}`)));
+}
+
+function renderProgress(p) {
+  const share = p.done / p.total;
+  const parts = [`${format(share, "share")}`, p.unit === "B" ? `${format(p.done, "B")} of ${format(p.total, "B")}` : `${format(p.done, "")} of ${format(p.total, "")} ${p.unit}`];
+  if (p.epochs) parts.push(`epoch ${p.epoch} of ${p.epochs}`);
+  if (p.eta_s) parts.push(`about ${duration(p.eta_s)} to go`);
+  const fill = el("div");
+  fill.style.width = `${100 * Math.min(1, share)}%`;
+  $("progress").replaceChildren(el("strong", {}, parts[0]), ` ${parts.slice(1).join(" · ")}`,
+    el("div", { class: "bar", role: "progressbar", "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share), "aria-label": "Progress" }, fill));
+}
+
+function renderWaits(waits) {
+  const busy = Math.max(0, 1 - Object.values(waits).reduce((a, b) => a + b, 0));
+  const shares = [...CAUSES.filter((cause) => waits[cause]).map((cause) => [cause, waits[cause]]), ["busy", busy]];
+  $("waits-bar").replaceChildren(...shares.map(([cause, share]) => {
+    const part = el("div", { class: `c-${cause}` });
+    part.style.width = `${100 * share}%`;
+    return part;
+  }));
+  const texts = shares.map(([cause, share]) => `${cause === "busy" ? "training" : `waiting: ${cause}`} ${format(share, "share")}`);
+  $("waits-bar").setAttribute("aria-label", texts.join(", "));
+  $("waits-legend").replaceChildren(...shares.map(([cause], i) => el("li", {}, el("i", { class: `c-${cause}` }), texts[i])));
+  $("advice").textContent = view.advice || "";
+}
+
+function renderHistory() {
+  const rates = points.filter((point) => point.rate !== null).map((point) => [point.at, point.rate]);
+  const waits = points.map((point) => [point.at, Object.values(point.waits).reduce((a, b) => a + b, 0)]);
+  const unit = points.findLast((point) => point.rate !== null).unit;
+  $("charts").replaceChildren(chart("throughput", rates, unit, null), ...(view.kind === "preparation" ? [] : [chart("waiting", waits, "share", 1)]));
+}
+
+function chart(label, pairs, unit, top) {
+  const ns = "http://www.w3.org/2000/svg", svg = document.createElementNS(ns, "svg"), line = document.createElementNS(ns, "path");
+  const max = top ?? Math.max(...pairs.map(([, y]) => y), 1e-9) * 1.05, first = pairs[0][0], span = Math.max(1, pairs.at(-1)[0] - first);
+  line.setAttribute("d", pairs.map(([x, y], i) => `${i ? "L" : "M"}${(600 * (x - first) / span).toFixed(1)} ${(96 - 94 * Math.min(1, y / max)).toFixed(1)}`).join(""));
+  const text = `${label}: now ${format(pairs.at(-1)[1], unit)}, at most ${format(Math.max(...pairs.map(([, y]) => y)), unit)} in ${duration(span)}`;
+  for (const [name, value] of Object.entries({ class: "chart", viewBox: "0 0 600 96", preserveAspectRatio: "none", role: "img", "aria-label": text })) svg.setAttribute(name, value);
+  svg.append(line);
+  return el("figure", {}, svg, el("figcaption", {}, text));
+}
+
+let cellSize = 0, cellColumns = 0;
+
+function renderCoverage() {
+  const { used, state, slices_per_cell: per } = view.coverage, canvas = $("cells"), style = getComputedStyle(document.documentElement);
+  const width = canvas.parentElement.clientWidth - 32, ratio = window.devicePixelRatio || 1, gap = 1;
+  cellSize = Math.max(6, Math.min(22, Math.floor(Math.sqrt(width * 150 / used.length))));
+  cellColumns = Math.max(1, Math.floor(width / cellSize));
+  const height = Math.ceil(used.length / cellColumns) * cellSize;
+  canvas.width = width * ratio; canvas.height = height * ratio; canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d"), colour = (name) => style.getPropertyValue(name).trim();
+  const free = colour("--free"), full = colour("--used"), leased = colour("--leased"), aside = colour("--bad");
+  context.scale(ratio, ratio);
+  for (let i = 0; i < used.length; i++) {
+    const x = (i % cellColumns) * cellSize, y = Math.floor(i / cellColumns) * cellSize, side = cellSize - gap, share = parseInt(used[i], 16) / 15;
+    context.fillStyle = state[i] === "A" ? aside : state[i] === "L" ? leased : free;
+    context.fillRect(x, y, side, side);
+    context.fillStyle = full;
+    context.fillRect(x, y + side * (1 - share), side, side * share);
+  }
+  const count = (letter) => [...state].filter((each) => each === letter).length, done = [...used].filter((digit) => digit === "f").length;
+  const noun = per === 1 ? "slices" : `cells of ${per} slices`;
+  const text = `${done} of ${used.length} ${noun} used, ${count("L")} leased, ${count("A")} set aside`;
+  canvas.setAttribute("aria-label", text);
+  if (!$("cell-text").dataset.cell) $("cell-text").textContent = text;
+  $("coverage-legend").replaceChildren(...[["used", "used"], ["leased", "leased"], ["free", "not used yet"], ["aside", "set aside"]].map(([name, label]) => el("li", {}, el("i", { class: `c-${name}` }), label)));
+}
+
+function describeCell(i) {
+  const { used, state, slices_per_cell: per } = view.coverage;
+  if (!(i >= 0 && i < used.length)) return;
+  const share = used[i] === "f" ? "all used" : used[i] === "0" ? "nothing used" : `about ${Math.round(100 * parseInt(used[i], 16) / 15)} % used`;
+  const name = per === 1 ? `slice ${i}` : `slices ${i * per} to ${i * per + per - 1}`;
+  $("cell-text").textContent = `${name}: ${share}${{ L: ", leased", A: ", set aside" }[state[i]] || ""}`;
+  $("cell-text").dataset.cell = i;
+}
+
+function renderTable(name, rows, columns) {
+  let section = $(`table-${name}`);
+  if (!rows.length) { if (section) section.hidden = true; return; }
+  const settings = tables[name] ??= { key: "", sign: 1, all: false };
+  const keys = Object.keys(columns).filter((key) => rows.some((row) => row[key] !== undefined && row[key] !== null));
+  if (!section) {
+    section = el("section", { id: `table-${name}`, "aria-labelledby": `title-${name}` }, el("h2", { id: `title-${name}` }, ""),
+      el("div", { class: "scroll", tabindex: 0, role: "group", "aria-labelledby": `title-${name}` }, el("table", {}, el("thead"), el("tbody"))), el("button", { type: "button" }));
+    section.lastChild.addEventListener("click", () => { settings.all = !settings.all; render(); });
+    $("tables").append(section);
+  }
+  section.hidden = false;
+  section.firstChild.textContent = `${TITLES[name]} (${rows.length.toLocaleString("en")})`;
+  const head = section.querySelector("thead"), signature = `${keys}|${settings.key}|${settings.sign}`;
+  if (head.dataset.signature !== signature) {
+    const focused = head.contains(document.activeElement) ? document.activeElement.textContent : null;
+    head.dataset.signature = signature;
+    head.replaceChildren(el("tr", {}, ...keys.map((key) => {
+      const label = key.replace(/_bytes$/, "").replace("bytes_per_s", "rate").replace(/_s$/, "").replaceAll("_", " "), button = el("button", { type: "button" }, label);
+      button.addEventListener("click", () => { settings.sign = settings.key === key ? -settings.sign : 1; settings.key = key; render(); });
+      return el("th", { scope: "col", class: rows.some((row) => typeof row[key] === "string") ? "text" : "", "aria-sort": settings.key !== key ? "none" : settings.sign > 0 ? "ascending" : "descending" }, button);
+    })));
+    if (focused) [...head.querySelectorAll("button")].find((button) => button.textContent === focused)?.focus();
+  }
+  const sorted = settings.key ? [...rows].sort((a, b) => settings.sign * (a[settings.key] > b[settings.key] ? 1 : a[settings.key] < b[settings.key] ? -1 : 0)) : rows;
+  section.querySelector("tbody").replaceChildren(...sorted.slice(0, settings.all ? undefined : FIRST_ROWS).map((row) => el("tr", {}, ...keys.map((key) => {
+    const text = format(row[key], columns[key]), isText = typeof row[key] === "string";
+    const cell = el("td", isText ? { class: `text ${key === "state" ? tone(row[key]) : ""}`, title: row.error || text } : {}, text);
+    return cell;
+  }))));
+  section.lastChild.hidden = rows.length <= FIRST_ROWS;
+  section.lastChild.textContent = settings.all ? `Show ${FIRST_ROWS}` : `Show all ${rows.length.toLocaleString("en")}`;
+}
+
+function renderSamples(samples) {
+  $("samples-list").replaceChildren(...samples.map((sample) => el("div", { class: "sample" },
+    el("strong", {}, `${sample.stage}: ${sample.reason}`), ` ${sample.id || ""}`, el("pre", {}, sample.text))));
+}
+
+async function fetchJson(path) {
+  const response = await fetch(path, { cache: "no-store" });
+  const body = await response.json();
+  if (!response.ok) throw new Error(body.message || response.statusText);
+  return body;
+}
+
+async function refresh() {
+  try {
+    const isFirst = view === null;
+    if (pinned === null) view = await fetchJson("v1/status");
+    const last = points.at(-1);
+    if (isFirst) ({ points, times } = await fetchJson("v1/history"));
+    else if (pinned === null && (!last || last.at < view.at)) {
+      const [rate, unit] = (view.figures || {}).throughput || [null, ""];
+      points = [...points.slice(-899), { at: view.at, rate, unit, waits: view.waits || {} }];
+      if (times.length) times.push(view.at);
+    }
+    if (show("replay", times.length > 1)) {
+      $("moment").max = times.length - 1;
+      if (pinned === null) $("moment").value = times.length - 1;
+      $("moment-text").textContent = clock(pinned ?? times.at(-1));
+    }
+    if (pinned === null) render();
+  } catch (error) {
+    $("error").textContent = `The process that serves this page does not answer: ${error.message}`;
+    show("error", true);
+  }
+}
+
+async function showMoment(index) {
+  const at = times[index];
+  if (at === undefined) return;
+  pinned = at;
+  $("moment").value = index;
+  $("moment-text").textContent = clock(at);
+  try {
+    const old = await fetchJson(`v1/views/${at}`);
+    if (pinned === at) { view = old; render(); }
+  } catch (error) { $("error").textContent = error.message; show("error", true); }
+}
+
+function stop() { clearInterval(player); player = null; $("play").textContent = "Play"; }
+
+$("moment").addEventListener("input", () => { stop(); showMoment(Number($("moment").value)); });
+$("live").addEventListener("click", () => { stop(); pinned = null; refresh(); });
+$("play").addEventListener("click", () => {
+  if (player !== null) return stop();
+  $("play").textContent = "Pause";
+  let index = Number($("moment").value) >= times.length - 1 ? 0 : Number($("moment").value);
+  player = setInterval(() => { if (index >= times.length) stop(); else showMoment(index++); }, 500);
+});
+
+const THEMES = ["system", "light", "dark"];
+function applyTheme(theme) {
+  if (theme === "system") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = theme;
+  $("theme").textContent = `Theme: ${theme}`;
+  try { localStorage.setItem("theme", theme); } catch { /* A private window. */ }
+  if (view) render();
+}
+$("theme").addEventListener("click", () => applyTheme(THEMES[(THEMES.indexOf($("theme").textContent.slice(7)) + 1) % 3]));
+try { const stored = localStorage.getItem("theme"); if (THEMES.includes(stored)) applyTheme(stored); } catch { /* None is stored. */ }
+
+const cellAt = (event) => Math.floor(event.offsetY / cellSize) * cellColumns + Math.floor(event.offsetX / cellSize);
+$("cells").addEventListener("mousemove", (event) => describeCell(cellAt(event)));
+$("cells").addEventListener("mouseleave", () => { delete $("cell-text").dataset.cell; renderCoverage(); });
+$("cells").addEventListener("blur", () => { delete $("cell-text").dataset.cell; renderCoverage(); });
+$("cells").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: cellColumns, ArrowUp: -cellColumns }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  describeCell(Number($("cell-text").dataset.cell ?? -1) + step);
+});
+window.addEventListener("resize", () => { if (view && view.coverage) renderCoverage(); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
+refresh();
+setInterval(() => { if (!document.hidden) refresh(); }, POLL_MS);

@@ -1,0 +1,164 @@
+"""Where views come from: a node's address, the folder of a record or of a preparation, or a loader in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forebay.errors import ForebayError, UsageError
+from forebay.network.client import Client
+from forebay.observe import views
+from forebay.observe.loading import LoaderCollector
+from forebay.observe.record import RecordReader, is_record
+from forebay.observe.views import View
+from forebay.stream.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from forebay.load.loader import Loader
+
+TIMEOUT_S = 5.0
+_NODES_EVERY_S = 5.0
+_MAX_NODES = 64
+
+
+class Source(Protocol):
+    """Gives views of one thing."""
+
+    def poll(self) -> View:
+        """The view now. Raises ForebayError."""
+
+    def times(self) -> list[float]:
+        """The moments of which there is a record, Unix seconds; empty for a source that is live only."""
+
+    def view_at(self, moment: float) -> View:
+        """The view at a moment of the record."""
+
+    def metrics(self) -> Iterable[Any]:
+        """Metric families of it besides the view's."""
+
+
+class LiveSource:
+    """A source without a record."""
+
+    def metrics(self) -> Iterable[Any]:
+        """Metric families of it besides the view's."""
+        return ()
+
+    def times(self) -> list[float]:
+        return []
+
+    def view_at(self, moment: float) -> View:
+        raise UsageError("expected a record of earlier views, got none. Open a record (`--record DIR` writes it).")
+
+
+class NodeSource(LiveSource):
+    """A scheduler, coordinator, data node or dashboard; of a scheduler also its data nodes.
+
+    Args:
+        get: Reads the status of an address. Workers and events are shown to the role admin.
+    """
+
+    def __init__(self, address: str, get: Callable[[str], Mapping[str, Any]]) -> None:
+        self.address, self._get = address, get
+        self._rates: dict[str, tuple[float, float]] = {}  # Of counts that rise: (value, at).
+        self._nodes: list[dict[str, Any]] = []
+        self._nodes_at = float("-inf")
+
+    def poll(self) -> View:
+        status = self._get(self.address)
+        if "kind" in status:
+            return dict(status)
+        if "samples_used" in status:
+            if time.monotonic() - self._nodes_at > _NODES_EVERY_S:
+                addresses = [p["address"] for p in status["providers"] if "://" not in p["address"]]
+                self._nodes, self._nodes_at = list(map(self._node, addresses[:_MAX_NODES])), time.monotonic()
+            return views.job_view(status, self._nodes)
+        if "members" in status:
+            return views.run_view(status, self._rate("step", status["step"]))
+        return views.node_view(status, self._rate(self.address, status["bytes_sent"]))
+
+    def _node(self, address: str) -> dict[str, Any]:
+        try:
+            status = self._get(address)
+            return views.node_row(status, self._rate(address, status["bytes_sent"]))
+        except ForebayError as error:
+            return {"name": address, "address": address, "state": "does not answer", "error": str(error)}
+
+    def _rate(self, name: str, value: float) -> float | None:
+        now = time.monotonic()
+        before = self._rates.get(name)
+        self._rates[name] = value, now
+        return None if before is None else max(0.0, value - before[0]) / max(now - before[1], 1e-3)
+
+
+class RecordSource(LiveSource):
+    """A run's record; live while it is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = RecordReader(folder)
+
+    def poll(self) -> View:
+        return self._reader.latest()
+
+    def times(self) -> list[float]:
+        return self._reader.times()
+
+    def view_at(self, moment: float) -> View:
+        return self._reader.view_at(moment)
+
+
+class LoaderSource(LiveSource):
+    """A Loader or TextStream of this process."""
+
+    def __init__(self, loader: Loader[Any] | TextStream) -> None:
+        self._loader = loader
+        self._before, self._read_at = loader.stats(), time.perf_counter()
+        self._collector = LoaderCollector(loader)
+
+    def metrics(self) -> Iterable[Any]:
+        return self._collector.collect()
+
+    def poll(self) -> View:
+        loader, now, after = self._loader, time.perf_counter(), self._loader.stats()
+        before, elapsed_s = self._before, now - self._read_at
+        self._before, self._read_at = after, now
+        position = {"step": loader.step, "epoch": loader.epoch}
+        if isinstance(loader, TextStream):
+            title, last, cache_bytes, cause = "text stream", loader.num_steps, 0, "disk"
+        else:
+            title, last = loader.dataset.name, loader.pass_of(max(0, loader.step - 1))[1]
+            cache = loader.plan.cache
+            cache_bytes, cause = (0, "disk") if cache is None else (cache.budget_bytes, "network")
+            if loader.mixture is not None:
+                title = "mixture"
+        return views.loader_view(
+            title, loader.rank, loader.world_size, before, after, elapsed_s, position, last, cache_bytes, cause
+        )
+
+
+def open_source(target: str, client: Callable[[], Client]) -> Source:
+    """The source of a target: HOST:PORT, http://HOST:PORT, or a folder with a record or a preparation.
+
+    Args:
+        client: Makes the client for HOST:PORT, with the identity that asks.
+
+    Raises:
+        UsageError: If it is none of them.
+    """
+    folder = Path(target)
+    if folder.is_dir() and is_record(folder):
+        return RecordSource(folder)
+    address, is_plain = target.removeprefix("http://").rstrip("/"), target.startswith("http://")
+    if folder.exists() or ":" not in address or "/" in address:
+        raise UsageError(
+            f"{target}: expected HOST:PORT of a scheduler, coordinator or data node, http://HOST:PORT of a coordinator "
+            "or dashboard, the folder of a record, or the output of a `forebay prepare` that runs."
+        )
+    return NodeSource(address, status_by(Client(None) if is_plain else client()))
+
+
+def status_by(client: Client) -> Callable[[str], Mapping[str, Any]]:
+    """A function that reads the status of the node at an address."""
+    return lambda address: client.request_json(address, "GET", "/v1/status", timeout_s=TIMEOUT_S)[0]

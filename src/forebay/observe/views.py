@@ -1,0 +1,238 @@
+"""What `forebay top` and the dashboard show, as one plain value: a view of a job, a run, a node, a loader or `prepare`.
+
+A view is JSON. All of its texts may come from other members or from a corpus: the reader escapes them. Keys
+that are missing or empty have nothing to show:
+
+- `kind` (job, run, node, loader, preparation), `title`, `state`, `at` (Unix seconds), `message`.
+- `progress`: `done`, `total` in `unit`; `epoch` (from 1), `epochs`; `eta_s`.
+- `figures`: label to (value, unit); units are B, B/s, tokens/s, samples/s, share, s, and "" for a plain number.
+- `waits`: cause to its share of the time of all workers; `advice`: what to do about the largest.
+- `coverage`: see `scheduler.activity.coverage`.
+- `workers`, `nodes`, `datasets`, `stages`, `dropped`: rows, each a dict; `columns` has the shown keys and their units.
+- `events` and `uses`: the last ones, latest first; `samples`: of dropped documents.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from forebay.load.stats import CAUSES, find_bottleneck
+
+View: TypeAlias = dict[str, Any]
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+
+VERSION = 1
+MAX_ROWS = 1000
+_MIN_SHARE = 0.01  # Less waiting than this is none.
+COLUMNS = {
+    "workers": {
+        "name": "", "state": "", "rank": "", "rate": "tokens/s", "wait_share": "share", "waits_for": "", "leases": "",
+        "cached_bytes": "B", "cache_bytes": "B", "origin_bytes": "B", "peer_bytes": "B", "shared_bytes": "B",
+        "step": "", "last_seen_s": "s",
+    },
+    "nodes": {
+        "name": "", "state": "", "address": "", "bytes_per_s": "B/s", "bytes_sent": "B", "connections": "",
+    },
+    "datasets": {"name": "", "slices": "", "bytes": "B", "tokens": "", "share": "share", "id": ""},
+    "stages": {
+        "stage": "", "documents_in": "", "documents_out": "", "kept_share": "share", "cpu_s": "s",
+        "documents_per_s": "",
+    },
+    "dropped": {"stage": "", "reason": "", "documents": "", "share": "share"},
+}  # fmt: skip
+"""The columns of each table, with their units."""
+
+
+def make_view(kind: str, title: str, state: str, **parts: Any) -> View:
+    """A view of its parts, without those that are None or empty."""
+    parts = {name: value for name, value in parts.items() if value not in (None, "", [], {}, ())}
+    return {"version": VERSION, "kind": kind, "title": title, "state": state, "at": round(time.time(), 3), **parts}
+
+
+def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
+    """A scheduler's job, of its status and rows of its data nodes."""
+    rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
+    workers = [_worker_row(peer_id, worker, status["lease_s"]) for peer_id, worker in status["workers"].items()]
+    active = [worker for worker in workers if worker["state"] != "silent"]
+    remaining, fetched = status["num_samples"] - status["samples_used"], {"origin": 0, "peer": 0}
+    for origin in fetched:
+        fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
+    waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
+    aside, total_bytes = status["set_aside"], sum(fetched.values())
+    figures = {
+        "throughput": (rate, "tokens/s"), "workers": (len(active) if workers else status["num_workers"], ""),
+        "waiting": (sum(waits.values()), "share") if waits else None, "leases": (status["slices_leased"], ""),
+        "idle workers": (status["idle"], ""), "slices set aside": (len(aside), "") if aside else None,
+        "from data nodes": (fetched["origin"], "B") if total_bytes else None,
+        "from workers": (fetched["peer"], "B") if total_bytes else None,
+        "ledger entries": (status["ledger_entries"], ""),
+    }  # fmt: skip
+    return make_view(
+        "job", status["name"], status["state"],
+        message="; ".join(dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])),
+        progress={
+            "done": status["samples_used"], "total": status["num_samples"], "unit": "samples",
+            "epoch": min(status["epoch"] + 1, status["epochs"]), "epochs": status["epochs"],
+            "eta_s": remaining * seq_len / rate if rate and remaining else None,
+        },
+        figures={label: figure for label, figure in figures.items() if figure is not None},
+        waits=waits, advice=advice_of(waits), coverage=status["coverage"], workers=workers, nodes=list(nodes),
+        datasets=[{
+            "name": status["name"], "id": status["dataset_id"], "slices": status["num_slices"],
+            "bytes": status["num_bytes"],
+        }],
+        events=status["events"] + [
+            {"at": None, "level": "error", "text": f"{p['peer_id']} sent wrong bytes ({p['reports']}): {p['reason']}"}
+            for p in status["bad_providers"]
+        ],
+        uses=status["uses"],
+    )  # fmt: skip
+
+
+def _worker_row(peer_id: str, worker: Mapping[str, Any], lease_s: float) -> dict[str, Any]:
+    is_silent = worker["last_seen_s"] > lease_s or (not worker["leases"] and worker["last_seen_s"] > 5.0)
+    waits = worker["wait_shares"]
+    state = "silent" if is_silent else "working" if worker["tokens_per_s"] else "idle"
+    return {
+        **worker, "id": peer_id, "name": worker["name"] or peer_id, "state": state, "rate": worker["tokens_per_s"],
+        "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits), "step": worker["batches"],
+    }  # fmt: skip
+
+
+def mean_waits(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean share of each cause over workers."""
+    rows = list(shares)
+    means = {cause: sum(row.get(cause, 0.0) for row in rows) / max(1, len(rows)) for cause in CAUSES}
+    return {cause: round(share, 4) for cause, share in means.items() if share > 0}
+
+
+def cause_of(waits: Mapping[str, float]) -> str:
+    """The largest cause of waiting; "" if there is hardly any."""
+    if sum(waits.values()) < _MIN_SHARE:
+        return ""
+    return max(waits, key=lambda cause: waits[cause])
+
+
+def advice_of(waits: Mapping[str, float]) -> str:
+    """A sentence on what training waits for, and what to do."""
+    bottleneck = find_bottleneck({cause: waits.get(cause, 0.0) for cause in CAUSES}, 1.0, _MIN_SHARE)
+    return str(bottleneck) if bottleneck is not None else ""
+
+
+def node_row(status: Mapping[str, Any], bytes_per_s: float | None = None) -> dict[str, Any]:
+    """A data node's row, of its status."""
+    return {
+        "name": status["name"] or status["peer_id"], "address": status["address"], "id": status["peer_id"],
+        "state": "draining" if status["draining"] else "up", "bytes_sent": status["bytes_sent"],
+        "connections": status["connections"], "bytes_per_s": bytes_per_s,
+    }  # fmt: skip
+
+
+def node_view(status: Mapping[str, Any], bytes_per_s: float | None = None) -> View:
+    """A data node by itself."""
+    row, fault = node_row(status, bytes_per_s), status["announce_error"]
+    return make_view(
+        "node", row["name"], row["state"], message=f"not announced: {fault}" if fault else "",
+        figures={
+            "sent": (row["bytes_sent"], "B"), "connections": (row["connections"], ""), "up": (status["up_s"], "s"),
+            **({} if bytes_per_s is None else {"throughput": (bytes_per_s, "B/s")}),
+        },
+        nodes=[row],
+        datasets=[{"name": item["name"], "id": item["id"], "slices": item["slices"]} for item in status["datasets"]],
+    )  # fmt: skip
+
+
+def run_view(status: Mapping[str, Any], steps_per_s: float | None = None) -> View:
+    """A coordinator's run, of its status."""
+    last, generation = status["config"].get("num_steps"), status["generation"]["number"]
+    waiting_for = status["min_workers"] - len(status["members"])
+    state = "done" if status["done"] else "changing" if status["changing"] else "running" if generation else "waiting"
+    workers = [
+        {
+            "name": member["worker_id"], "rank": member["rank"], "step": member["step"],
+            "last_seen_s": member["seen_s"],
+            "state": "lost" if member["lost"] else "at a boundary" if member["ready"] else "working",
+        }
+        for member in status["members"]
+    ]  # fmt: skip
+    return make_view(
+        "run", f"run {status['run_id']}", state,
+        message=f"waiting for {waiting_for} more workers" if not generation and waiting_for > 0 else "",
+        progress=last and {
+            "done": status["step"], "total": last, "unit": "steps",
+            "eta_s": (last - status["step"]) / steps_per_s if steps_per_s else None,
+        },
+        figures={
+            "step": (status["step"], ""), "workers": (len(workers), ""),
+            "generation": (generation, ""),
+        },
+        workers=workers,
+    )  # fmt: skip
+
+
+def loader_view(
+    title: str, rank: int, world_size: int, before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float,
+    state: Mapping[str, Any], total_steps: int | None, cache_bytes: int = 0, cause_in_progress: str = "network",
+) -> View:  # fmt: skip
+    """A loader of a training process, of two of its `stats()`, `elapsed_s` apart, and its state.
+
+    Args:
+        total_steps: Of the run, or of the pass.
+        cause_in_progress: What a wait in progress counts as.
+    """
+    elapsed_s = max(elapsed_s, 1e-9)
+    unit = "tokens" if after["tokens"] else "samples"
+    rate = (after[unit] - before[unit]) / elapsed_s
+    waits = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
+    waits[cause_in_progress] += min(after["waiting_s"], elapsed_s) / elapsed_s
+    waits = {cause: round(min(share, 1.0), 4) for cause, share in waits.items() if share > 0}
+    steps_per_s = (after["batches"] - before["batches"]) / elapsed_s
+    remaining = None if total_steps is None else total_steps - state["step"]
+    is_done = remaining is not None and remaining <= 0
+    row = {
+        "id": f"rank {rank}", "name": f"rank {rank}", "rank": rank, "rate": rate, "step": state["step"],
+        "state": "done" if is_done else "working" if steps_per_s else "idle", "last_seen_s": 0.0, "wait_shares": waits,
+        "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits),
+        "cached_bytes": int(after.get("cached_bytes", 0)), "cache_bytes": cache_bytes,
+        "origin_bytes": int(after.get("fetched_bytes", 0)), "peer_bytes": 0, "shared_bytes": 0,
+    }  # fmt: skip
+    counts = {key.partition(".")[2]: int(n) for key, n in after.items() if key.startswith(f"{unit}.")}
+    return make_view(
+        "loader", title, row["state"],
+        progress=total_steps and {
+            "done": state["step"], "total": total_steps, "unit": "steps",
+            "eta_s": remaining / steps_per_s if remaining and steps_per_s else None,
+        },
+        figures={
+            "throughput": (rate, f"{unit}/s"), "waiting": (row["wait_share"], "share"), "ranks": (world_size, ""),
+            "epoch": (state.get("epoch", 0), ""), unit: (after[unit], ""),
+        },
+        waits=waits, advice=advice_of(waits), workers=[row],
+        datasets=[
+            {"name": name, "tokens": n, "share": n / max(1, sum(counts.values()))} for name, n in counts.items()
+        ],
+    )  # fmt: skip
+
+
+def merge_views(views: Sequence[View]) -> View:
+    """The views of the ranks of one run as one."""
+    if len(views) == 1:
+        return views[0]
+    latest = max(views, key=lambda view: view["at"])
+    workers = [worker for view in views for worker in view.get("workers", [])]
+    waits = mean_waits(worker.get("wait_shares", {}) for worker in workers)
+    figures = dict(latest.get("figures", {}))
+    for label in ("throughput", "tokens", "samples"):
+        values = [view["figures"][label] for view in views if label in view.get("figures", {})]
+        if values:
+            figures[label] = (sum(value for value, _ in values), values[0][1])
+    figures["waiting"] = (min(1.0, sum(waits.values())), "share")
+    counts: dict[str, int] = {}
+    for row in (row for view in views for row in view.get("datasets", [])):
+        counts[row["name"]] = counts.get(row["name"], 0) + row.get("tokens", 0)
+    total = max(1, sum(counts.values()))
+    datasets = [{"name": name, "tokens": n, "share": n / total} for name, n in counts.items()]
+    merged = {**latest, "workers": workers, "waits": waits, "advice": advice_of(waits), "figures": figures}
+    return {**merged, "datasets": datasets} if counts else merged

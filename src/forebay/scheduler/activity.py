@@ -1,0 +1,188 @@
+"""What happens in a running job, for its status: usage and waits of workers, the last events and uses, and coverage.
+
+Nothing of it is persisted or decides anything. Memory: some 4 KB a worker that was seen.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forebay.lease.messages import WorkerStats
+from forebay.network.peer import Peer
+from forebay.scheduler import events
+from forebay.scheduler.events import Event
+from forebay.scheduler.leases import LeaseTable
+
+RATE_SPAN_S = 30.0  # A worker's rate is its mean over this time.
+SHARE_SPAN_S = 10.0  # The shares of its time are over this time, and up to twice as much.
+STATS_TTL_S = 60.0  # Then what a process reported of itself is dropped.
+MAX_PROCESSES = 64  # Of a worker whose reports are stored.
+MAX_EVENTS, MAX_USES = 200, 20
+MAX_CELLS = 2048
+
+_RETURNED = {
+    "expired": "sent nothing for too long", "stalled": "acknowledged nothing for too long",
+    "failed": "could not read it", "unheld": "lost it with its process",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class ProcessStats:
+    """The reports of one process: the latest, and an earlier one to compare it with."""
+
+    received_at: float
+    latest: WorkerStats
+    since: float
+    base: WorkerStats
+
+    def add(self, stats: WorkerStats, now: float) -> None:
+        if self.received_at - self.since >= SHARE_SPAN_S or stats.busy_s < self.base.busy_s:
+            self.since, self.base = self.received_at, self.latest
+        self.received_at, self.latest = now, stats
+
+    def shares(self) -> dict[str, float]:
+        """The share of the time that each cause of waiting took."""
+        elapsed_s = max(self.received_at - self.since, 1e-3)
+        waits = {cause: s - self.base.waits_s.get(cause, 0.0) for cause, s in self.latest.waits_s.items()}
+        if self.latest.waiting_s:
+            waits[self.latest.waiting_for] = waits.get(self.latest.waiting_for, 0.0) + self.latest.waiting_s
+        return {cause: min(1.0, round(s / elapsed_s, 4)) for cause, s in waits.items() if s > 0}
+
+
+@dataclass(slots=True)
+class WorkerUsage:
+    """What a worker used since this scheduler started, and what its processes report of themselves."""
+
+    name: str
+    seen_at: float
+    samples: int = 0
+    tokens: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))  # (time, tokens)
+    processes: dict[str, ProcessStats] = field(default_factory=dict)  # By session.
+
+    def add(self, samples: int, tokens: int, now: float) -> None:
+        self.samples += samples
+        self.tokens += tokens
+        self.recent.append((now, tokens))
+
+    def rate(self, now: float) -> float:
+        """Tokens a second over the last RATE_SPAN_S."""
+        recent = [(used_at, tokens) for used_at, tokens in self.recent if used_at > now - RATE_SPAN_S]
+        if len(recent) < 2:
+            return 0.0
+        return sum(tokens for _, tokens in recent[1:]) / max(0.1, now - recent[0][0])
+
+    def add_stats(self, session: str, stats: WorkerStats, now: float) -> None:
+        self.processes = {key: p for key, p in self.processes.items() if now - p.received_at < STATS_TTL_S}
+        if (process := self.processes.get(session)) is not None:
+            process.add(stats, now)
+        elif len(self.processes) < MAX_PROCESSES:
+            self.processes[session] = ProcessStats(now, stats, now, stats)
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """The worker's part of the status; shares are means over its processes, bytes and batches are sums."""
+        processes = [p for p in self.processes.values() if now - p.received_at < STATS_TTL_S]
+        waits: dict[str, float] = {}
+        for process in processes:
+            for cause, share in process.shares().items():
+                waits[cause] = round(waits.get(cause, 0.0) + share / len(processes), 4)
+        # Processes of one node may share a cache, and report the same one.
+        caches = {(p.latest.cache_bytes, p.latest.cached_bytes) for p in processes}
+        return {
+            "name": self.name, "samples": self.samples, "last_seen_s": round(now - self.seen_at, 3),
+            "tokens_per_s": round(self.rate(now), 1), "processes": len(processes), "wait_shares": waits,
+            "cached_bytes": sum(cached for _, cached in caches), "cache_bytes": sum(size for size, _ in caches),
+            **{
+                name: sum(getattr(p.latest, name) for p in processes)
+                for name in ("batches", "origin_bytes", "peer_bytes", "shared_bytes")
+            },
+        }  # fmt: skip
+
+
+class Activity:
+    """The workers of a job, and what happened last. Not safe for threads."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, WorkerUsage] = {}
+        self._events: deque[tuple[float, str, str]] = deque(maxlen=MAX_EVENTS)
+        self._uses: deque[dict[str, Any]] = deque(maxlen=MAX_USES)
+
+    def notice(self, peer: Peer, now: float) -> tuple[WorkerUsage, bool]:
+        """The usage of a worker that sent a request, and whether it is its first one."""
+        usage = self.workers.setdefault(peer.peer_id, WorkerUsage(peer.name, -math.inf))
+        if is_new := usage.seen_at == -math.inf:
+            self._add("info", f"{self._name(peer.peer_id)} joined")
+        usage.seen_at = now
+        return usage, is_new
+
+    def record(self, new: Iterable[Event], table: LeaseTable) -> None:
+        """Record events of the core that a person may want to know of."""
+        for event in new:
+            match event:
+                case events.UsesRecorded(worker, uses):
+                    self._uses.append(
+                        {
+                            "at": round(time.time(), 3), "worker": self._name(worker), "epoch": uses[-1].epoch,
+                            "step": uses[-1].step, "slices": sorted({used.slice for used in uses})[:8],
+                            "samples": sum(used.stop - used.start for used in uses),
+                        }
+                    )  # fmt: skip
+                case events.LeaseReturned(lease_id, reason) if reason in _RETURNED:
+                    ended = table.ended.get(lease_id)
+                    if ended is not None:
+                        text = f"{self._name(ended.worker)} {_RETURNED[reason]}: slice {ended.slice_index} is free"
+                        self._add("warning", text)
+                case events.SliceFailed(index, worker, reason):
+                    self._add("warning", f"{self._name(worker)} cannot read slice {index}: {reason}")
+                case events.SliceSetAside(_, index, start, stop, reason):
+                    self._add("error", f"slice {index} is set aside, {stop - start:,} samples: {reason}")
+                case events.SliceReadmitted(index):
+                    self._add("info", f"slice {index} is leased again")
+                case events.EpochEnded(epoch, samples):
+                    self._add("info", f"epoch {epoch + 1} ended: {samples:,} samples used")
+                case events.JobPaused(paused):
+                    self._add("warning", "the job is paused" if paused else "the job continues")
+                case events.ProviderReported(peer_id, index, reporter, reason):
+                    text = f"{self._name(reporter)} reports {self._name(peer_id)} for slice {index}: {reason}"
+                    self._add("warning", text)
+                case events.PeerBanned(peer_id, banned):
+                    self._add("error", f"{self._name(peer_id)} is {'banned' if banned else 'no longer banned'}")
+
+    def describe(self) -> dict[str, Any]:
+        """The last events and uses, latest first."""
+        names = ("at", "level", "text")
+        last = [dict(zip(names, event)) for event in reversed(self._events)]
+        return {"events": last, "uses": list(reversed(self._uses))}
+
+    def _add(self, level: str, text: str) -> None:
+        self._events.append((round(time.time(), 3), level, text[:500]))
+
+    def _name(self, peer_id: str) -> str:
+        usage = self.workers.get(peer_id)
+        return usage.name or peer_id if usage is not None else peer_id
+
+
+def coverage(table: LeaseTable, aside: Mapping[int, object]) -> dict[str, Any]:
+    """The slices of the epoch as a picture of at most MAX_CELLS cells, each of `slices_per_cell`.
+
+    `used` has a hex digit a cell: 0 for nothing, f for all samples, between for a part. `state` has a letter a cell:
+    `L` some of it is leased, `A` a slice was set aside, `.` neither.
+    """
+    per_cell = -(-len(table.samples) // MAX_CELLS)
+    starts = np.arange(0, len(table.samples), per_cell)
+    total = np.add.reduceat(table.samples, starts)
+    used = total if table.done else np.add.reduceat(table.used_of, starts)
+    level = np.where(used >= total, 15, np.where(used > 0, 1 + 13 * used // np.maximum(total, 1), 0))
+    state = np.full(len(starts), ord("."), np.uint8)
+    leased = np.array([lease.slice_index for lease in table.leases.values()], np.int64)
+    state[leased // per_cell] = ord("L")
+    state[np.array(list(aside), np.int64) // per_cell] = ord("A")
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+    return {
+        "slices_per_cell": per_cell, "used": digits[level].tobytes().decode(), "state": state.tobytes().decode(),
+    }  # fmt: skip
