@@ -44,7 +44,7 @@ def _top(args: argparse.Namespace) -> None:
 
 
 def open_page(listen: str, source: Source, record: Path | None = None, *, is_open: bool = False) -> Dashboard:
-    """A dashboard at `listen`, to be started; beyond loopback only if `is_open`."""
+    """A dashboard that serves at `listen`; beyond loopback only if `is_open`."""
     from forebay.observe.dashboard import Dashboard
     from forebay.observe.record import RunRecord
 
@@ -56,7 +56,8 @@ def open_page(listen: str, source: Source, record: Path | None = None, *, is_ope
                 "the page. Use 127.0.0.1 and an SSH tunnel, or `forebay dashboard --allow-plain-http`."
             )
         print(f"forebay: plain HTTP on {listen}: any host that reaches it can read the page.", file=sys.stderr)
-    return Dashboard(source, host, port, record=None if record is None else RunRecord(record), any_host=is_open)
+    recorded = None if record is None else RunRecord(record)
+    return Dashboard(source, host, port, record=recorded, any_host=is_open).start()
 
 
 def _dashboard(args: argparse.Namespace) -> None:

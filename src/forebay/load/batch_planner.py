@@ -32,6 +32,7 @@ I64 = NDArray[np.int64]
 
 PLAN_SAMPLES = 8192
 _PLANS_AHEAD = 3  # With a cache, so many plans at least are ahead.
+_SLOW_S = 1e-3  # A batch that took longer may have waited for the disk: its page faults are counted.
 _HEADER_BYTES = 64  # A slice's header begins in its first chunk; that of tokens ends there.
 
 
@@ -215,7 +216,7 @@ class BatchPlanner:
     def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[NumpyTokens | NumpyRows]:
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
         first = bounds[start]
-        clock, faults, make_s = time.perf_counter, _major_faults(), 0.0
+        clock, faults = time.perf_counter, _major_faults()
         started_at = clock()
         rows = self._collator.plan(plan.keys[first : bounds[stop]], plan.samples[first : bounds[stop]])
         for i in range(start, stop):
@@ -227,15 +228,14 @@ class BatchPlanner:
                 epoch_step=plan.steps_in_epoch[i], weight=plan.weights[i],
                 _dataset_index=None if sources is None else sources[low:end],
             )  # fmt: skip
-            make_s += clock() - started_at
+            make_s = clock() - started_at
+            if make_s < _SLOW_S or (now := _major_faults()) == faults:
+                self._min_make_s = min(self._min_make_s, make_s)
+            else:  # Pages were read: the time above that of other batches was spent waiting for the disk.
+                self.disk_s, faults = self.disk_s + max(0.0, make_s - min(self._min_make_s, _SLOW_S)), now
             yield batch
             del batch, arrays  # Memory that the caller drops is free for the next batch.
             started_at = clock()
-        make_s /= stop - start
-        if _major_faults() == faults:
-            self._min_make_s = min(self._min_make_s, make_s)
-        elif self._min_make_s < make_s:  # Pages were read: the time above the minimum was spent waiting for the disk.
-            self.disk_s += (make_s - self._min_make_s) * (stop - start)
 
     def _plan(self, step: int, num_steps: int) -> _Plan | None:
         """The plan of this rank's next steps from `step` on, some of `num_steps`; None at the end of the run."""
@@ -281,7 +281,9 @@ class BatchPlanner:
         while True:
             try:
                 self._resolve(plan)
+                began = time.perf_counter()
                 stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
+                self.disk_s += time.perf_counter() - began  # Local chunks are read to be verified.
                 if stop > start:
                     break
                 began = time.perf_counter()

@@ -88,7 +88,7 @@ class ChunkFeed:
         self._plans: deque[PlanNeeds] = deque()
         self._running: dict[object, tuple[ChunkGroup, I64]] = {}  # fetches
         self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
-        self._no_room = ""
+        self._no_room, self._num_verified = "", 1  # Steps whose local chunks are verified at once: more each time.
         self._stuck_since: tuple[PlanNeeds, float] | None = None
         self._finalizers: dict[str, weakref.finalize[[], ChunkFeed]] = {}
         self._cache: ChunkCache | None = None
@@ -171,22 +171,19 @@ class ChunkFeed:
             DatasetError: If step `start` needs a local chunk that is damaged.
         """
         with self._changed:
-            stop = _ALL_STEPS
-            remaining = []
+            stop, remaining = _ALL_STEPS, []
+            until = start + self._num_verified  # Local chunks of later steps are verified when those are read.
+            self._num_verified = min(2 * self._num_verified, _ALL_STEPS // 4)
             for group in plan.waiting:
-                first = int(group.first_steps.min())
                 try:
-                    if self._is_complete(group):
-                        continue
+                    missing = self._missing_from(group, until)
                 except DatasetError:
-                    if first <= start:
-                        raise
-                    stop = min(stop, first)  # It is raised when that step is read.
-                else:
-                    assert group.entry is not None
-                    absent = group.entry.marks[group.chunks] != PRESENT
-                    stop = min(stop, int(group.first_steps[absent].min(initial=_ALL_STEPS)))
-                remaining.append(group)
+                    missing = int(group.first_steps.min())
+                    if missing <= start:
+                        raise  # Else when that step is read.
+                stop = min(stop, missing)
+                if missing < _ALL_STEPS:
+                    remaining.append(group)
             plan.waiting = remaining
             return stop
 
@@ -315,14 +312,18 @@ class ChunkFeed:
         return self._source
 
     def _is_complete(self, group: ChunkGroup) -> bool:
+        return self._missing_from(group, _ALL_STEPS) == _ALL_STEPS
+
+    def _missing_from(self, group: ChunkGroup, until: int) -> int:
+        """The first step for which a chunk is missing, or local and not verified: those of steps < `until` are."""
         if group.entry is None:
-            dataset, index = self.find(group.key)
-            for run in runs_of(group.chunks):
+            (dataset, index), is_due = self.find(group.key), group.first_steps < until
+            for run in runs_of(group.chunks[is_due]) if is_due.any() else ():
                 dataset.verify_chunks(index, int(run[0]), int(run[-1]) + 1)
-            return True
+            return int(group.first_steps[~is_due].min(initial=_ALL_STEPS))
         if group.entry.is_deleted:
             self._open_entries([group])  # Another process deleted the file, or replaced it.
-        return bool((group.entry.marks[group.chunks] == PRESENT).all())
+        return int(group.first_steps[group.entry.marks[group.chunks] != PRESENT].min(initial=_ALL_STEPS))
 
     def _open_entries(self, groups: Sequence[ChunkGroup], plan: PlanNeeds | None = None) -> None:
         """Pin the chunks of groups in the files of their slices. Raises NoSpaceError; `plan` has those pinned then."""
@@ -344,8 +345,7 @@ class ChunkFeed:
     def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
         missing = []
         for group in plan.waiting:
-            if not self._is_complete(group):
-                assert group.entry is not None
+            if group.entry is not None and not self._is_complete(group):
                 required = group.chunks[group.first_steps <= step]
                 required = required[group.entry.marks[required] != PRESENT]
                 if len(required):

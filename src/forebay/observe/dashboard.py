@@ -22,6 +22,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from forebay.closing import Closing
 from forebay.errors import ForebayError
 from forebay.network.app import JSON, ApiError, Metric, gauge, make_app
 from forebay.network.limits import ServerLimits
@@ -50,8 +51,8 @@ _HEADERS = {
 log = logging.getLogger("forebay.observe")
 
 
-class Dashboard:
-    """Serves the page of a source from `start` to `close`.
+class Dashboard(Closing):
+    """Serves the page of a source from `start` to `close`, which the end of a `with` calls.
 
     Args:
         record: Where the views are recorded.
@@ -83,12 +84,6 @@ class Dashboard:
 
     def close(self) -> None:
         self._server.close()
-
-    def __enter__(self) -> Dashboard:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def _run(self) -> None:
         times = self._source.times()

@@ -7,6 +7,7 @@ kill is ignored.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class RunRecord:
         self, folder: str | Path, name: str = "run", *, interval_s: float = INTERVAL_S, max_bytes: int = MAX_BYTES
     ) -> None:
         self.path = Path(folder) / f"{name}{SUFFIX}"
-        self._interval_s, self._max_bytes, self._written_at = interval_s, max_bytes, 0.0
+        self._interval_s, self._max_bytes, self._written_at = interval_s, max_bytes, -math.inf
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:  # A line that was cut is ended, so that the next one can be read.

@@ -1,0 +1,340 @@
+"""The dashboard and `forebay top` of real jobs: one data node, one scheduler, four workers, one of them killed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("libtorrent")
+
+import forebay
+from forebay.data_node import DataNode
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.limits import ServerLimits
+from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, join
+from forebay.observe.dashboard import Dashboard
+from forebay.observe.record import RunRecord
+from forebay.observe.sources import NodeSource, RecordSource, status_by
+from forebay.observe.views import View
+from forebay.scheduler import server as scheduler_server
+from forebay.scheduler.server import SchedulerService
+from forebay.stream import documents
+from support.browser import THEMES, WIDTHS, open_browser
+from support.calibration import scaled
+from support.leases import work
+from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
+
+WORKERS = ["w1", "w2", "w3", "w4"]
+
+
+class World:
+    """A data node and a scheduler in this process."""
+
+    def __init__(self, directory: Path, stack: ExitStack, *, num_slices: int, tokens: int, **settings: Any) -> None:
+        self.directory, self.stack = directory, stack
+        bootstrap = Bootstrap(3)
+        stack.callback(bootstrap.close)
+        self.homes = make_network(directory, ["data", "scheduler", *WORKERS], bootstrap.at)
+        join(directory / "network", directory / "plain", "plain", scope=Scope(frozenset({"worker"})))
+        self.dht = LibtorrentDht(HOST, 0, bootstrap.at)
+        stack.callback(self.dht.close)
+        limits = settings.pop("limits", None)
+        dataset = make_dataset(directory / "dataset", num_slices, tokens)
+        node = DataNode(self.identity("data"), [dataset], HOST, 0, self.dht, ttl_s=30, limits=limits)
+        node.start()
+        stack.callback(node.stop)
+        self.scheduler = SchedulerService(
+            self.identity("scheduler"), NAME, self.dht, self.client("scheduler"), directory / "state",
+            **{"rediscover_s": 0.5, **settings},
+        )  # fmt: skip
+        self.scheduler.start()
+        stack.callback(self.scheduler.stop)
+
+    def identity(self, name: str) -> Identity:
+        return Identity.load(self.directory / name)
+
+    def client(self, name: str) -> Client:
+        return self.stack.enter_context(Client(self.identity(name)))
+
+    def source(self, name: str = "scheduler") -> NodeSource:
+        return NodeSource(self.scheduler.address, status_by(self.client(name)))
+
+
+def until(view: Callable[[], View], is_right: Callable[[View], bool], what: str) -> View:
+    """The first view that is right. Fails after a while, with the last one."""
+    deadline = time.monotonic() + scaled(60)
+    while not is_right(last := view()):
+        assert time.monotonic() < deadline, f"{what}: {json.dumps(last)[:3000]}"
+        time.sleep(0.2)
+    return last
+
+
+def get(url: str, host: str | None = None) -> tuple[int, dict[str, str], bytes]:
+    address = url.split("/")[2]
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=scaled(20))) as connection:
+        connection.request("GET", url.split(address, 1)[1], headers={} if host is None else {"Host": host})
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Dashboard, RecordSource]]:
+    """A job of which four workers used a part, and one was killed; with its page, and a record of it."""
+    directory = tmp_path_factory.mktemp("job")
+    with ExitStack() as stack:
+        world = World(directory, stack, num_slices=40, tokens=20_000, seq_len=16, lease_s=2.0)
+        record = RunRecord(directory / "record", interval_s=0.5)
+        page = stack.enter_context(Dashboard(world.source(), record=record).start())
+        nodes = []
+        for name in WORKERS:
+            cache = {"cache": str(directory / f"cache-{name}"), "cache_bytes": 1 << 20}
+            nodes.append(Node("work", directory / f"{name}.log", node=str(world.homes[name]), pause_s=0.02, **cache))
+            stack.callback(nodes[-1].kill)
+        status = world.scheduler.status
+        until(lambda: dict(status()), lambda s: sum(w["samples"] > 40 for w in s["workers"].values()) == 4, "start")
+        time.sleep(4.5)  # Workers report about every two seconds: two reports make a share.
+        nodes[0].kill()
+        texts = [f"{WORKERS[0]} sent nothing for too long"]
+        until(world.source().poll, lambda v: any(t in e["text"] for e in v["events"] for t in texts), "expiry")
+        yield world, page, RecordSource(directory / "record")
+
+
+def test_the_view_has_workers_waits_coverage_nodes_and_events(job: tuple[World, Dashboard, RecordSource]) -> None:
+    _, page, _ = job
+
+    def view() -> View:
+        return json.loads(get(f"{page.url}v1/status")[2])
+
+    def is_whole(v: View) -> bool:
+        states = {row["name"]: row["state"] for row in v.get("workers", [])}
+        return states.get(WORKERS[0]) == "silent" and list(states.values()).count("working") == 3 and "nodes" in v
+
+    shown = until(view, is_whole, "one silent worker")
+    assert shown["kind"] == "job" and shown["title"] == NAME and shown["state"] == "running"
+    assert 0 < shown["progress"]["done"] < shown["progress"]["total"] and shown["progress"]["unit"] == "samples"
+    coverage = shown["coverage"]
+    assert len(coverage["used"]) == len(coverage["state"]) == 40 and coverage["slices_per_cell"] == 1
+    assert set(coverage["used"]) > {"0"} and "L" in coverage["state"]
+    alive = [row for row in shown.get("workers", []) if row["state"] == "working"]
+    for row in alive:
+        assert row["rate"] > 0 and row["leases"] > 0 and row["origin_bytes"] + row["peer_bytes"] > 0
+        assert 0 < row["cached_bytes"] <= row["cache_bytes"] == 1 << 20 and 0 <= row["wait_share"] <= 1
+    assert shown["figures"]["workers"][0] == 3 and shown["figures"]["ledger entries"][0] > 4
+    assert {event["text"] for event in shown["events"]} >= {f"{name} joined" for name in WORKERS}
+    assert {use["worker"] for use in shown["uses"]} >= set(WORKERS[1:])
+    (node,) = shown["nodes"]
+    assert node["name"] == "data" and node["state"] == "up" and node["bytes_sent"] > 0
+
+
+def test_other_members_see_progress_and_no_names(job: tuple[World, Dashboard, RecordSource]) -> None:
+    view = job[0].source("plain").poll()
+    assert view["progress"]["done"] > 0 and view["coverage"] and not view.get("workers")
+    assert not view.get("events") and not view.get("uses")
+    assert not any(name in json.dumps(view) for name in WORKERS)
+
+
+def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
+    job: tuple[World, Dashboard, RecordSource],
+) -> None:
+    url = job[1].url
+    status, headers, body = get(url)
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in headers["content-security-policy"] and b"http" not in body
+    assert get(f"{url}v1/status", host="evil.example")[0] == 400
+    assert get(f"{url}v1/status", host="localhost")[0] == 200
+    assert get(f"{url}../../etc/passwd")[0] == 404
+    assert get(f"{url}v1/views/nan")[0] in (400, 404) and get(f"{url}v1/views/x")[0] == 400
+    metrics = get(f"{url}metrics")[2].decode()
+    assert 'forebay_worker_rate{worker="w2"}' in metrics and 'forebay_wait_share{cause="' in metrics
+
+
+def test_the_record_replays(job: tuple[World, Dashboard, RecordSource], tmp_path: Path) -> None:
+    world, _, record = job
+    times = record.times()
+    assert len(times) > 3 and times == sorted(times)
+    first, last = record.view_at(times[0]), record.view_at(times[-1])
+    assert first["at"] == times[0] and first["progress"]["done"] <= last["progress"]["done"]
+    command = [sys.executable, "-m", "forebay", "top"]
+    folder = str(world.directory / "record")
+    shown = subprocess.run([*command, folder], capture_output=True, text=True, timeout=scaled(60), check=True).stdout
+    assert NAME in shown and all(name in shown for name in WORKERS) and "slices of the epoch" in shown
+    node = ["--identity", str(world.homes["scheduler"])]
+    live = subprocess.run(
+        [*command, world.scheduler.address, *node, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=True,
+    )
+    assert json.loads(live.stdout)["kind"] == "job"
+    wrong = subprocess.run([*command, "--replay", world.scheduler.address, *node], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "expected a folder with the record of a run" in wrong.stderr
+    absent = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert absent.returncode == 2 and len(absent.stderr.splitlines()) == 1
+
+
+def test_the_page_in_a_browser(job: tuple[World, Dashboard, RecordSource]) -> None:
+    """Every width and theme: figures, no error, nothing to scroll sideways, nothing serious for axe-core."""
+    _, page, _ = job
+    with open_browser() as browser:
+        for theme in THEMES:
+            for name, width in WIDTHS.items():
+                browser.open(page.url, width=width, theme=theme)
+                browser.page.wait_for_selector("#table-workers tbody tr")
+                assert browser.page.inner_text("#title") == NAME
+                text = browser.page.inner_text("main")
+                for expected in (*WORKERS, "silent", "Where the workers' time goes", "Data nodes", "joined"):
+                    assert expected in text, (theme, name, expected)
+                assert browser.overflow() == 0 and not browser.errors
+                assert browser.violations() == []
+                if folder := os.environ.get("FOREBAY_SCREENSHOTS"):
+                    browser.screenshot(Path(folder) / f"dashboard-{name}-{theme}.png")
+        assert {url.split("/")[2] for url in browser.requests} <= {page.url.split("/")[2]}
+        names = browser.focusable()
+        assert any("set aside" in name for name in names) and any(name.startswith("BUTTON Theme") for name in names)
+        browser.page.get_by_role("button", name="rate").first.click()
+        assert browser.page.locator("#table-workers th[aria-sort=ascending]").inner_text() == "rate"
+
+
+def test_texts_of_members_stay_text(tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=document.title='owned'>\x1b[31m"
+    view = {"version": 1, "kind": "job", "title": hostile, "state": hostile, "at": 1.0, "message": hostile}
+    view |= {
+        "workers": [{"name": hostile, "state": "idle"}],
+        "events": [{"at": 1.0, "level": "error", "text": hostile}],
+    }
+    view["datasets"] = [{"name": hostile, "slices": 1, "id": hostile}]
+    RunRecord(tmp_path / "record").add(view)
+    shown = subprocess.run(
+        [sys.executable, "-m", "forebay", "top", str(tmp_path / "record")], capture_output=True, text=True, check=True
+    ).stdout
+    assert "\x1b" not in shown and "onerror" in shown
+    with Dashboard(RecordSource(tmp_path / "record")).start() as page, open_browser() as browser:
+        browser.open(page.url)
+        browser.page.wait_for_selector("#table-workers tbody tr")
+        assert "owned" not in browser.page.title().replace("'owned'", "") and not browser.errors
+        assert browser.page.locator("main img").count() == 0
+
+
+# What the page names as the cause when a part is throttled.
+
+
+def cause_of_job(world: World, **network: Any) -> str:
+    """The main cause of waiting of one worker that only counts, on the page of its job."""
+    stop, pause = threading.Event(), 0.002
+    seen: list[str] = []
+
+    def run() -> None:
+        work(
+            world.identity("w1"), NAME, world.scheduler.address, world.directory / "cache", batch_size=4, stop=stop,
+            cache_bytes=1 << 20, on_batch=lambda batch: time.sleep(pause), receipt_s=0.2, listen=None, **network,
+        )  # fmt: skip
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+
+        def view() -> View:
+            shown = world.source().poll()
+            seen.extend(row["waits_for"] for row in shown.get("workers", []) if row["wait_share"] > 0.3)
+            return shown
+
+        shown = until(view, lambda v: len(seen) > 10, "waiting")
+    finally:
+        stop.set()
+        thread.join()
+    assert seen[-1] in shown["advice"]
+    return seen[-1]
+
+
+def test_a_slow_network_is_named(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        limits = ServerLimits(upload_bytes_per_s=60_000.0)
+        world = World(tmp_path, stack, num_slices=60, tokens=20_000, seq_len=16, limits=limits)
+        assert cause_of_job(world) == "network"
+
+
+def test_a_slow_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_server, "GATHER_S", 1.5)  # Each exchange is answered after so long.
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, num_slices=400, tokens=500, seq_len=16)
+        assert cause_of_job(world) == "scheduler"
+
+
+def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = documents.TextEncoder.encode
+
+    def encode(self: Any, texts: list[bytes], counts: dict[str, int]) -> Any:
+        time.sleep(0.05)
+        return real(self, texts, counts)
+
+    monkeypatch.setattr(documents.TextEncoder, "encode", encode)
+    (tmp_path / "text.txt").write_text("one more line of text\n" * 200_000)
+    stream = forebay.TextStream(tmp_path / "text.txt", tokenizer="bytes", seq_len=4096, batch_size=64, epochs=None)
+    with forebay.serve_dashboard(stream, record=tmp_path / "record") as page:
+        until(lambda: _after_batches(stream, page), lambda v: v.get("advice", "").count("tokenize") > 0, "tokenize")
+    stream.close()
+    assert RecordSource(tmp_path / "record").poll()["title"] == "text stream"
+
+
+def _after_batches(stream: Any, page: Dashboard) -> View:
+    for _, _batch in zip(range(40), stream):
+        pass
+    with urllib.request.urlopen(f"{page.url}v1/status", timeout=scaled(10)) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def test_a_slow_disk_is_named(tmp_path: Path) -> None:
+    """A process whose disk is throttled by the kernel reads a dataset that is not in the page cache."""
+    group = Path("/sys/fs/cgroup/blkio") / f"forebay-test-{os.getpid()}"
+    device = tmp_path.stat().st_dev
+    try:
+        group.mkdir()
+        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} 2000000")
+    except OSError as error:
+        pytest.skip(f"the kernel's throttle of disks cannot be set here: {error}")
+    try:
+        dataset = make_dataset(tmp_path / "dataset", 8, 4_000_000)
+        program = (
+            "import os, sys, time, forebay\n"
+            f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+            f"loader = forebay.Loader({str(dataset.path)!r}, seq_len=4096, batch_size=8)\n"
+            "page = forebay.serve_dashboard(loader)\n"
+            "print(page.url, flush=True)\n"
+            "for batch in loader: time.sleep(0.001)\n"
+        )
+        slices = sorted((tmp_path / "dataset" / "slices").iterdir())
+        subprocess.run(["sync", *slices], check=True)  # Python's own fsync does nothing in these tests.
+        for path in slices:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+
+        def view() -> View:
+            return dict(json.loads(get(f"{url}v1/status")[2]))
+
+        try:
+            shown = until(view, lambda v: v.get("waits", {}).get("disk", 0) > 0.3, "disk")
+            assert "for the disk" in shown["advice"]
+        finally:
+            process.kill()
+            process.communicate()
+    finally:
+        group.rmdir()
