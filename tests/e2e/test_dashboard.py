@@ -14,25 +14,34 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import orjson
+import psutil
 import pytest
 
 pytest.importorskip("libtorrent")
 
 import forebay
 from forebay.data_node import DataNode
+from forebay.lease.messages import ExchangeRequest, WorkerStats
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, join
-from forebay.observe.dashboard import Dashboard
+from forebay.observe.dashboard import POLL_S, Dashboard
 from forebay.observe.record import RunRecord
 from forebay.observe.sources import NodeSource, RecordSource, status_by
 from forebay.observe.views import View
 from forebay.scheduler import server as scheduler_server
+from forebay.scheduler.activity import Activity
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.server import SchedulerService
+from forebay.scheduler.status import full_status
 from forebay.stream import documents
 from support.browser import THEMES, WIDTHS, open_browser
 from support.calibration import scaled
@@ -229,6 +238,69 @@ def test_texts_of_members_stay_text(tmp_path: Path) -> None:
         browser.page.wait_for_selector("#table-workers tbody tr")
         assert "owned" not in browser.page.title().replace("'owned'", "") and not browser.errors
         assert browser.page.locator("main img").count() == 0
+
+
+class ManyWorkers:
+    """A scheduler's status with 1,000 workers and 250,000 slices: the real core and activity, without a network."""
+
+    def __init__(self, num_workers: int = 1000, num_slices: int = 250_000) -> None:
+        self.core = SchedulerCore(JobSpec("many", "0" * 64, np.full(num_slices, 4096)))
+        self.activity, self.cpu_s, self.num_polls = Activity(), 0.0, 0
+        table = SimpleNamespace(bytes=np.full(num_slices, 1 << 26), row=None)
+        self._catalog: Any = SimpleNamespace(seq_len=2048, table=table, claims=[])
+        self.peers: Any = [SimpleNamespace(peer_id=f"{i:032d}", name=f"worker-{i}") for i in range(num_workers)]
+        self._began = time.monotonic()
+        for peer in self.peers:
+            self.core.exchange(peer.peer_id, ExchangeRequest(session="s", want=2), 0.0)
+        for moment in range(-120, 1):
+            self.report(self._began + moment / 4)
+
+    def report(self, now: float) -> None:
+        for peer in self.peers:
+            usage, _ = self.activity.notice(peer, now)
+            usage.add(64, 64 * 2048, now)
+            busy_s = now - self._began + 1000
+            usage.add_stats(
+                "s", WorkerStats(7, busy_s, {"network": busy_s / 50, "decode": 1.0}, cache_bytes=1 << 32), now
+            )
+
+    def read(self, address: str) -> dict[str, Any]:
+        self.report(time.monotonic())
+        began = time.thread_time()
+        status = full_status(self.core, self.activity, self._catalog, 10, time.monotonic())
+        body = orjson.dumps(status, option=orjson.OPT_SORT_KEYS)
+        self.cpu_s, self.num_polls = self.cpu_s + time.thread_time() - began, self.num_polls + 1
+        return dict(orjson.loads(body))
+
+
+def test_a_thousand_workers_load_in_two_seconds_and_cost_the_scheduler_little(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    many = ManyWorkers()
+    with Dashboard(NodeSource("x", many.read)).start() as page, open_browser() as browser:
+        until(
+            lambda: dict(json.loads(get(f"{page.url}v1/status")[2])),
+            lambda v: len(v.get("workers", [])) == 1000,
+            "view",
+        )
+        began = time.monotonic()
+        browser.open(page.url)
+        browser.page.wait_for_selector("#table-workers tbody tr")
+        load_s = time.monotonic() - began
+        browser.page.get_by_role("button", name="Next").first.click()
+        assert browser.page.inner_text("#table-workers output") == "51 to 100 of 1,000"
+        browser.page.get_by_label("Filter Workers").fill("worker-77")
+        assert browser.page.inner_text("#table-workers output") == "1 to 11 of 11"
+        polls = many.num_polls
+        until(lambda: {"polls": many.num_polls}, lambda v: v["polls"] >= polls + 4, "polls")
+        renderers = [p for p in psutil.Process().children(recursive=True) if "--type=renderer" in p.cmdline()]
+        memory = max(process.memory_full_info().uss for process in renderers)  # Its own, without shared libraries.
+        share = many.cpu_s / many.num_polls / POLL_S
+        with capsys.disabled():
+            print(f"\n1,000 workers: {share:.2%} of a core, {memory / 1e6:.0f} MB in the browser, "
+                  f"load {load_s / scaled(1):.2f} of a calibrated second")  # fmt: skip
+        assert load_s < scaled(2) and memory < 100e6
+        assert share < scaled(0.05) and browser.errors == []
 
 
 # What the page names as the cause when a part is throttled.

@@ -19,6 +19,7 @@ from forebay.scheduler.events import Event
 from forebay.scheduler.leases import LeaseTable
 
 RATE_SPAN_S = 30.0  # A worker's rate is its mean over this time.
+MAX_RECENT = 64  # Uses of a worker from which its rate is computed.
 SHARE_SPAN_S = 10.0  # The shares of its time are over this time, and up to twice as much.
 STATS_TTL_S = 60.0  # Then what a process reported of itself is dropped.
 MAX_PROCESSES = 64  # Of a worker whose reports are stored.
@@ -62,20 +63,26 @@ class WorkerUsage:
     seen_at: float
     samples: int = 0
     tokens: int = 0
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))  # (time, tokens)
+    recent: deque[tuple[float, int]] = field(default_factory=deque)  # (time, tokens), MAX_RECENT at most
+    recent_tokens: int = 0  # Of `recent`.
     processes: dict[str, ProcessStats] = field(default_factory=dict)  # By session.
 
     def add(self, samples: int, tokens: int, now: float) -> None:
         self.samples += samples
         self.tokens += tokens
         self.recent.append((now, tokens))
+        self.recent_tokens += tokens
+        if len(self.recent) > 2 * MAX_RECENT:
+            self.rate(now)  # Drops the oldest.
 
     def rate(self, now: float) -> float:
         """Tokens a second over the last RATE_SPAN_S."""
-        recent = [(used_at, tokens) for used_at, tokens in self.recent if used_at > now - RATE_SPAN_S]
+        recent = self.recent
+        while recent and (recent[0][0] <= now - RATE_SPAN_S or len(recent) > MAX_RECENT):
+            self.recent_tokens -= recent.popleft()[1]
         if len(recent) < 2:
             return 0.0
-        return sum(tokens for _, tokens in recent[1:]) / max(0.1, now - recent[0][0])
+        return (self.recent_tokens - recent[0][1]) / max(0.1, now - recent[0][0])
 
     def add_stats(self, session: str, stats: WorkerStats, now: float) -> None:
         self.processes = {key: p for key, p in self.processes.items() if now - p.received_at < STATS_TTL_S}
@@ -90,7 +97,7 @@ class WorkerUsage:
         waits: dict[str, float] = {}
         for process in processes:
             for cause, share in process.shares().items():
-                waits[cause] = round(waits.get(cause, 0.0) + share / len(processes), 4)
+                waits[cause] = waits.get(cause, 0.0) + share / len(processes)
         # Processes of one node may share a cache, and report the same one.
         caches = {(p.latest.cache_bytes, p.latest.cached_bytes) for p in processes}
         return {

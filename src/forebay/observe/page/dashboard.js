@@ -1,12 +1,12 @@
 // The page of the dashboard. Texts of views may be anybody's: they only ever become text nodes.
 "use strict";
 
-const POLL_MS = 2000, FIRST_ROWS = 50;
+const POLL_MS = 2000, PAGE_ROWS = 50;
 const CAUSES = ["scheduler", "network", "disk", "tokenize", "decode", "device", "queue"];
 const TITLES = { workers: "Workers", nodes: "Data nodes", datasets: "Datasets", stages: "Stages", dropped: "Dropped, by reason" };
 const GOOD = ["running", "working", "up", "done"], BAD = ["silent", "lost", "failed", "incomplete", "does not answer"];
 const $ = (id) => document.getElementById(id);
-const tables = {}; // By name: the key that it is sorted by, the direction, whether all rows are shown.
+const tables = {}; // By name: the key that it is sorted by, the direction, the first row that is shown, a filter.
 let view = null, points = [], times = [], pinned = null, player = null;
 
 function el(tag, attributes = {}, ...children) {
@@ -153,12 +153,11 @@ function describeCell(i) {
 function renderTable(name, rows, columns) {
   let section = $(`table-${name}`);
   if (!rows.length) { if (section) section.hidden = true; return; }
-  const settings = tables[name] ??= { key: "", sign: 1, all: false };
+  const settings = tables[name] ??= { key: "", sign: 1, first: 0, filter: "" };
   const keys = Object.keys(columns).filter((key) => rows.some((row) => row[key] !== undefined && row[key] !== null));
   if (!section) {
     section = el("section", { id: `table-${name}`, "aria-labelledby": `title-${name}` }, el("h2", { id: `title-${name}` }, ""),
-      el("div", { class: "scroll", tabindex: 0, role: "group", "aria-labelledby": `title-${name}` }, el("table", {}, el("thead"), el("tbody"))), el("button", { type: "button" }));
-    section.lastChild.addEventListener("click", () => { settings.all = !settings.all; render(); });
+      el("div", { class: "scroll", tabindex: 0, role: "group", "aria-labelledby": `title-${name}` }, el("table", {}, el("thead"), el("tbody"))), pager(name, settings));
     $("tables").append(section);
   }
   section.hidden = false;
@@ -175,13 +174,39 @@ function renderTable(name, rows, columns) {
     if (focused) [...head.querySelectorAll("button")].find((button) => button.textContent === focused)?.focus();
   }
   const sorted = settings.key ? [...rows].sort((a, b) => settings.sign * (a[settings.key] > b[settings.key] ? 1 : a[settings.key] < b[settings.key] ? -1 : 0)) : rows;
-  section.querySelector("tbody").replaceChildren(...sorted.slice(0, settings.all ? undefined : FIRST_ROWS).map((row) => el("tr", {}, ...keys.map((key) => {
-    const text = format(row[key], columns[key]), isText = typeof row[key] === "string";
-    const cell = el("td", isText ? { class: `text ${key === "state" ? tone(row[key]) : ""}`, title: row.error || text } : {}, text);
-    return cell;
-  }))));
-  section.lastChild.hidden = rows.length <= FIRST_ROWS;
-  section.lastChild.textContent = settings.all ? `Show ${FIRST_ROWS}` : `Show all ${rows.length.toLocaleString("en")}`;
+  const matching = settings.filter ? sorted.filter((row) => keys.some((key) => String(row[key]).toLowerCase().includes(settings.filter))) : sorted;
+  settings.first = Math.max(0, Math.min(settings.first, Math.floor((matching.length - 1) / PAGE_ROWS) * PAGE_ROWS));
+  const shown = matching.slice(settings.first, settings.first + PAGE_ROWS);
+  fillRows(section.querySelector("tbody"), shown, keys, columns);
+  section.lastChild.hidden = rows.length <= PAGE_ROWS;
+  section.querySelector("output").textContent = `${shown.length ? settings.first + 1 : 0} to ${settings.first + shown.length} of ${matching.length.toLocaleString("en")}`;
+}
+
+function pager(name, settings) {
+  const turn = (label, rows) => {
+    const button = el("button", { type: "button" }, label);
+    button.addEventListener("click", () => { settings.first += rows; render(); });
+    return button;
+  };
+  const filter = el("input", { type: "search", placeholder: "Filter", "aria-label": `Filter ${TITLES[name]}` });
+  filter.addEventListener("input", () => { settings.filter = filter.value.toLowerCase(); settings.first = 0; render(); });
+  return el("div", { class: "pager" }, turn("Previous", -PAGE_ROWS), el("output"), turn("Next", PAGE_ROWS), filter);
+}
+
+// A page of rows, whose cells are used again: a thousand rows, or new cells at each poll, take over 100 MB.
+function fillRows(body, rows, keys, columns) {
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  rows.forEach((row, i) => {
+    const line = body.rows[i] ?? body.insertRow();
+    while (line.cells.length > keys.length) line.deleteCell(-1);
+    keys.forEach((key, k) => {
+      const cell = line.cells[k] ?? line.insertCell(), text = format(row[key], columns[key]), isText = typeof row[key] === "string";
+      if (!cell.firstChild) cell.append(text); else if (cell.firstChild.nodeValue !== text) cell.firstChild.nodeValue = text;
+      const name = isText ? `text ${key === "state" ? tone(row[key]) : ""}` : "", title = isText ? row.error || text : "";
+      if (cell.className !== name) cell.className = name;
+      if (cell.title !== title) cell.title = title;
+    });
+  });
 }
 
 function renderSamples(samples) {
