@@ -1,0 +1,103 @@
+"""Headless Chromium for pages that Forebay makes or serves: width, theme, screenshots, axe-core, what a page loads.
+
+Tests skip, saying why, where one of Chromium, playwright and axe-playwright-python (which brings axe-core) is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from support.calibration import scaled
+
+Theme = Literal["light", "dark"]
+WIDTHS = {"desktop": 1280, "phone": 390}
+SERIOUS = ("serious", "critical")
+THEMES: tuple[Theme, ...] = ("light", "dark")
+_SWITCHES = (
+    "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync",
+)  # fmt: skip
+
+
+class Browser:
+    """One page of a headless Chromium. `page` is playwright's, for what this class does not have.
+
+    Attributes:
+        errors: What the page's console and scripts reported as errors since it was opened.
+        requests: URLs that the page requested besides its own.
+    """
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: request.is_navigation_request() or self.requests.append(request.url))
+
+    def open(self, target: str | Path, *, width: int = WIDTHS["desktop"], theme: Theme = "light") -> None:
+        """Open a URL or a file, and wait until it is loaded."""
+        self.errors.clear()
+        self.requests.clear()
+        self.show(width=width, theme=theme)
+        self.page.goto(target.resolve().as_uri() if isinstance(target, Path) else target)
+
+    def show(self, *, width: int = WIDTHS["desktop"], theme: Theme = "light") -> None:
+        """Change the width of the window and the theme (`prefers-color-scheme`)."""
+        self.page.set_viewport_size({"width": width, "height": 844 if width < 600 else 900})
+        self.page.emulate_media(color_scheme=theme)
+
+    def screenshot(self, path: Path, *, whole: bool = True) -> None:
+        """Write a PNG of the whole page, or of the window."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=str(path), full_page=whole)
+
+    def violations(self, *impacts: str) -> list[str]:
+        """What axe-core finds, a line each: rule, impact, help and the elements; by default serious and critical."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        rules = [rule for rule in Axe().run(self.page).response["violations"] if rule["impact"] in (impacts or SERIOUS)]
+        elements = ["; ".join(node["html"][:120] for node in rule["nodes"][:3]) for rule in rules]
+        return [f"{rule['id']} ({rule['impact']}): {rule['help']}: {e}" for rule, e in zip(rules, elements)]
+
+    def overflow(self) -> int:
+        """Pixels by which the page is wider than its window: 0 where nobody has to scroll sideways."""
+        return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
+
+    def focusable(self) -> list[str]:
+        """The elements that Tab reaches, in order, by their text or label."""
+        script = """() => { const e = document.activeElement; return e === document.body ? null
+            : `${e.tagName} ${(e.getAttribute('aria-label') || e.textContent).trim().slice(0, 80)}` }"""
+        self.page.evaluate("document.activeElement.blur(); window.getSelection().removeAllRanges()")
+        names: list[str] = []
+        while len(names) < 500:
+            self.page.keyboard.press("Tab")
+            if (name := self.page.evaluate(script)) is None:
+                break
+            names.append(name)
+        return names
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """A browser with an empty profile. Its page may do what a person's may, and has no way to the internet."""
+    sync_api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    program = os.environ.get("FOREBAY_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("Chromium is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=[*_SWITCHES, "--no-sandbox"])
+        try:
+            page = browser.new_page()
+            page.set_default_timeout(1000 * scaled(30.0))
+            yield Browser(page)
+        finally:
+            browser.close()
