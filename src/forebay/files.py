@@ -27,13 +27,13 @@ def _host() -> str:
 
 
 _FIRST_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO: not in a container
-_HOST = _host()
+HOST = _host()
 _TEMPORARY = re.compile(r"\.(?P<stem>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp")
 
 
 def temporary_path(path: Path) -> Path:
     """Return a unique path beside `path`: with host, process and a random part."""
-    tail = f".{_HOST}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    tail = f".{HOST}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     stem = path.name.encode()[: 254 - len(tail)].decode(errors="ignore")  # a file name has at most 255 bytes
     return path.with_name(f".{stem}{tail}")
 
@@ -107,7 +107,7 @@ def remove_stale(directory: Path) -> None:
     """Delete the temporary files of dead processes of this machine; those of other machines are kept."""
     for path in directory.glob(".*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
-        if match and match["host"] == _HOST and not is_running(int(match["pid"])):
+        if match and match["host"] == HOST and not is_running(int(match["pid"])):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -55,7 +55,7 @@ def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1])
     folder = tmp_path / "sample-report"
     assert {path.name for path in folder.iterdir()} <= {
-        "report.html", "report.json", "rejects.jsonl", "skipped.jsonl", ".inputs.json",
+        "report.html", "report.json", "rejects.jsonl", "skipped.jsonl", ".progress.json",
     }  # fmt: skip
     report = load_report(folder)
     assert 0 < report["sample"]["documents"] == report["totals"]["documents_in"]

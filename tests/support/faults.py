@@ -198,7 +198,7 @@ class Prepare(Scenario):
         mark = out / ("manifest.json" if self.to == "dataset" else "text.json")
         if not mark.exists():
             return {**result, "out": None}
-        aside = (".work/", ".inputs.json")  # The second holds times and inodes of the inputs.
+        aside = (".work/", ".inputs.json", ".progress.json")  # They have times, the second also inodes of the inputs.
         files = {name: digest for name, digest in tree(out).items() if not name.startswith(aside)}
         return {**result, "out": files}
 

@@ -158,8 +158,8 @@ def run(inputs: Path, out: Path, workers: int, engine: str = "local", **environm
 
 
 def files(out: Path) -> dict[str, str]:
-    """The hash of every file below a directory, by its path from there."""
-    result = sorted(path for path in out.rglob("*") if path.is_file())
+    """The hash of every file below a directory, by its path from there; not of the record of times."""
+    result = sorted(path for path in out.rglob("*") if path.is_file() and path.name != ".progress.json")
     return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in result}
 
 

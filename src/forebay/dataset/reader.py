@@ -28,7 +28,10 @@ from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
 
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
-_COMPANIONS = ("report.html", "report.json", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", ".inputs.json")
+_COMPANIONS = (
+    "report.html", "report.json", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", ".inputs.json",
+    ".progress.json",
+)  # fmt: skip
 _SIGNATURES = "signatures"
 _LEAVES_AT_ONCE = 1 << 15
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from forebay.units import format_seconds
+
 if TYPE_CHECKING:
-    from forebay.prepare.run import Progress
+    from forebay.prepare.progress import Progress
 
 LINE_S = 10.0  # Interval of lines where stderr is no terminal.
 tqdm.monitor_interval = 0  # Its thread would keep `prepare` from forking.
@@ -25,13 +26,12 @@ def bar(label: str, total: int | None, unit: str = "B", *, enabled: bool = True)
 
 
 class PrepareBar:
-    """A bar for each stage of `prepare`, created at the stage's first report."""
+    """A bar for each stage of `prepare`, created at the stage's first report, with the rates that a report has."""
 
-    def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self._enabled, self._clock = enabled, clock
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._bar: Any = None
-        self._first: Any = None
-        self._started_at = 0.0
+        self._stage = ""
 
     def __enter__(self) -> PrepareBar:
         return self
@@ -43,17 +43,18 @@ class PrepareBar:
 
     def update(self, progress: Progress) -> None:
         """Show how far a stage is."""
-        if self._bar is None or progress.stage != self._first.stage or progress.done < self._bar.n:
+        if self._bar is None or progress.stage != self._stage or progress.done < self._bar.n:
             self.__exit__()
-            self._first, self._started_at = progress, self._clock()
-            self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled)
+            self._stage = progress.stage
+            self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled, rates=False)
         self._bar.total = progress.total
-        words, elapsed_s = [], self._clock() - self._started_at
-        if elapsed_s > 0.1:  # the counts of the first report are of an earlier run
-            if num := progress.documents - self._first.documents:
-                words.append(f"{num / elapsed_s:,.0f} docs/s")
-            if num := progress.bytes - self._first.bytes:
-                words.append(f"{num / elapsed_s / 1e6:,.1f} MB/s")
+        words = []
+        if progress.remaining_s is not None and progress.done < progress.total:
+            words.append(f"{format_seconds(progress.remaining_s)} left")
+        if progress.documents_per_s:
+            words.append(f"{progress.documents_per_s:,.0f} docs/s")
+        if progress.bytes_per_s:
+            words.append(f"{progress.bytes_per_s / 1e6:,.1f} MB/s")
         if progress.documents:
             words.append(f"kept {100 * progress.documents_kept / progress.documents:.1f} %")
         self._bar.set_postfix_str(", ".join(words), refresh=False)
@@ -71,16 +72,19 @@ class _Lines:
         sys.stderr.flush()
 
 
-def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
+def _bar(label: str, total: int | None, unit: str, enabled: bool, *, rates: bool = True) -> Any:
+    """A bar of tqdm; without `rates` it shows those of its postfix alone."""
     if enabled and not sys.stderr.isatty():
+        figures = ", {remaining} left, {rate_fmt}" if rates else ""
         return tqdm(
             total=total, desc=label, unit=unit, unit_scale=True, unit_divisor=1000, file=_Lines(),
             delay=LINE_S,  # Short work prints nothing.
-            mininterval=LINE_S, miniters=1,
-            bar_format="{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}, {remaining} left, {rate_fmt}{postfix}",
+            mininterval=LINE_S, miniters=0,
+            bar_format="{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}" + figures + "{postfix}",
         )  # fmt: skip
     is_large = unit == "B" or (total or 0) >= 100_000
     return tqdm(
         total=total, desc=f"{label:<10}", unit=unit, unit_scale=is_large, unit_divisor=1000, file=sys.stderr,
-        dynamic_ncols=True, miniters=1, disable=not enabled,
+        dynamic_ncols=True, miniters=0, disable=not enabled,
+        bar_format=None if rates else "{l_bar}{bar}| {n_fmt}/{total_fmt}{unit} [{elapsed}{postfix}]",
     )  # fmt: skip

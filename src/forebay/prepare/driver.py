@@ -38,8 +38,9 @@ from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
+from forebay.prepare.progress import Progress, ProgressRecord
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.run import PrepareResult, PrepareRun, Progress
+from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.scores.base import annotating, segments, without_scoring
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
@@ -148,7 +149,8 @@ def prepare_dataset(
         recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    notify = on_message or (lambda message: None)
+    progress = ProgressRecord(out, recipe.name, output.name, workers or cores(), on_progress, on_message)
+    notify = progress.notify
     parent = open_parent(extend, out) if extend is not None else None
     own = tokenizer if output.needs_tokenizer and not isinstance(tokenizer, str) else None
     recipe, loaded = _open_tokenizer(recipe, own, output, document_ids, parent, notify)
@@ -157,7 +159,8 @@ def prepare_dataset(
         notify(line)
     if strict:
         _refuse_skipped(sources.skipped)
-    with _errors(out), _locked(out), open_engine(engine, workers, out, notify) as opened:
+    with progress.recorded(), _errors(out), _locked(out), open_engine(engine, workers, out, notify) as opened:
+        progress.watch(opened)
         if write_ids is not None:  # fail now rather than when all the work is done
             Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
             remove_stale(Path(write_ids).parent)
@@ -165,8 +168,7 @@ def prepare_dataset(
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         recipe, recorded = _with_recorded_columns(recipe, sources.files if not own_splits else (), notify)
         sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
-        on_progress = on_progress or (lambda progress: None)
-        run = PrepareRun(out, recipe, opened, write_ids, document_ids, on_progress, notify, parent, recorded)
+        run = PrepareRun(out, recipe, opened, write_ids, document_ids, progress, notify, parent, recorded)
         return _run(run, output, sources, own_splits, loaded, strict)
 
 
@@ -348,11 +350,14 @@ def _run(
         shutil.rmtree(run.work, ignore_errors=True)
         return existing
     write_skipped(run.out, sources.skipped)
+    run.progress.skipped = count_reasons(sources.skipped)
     if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
         run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
     run.tasks.mkdir(parents=True, exist_ok=True)
     remove_stale(run.out)
     remove_stale(run.tasks)
+    sizes = len(sources.files), sum(source.bytes for source in sources.files)
+    run.progress.start(keys.hash_json([lineage["recipe"], output.name, *sizes]))
     folder = str(run.tasks)
     files = sources.files[: len(sources.files) - len(own_splits)]
     own = {split.files[0].path: source for split, source in own_splits}
@@ -365,12 +370,14 @@ def _run(
     failed = _failed(splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.out, sources.skipped)
+    run.progress.skipped = count_reasons(sources.skipped)
     for line in describe_skipped(failed):
         run.on_message(line)
     if strict:
         _refuse_skipped(failed)
     stats = StageStats()
     sampling.count(texts, folder, stats)
+    run.progress.set_counts(stats)
     write_hits(run.out / HITS_FILE, splits, texts, folder)
     _check_malformed(run, Corpus(sources, splits, texts, None, folder, stats, sampling))
     hashed = {
@@ -453,6 +460,7 @@ def _process_segments(
         on_result = run.count_tasks(stages[0].name, len(tasks), " parts")
         texts = run.map(process_segment, tasks, lambda task: finished_text(task.prefix), on_result)
         sampling.count(texts, folder, stats)
+        run.progress.set_counts(stats)
         earlier = (*earlier, *stage_names(stages, earlier))
     return texts
 
@@ -465,9 +473,10 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     from forebay.prepare.dedup.deduplicate import deduplicate
 
     def report(step: str, done: int, total: int) -> None:
-        run.on_progress(Progress("dedup", done, total, " steps"))
+        run.progress.update(Progress("dedup", done, total, " steps"))
 
     earlier = sign_parent(run)
+    run.progress.set_counts(corpus.stats)
     prefixes = [*earlier, *(f"{corpus.folder}/{text.name}" for text in corpus.texts)]
     folder, first = run.work / "dedup", len(earlier)
     return deduplicate(prefixes, dedup, folder, lambda f, tasks: run.map(f, tasks), report, first=first)
@@ -480,7 +489,7 @@ def _trained(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.Tokeniz
     path = run.work / f"trained-{key}" / "tokenizer.json"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        run.on_progress(Progress("tokenizer", 0, 1, " trained"))
+        run.progress.update(Progress("tokenizer", 0, 1, " trained"))
         atomic_write(path, tokenizers.train_tokenizer(sample_texts(parts, seed), vocab).data)
-        run.on_progress(Progress("tokenizer", 1, 1, " trained"))
+        run.progress.update(Progress("tokenizer", 1, 1, " trained"))
     return dataclasses.replace(_load_tokenizer(run.recipe, str(path)), description=run.recipe.tokenize.tokenizer)

@@ -14,6 +14,7 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.prepare.engines.base import Engine
 from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import find_inputs, split_files
+from forebay.prepare.progress import Progress, ProgressRecord, TaskCounts
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.stats import Usage, timed
@@ -21,19 +22,6 @@ from forebay.storage.listing import count_reasons
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a stage is. `text` counts bytes of input, and documents read and kept; others count their own units."""
-
-    stage: str
-    done: int
-    total: int
-    unit: str
-    documents: int = 0
-    documents_kept: int = 0
-    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +79,7 @@ class PrepareRun:
     engine: Engine
     write_ids: Path | None
     document_ids: bool
-    on_progress: Callable[[Progress], None]
+    progress: ProgressRecord
     on_message: Callable[[str], None]
     parent: Dataset | None = None  # The dataset that is extended.
     recorded: Mapping[str, Any] = field(default_factory=dict)  # What made the scores that the input has.
@@ -110,7 +98,7 @@ class PrepareRun:
     def count_tasks(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
         """An `on_result` of `map` that reports each result as one more of `total`."""
         done = itertools.count(1)
-        return lambda *_: self.on_progress(Progress(stage, next(done), total, unit))
+        return lambda *_: self.progress.update(Progress(stage, next(done), total, unit))
 
     def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, Any], None]:
         """An `on_result` of `map` that reports the bytes of each task, and documents read and kept so far."""
@@ -121,9 +109,9 @@ class PrepareRun:
             done += sizes[index]
             documents += result.documents_in
             retained += result.documents_out
-            self.on_progress(Progress(stage, done, sum(sizes), "B", documents, retained, done))
+            self.progress.update(Progress(stage, done, sum(sizes), "B", documents, retained, done))
 
-        self.on_progress(Progress(stage, 0, sum(sizes), "B"))
+        self.progress.update(Progress(stage, 0, sum(sizes), "B"))
         return add
 
     def map(
@@ -137,16 +125,19 @@ class PrepareRun:
         """The results in the order of the tasks. Finished tasks are not run, and tasks of one name run once."""
         results: list[R | None] = [finished(task) for task in tasks]
         first: dict[str, int] = {}
+        self.progress.is_replay = True
         for index, task in enumerate(tasks):
             if (result := results[index]) is not None:
                 on_result(index, result)
             else:
                 first.setdefault(str(getattr(task, "name", index)), index)
+        self.progress.is_replay = False
         todo = list(first.values())
 
-        def done(position: int, output: tuple[R, Usage]) -> None:
-            result, usage = output
+        def done(position: int, output: tuple[R, Usage, TaskCounts | None]) -> None:
+            result, usage, counts = output
             self.usage.add(usage)
+            self.progress.add(usage, counts)
             results[todo[position]] = result
             on_result(todo[position], result)
 

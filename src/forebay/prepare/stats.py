@@ -11,9 +11,9 @@ import resource
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,6 @@ _NO_SCORES = frozenset(("place", "text_bytes", "copies"))
 
 Keys = NDArray[np.uint64]
 Position = Callable[[int], str]  # Describes where the document of a row is.
-R = TypeVar("R")
 _LABELS = {
     "driver": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.shuffle": "shuffle",
     "tasks.slicing": "slice", "outputs.text": "write",
@@ -61,15 +60,17 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def timed(run: Callable[[Any, int], R], task: Any, scale: int) -> tuple[R, Usage]:
-    """The result of a task, and what it used in this process."""
+def timed(run: Callable[[Any, int], Any], task: Any, scale: int) -> tuple[Any, Usage, Any]:
+    """The result of a task, what it used in this process, and its `counts` for the record, taken out of the result."""
     started = work_time()
     result = run(task, scale)
+    if (counts := getattr(result, "counts", None)) is not None:
+        result = replace(result, counts=None)
     function: Any = run.func if isinstance(run, partial) else run
     module = function.__module__.removeprefix("forebay.prepare.")
     label = "dedup" if module.startswith("dedup.") else _LABELS.get(module, module)
     seconds = {} if function.__name__ in _DETAILED else {label: work_time() - started}
-    return result, Usage(seconds, peak_bytes())
+    return result, Usage(seconds, peak_bytes()), counts
 
 
 @dataclass

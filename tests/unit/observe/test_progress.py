@@ -10,7 +10,7 @@ import pytest
 from forebay.cli.arguments import plain
 from forebay.observe import progress
 from forebay.observe.progress import PrepareBar
-from forebay.prepare.run import Progress
+from forebay.prepare.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -18,30 +18,19 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def test_a_bar_shows_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with PrepareBar(clock=clock) as bar:
+    with PrepareBar() as bar:
         bar.update(Progress("filter", 0, 100, "B"))
-        bar.update(Progress("filter", 10, 100, "B", 0, 0, 0))
-        clock.now += 1
-        bar.update(Progress("filter", 100, 100, "B", 1000, 612, 2_000_000))
+        bar.update(Progress("filter", 10, 100, "B", 10, 6, 10))
+        assert "left" not in terminal.getvalue()  # not known yet
+        bar.update(Progress("filter", 50, 100, "B", 1000, 612, 2_000_000, 90.0, 1000.0, 2e6))
+        bar._bar.refresh()
         bar.update(Progress("slice", 1, 2, " slices"))
     shown = terminal.getvalue()
-    assert "1,000 docs/s, 2.0 MB/s, kept 61.2 %" in shown
+    assert "90 s left, 1,000 docs/s, 2.0 MB/s, kept 61.2 %" in shown
     assert "filter" in shown and "slice" in shown
 
 

@@ -50,7 +50,7 @@ def made(folder, to):
         "tokenize": {"tokenizer": "bytes"}, "slice": {"shuffle": to == "dataset", "bytes": 16384},
     })
     prepare_dataset([source], folder, recipe=recipe, workers=1, to=to, document_ids=to == "dataset")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".progress.json")
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

@@ -23,6 +23,7 @@ from forebay.plugins import load_plugin
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
 ENGINES = {"local": "forebay.prepare.engines.local:LocalEngine", "ray": "forebay.prepare.engines.ray:RayEngine"}
 
+TICK_S = 1.0
 Notify = Callable[[str], None]
 TaskFunction = Callable[[Any, int], Any]  # (task, scale) -> result
 OnDone = Callable[[int, Any], None]  # (index of the task, result)
@@ -32,6 +33,9 @@ Outcome = tuple[Literal["done", "error", "memory"], bytes]
 
 class Engine(Protocol):
     """Maps functions over tasks. A context manager; its end closes it."""
+
+    on_tick: Callable[[], None] = staticmethod(lambda: None)
+    """Called about once a second while tasks run, in the thread of `map`; the run sets it."""
 
     @abstractmethod
     def map(self, run: TaskFunction, tasks: Sequence[Any], on_done: OnDone, weights: Weights = None) -> None:
@@ -43,6 +47,10 @@ class Engine(Protocol):
         Args:
             weights: The heaviest tasks start first.
         """
+
+    def running(self) -> list[dict[str, Any]]:
+        """The processes that have a task now: `pid`, and the `task` in words; [] if that is not known."""
+        return []
 
     def close(self) -> None:
         """Stop what the engine started. May be called twice."""

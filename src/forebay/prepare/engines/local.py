@@ -46,11 +46,12 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.task: tuple[int, int] | None = None
+        self.label = ""
 
     def start(self, run: Any, task: Any, index: int, scale: int) -> None:
         """Start an attempt. A worker that just died is noticed when its outcome is awaited."""
         message = pickle.dumps((run, task, scale), pickle.HIGHEST_PROTOCOL)
-        self.task = (index, scale)
+        self.task, self.label = (index, scale), base.label(task)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(message)
 
@@ -95,6 +96,9 @@ class LocalEngine(base.Engine):
         for worker in workers:
             worker.end()
 
+    def running(self) -> list[dict[str, Any]]:
+        return [{"pid": w.process.pid, "task": w.label} for w in self._workers if w.task is not None]
+
     def map(
         self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, weights: base.Weights = None
     ) -> None:
@@ -107,6 +111,7 @@ class LocalEngine(base.Engine):
                     attempts.died(*pair, f"ran out of memory ({error})" if str(error) else "ran out of memory")
                 else:
                     on_done(pair[0], result)
+                    self.on_tick()
             return
         try:
             self._map_over_workers(run, tasks, on_done, attempts)
@@ -129,8 +134,9 @@ class LocalEngine(base.Engine):
                     running += 1
             if not running and not len(attempts):
                 return
+            self.on_tick()
             handles: dict[Any, _Worker] = {h: w for w in self._workers for h in (w.pipe, w.process.sentinel)}
-            for worker in dict.fromkeys(handles[handle] for handle in connection.wait(list(handles))):
+            for worker in dict.fromkeys(handles[handle] for handle in connection.wait(list(handles), base.TICK_S)):
                 self._receive(worker, on_done, attempts)
 
     def _receive(self, worker: _Worker, on_done: base.OnDone, attempts: base.Attempts) -> None:

@@ -102,7 +102,8 @@ class RayEngine(Engine):
                 running[self._remote.remote(function, task, pair[1])] = pair
             if not running:
                 return
-            ready, _ = self._ray.wait(list(running), num_returns=1)
+            ready, _ = self._ray.wait(list(running), num_returns=1, timeout=base.TICK_S)
+            self.on_tick()
             for reference in ready:
                 index, scale = running.pop(reference)
                 outcome, how = self._outcome(reference)

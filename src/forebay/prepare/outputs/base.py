@@ -60,8 +60,10 @@ def conclude(
 
     `unwritten_bytes` is the disk space that the recipe would have needed, of what was not written.
     """
+    run.progress.set_counts(corpus.stats)
     write_report(run.out / REPORT_FILE, report_data(run, corpus, id, counts, unwritten_bytes))
     commit()
+    run.progress.complete()
     shutil.rmtree(run.work)
     skipped = count_reasons(corpus.inputs.skipped)
     return PrepareResult(run.out, run.recipe.name, id, **counts, skipped=skipped)

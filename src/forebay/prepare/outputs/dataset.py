@@ -127,6 +127,7 @@ class ReportOutput(Output):
 def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: Path) -> list[EncodedPart]:
     """The kept documents as tokens, in parts with at least one; PrepareError if there is none."""
     examine_kept(corpus, run.recipe.dedup)
+    run.progress.set_counts(corpus.stats)
     atomic_write(folder / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
     spec = EncoderSpec.of(tokenizer, folder / TOKENIZER_FILE)

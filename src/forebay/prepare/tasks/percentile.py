@@ -155,7 +155,7 @@ def process_segment(task: SegmentTask, scale: int) -> TextResult:
     atomic_write(Path(f"{task.prefix}.rejects"), [before, *map(json_line, rejects.rejects)])
     malformed = task.text.malformed + rejects.malformed
     result = replace(task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes, malformed=malformed)
-    return commit_text(task.prefix, stats, result)
+    return commit_text(task.prefix, stats, result, task.split, rejects.rejects)
 
 
 def thresholds_of(stage: Any, arrows: Sequence[str], map_tasks: Map) -> tuple[Stage, list[dict[str, Any]]]:

@@ -30,6 +30,7 @@ from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
 from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split
 from forebay.prepare.path_lists import downloaded
+from forebay.prepare.progress import MAX_LISTED, TaskCounts
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
@@ -125,6 +126,7 @@ class TextResult:
     bytes_out: int
     sha256s: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    counts: TaskCounts | None = None  # Of the call that ran it, for the record of its progress; not kept.
 
     def part(self, folder: str) -> TextPart:
         """The input of later tasks."""
@@ -142,11 +144,17 @@ def finished_text(prefix: str) -> TextResult | None:
         return None
 
 
-def commit_text(prefix: str, stats: StageStats, result: TextResult) -> TextResult:
-    """Write the statistics, and last the result."""
+def commit_text(
+    prefix: str, stats: StageStats, result: TextResult, split: InputSplit, rejects: list[Reject]
+) -> TextResult:
+    """Write the statistics, and last the result, which is returned with its counts."""
     atomic_write(Path(f"{prefix}.stats"), zlib.compress(json.dumps(stats.to_json()).encode(), 1))
     atomic_write(Path(f"{prefix}.json"), json.dumps(asdict(result)).encode())
-    return result
+    first = [
+        {"where": describe_position(split, reject["place"], reject["where"]), "reason": reject["reason"]}
+        for reject in rejects[:MAX_LISTED]
+    ]
+    return replace(result, counts=TaskCounts.of(stats, first))
 
 
 def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> list[Reject]:
@@ -226,7 +234,7 @@ def _process(task: TextTask, scale: int) -> TextResult:
     atomic_write(Path(f"{task.prefix}.rejects"), map(json_line, reader.rejects))
     if stats.hits:
         atomic_write(Path(f"{task.prefix}.hits"), map(json_line, stats.hits))
-    return commit_text(task.prefix, stats, result)
+    return commit_text(task.prefix, stats, result, task.split, reader.rejects)
 
 
 def _readable(task: TextTask, scale: int) -> tuple[int, str]:
