@@ -34,7 +34,7 @@ from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, join
 from forebay.observe.dashboard import POLL_S, Dashboard
 from forebay.observe.record import RunRecord
-from forebay.observe.sources import NodeSource, RecordSource, status_by
+from forebay.observe.sources import NodeSource, PreparationSource, RecordSource, status_by
 from forebay.observe.views import View
 from forebay.scheduler import server as scheduler_server
 from forebay.scheduler.activity import Activity
@@ -238,6 +238,50 @@ def test_texts_of_members_stay_text(tmp_path: Path) -> None:
         browser.page.wait_for_selector("#table-workers tbody tr")
         assert "owned" not in browser.page.title().replace("'owned'", "") and not browser.errors
         assert browser.page.locator("main img").count() == 0
+
+
+def test_a_preparation_has_its_page(tmp_path: Path) -> None:
+    """While it runs, and afterwards: stages, rules, reasons, samples of what is dropped."""
+    words = [
+        a + b + c for a in "bcdfglmnprst" for b in ("an", "el", "or", "ist") for c in ("", "ing", "ed", "er", "ly")
+    ]
+    words += 40 * ["the", "of", "and", "to", "with", "that", "have", "be"]
+    chance = np.random.default_rng(1)
+    for number in range(24):
+        lines = [" ".join(chance.choice(words, 90)) + "." for _ in range(1500)]
+        lines += ["short"] * 700 + ["\x1b[31m<script>document.title='owned'</script> short"]
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    command = [sys.executable, "-m", "forebay", "prepare", *map(str, sorted(tmp_path.glob("*.jsonl")))]
+    options = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    states: list[View] = []
+
+    def view() -> View:
+        with contextlib.suppress(forebay.ForebayError):
+            states.append(PreparationSource(tmp_path / "out").poll())
+        return states[-1] if states else {}
+
+    until(view, lambda v: v.get("state") in ("done", "failed"), "done")
+    out, err = process.communicate(timeout=scaled(60))
+    assert process.returncode == 0, err
+    during = [state for state in states if state["state"] == "running" and state.get("rules")]
+    assert during and 0 < during[0]["figures"]["documents read"][0] < states[-1]["figures"]["documents read"][0]
+    last = states[-1]
+    assert last["figures"]["documents read"][0] == 24 * 2201
+    dropped = {row["reason"]: row["documents"] for row in last["dropped"]}
+    assert dropped["gopher_short"] == 24 * 700 and "52,824" in out
+    with Dashboard(PreparationSource(tmp_path / "out")).start() as page, open_browser() as browser:
+        for theme in THEMES:
+            for name, width in WIDTHS.items():
+                browser.open(page.url, width=width, theme=theme)
+                browser.page.wait_for_selector("#table-rules tbody tr")
+                browser.page.get_by_text("gopher_quality: gopher_short").first.click()
+                text = browser.page.inner_text("main")
+                assert "gopher_short" in text and "Dropped documents" in text and "short" in text
+                assert browser.overflow() == 0 and not browser.errors and browser.violations() == []
+                if folder := os.environ.get("FOREBAY_SCREENSHOTS"):
+                    browser.screenshot(Path(folder) / f"preparation-{name}-{theme}.png")
+        assert browser.page.title() != "owned"
 
 
 class ManyWorkers:

@@ -161,14 +161,13 @@ def metrics_of(view: View) -> Iterator[Metric]:
             ("rate", "wait_share", "cached_bytes", "origin_bytes", "peer_bytes", "shared_bytes", "last_seen_s"),
         ),
         ("nodes", ("bytes_sent", "connections")),
-        ("stages", ("documents_in", "documents_out", "cpu_s")),
+        ("stages", ("done_share", "documents_in", "documents_out", "cpu_s")),
+        ("rules", ("documents_in", "documents_out", "cpu_s")),
     ):
         rows = view.get(table, [])
         label = table.removesuffix("s")
         for key in keys:
-            values = {
-                str(row.get("name", row.get("stage"))): float(row[key]) for row in rows if row.get(key) is not None
-            }
+            values = {str(row.get(label, row.get("name"))): float(row[key]) for row in rows if row.get(key) is not None}
             if values:
                 yield gauge(f"forebay_{label}_{key}", about, values, label)
 

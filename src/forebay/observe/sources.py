@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forebay.errors import ForebayError, UsageError
+from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.loading import LoaderCollector
 from forebay.observe.record import RecordReader, is_record
 from forebay.observe.views import View
+from forebay.prepare.progress import read_progress
 from forebay.stream.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -109,6 +110,16 @@ class RecordSource(LiveSource):
         return self._reader.view_at(moment)
 
 
+class PreparationSource(LiveSource):
+    """The output of `forebay prepare`, while it runs and afterwards."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def poll(self) -> View:
+        return views.preparation_view(read_progress(self._folder))
+
+
 class LoaderSource(LiveSource):
     """A Loader or TextStream of this process."""
 
@@ -150,6 +161,15 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
     folder = Path(target)
     if folder.is_dir() and is_record(folder):
         return RecordSource(folder)
+    if folder.is_dir():
+        try:
+            read_progress(folder)
+        except PrepareError as error:
+            raise UsageError(
+                f"{target}: expected the record of a run (*.views.jsonl), or the output of `forebay prepare`, got a "
+                f"folder with neither ({error})."
+            ) from error
+        return PreparationSource(folder)
     address, is_plain = target.removeprefix("http://").rstrip("/"), target.startswith("http://")
     if folder.exists() or ":" not in address or "/" in address:
         raise UsageError(

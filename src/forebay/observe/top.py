@@ -102,6 +102,8 @@ def _progress(progress: Mapping[str, Any], width: int) -> Iterator[RenderableTyp
     words.append(" of ".join(of_unit))
     if progress.get("epochs"):
         words.append(f"epoch {progress['epoch']} of {progress['epochs']}")
+    if progress.get("stage"):
+        words.append(f"stage {progress['stage']}")
     if progress.get("eta_s"):
         words.append(f"about {format_seconds(progress['eta_s'])} to go")
     yield ProgressBar(total=total, completed=min(done, total), width=width)

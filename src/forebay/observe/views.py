@@ -5,10 +5,11 @@ that are missing or empty have nothing to show:
 
 - `kind` (job, run, node, loader, preparation), `title`, `state`, `at` (Unix seconds), `message`.
 - `progress`: `done`, `total` in `unit`; `epoch` (from 1), `epochs`; `eta_s`.
-- `figures`: label to (value, unit); units are B, B/s, tokens/s, samples/s, share, s, and "" for a plain number.
+- `figures`: label to (value, unit); units are B, B/s, tokens/s, samples/s, documents/s, share, s,
+  and "" for a plain number.
 - `waits`: cause to its share of the time of all workers; `advice`: what to do about the largest.
 - `coverage`: see `scheduler.activity.coverage`.
-- `workers`, `nodes`, `datasets`, `stages`, `dropped`: rows, each a dict; `columns` has the shown keys and their units.
+- `workers`, `nodes`, `datasets`, `stages`, `rules`, `dropped`: rows, each a dict; `columns` has the keys and units.
 - `events` and `uses`: the last ones, latest first; `samples`: of dropped documents.
 """
 
@@ -37,10 +38,11 @@ COLUMNS = {
     },
     "datasets": {"name": "", "slices": "", "bytes": "B", "tokens": "", "share": "share", "id": ""},
     "stages": {
-        "stage": "", "documents_in": "", "documents_out": "", "kept_share": "share", "cpu_s": "s",
-        "documents_per_s": "",
+        "stage": "", "state": "", "done_share": "share", "documents_in": "", "documents_out": "", "cpu_s": "s",
+        "elapsed_s": "s", "remaining_s": "s", "documents_per_s": "",
     },
-    "dropped": {"stage": "", "reason": "", "documents": "", "share": "share"},
+    "rules": {"rule": "", "documents_in": "", "documents_out": "", "kept_share": "share", "cpu_s": "s"},
+    "dropped": {"rule": "", "reason": "", "documents": "", "share": "share"},
 }  # fmt: skip
 """The columns of each table, with their units."""
 
@@ -236,3 +238,53 @@ def merge_views(views: Sequence[View]) -> View:
     datasets = [{"name": name, "tokens": n, "share": n / total} for name, n in counts.items()]
     merged = {**latest, "workers": workers, "waits": waits, "advice": advice_of(waits), "figures": figures}
     return {**merged, "datasets": datasets} if counts else merged
+
+
+def preparation_view(record: Mapping[str, Any]) -> View:
+    """A preparation, of the record of its progress (`prepare.progress`)."""
+    stages, read = record["stages"], max(1, record["documents_in"])
+    current = next((stage for stage in reversed(stages) if stage["stopped_at"] is None), None)
+    rate = current and current["documents_per_s"]
+    skipped, events = record["skipped"], [{**item, "level": "warning"} for item in reversed(record["messages"])]
+    events += [{"at": None, "level": "warning", "text": f"{n:,} inputs: {reason}"} for reason, n in skipped.items()]
+    events += [{"at": None, "level": "warning", "text": f"{r['where']}: {r['reason']}"} for r in record["rejects"]]
+    figures = {
+        "documents read": (record["documents_in"], ""), "kept": (record["documents_out"], ""),
+        "kept share": (record["documents_out"] / read, "share"), "malformed": (record["malformed"], ""),
+        "throughput": (rate, "documents/s") if rate else None,
+        "processes": (len(record["workers"]) or record["num_workers"], ""),
+        "CPU time": (sum(record["cpu_s"].values()), "s"), "time": (record["wall_s"], "s"),
+        "largest process": (record["peak_bytes"], "B") if record["peak_bytes"] else None,
+    }  # fmt: skip
+    return make_view(
+        "preparation", record["name"] or record["output"], record["state"], message=record["error"],
+        progress=current and {
+            "done": current["done"], "total": current["total"], "unit": current["unit"],
+            "stage": current["stage"], "eta_s": current["remaining_s"],
+        },
+        figures={label: figure for label, figure in figures.items() if figure is not None},
+        stages=[
+            {
+                **stage, "state": "running" if stage["stopped_at"] is None else "done",
+                "done_share": stage["done"] / max(1, stage["total"]),
+                "elapsed_s": (stage["stopped_at"] or record["updated_at"]) - stage["started_at"],
+            }
+            for stage in stages
+        ],
+        rules=[
+            {
+                "rule": entry["stage"], "documents_in": entry["documents_in"], "documents_out": entry["documents_out"],
+                "kept_share": entry["documents_out"] / max(1, entry["documents_in"]),
+                "cpu_s": record["cpu_s"].get(entry["stage"]),
+            }
+            for entry in record["funnel"]
+        ],
+        dropped=[
+            {"rule": entry["stage"], "reason": reason, "documents": n, "share": n / read}
+            for entry in record["funnel"] for reason, n in entry["dropped"].items()
+        ],
+        samples=[
+            {"title": f"{s['stage']}: {s['reason']}", "where": s["where"], "text": s["text"]} for s in record["samples"]
+        ],
+        events=events,
+    )  # fmt: skip

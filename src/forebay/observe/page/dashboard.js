@@ -3,11 +3,11 @@
 
 const POLL_MS = 2000, PAGE_ROWS = 50;
 const CAUSES = ["scheduler", "network", "disk", "tokenize", "decode", "device", "queue"];
-const TITLES = { workers: "Workers", nodes: "Data nodes", datasets: "Datasets", stages: "Stages", dropped: "Dropped, by reason" };
+const TITLES = { workers: "Workers", nodes: "Data nodes", datasets: "Datasets", stages: "Stages", rules: "Rules", dropped: "Dropped, by reason" };
 const GOOD = ["running", "working", "up", "done"], BAD = ["silent", "lost", "failed", "incomplete", "does not answer"];
 const $ = (id) => document.getElementById(id);
 const tables = {}; // By name: the key that it is sorted by, the direction, the first row that is shown, a filter.
-let view = null, points = [], times = [], pinned = null, player = null;
+let view = null, points = [], times = [], pinned = null, player = null, shownSamples = "";
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -64,7 +64,9 @@ function render() {
   if (show("history", points.some((point) => point.rate !== null))) renderHistory();
   if (show("coverage", Boolean(v.coverage))) renderCoverage();
   for (const name of Object.keys(v.columns || {})) renderTable(name, v[name] || [], v.columns[name]);
-  if (show("samples", Boolean(v.samples))) renderSamples(v.samples);
+  const key = JSON.stringify(v.samples || "");
+  if (show("samples", Boolean(v.samples)) && key !== shownSamples) renderSamples(v.samples);
+  shownSamples = key;
   if (show("events", Boolean(v.events))) $("events-list").replaceChildren(...v.events.map((event) =>
     el("li", { class: event.level === "error" ? "bad" : event.level === "warning" ? "warn" : "" },
       el("time", {}, event.at ? clock(event.at) : "now"), event.text)));
@@ -76,6 +78,7 @@ function renderProgress(p) {
   const share = p.done / p.total;
   const parts = [`${format(share, "share")}`, p.unit === "B" ? `${format(p.done, "B")} of ${format(p.total, "B")}` : `${format(p.done, "")} of ${format(p.total, "")} ${p.unit}`];
   if (p.epochs) parts.push(`epoch ${p.epoch} of ${p.epochs}`);
+  if (p.stage) parts.push(`stage ${p.stage}`);
   if (p.eta_s) parts.push(`about ${duration(p.eta_s)} to go`);
   const fill = el("div");
   fill.style.width = `${100 * Math.min(1, share)}%`;
@@ -209,9 +212,17 @@ function fillRows(body, rows, keys, columns) {
   });
 }
 
+const opened = new Set(); // Titles of samples that the reader opened.
+
 function renderSamples(samples) {
-  $("samples-list").replaceChildren(...samples.map((sample) => el("div", { class: "sample" },
-    el("strong", {}, `${sample.stage}: ${sample.reason}`), ` ${sample.id || ""}`, el("pre", {}, sample.text))));
+  const groups = new Map();
+  for (const sample of samples) groups.set(sample.title, [...(groups.get(sample.title) || []), sample]);
+  $("samples-list").replaceChildren(...[...groups].map(([title, group]) => {
+    const details = el("details", opened.has(title) ? { open: "" } : {}, el("summary", {}, `${title} (${group.length})`),
+      ...group.map((sample) => el("div", { class: "sample" }, sample.where || "", el("pre", {}, sample.text))));
+    details.addEventListener("toggle", () => { if (details.open) opened.add(title); else opened.delete(title); });
+    return details;
+  }));
 }
 
 async function fetchJson(path) {
