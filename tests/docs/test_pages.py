@@ -133,6 +133,13 @@ def leasing(page: Page, made: Corpora) -> None:
     (page.directory / "train.py").write_text("import forebay\nfor batch in forebay.Loader():\n    pass\n")
 
 
+def observing(page: Page, made: Corpora) -> None:
+    operating(page, made)
+    made.copy(page.directory / "wiki")
+    page.names |= {"step": consume}
+    page.replace |= {"--record run &": f"--record run --listen {page.address('127.0.0.1:7480')} &"}
+
+
 def operating(page: Page, made: Corpora) -> None:
     members(page, made, "leases", "node")
     page.shell(f"forebay scheduler books --identity leases --listen {page.address('10.0.0.2:7420')} &", "setup")
@@ -171,6 +178,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/look.md": preparing,
     "docs/how-to/mirror.md": mirroring,
     "docs/how-to/network.md": operating,
+    "docs/how-to/observe.md": observing,
     "docs/how-to/plan.md": planning,
     "docs/how-to/prepare.md": preparing,
     "docs/how-to/scores.md": preparing,

@@ -8,6 +8,8 @@ which is even over an epoch. Latency and other traffic are not modelled.
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from forebay.errors import UsageError
 from forebay.load import resources
 from forebay.load.resources import RunSpec
@@ -22,6 +24,8 @@ _BATCHES = 2  # The caller's, and the one being built.
 _TOKEN_BYTES = 8
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
+_HIT_SHARE = 0.87  # Of a cache that has room for a part of an epoch: chunks that the next epoch finds, measured.
+_START_S = 0.1  # Of a loader: opening the dataset, threads, connections, the first requests; measured.
 _STALL_PART = 0.01  # Of an epoch; less is not reported.
 MIN_CACHE_PART = 50  # Of the dataset; what is proposed is no smaller part.
 
@@ -42,13 +46,16 @@ class RunPlan:
     fetched_bytes: int  # By a node, in all epochs.
     fetch_ratio: float
     samples_of_rank: tuple[int, int]  # Of the rank with fewest and of that with most, in an epoch.
+    rank_bytes: int  # That the latter reads in an epoch.
     first_batch_bytes: int
     memory_bytes: int
     largest_batch: int | None  # Of a rank, with which the loader fits the memory; 0 if none.
     first_batch_s: float | None = None
     slice_fetch_s: float | None = None
-    stall_s: float | None = None  # Of an epoch, after the first batch.
-    epoch_s: float | None = None  # From the start of fetching to the end of training.
+    stall_s: float | None = None  # Of the first epoch, after the first batch.
+    epoch_s: float | None = None  # The first, from the start of fetching to the end of training.
+    finish_s: float | None = None  # All epochs.
+    wait_share: float | None = None  # Of the time of all epochs.
     needed_bandwidth: float | None = None
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -114,9 +121,8 @@ def _figures(job: RunSpec) -> RunPlan:
     per_epoch = max(resources.fetched_bytes(job, node, cache) for node in nodes)
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
-    # The samples of the first step on a node: each reads a chunk of its lane.
-    first = min(int(job.slice_samples.sum()), -(-job.global_batch * job.ranks_per_node // job.world_size))
-    first_bytes = min(total_bytes, first * (job.size.chunk_bytes + int(job.size.sample_bytes)))
+    demand = np.minimum(resources.first_demand(job, order), total_bytes)
+    samples_of_rank = _samples_of_rank(job, order)
     plan = RunPlan(
         job, nodes, order.num_lanes, order.window_samples, order.steps_per_epoch, disk,
         least_bytes=min(disk.open_bytes, disk.epoch_bytes),
@@ -124,21 +130,30 @@ def _figures(job: RunSpec) -> RunPlan:
         peak_disk_bytes=min(cache, total_bytes),
         fetched_bytes=min(total_bytes, per_epoch * job.epochs) if cache >= total_bytes else per_epoch * job.epochs,
         fetch_ratio=resources.fetch_ratio(job, nodes, cache),
-        samples_of_rank=_samples_of_rank(job, order),
-        first_batch_bytes=first_bytes,
+        samples_of_rank=samples_of_rank,
+        rank_bytes=min(total_bytes, int(samples_of_rank[1] * job.size.sample_bytes)),
+        first_batch_bytes=int(demand[0]),
         memory_bytes=job.ranks_per_node * (fixed_bytes + sample_bytes * batch_size),
         largest_batch=None if job.mem_bytes is None
         else max(0, (job.mem_bytes // job.ranks_per_node - fixed_bytes) // sample_bytes),
     )  # fmt: skip
     if job.bandwidth is not None:
         plan.slice_fetch_s = float(job.slice_bytes.mean()) / job.bandwidth
-        plan.first_batch_s = plan.first_batch_bytes / job.bandwidth
+        plan.first_batch_s = _START_S + plan.first_batch_bytes / job.bandwidth
     if job.step_s is not None and plan.steps_per_epoch:
         train_s = plan.steps_per_epoch * job.step_s
         plan.needed_bandwidth = per_epoch / train_s
         if job.bandwidth is not None and plan.first_batch_s is not None:
-            plan.stall_s = max(0.0, per_epoch / job.bandwidth - train_s)
+            # By the bytes of the epoch, or of the first steps, each of whose samples has a chunk of its own.
+            late_s = (demand - demand[0]) / job.bandwidth - job.step_s * np.arange(len(demand))
+            plan.stall_s = max(0.0, per_epoch / job.bandwidth - train_s, float(late_s.max()))
             plan.epoch_s = plan.first_batch_s + plan.stall_s + train_s
+            # In later epochs a part is in the cache, from which what is used last is evicted first.
+            later_bytes = per_epoch * (1 - _HIT_SHARE * min(1.0, cache / max(1, disk.epoch_bytes)))
+            later_bytes = 0 if cache >= min(total_bytes, disk.epoch_bytes + disk.again_bytes) else later_bytes
+            later_stall_s = max(0.0, later_bytes / job.bandwidth - train_s)
+            plan.finish_s = plan.epoch_s + (job.epochs - 1) * (train_s + later_stall_s)
+            plan.wait_share = 1 - job.epochs * train_s / plan.finish_s
     return plan
 
 
@@ -173,6 +188,7 @@ def format_plan(plan: RunPlan) -> str:
         ("order", f"lanes={plan.lanes}, window={plan.window} samples"),
         ("steps", f"{plan.steps_per_epoch:,} of {job.global_batch} samples an epoch"),
         (f"{node} reads", f"{disk.num_lanes:,} lanes, {format_bytes(disk.epoch_bytes)} an epoch"),
+        ("a rank reads", f"{format_bytes(plan.rank_bytes)} an epoch, {plan.samples_of_rank[1]:,} samples"),
         ("all nodes fetch", f"about {plan.fetch_ratio:.2f} x the dataset an epoch"),
         ("open at once", f"{opened}; with the next windows {format_bytes(disk.next_bytes)}"),
         ("smallest cache", format_bytes(plan.least_bytes)),
@@ -193,6 +209,8 @@ def format_plan(plan: RunPlan) -> str:
     if plan.stall_s is not None and plan.epoch_s is not None:
         stall, of_step = map(format_seconds, (plan.stall_s, plan.stall_s / max(1, plan.steps_per_epoch)))
         rows += [("stall", f"{stall} an epoch, {of_step} a step"), ("epoch", format_seconds(plan.epoch_s))]
+    if plan.finish_s is not None and plan.wait_share is not None:
+        rows += [("waits", f"{plan.wait_share:.1%} of the time"), ("finishes after", format_seconds(plan.finish_s))]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
     for kind in ("warnings", "refused", "advice"):

@@ -6,6 +6,7 @@ Keys: q ends; in a replay space pauses, left and right go back and on. Without a
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import termios
@@ -16,7 +17,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -106,8 +106,9 @@ def _progress(progress: Mapping[str, Any], width: int) -> Iterator[RenderableTyp
         words.append(f"stage {progress['stage']}")
     if progress.get("eta_s"):
         words.append(f"about {format_seconds(progress['eta_s'])} to go")
-    yield ProgressBar(total=total, completed=min(done, total), width=width)
-    yield Text(" · ".join(words))
+    filled = round(min(1.0, done / total) * (width - 1))
+    yield Text("━" * filled, "blue") + Text("━" * (width - 1 - filled), "dim")
+    yield _text(" · ".join(words))
 
 
 def _waits(waits: Mapping[str, float], width: int) -> Iterator[Text]:
@@ -115,7 +116,7 @@ def _waits(waits: Mapping[str, float], width: int) -> Iterator[Text]:
     shares = {**waits, "training": max(0.0, 1.0 - sum(waits.values()))}
     for cause, share in shares.items():
         style = _CAUSE_STYLES.get(cause, "cyan")
-        bar.append("█" * round(share * (width - 1)) if cause != "training" else "░" * round(share * (width - 1)), style)
+        bar.append(("░" if cause == "training" else "█") * round(share * (width - 1)), style)
         legend.append(f"{'waiting: ' if cause != 'training' else ''}{cause} {100 * share:.1f} %   ", style)
     yield bar
     yield legend
@@ -167,10 +168,8 @@ def _keys() -> Iterator[Any]:
     def read(wait_s: float) -> str:
         if not select.select([sys.stdin], [], [], wait_s)[0]:
             return ""
-        key = sys.stdin.read(1)
-        while key == "\x1b" and select.select([sys.stdin], [], [], 0.02)[0]:
-            key = {"[": "\x1b", "D": "left", "C": "right"}.get(sys.stdin.read(1), "")
-        return key
+        pressed = os.read(sys.stdin.fileno(), 8)
+        return {b"\x1b[D": "left", b"\x1b[C": "right"}.get(pressed, pressed[:1].decode("ascii", "replace"))
 
     try:
         tty.setcbreak(sys.stdin)
@@ -185,7 +184,7 @@ def show_top(source: Source, *, replay: bool = False) -> None:
     Raises:
         ForebayError: If there is nothing to show at the start.
     """
-    console = Console(highlight=False)
+    console = Console(file=sys.__stdout__, highlight=False)  # The command's own stdout has no control characters.
     view = source.view_at(source.times()[0]) if replay else source.poll()
     if not console.is_terminal:
         console.print(render(source.poll(), max(80, console.width), 60))
