@@ -27,7 +27,7 @@ FREE_BYTES = 1 << 30  # What several nodes fetch twice causes a warning only, be
 _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and one with the header of the slice.
 _COUNTED_AT = 0, 1_013, 5_003, 12_007  # The lanes of a mixture are counted from these steps on,
 _COUNTED_SAMPLES = 1 << 15  # for as many steps as these samples take.
-_COUNTED_DEMAND = 1 << 17  # Samples of the first steps whose chunks are counted.
+_COUNTED_DEMAND, _COUNTED_STEPS = 1 << 17, 4096  # Samples and steps, at most, whose chunks are counted.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
 
 
@@ -215,14 +215,16 @@ def first_demand(spec: RunSpec, order: Order) -> NDArray[np.float64]:
 
     The first steps need more than later ones: each of their samples lies in a chunk of its own.
     """
-    num_steps = max(1, min(order.num_samples, _COUNTED_DEMAND * spec.num_nodes) // order.global_batch)
+    num_steps = min(order.num_samples, _COUNTED_DEMAND * spec.num_nodes) // order.global_batch
+    num_steps = min(max(1, num_steps), _COUNTED_STEPS)
+    size = min(order.global_batch, order.num_samples)
     samples_per_chunk = max(1.0, spec.size.chunk_bytes / spec.size.sample_bytes)
     chunks, steps = [], []
     for rank in range(spec.ranks_per_node):
-        for step in range(num_steps):
-            slices, samples = order.samples_at(0, order.positions(step, rank, spec.world_size))
-            chunks.append(slices << 32 | (samples / samples_per_chunk).astype(np.int64))
-            steps.append(np.full(len(slices), step))
+        positions = order.shares_of(0, size, num_steps, rank, spec.world_size)
+        slices, samples = order.samples_at(0, positions.reshape(-1))
+        chunks.append(slices << 32 | (samples / samples_per_chunk).astype(np.int64))
+        steps.append(np.repeat(np.arange(num_steps), positions.shape[1]))
     by_step = np.argsort(np.concatenate(steps), kind="stable")
     _, first = np.unique(np.concatenate(chunks)[by_step], return_index=True)
     new = np.bincount(np.concatenate(steps)[by_step][first], minlength=num_steps)

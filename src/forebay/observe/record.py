@@ -113,7 +113,7 @@ class RecordReader:
         """The view at a moment in Unix seconds: of each file the last one that is not later, merged."""
         self._index()
         views = []
-        for path, (_, entries) in self._files.items():
+        for path, (_, entries) in sorted(self._files.items()):
             earlier = [entry for entry in entries if entry[0] < moment + _TOGETHER_S] or entries[:1]
             if earlier:
                 _, start, stop = earlier[-1]

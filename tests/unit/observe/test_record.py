@@ -1,0 +1,106 @@
+"""Records of runs: bounded, readable after a kill, one file a process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.errors import UsageError
+from forebay.observe.record import RecordReader, RunRecord
+from support.calibration import scaled
+
+
+def view(moment: float, rank: int = 0, **parts: Any) -> dict[str, Any]:
+    row = {"name": f"rank {rank}", "wait_shares": {"network": 0.1 * (rank + 1)}}
+    figures = {"throughput": [100.0 * (rank + 1), "tokens/s"], "waiting": [0.1, "share"]}
+    return {"version": 1, "kind": "loader", "title": "run", "state": "working", "at": moment, "workers": [row],
+            "figures": figures, **parts}  # fmt: skip
+
+
+def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, interval_s=1.0, max_bytes=20_000)
+    for moment in range(3000):
+        record.add(view(float(moment)))
+        assert record.path.stat().st_size <= 20_000
+    times = RecordReader(tmp_path).times()
+    assert 20 < len(times) < 100 and times == sorted(times) and times[0] < 100 and times[-1] > 2900
+    gaps = [after - before for before, after in pairwise(times)]
+    assert max(gaps) <= 2.5 * min(gaps)
+
+
+def test_views_that_follow_too_soon_are_not_written(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, interval_s=2.0)
+    for tenth in range(100):
+        record.add(view(tenth / 10))
+    assert len(RecordReader(tmp_path).times()) in (5, 6)
+
+
+def test_ranks_share_a_folder_and_are_merged(tmp_path: Path) -> None:
+    for rank in range(3):
+        record = RunRecord(tmp_path, f"rank-{rank}")
+        for moment in (10.0, 20.0, 30.0):
+            record.add(view(moment + 0.1 * rank, rank))
+    reader = RecordReader(tmp_path)
+    assert reader.times() == [10.0, 20.0, 30.0]
+    merged = reader.view_at(20.0)
+    assert [row["name"] for row in merged["workers"]] == ["rank 0", "rank 1", "rank 2"]
+    assert merged["figures"]["throughput"] == (600.0, "tokens/s")
+    assert merged["waits"] == {"network": pytest.approx(0.2)} and "network" in merged["advice"]
+    assert reader.latest()["at"] == pytest.approx(30.2)
+
+
+def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.add(view(1.0))
+    with record.path.open("ab") as file:
+        file.write(b'{"at":5.0,"kind":"lo')
+    reader = RecordReader(tmp_path)
+    assert reader.times() == [1.0] and reader.latest()["at"] == 1.0
+    RunRecord(tmp_path).add(view(9.0))
+    assert reader.times() == [1.0, 9.0] and RecordReader(tmp_path).times() == [1.0, 9.0]
+    assert [json.loads(line)["at"] for line in record.path.read_bytes().splitlines() if line.endswith(b"}")] == [
+        1.0,
+        9.0,
+    ]
+
+
+def _write_until_killed(folder: Path) -> None:
+    record = RunRecord(folder, interval_s=0.0, max_bytes=50_000)
+    for number in range(10_000_000):
+        record.add(view(float(number)))
+
+
+def test_a_kill_at_any_moment_leaves_a_record(tmp_path: Path) -> None:
+    for turn in range(6):
+        process = multiprocessing.get_context("spawn").Process(target=_write_until_killed, args=(tmp_path,))
+        process.start()
+        deadline = time.monotonic() + scaled(30)
+        while not list(tmp_path.glob("*.views.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.02 + 0.05 * turn)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        reader = RecordReader(tmp_path)
+        times = reader.times()
+        assert all(reader.view_at(moment)["kind"] == "loader" for moment in times)
+    assert times
+
+
+def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected a folder with the record of a run"):
+        RecordReader(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write"):
+        RunRecord(tmp_path / "file" / "record")
+    RunRecord(tmp_path / "empty")
+    with pytest.raises(UsageError, match="got none yet"):
+        RecordReader(tmp_path / "empty").latest()
