@@ -193,10 +193,6 @@ def test_files_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_compose_file_of_the_repository_is_launched() -> None:
     settings = {
-        "build": ".",
-        "dataset": "docs",
-        "texts": "./docs/explanation",
-        "slice_bytes": "16KiB",
-        "seq_len": "128",
-    }
+        "build": ".", "dataset": "code", "texts": "./src/forebay/formats", "slice_bytes": "8KiB", "seq_len": "64",
+    }  # fmt: skip
     assert (ROOT / "compose.yaml").read_text() == render("compose", settings, [])["compose.yaml"]
