@@ -15,7 +15,7 @@ COPY --from=build /opt/forebay /opt/forebay
 ENV PATH=/opt/forebay/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /work
-# FOREBAY_STATUS: the address of this container's node; FOREBAY_IDENTITY: its directory. Without the first all is healthy.
+# FOREBAY_STATUS: the address of this container's node; FOREBAY_IDENTITY: its directory. Unset: always healthy.
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m \
     CMD ["sh", "-c", "test -z \"$FOREBAY_STATUS\" || exec forebay status --json"]
 ENTRYPOINT ["forebay"]
