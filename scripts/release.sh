@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=out/release
-EXTRAS=(--extra prepare --extra network --extra remote --extra metrics)
+EXTRAS=(--extra prepare --extra network --extra remote)
 # shellcheck source=scripts/install.sh
 . scripts/install.sh
 
