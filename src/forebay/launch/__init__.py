@@ -112,6 +112,7 @@ KINDS: dict[str, Kind] = {
             "workers": _WORKERS,
             "seq_len": _SEQ_LEN,
             "batch_size": _BATCH_SIZE,
+            "port": Setting("7480", r"[1-9][0-9]{0,4}", "port of this machine for the dashboard"),
         },
         ["docker compose -f {out}/compose.yaml up"],
     ),

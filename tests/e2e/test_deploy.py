@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_a_compose_file_trains_to_the_end(tmp_path: Path, machine: Machine) -> N
     file = without_dollars(yaml.safe_load((tmp_path / "out" / "compose.yaml").read_text()))
     entrypoint, probe = image()
     services, containers = file["services"], dict[str, Container]()
-    assert len(services) == 7  # setup, and a network of six
+    assert len(services) == 8  # setup, a network of six, and the dashboard
     assert {volume["source"] for service in services.values() for volume in service.get("volumes", ())
             if volume["type"] == "volume"} == set(file["volumes"])  # fmt: skip
 
@@ -95,6 +96,11 @@ def test_a_compose_file_trains_to_the_end(tmp_path: Path, machine: Machine) -> N
     ledger = machine.volume("state") / "ledger.jsonl"
     verified = containers["scheduler"].run("forebay", "ledger", "verify", str(ledger))
     assert verified.returncode == 0, verified.stderr
+    (published,) = services["dashboard"]["ports"]
+    assert published.startswith("127.0.0.1:") and published.endswith(":7480")
+    url = f"http://127.0.0.1:{machine.port('dashboard', '7480')}/"
+    with urllib.request.urlopen(url, timeout=scaled(20)) as page:
+        assert b"<html" in page.read()
     assert not list(machine.volume("worker-1").glob("root-key.pem"))
     again = start("setup")  # `up` once more: keys and dataset stay
     assert again.wait() == 0 and "ready" not in again.log.read_text()
