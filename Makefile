@@ -7,7 +7,7 @@ export PYTHONUNBUFFERED := 1
 # Most of a short process is the compilation of what it imports, unless that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-long lint bench bench-prepare bench-loader bench-interop test-peers clean
+.PHONY: setup demo test test-all test-long lint bench bench-prepare bench-loader bench-interop test-peers release clean
 
 setup: $(VENV)/.ready
 
@@ -61,6 +61,11 @@ bench-interop: setup
 # Files of other projects' own libraries, both ways; FOREBAY_FORMAT_PEERS names interpreters that have them.
 test-peers: setup
 	$(PY) -m pytest -n0 tests/peers
+
+# Packages in dist/, lock file, bill of materials and checksums in out/release/, all checked; nothing is published.
+# TAG in the environment, if any, must name the version.
+release:
+	@PYTHON="$(PYTHON)" bash scripts/release.sh
 
 clean:
 	rm -rf $(VENV) .venv-all .venv-peers .venv-peers-extract .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by setup.sh and peers.sh: `make_venv VENV`, then `install …` into it. Networks are flaky, so every download is
 # retried; uv is used when it can be had (about ten times faster), pip otherwise.
 NAME=$(basename "$0" .sh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
 
+from forebay.cli import main
+from forebay.coordinator.server import Coordinator
 from forebay.data_node import DataNode
 from forebay.errors import NetworkError
 from forebay.ledger.verify import verify_ledger
@@ -204,3 +207,27 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(
     _, message = process.communicate(timeout=scaled(80))
     assert process.returncode == 2 and time.monotonic() - began < scaled(80)
     assert all(word in message for word in [*words, str(path)]) and len(message.splitlines()) == 1, message
+
+
+def test_status_of_nodes_of_every_kind(
+    tmp_path: Path, network: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 0 while a node takes requests, else 1; also by the environment, as probes do."""
+    port = _free_udp_port()
+    with contextlib.closing(LibtorrentDht(HOST, port, [])):
+        assert main(["status", f"udp://{HOST}:{port}"]) == 0
+    assert main(["status", f"udp://{HOST}:{port}", "--timeout", "0.5"]) == 1
+    for identity in (None, Identity.load(network["w0"])):
+        with Coordinator(identity=identity) as coordinator:
+            scheme = "https" if identity else "http"
+            monkeypatch.setenv("FOREBAY_STATUS", f"{scheme}://{coordinator.address}")
+            monkeypatch.setenv("FOREBAY_IDENTITY", str(network["w1"]) if identity else "")
+            capsys.readouterr()
+            assert main(["status"]) == 0
+            assert f"coordinator of run {coordinator.run_id}: up" in capsys.readouterr().out
+            assert main(["status", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["healthy"]
+        assert main(["status"]) == 1
+    monkeypatch.delenv("FOREBAY_STATUS")
+    assert main(["status"]) == 2
+    assert "expected HOST:PORT, got none" in capsys.readouterr().err

@@ -13,7 +13,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from forebay.cli import convert, data, ledger, network, nodes, observe, parser, plan, prepare, scheduler, workers
+from forebay.cli import (
+    convert,
+    data,
+    launch,
+    ledger,
+    network,
+    nodes,
+    observe,
+    parser,
+    plan,
+    prepare,
+    scheduler,
+    workers,
+)
 from forebay.cli.parser import report_failure
 from forebay.errors import ForebayError, UsageError, install_command
 
@@ -112,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
         abouts[name] = about
         return verbs.add_parser(name, description=about).add_subparsers(metavar="COMMAND", required=True)
 
-    for commands in (prepare, data, convert, plan, network, nodes, scheduler, workers, ledger, observe):
+    for commands in (prepare, data, convert, plan, network, nodes, scheduler, workers, ledger, observe, launch):
         commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
     main_parser.epilog = parser.panels(abouts)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from forebay.cli.arguments import add_identity, address, positive, seconds, size
 from forebay.cli.running import add_node, joined_network, listen_at, log, ready, send_request, stop_event, until_stopped
+from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
 from forebay.units import format_bytes, format_seconds
 
@@ -18,15 +20,35 @@ _MAX_READERS = 10  # lines of a data node's status
 
 
 def _status(args: argparse.Namespace) -> int:
-    from forebay.scheduler.status import lines
+    if args.address is None:
+        raise UsageError("status: expected HOST:PORT, got none. Give a node's address, or set FOREBAY_STATUS.")
+    if args.address.startswith("udp://"):
+        from forebay.network.dht import wait_for_bootstrap
 
+        node = address(args.address.removeprefix("udp://"))
+        wait_for_bootstrap([node], args.timeout)
+        print(json.dumps({"healthy": True}) if args.json else f"DHT node at {args.address}: up")
+        return 0
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
     is_healthy = not status.get("draining")
-    if args.json:
+    if args.json:  # Also for probes, which repeat this every few seconds: `lines` imports the scheduler.
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
+    elif "samples_used" in status:
+        from forebay.scheduler.status import lines
+
+        print("\n".join(lines(status)))
     else:
-        print("\n".join(lines(status) if "samples_used" in status else _node_lines(status)))
+        print("\n".join(_coordinator_lines(status) if "run_id" in status else _node_lines(status)))
     return 0 if is_healthy else 1
+
+
+def _coordinator_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    state = "done" if status["done"] else f"{len(status['members']):,} workers, {status['min_workers']:,} needed"
+    up = format_seconds(status["up_s"])
+    yield f"coordinator of run {status['run_id']}: up for {up}, step {status['step']}, {state}"
+    for member in status["members"]:
+        rank = "no rank yet" if member["rank"] is None else f"rank {member['rank']}"
+        yield f"  {member['worker_id']}  {rank}  step {member['step']}{'  disconnected' if member['lost'] else ''}"
 
 
 def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
@@ -142,7 +164,8 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--access", type=Path, metavar="FILE", help="TOML: who may read what, how much a day (default: all)")
     p = add_node(verb, "find", _find, "list the data nodes of a dataset", timeout_s=10.0, timeout_of="the DHT")
     p.add("name", metavar="NAME", help="name of the dataset")
-    p = verb("status", _status, "show the status of a scheduler or data node; exit 1 if it takes no requests")
-    p.add("address", metavar="HOST:PORT", help="address of a scheduler or data node")
+    p = verb("status", _status, "show the status of a node; exit 1 if it takes no requests")
+    about = "scheduler, data node or coordinator; http://… without TLS, udp://… a DHT node (default: FOREBAY_STATUS)"
+    p.add("address", nargs="?", default=os.environ.get("FOREBAY_STATUS"), metavar="HOST:PORT", help=about)
     add_identity(p)
     p.add("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for the answer")

@@ -21,7 +21,7 @@ PANELS = {
         "prepare", "classifier", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
     ),
     "Network": ("network", "dht", "serve", "find", "scheduler", "job", "worker", "coordinator"),
-    "Operate": ("status", "top", "dashboard", "plan", "ledger"),
+    "Operate": ("status", "top", "dashboard", "plan", "ledger", "launch"),
     "Try": ("demo", "simulate", "completion"),
 }  # fmt: skip
 LEVELS = ("debug", "info", "warning", "error")

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,17 +73,25 @@ def listen_at(args: argparse.Namespace, discovery: LibtorrentDht) -> tuple[str, 
 def send_request(
     args: argparse.Namespace, address: str, path: str, body: Any = None, timeout_s: float = 10.0
 ) -> tuple[Any, Peer]:
-    """Send a GET, or with a body a POST, as the node of `--identity`; return the reply and the peer."""
+    """Send a GET, or with a body a POST, as the node of `--identity`; return the reply and the peer.
+
+    An address that begins with http:// is of a server without TLS; with https:// it is as without.
+    """
     from forebay.network.addresses import parse_address
     from forebay.network.client import Client
 
+    identity = None if address.startswith("http://") else load_identity(args)
+    address = address.removeprefix("http://").removeprefix("https://")
     parse_address(address)
-    with Client(load_identity(args)) as client, log_while_waiting(log, lambda: f"an answer of {address}"):
+    with Client(identity) as client, log_while_waiting(log, lambda: f"an answer of {address}"):
         return client.request_json(address, "GET" if body is None else "POST", path, body, timeout_s=timeout_s)
 
 
 def ready(args: argparse.Namespace, **fields: Any) -> None:
-    """Print the ready line, which other programs wait for."""
+    """Print the ready line, which other programs wait for, and notify systemd, if it started this process."""
+    if name := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+            sock.sendto(b"READY=1", name.replace("@", "\0", 1))
     if args.json:
         print(json.dumps({"ready": True, **fields}), flush=True)
     else:

@@ -1,0 +1,134 @@
+"""Files for other programs, read by those programs' linters and schemas: containers, clusters, units, workflows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from forebay.launch import KINDS, render, write
+from support.calibration import scaled
+from support.runner import ROOT
+
+COMMAND = ["python", "train.py", "two words", "$HOME", "it's"]
+KUBERNETES = ("1.29", "1.37")
+
+
+def run(program: str, *arguments: object, cwd: Path | None = None) -> str:
+    """The output of a program beside this interpreter, or on PATH, which must exit 0; the test skips without it."""
+    beside = Path(sys.executable).parent / program
+    path = str(beside) if beside.exists() else shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    ran = subprocess.run([path, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=scaled(60))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
+
+
+def launched(directory: Path, kind: str, **settings: str) -> list[Path]:
+    return write(directory, render(kind, settings, COMMAND))
+
+
+def test_the_dockerfile() -> None:
+    run("hadolint", ROOT / "Dockerfile")
+    text = (ROOT / "Dockerfile").read_text()
+    assert re.findall("^USER (.*)$", text, re.MULTILINE) == ["10001:10001"]
+    copied = {word for line in re.findall("^COPY (?!--from)(.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
+    ignored = (ROOT / ".dockerignore").read_text().split("\n")
+    assert ignored[1] == "*" and copied <= {line[1:] for line in ignored if line.startswith("!")}
+
+
+def test_compose_files(tmp_path: Path) -> None:
+    (file,) = launched(tmp_path, "compose", workers="12", build=".")
+    run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", file, ROOT / "compose.yaml")
+
+
+def test_shell_scripts(tmp_path: Path) -> None:
+    files = [ROOT / "scripts" / "release.sh"]
+    for kind in ("slurm", "kubernetes-network", "systemd"):
+        files += [file for file in launched(tmp_path / kind, kind) if file.suffix in (".sh", ".sbatch")]
+    (pods,) = launched(tmp_path / "kubernetes", "kubernetes")
+    setup = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["setup"]
+    join = yaml.safe_load_all((tmp_path / "kubernetes-network" / "network.yaml").read_text())
+    inner = {"setup": setup["command"][0].replace("$$", "$")}
+    for document in [*join, *yaml.safe_load_all(pods.read_text())]:
+        pod = document.get("spec", {}).get("template", {}).get("spec", {})
+        for container in [*pod.get("initContainers", ()), *pod.get("containers", ())]:
+            if container["command"][0] == "sh":
+                inner[f"{document['metadata']['name']}-{container['name']}"] = container["command"][2]
+    assert len(inner) == 6
+    for name, script in inner.items():
+        files.append(tmp_path / f"{name}.sh")
+        files[-1].write_text(f"#!/bin/sh\n{script}\n")
+    run("shellcheck", "-x", *files, cwd=ROOT)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_manifests(tmp_path: Path, version: str) -> None:
+    files = launched(tmp_path / "ranks", "kubernetes", name="yes", cpu="0.5", memory="10")
+    files += launched(tmp_path / "torchrun", "kubernetes", ranks_per_pod="8", gpus="8")
+    files += [file for file in launched(tmp_path / "network", "kubernetes-network", dataset="1e3", gpus="1")
+              if file.name == "network.yaml"]  # fmt: skip
+    run("kubernetes-validate", "--strict", "--kubernetes-version", version, *files)
+
+
+def test_a_kustomization_is_built(tmp_path: Path) -> None:
+    launched(tmp_path, "kubernetes-network", name="lab")
+    for name in ("network.json", "root-cert.pem", "org-cert.pem", "org-key.pem"):
+        (tmp_path / "issuer").mkdir(exist_ok=True)
+        (tmp_path / "issuer" / name).write_text(name)
+    for name in ("nodes.token", "workers.token"):
+        (tmp_path / name).write_text("token")
+    built = list(yaml.safe_load_all(run("kubectl", "kustomize", tmp_path)))
+    secrets = {item["metadata"]["name"]: set(item["data"]) for item in built if item["kind"] == "Secret"}
+    used = {
+        volume["secret"]["secretName"]
+        for item in built
+        for volume in item.get("spec", {}).get("template", {}).get("spec", {}).get("volumes", ())
+        if "secret" in volume
+    }
+    assert secrets.keys() == used == {"lab-issuer", "lab-nodes-token", "lab-workers-token"}
+    assert secrets["lab-workers-token"] == {"token"} and len(secrets["lab-issuer"]) == 4
+
+
+def test_units(tmp_path: Path) -> None:
+    files = launched(tmp_path, "systemd", program=sys.executable, data="/srv/100% $x")
+    said = run("systemd-analyze", "verify", "--man=no", *(file for file in files if file.suffix == ".service"))
+    assert not [line for line in said.splitlines() if "forebay-" in line]
+
+
+def test_files_of_the_forge() -> None:
+    directory = ROOT / ".github"
+    workflows = sorted((directory / "workflows").glob("*.yml"))
+    schema = ["--builtin-schema", "vendor.github-workflows"]
+    run("check-jsonschema", *schema, *workflows)
+    run("check-jsonschema", "--builtin-schema", "custom.github-workflows-require-timeout", *workflows)
+    run("check-jsonschema", "--builtin-schema", "vendor.dependabot", directory / "dependabot.yml")
+    forms = sorted(set((directory / "ISSUE_TEMPLATE").glob("*.yml")) - {directory / "ISSUE_TEMPLATE" / "config.yml"})
+    run("check-jsonschema", "--builtin-schema", "vendor.github-issue-forms", *forms)
+    config = directory / "ISSUE_TEMPLATE" / "config.yml"
+    run("check-jsonschema", "--builtin-schema", "vendor.github-issue-config", config)
+
+
+def test_workflows_run_what_make_runs() -> None:
+    """The steps are targets of Makefile, so that any machine can run them."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"test", "release"} <= set(targets)
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        made = [step["run"].split()[1] for step in steps if step.get("run", "").startswith("make ")]
+        assert made == [path.stem]
+        # No text of a commit, branch or tag is part of a script: those come by the environment.
+        assert not [step["run"] for step in steps if "${{" in step.get("run", "")]
+
+
+def test_every_kind_is_linted() -> None:
+    text = Path(__file__).read_text()
+    assert all(f'"{kind}"' in text for kind in KINDS)
