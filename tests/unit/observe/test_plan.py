@@ -228,7 +228,12 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     ]
     assert main([*common, "--json", "--disk", str(tmp_path), "--memory", "8GB"]) == 0
     reported = json.loads(capsys.readouterr().out)
-    assert reported["ok"] and reported["slices"] == 8 and 0.1 < reported["first_batch_s"] < 0.101 and reported["stall_s"] >= 0
+    assert (
+        reported["ok"]
+        and reported["slices"] == 8
+        and 0.1 < reported["first_batch_s"] < 0.101
+        and reported["stall_s"] >= 0
+    )
     assert reported["loader"]["lanes"] == 8 and reported["steps_per_epoch"] == 64
     assert main([*common, "--cache-bytes", "20kB"]) == 1
     text = capsys.readouterr().out
