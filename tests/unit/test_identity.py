@@ -59,6 +59,14 @@ def test_nothing_is_overwritten_unasked(network_dir: Path, make_identity: Make) 
         create_network(network_dir, "again")
 
 
+def test_a_join_that_was_killed_is_continued_with_its_key(network_dir: Path, make_identity: Make) -> None:
+    node = make_identity("a")
+    for name in ("node-cert.pem", "network.json", "root-cert.pem"):  # In the order in which they would be missing.
+        (node.node_dir / name).unlink()
+        (node.node_dir / "node-cert.pem").unlink(missing_ok=True)
+        assert join(network_dir, node.node_dir, "a").peer_id == node.peer_id
+
+
 def test_files_that_do_not_belong_together(tmp_path: Path, make_identity: Make) -> None:
     a, b = make_identity("a"), make_identity("b")
     (a.node_dir / "node-cert.pem").write_bytes((b.node_dir / "node-cert.pem").read_bytes())

@@ -107,11 +107,14 @@ def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, val
 
 
 def check_new_node(folder: Path, name: str) -> None:
-    """Raise UsageError if a node's name is invalid, or if its directory has a node already."""
+    """Raise UsageError if a node's name is invalid, or if its directory has a node already: its certificate.
+
+    A key without one is of an attempt that was killed: the next uses it.
+    """
     check_name("node", name)
-    if (folder / "node-key.pem").exists():
+    if (folder / "node-cert.pem").exists():
         raise UsageError(
-            f"join: {folder} already holds a node (node-key.pem). A new key means a new peer id. "
+            f"join: {folder} already holds a node (node-cert.pem). A new key means a new peer id. "
             "Choose another directory, or renew its certificate (forebay network renew)."
         )
 

@@ -180,7 +180,9 @@ def join(
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
     folder = Path(out_dir)
     files.check_new_node(folder, name)
-    return _issue(Path(network_dir), folder, name, Ed25519PrivateKey.generate(), scope, valid_days)
+    path = folder / "node-key.pem"
+    key = files.read_key(path) if path.exists() else Ed25519PrivateKey.generate()
+    return _issue(Path(network_dir), folder, name, key, scope, valid_days)
 
 
 def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
@@ -194,6 +196,6 @@ def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = 
 def _issue(source: Path, folder: Path, name: str, key: Ed25519PrivateKey, scope: Scope, valid_days: float) -> Identity:
     pem = files.node_pem(files.read_issuer(source), name, key.public_key(), scope, valid_days)
     files.write_key(folder / "node-key.pem", key)
-    atomic_write(folder / "node-cert.pem", pem)
     files.copy_shared(source, folder)
+    atomic_write(folder / "node-cert.pem", pem)  # The last, which makes it a node.
     return Identity.load(folder)
