@@ -28,13 +28,18 @@ done
 
 # `setup.sh all`: what `make test-all` runs besides. Their pins exclude one another, so two environments.
 if [ "${1:-}" = all ]; then
-  retry install -c scripts/constraints.txt -e '.[dev,torch,hf]' accelerate jax lightning mwparserfromhell schemathesis torchdata
+  retry install -c scripts/constraints.txt -e '.[dev,torch,hf]' accelerate jax lightning mwparserfromhell schemathesis torchdata \
+    axe-playwright-python ipykernel nbclient playwright
   (
     make_venv "$VENV/peers"
     retry install -c scripts/constraints.txt 'mosaicml-streaming>=0.13' torch zstd
   )
-  if ! PATH="$PATH:/usr/sbin" command -v nft >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    retry apt-get update -qq && retry apt-get install -y -qq nftables iproute2 || echo "setup: nftables did not install" >&2
+  missing=()
+  PATH="$PATH:/usr/sbin" command -v nft >/dev/null || missing+=(nftables iproute2)
+  command -v chromium >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium fonts-dejavu)
+  if [ "${#missing[@]}" -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    retry apt-get update -qq && retry apt-get install -y -qq "${missing[@]}" ||
+      echo "setup: ${missing[*]} did not install; their tests are skipped" >&2
   fi
 fi
 echo "setup: ready ($("$VENV/bin/python" --version), $("$VENV/bin/python" -c 'import importlib.util as u; print("with PyTorch" if u.find_spec("torch") else "without PyTorch; to train with it: .venv/bin/pip install torch")'))"

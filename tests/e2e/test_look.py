@@ -16,6 +16,7 @@ import pytest
 from forebay import prepare_dataset
 from forebay.prepare.report import load_report
 from support.calibration import scaled
+from support.outputs import content
 from support.shared_data import shared_data
 
 pytest.importorskip("numba")
@@ -83,7 +84,7 @@ def test_the_same_report_for_any_number_of_processes(pages: Path, tmp_path: Path
         out = tmp_path / f"d{workers}" / "web"
         arguments = ("--recipe", "gopher", "--tokenizer", "bytes")
         run("prepare", pages / "in", *arguments, "--out", out, "--workers", workers, cwd=tmp_path)
-        whole.append((out / "report.html").read_bytes())
+        whole.append(content(out / "report.html"))
     assert whole[0] == whole[1] and "cost" not in load_report(out) and load_report(out)["rules"]
 
 

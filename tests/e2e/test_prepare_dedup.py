@@ -16,6 +16,7 @@ from forebay.dataset.reader import open_dataset
 from support.calibration import scaled
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
+from support.outputs import content
 
 METHOD = '''
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def test_every_kind_at_once_gives_the_same_bytes_for_any_number_of_processes(tmp
         result = prepare(
             tmp_path, inputs, "--config", tmp_path / "all.toml", "--out", out, "--workers", workers, "--name", "x"
         )
-        report = (out / "report.html").read_bytes()
+        report = content(out / "report.html")
         results.append(
             (result, report, (out / "contamination.jsonl").read_bytes(), (out / "manifest.json").read_bytes())
         )

@@ -20,6 +20,7 @@ import pytest
 from forebay.prepare.driver import prepare_dataset
 from support import whole
 from support.calibration import scaled
+from support.outputs import hashes
 
 pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
@@ -42,13 +43,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(base: Path) -> tuple[str, dict[str, str]]:
     """The dataset id and the files that one process makes."""
     result = whole.run(base / "in", base / "one", 1)
-    created = whole.files(base / "one")
+    created = hashes(base / "one")
     assert "manifest.json" in created and "report.html" in created
-    return result, created | {".ids": whole.files(base)["one.ids"]}
+    return result, created | {".ids": hashes(base)["one.ids"]}
 
 
 def check(out: Path, result: str, wanted: tuple[str, dict[str, str]]) -> None:
-    created = whole.files(out) | {".ids": whole.files(out.parent)[f"{out.name}.ids"]}
+    created = hashes(out) | {".ids": hashes(out.parent)[f"{out.name}.ids"]}
     assert {name for name in wanted[1] | created if created.get(name) != wanted[1].get(name)} == set()
     assert result == wanted[0]
 
@@ -70,10 +71,10 @@ def test_another_place_of_the_same_input(base: Path, wanted: tuple[str, dict[str
     if (base / whole.MODEL).exists():
         shutil.copy(base / whole.MODEL, tmp_path)
     result = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, FOREBAY_CODER="reference")
-    created = whole.files(tmp_path / "elsewhere")
+    created = hashes(tmp_path / "elsewhere")
     assert result == wanted[0]
     assert {name for name in created if created[name] != wanted[1][name]} <= set(NAMED_BY_PATH)
-    for path in (tmp_path / "elsewhere").rglob("*.json"):
+    for path in (tmp_path / "elsewhere").rglob("[!.]*.json"):
         assert str(tmp_path) not in path.read_text()
 
 

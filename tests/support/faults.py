@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.outputs import hashes
+
 State = dict[str, Any]
 FAILED, BUG = 3, 4
 LEFT_OVER = (".tmp", ".part", ".converting")
@@ -158,12 +160,6 @@ class Scenario:
     def see(self, folder: Path) -> State: ...
 
 
-def tree(folder: Path) -> dict[str, str]:
-    """Every file below a folder, by its hash."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def content(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
@@ -198,8 +194,8 @@ class Prepare(Scenario):
         mark = out / ("manifest.json" if self.to == "dataset" else "text.json")
         if not mark.exists():
             return {**result, "out": None}
-        aside = (".work/", ".inputs.json", ".progress.json")  # They have times, the second also inodes of the inputs.
-        files = {name: digest for name, digest in tree(out).items() if not name.startswith(aside)}
+        aside = (".work/", ".inputs.json")  # The second holds times and inodes of the inputs.
+        files = {name: digest for name, digest in hashes(out).items() if not name.startswith(aside)}
         return {**result, "out": files}
 
 
@@ -232,7 +228,7 @@ class Convert(Scenario):
 
     def see(self, folder: Path) -> State:
         moved = [path for path in folder.glob("out.replaced-*") if not (folder / "out").exists()]
-        result = tree(*moved[:1] or [folder / "out"])
+        result = hashes(*moved[:1] or [folder / "out"])
         return {"out": result or None}
 
 
@@ -351,7 +347,7 @@ class Shards(Scenario):
         write_shards([np.arange(4096, dtype=np.uint16)], folder / "out", seq_len=64)
 
     def see(self, folder: Path) -> State:
-        return {"shards": tree(folder / "out") if (folder / "out" / "train_000000.npy").exists() else None}
+        return {"shards": hashes(folder / "out") if (folder / "out" / "train_000000.npy").exists() else None}
 
 
 class Mirror(Scenario):

@@ -157,12 +157,6 @@ def run(inputs: Path, out: Path, workers: int, engine: str = "local", **environm
     return done.stdout.strip()
 
 
-def files(out: Path) -> dict[str, str]:
-    """The hash of every file below a directory, by its path from there; not of the record of times."""
-    result = sorted(path for path in out.rglob("*") if path.is_file() and path.name != ".progress.json")
-    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in result}
-
-
 def unlucky(run: Any, task: Any, scale: int) -> Any:
     """Runs a task, but one in sixteen kills its worker when first tried, and one runs out of memory."""
     draw = hashlib.sha256(str(task.name).encode()).digest()[0] % 16

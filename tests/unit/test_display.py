@@ -50,11 +50,11 @@ def test_cards_escape_what_they_show(result: PrepareResult) -> None:
     dataset = result.open()
     loader = Loader(dataset, seq_len=32, batch_size=4, document_masks=True)
     batch = next(iter(loader.take(1)))
-    for shown in (dataset, batch, loader, result):
+    for shown in (dataset, batch, loader, result, result.report):
         card = shown._repr_html_()
         assert card.startswith("<div") and "<b>document</b>" not in card and "<script" not in card
     assert "&lt;/b&gt;" in batch._repr_html_()
-    assert "&lt;b&gt;document&lt;/b&gt; 0" in dataset._repr_html_() and str(result.tokens) in result._repr_html_()
+    assert "&lt;b&gt;document&lt;/b&gt; 0" in dataset._repr_html_() and f"{result.tokens:,}" in result._repr_html_()
     assert batch._repr_html_().count("<span") >= len(batch.inputs) and "4 an epoch" not in batch._repr_html_()
     hostile = Mixture({"<script>": result.path}, {"<script>": 1})
     assert "<script>" not in hostile._repr_html_() and "&lt;script&gt;" in hostile._repr_html_()

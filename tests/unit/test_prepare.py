@@ -28,6 +28,7 @@ from forebay.prepare import PrepareResult, Progress, load_recipe
 from forebay.prepare import inputs as sources
 from forebay.prepare.tasks import slicing
 from forebay.prepare.tokenize import tokenizers
+from support.outputs import contents
 from support.shared_data import shared_data
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
@@ -140,8 +141,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, small_pieces: None
     for workers in (1, 2, 5):
         out = tmp_path / f"out{workers}" / "d"
         prepare_dataset(source, out, tokenizer=name, slice_bytes=8192, workers=workers, write_ids=out.parent / "ids")
-        files = sorted(p for p in out.parent.rglob("*") if p.is_file() and p.name != ".progress.json")
-        seen.append({p.relative_to(out.parent).as_posix(): p.read_bytes() for p in files})
+        seen.append(contents(out.parent))
     assert seen[0] == seen[1] == seen[2]
     assert str(tmp_path).encode() not in seen[0]["d/manifest.json"]
 

@@ -100,7 +100,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _show_report(args: argparse.Namespace) -> None:
-    from forebay.prepare.report import load_report, render_text
+    from forebay.prepare.report import load_report, load_times, render_text
 
     path = Path(args.dataset)
     report = load_report(path)
@@ -109,7 +109,8 @@ def _show_report(args: argparse.Namespace) -> None:
     if args.ids or args.html:
         raise UsageError("report: expected two datasets with --ids or --html, got one. Name the second.")
     page = path / "report.html" if path.is_dir() else path
-    print(json.dumps(report) if args.json else f"{render_text(report)}\nFull report: {page.resolve().as_uri()}")
+    text = json.dumps(report) if args.json else render_text(report, load_times(path))
+    print(text if args.json else f"{text}\nFull report: {page.resolve().as_uri()}")
 
 
 def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:

@@ -77,10 +77,10 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _show_report(folder: Path) -> None:
-    from forebay.prepare.report import load_report, render_text
+    from forebay.prepare.report import load_report, load_times, render_text
 
     page = (folder / "report.html").resolve().as_uri()
-    print(f"{render_text(load_report(folder))}\nFull report: {page}")
+    print(f"{render_text(load_report(folder), load_times(folder))}\nFull report: {page}")
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -97,7 +97,8 @@ class Dataset:
         except (DatasetError, UsageError):  # Remote, or a slice is missing; a card must not fail.
             documents = []
         texts = [[document.text or " ".join(map(str, document.tokens[:64].tolist()))] for document in documents]
-        return html.card(self.name, {**self.describe(), "path": self.url}, html.coloured(texts))
+        fields = {name: value for name, value in self.describe().items() if name != "name"}
+        return html.card(self.name, {**fields, "path": self.url}, html.coloured(texts))
 
     def __len__(self) -> int:
         return self.manifest.documents if self.manifest.layout == "tokens" else self.manifest.rows

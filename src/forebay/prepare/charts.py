@@ -110,9 +110,10 @@ def rates(report: Entry) -> Iterator[Sequence[str]]:
 
 
 def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] | None = None) -> dict[str, Any]:
-    """A histogram to draw: rectangles [x, y, width, height, side], lines at thresholds, and labels of the bounds.
+    """A histogram to draw: rectangles [x, y, width, height, side, words], lines at thresholds, labels of the bounds.
 
-    The height of a bar is the square root of its count, so that small ones are seen. `bounds`: of the axis.
+    The height of a bar is the square root of its count, so that small ones are seen. `bounds`: of the axis. The same in
+    words: `label`, and `figures`, a row for each bar.
     """
     edges, retained, dropped = data["edges"], data["kept"], data["dropped"]
     thresholds = [value for value in thresholds if math.isfinite(value)]
@@ -132,11 +133,17 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
             if n:
                 height = full * n / (stays + goes)
                 y -= height
-                bars.append(
-                    (x(first), round(y, 1), max(round(x(last) - x(first) - 0.5, 1), 0.5), round(height, 1), side)
-                )
+                width = max(round(x(last) - x(first) - 0.5, 1), 0.5)
+                words = f"{number(first)} to {number(last)}: {count(n)} {side}"
+                bars.append((x(first), round(y, 1), width, round(height, 1), side, words))
+    at = " and ".join(map(number, thresholds))
     return {
-        "bars": bars, "lines": [x(value) for value in thresholds],
+        "label": f"Histogram: {count(sum(retained))} kept, {count(sum(dropped))} dropped, threshold {at or 'infinite'}",
+        "figures": [
+            (f"{number(first)} to {number(last)}", count(stays), count(goes))
+            for first, last, stays, goes in zip(edges, edges[1:], retained, dropped) if stays or goes
+        ],
+        "bars": bars, "lines": [(x(value), f"threshold {number(value)}") for value in thresholds],
         "low": number(bounds[0]), "high": number(bounds[1]), "width": WIDTH, "height": HEIGHT,
     }  # fmt: skip
 
@@ -148,6 +155,7 @@ def rule_charts(report: Entry) -> Iterator[dict[str, Any]]:
     for rule in rules:
         yield {
             "open": rule["dropped"] in max_dropped and rule["dropped"] > 0,
+            "is_idle": not rule["dropped"],
             "name": f"{rule['stage']} · {rule_name(rule)}",
             "drops": f"{share(rule['dropped'], rule['documents'])} of {count(rule['documents'])}",
             "charts": [("", chart(rule["histogram"], [rule["threshold"]]))],

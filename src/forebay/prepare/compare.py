@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
 from forebay.prepare.charts import chart, count, rule_name, share
-from forebay.prepare.report import cut, printable, render_page
+from forebay.prepare.report import Table, cut, printable, render_page
 from forebay.units import format_bytes
 
 Report = Mapping[str, Any]
@@ -198,6 +198,8 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
 
 
 def _change(values: Sequence[float]) -> str:
+    if values[0] == values[1]:
+        return "0"
     return f"{100 * (values[1] - values[0]) / values[0]:+.1f} %" if values[0] else "–"
 
 
@@ -223,7 +225,7 @@ def render_comparison_text(comparison: Report) -> str:
 
 
 def render_comparison(comparison: Report) -> str:
-    """The page of a comparison: its tables, and the histograms of each rule side by side, on one scale."""
+    """The page of a comparison: its tables, and the histograms of each rule one below the other, on one scale."""
     charts = []
     for rule in comparison["thresholds"]:
         pairs = [(side, entry) for side in SIDES for entry in rule[side]]
@@ -238,7 +240,9 @@ def render_comparison(comparison: Report) -> str:
         ]  # fmt: skip
         drops = " / ".join(share(entry["dropped"], entry["documents"]) for _, entry in pairs)
         differs = len({(entry["threshold"]) for _, entry in pairs}) > 1
-        charts.append({"name": f"{rule['stage']} · {rule['reason']}", "drops": drops, "charts": shown, "open": differs})
+        is_idle = not differs and not any(entry["dropped"] for _, entry in pairs)
+        name = f"{rule['stage']} · {rule['reason']}"
+        charts.append({"name": name, "drops": drops, "charts": shown, "open": differs, "is_idle": is_idle})
     title = f"{comparison['a']['name']} and {comparison['b']['name']}"
-    tables = [table for table in comparison_tables(comparison) if table[2]]
+    tables = [Table(*table) for table in comparison_tables(comparison) if table[2]]
     return render_page(title, "A and B: two reports of forebay prepare", tables, charts)

@@ -329,9 +329,9 @@ class ProgressRecord:
                 for name, count in counts
             ],
             "samples": [
-                {"stage": stage, "reason": reason, "where": where, "text": text}
+                {"stage": stage, "reason": reason, "where": location, "text": text}
                 for (stage, reason), samples in self._samples.items() if stage
-                for where, text in samples
+                for location, text in samples
             ],
             "rejects": self._rejects, "skipped": dict(self.skipped), "messages": list(self._messages),
             "cpu_s": {name: round(seconds, 3) for name, seconds in self._usage.seconds.items()},

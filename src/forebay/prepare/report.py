@@ -7,8 +7,11 @@ escaped, its control characters are made visible, and each piece is isolated in 
 import functools
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
@@ -17,15 +20,19 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from forebay.errors import DatasetError
+from forebay import html
+from forebay.errors import DatasetError, PrepareError
 from forebay.files import atomic_write
-from forebay.prepare.charts import count, rates, rule_charts, rule_lines, sample_lines, share, short
-from forebay.units import format_bytes
+from forebay.prepare.charts import count, rates, rule_charts, rule_lines, rule_name, sample_lines, share, short
+from forebay.prepare.progress import read_progress
+from forebay.units import format_bytes, format_seconds
 
 Report = Mapping[str, Any]
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
 REPORT_VERSION = 1  # Changed when a key changes its meaning.
 MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
+MAX_ROWS = 12  # Of a table that is not folded.
+FIRST = ("Sample", "Drop rates in the whole input", "Funnel")  # On the page.
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
 _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
@@ -33,16 +40,63 @@ _VISIBLE |= {0xFDD0: "⟨prompt⟩ ", 0xFDD1: "⟨response⟩ ", 0xFDD2: "⟨hea
 _PREFIXES = {"stage": "", "dropped": "  − ", "changed": "  ~ "}
 
 
-def write_report(path: Path, report: Report) -> None:
-    """Write the page, whole or not at all; of a sample the report as JSON beside it, too."""
+@dataclass(frozen=True)
+class Link:
+    """A cell that leads to a part of the page, what is shown at it, and what is before it."""
+
+    text: str
+    link: str
+    tip: str
+    lead: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section of the page with a table. A head "bar" is a column of shares in per cent, with "dropped" behind them
+    where that is meant; `file` is beside the page.
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str | Link]]
+    note: str = ""
+    file: str = ""
+
+    @property
+    def id(self) -> str:
+        return re.sub(r"[^a-z]+", "-", self.title.lower()).strip("-") or "table"
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.rows) > MAX_ROWS
+
+
+def write_report(path: Path, report: Report, times: Report | None = None) -> None:
+    """Write the page, whole or not at all; of a sample the report as JSON beside it, too.
+
+    `times`: the run's record (`prepare.progress`). All but the section of them is a pure function of the report.
+    """
     if "sample" in report:
         atomic_write(path.with_suffix(".json"), json.dumps(report, indent=1).encode() + b"\n")
     else:  # an earlier one of a sample
         path.with_suffix(".json").unlink(missing_ok=True)
-    atomic_write(path, render(report).encode("utf-8"))
+    atomic_write(path, render(report, times).encode("utf-8"))
 
 
-def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
+class PreparationReport(dict[str, Any]):
+    """The contents of a report. In a notebook it shows its figures and its funnel."""
+
+    def _repr_html_(self) -> str:
+        fields = {label: f"{value} {detail}" for label, value, detail in _totals(self)}
+        funnel = next(table for table in _tables(self) if table.title == "Funnel")
+        rows = [
+            [f"{name.lead}{name.text}" if isinstance(name, Link) else name, *cells[:2]]
+            for name, *cells in funnel.rows
+        ]  # fmt: skip
+        return html.card(f"Report of {self.get('name')}", fields, html.table(funnel.heads[:3], rows))
+
+
+def load_report(path: str | os.PathLike[str]) -> PreparationReport:
     """The dict that a page was written from: `report.html`, the `report.json` of a sample, or their folder.
 
     Raises:
@@ -67,40 +121,85 @@ def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DatasetError(
             f"{file}: expected a report of version {REPORT_VERSION} or below, got {made_by!r}. Update forebay."
         )
-    return report
+    return PreparationReport(report)
 
 
-def render(report: Report) -> str:
-    """The whole page of a report: a pure function of it."""
+def load_times(path: Path) -> Report | None:
+    """The record of the run that wrote a report, which lies beside it; None without one."""
+    with suppress(PrepareError):
+        return read_progress(path if path.is_dir() else path.parent)
+    return None
+
+
+def render(report: Report, times: Report | None = None) -> str:
+    """The whole page of a report, with the times of its run if they are given: a pure function of both."""
     data = json.dumps(report, ensure_ascii=True, separators=(",", ":"))
     for char in "&<>":
         data = data.replace(char, f"\\u{ord(char):04x}")
     recipe = json.dumps(report["recipe"], indent=2, ensure_ascii=False) if report.get("recipe") else ""
     subtitle = f"{report.get('id') or ''} written by {report.get('created_with') or 'forebay'}"
-    tables = [table for table in _tables(report) if table[2]]
+    tables = [table for table in _tables(report) if table.rows]
     return render_page(
-        report.get("name") or "dataset", subtitle, tables, list(rule_charts(report)), _samples(report), recipe, data
-    )
+        report.get("name") or "dataset", subtitle,
+        [table for table in tables if table.title in FIRST], list(rule_charts(report)),
+        [table for table in tables if table.title not in FIRST],
+        totals=list(_totals(report)), groups=_samples(report), times=times_table(times) if times else None,
+        recipe=recipe, data=data,
+    )  # fmt: skip
 
 
 def render_page(
     title: str,
     subtitle: str,
-    tables: Sequence[Any],
-    rules: Sequence[Report] = (),
-    samples: Sequence[Any] = (),
+    first: Sequence[Table],
+    rules: Sequence[Report],
+    rest: Sequence[Table] = (),
+    *,
+    totals: Sequence[tuple[str, str, str]] = (),
+    groups: Sequence[Report] = (),
+    times: Table | None = None,
     recipe: str = "",
     data: str = "",
 ) -> str:
-    """A page of tables (title, heads, rows), charts of rules, samples, a recipe, and the JSON behind them."""
+    """A page of figures, tables, charts of rules, groups of samples, folded tables, a recipe and the JSON of it all."""
+    sections = [(table.id, table.title) for table in first]
+    sections += [("thresholds", "Thresholds")] * bool(rules) + [("documents", "Documents")] * bool(groups)
+    sections += [(table.id, table.title) for table in (*rest, *filter(None, [times]))]
     return _template().render(
-        title=title, subtitle=subtitle, tables=tables, rules=rules, samples=samples, recipe=recipe,
+        title=title, subtitle=subtitle, totals=totals, first=first, rules=rules, groups=groups, rest=rest, times=times,
+        links=sections + [("recipe", "Recipe")] * bool(recipe), recipe=recipe,
         opening=Markup(JSON_OPENING), json=Markup(data),
     )  # fmt: skip
 
 
-def render_text(report: Report) -> str:
-    """The funnel for a terminal of 80 columns, and what a sample says of the whole input, ending in a newline."""
+def times_table(record: Report) -> Table:
+    """CPU seconds by rule and step of a run's record, in the order of the funnel, and what is in no funnel after it."""
+    seconds = dict(record["cpu_s"])
+    documents = {stage["stage"]: stage["documents_in"] for stage in record["funnel"]}
+    total = sum(seconds.values())
+    names = [*(name for name in documents if name in seconds), *(name for name in seconds if name not in documents)]
+    rows = [
+        (
+            name, format_seconds(seconds[name]), share(seconds[name], total),
+            count(documents[name] / seconds[name]) if documents.get(name) and seconds[name] >= 0.01 else "",
+            _percent(seconds[name], max(seconds.values())),
+        )
+        for name in names
+    ]  # fmt: skip
+    steps = ", ".join(
+        f"{stage['stage']} {format_seconds(stage['stopped_at'] - stage['started_at'])}"
+        for stage in record["stages"] if stage["stopped_at"]
+    )  # fmt: skip
+    note = (
+        f"{format_seconds(record['wall_s'])} with {record['num_workers']} processes, {format_seconds(total)} of CPU, "
+        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}. Without the compilation "
+        "of kernels. All of the page but this section is the same for the same input and recipe."
+    )
+    return Table("Times", ("Rule or step", "CPU", "Share", "Documents a CPU second", "bar"), rows, note)
+
+
+def render_text(report: Report, times: Report | None = None) -> str:
+    """For a terminal of 80 columns, ending in a newline: the funnel, what a sample says of the whole input, times."""
     lines = [str(report.get("name") or "dataset")]
     lines += [f"{label}: {value} {detail}" for label, value, detail in _totals(report)]
     total = _documents_in(report)
@@ -113,6 +212,11 @@ def render_text(report: Report) -> str:
         lines.append("")
         for label, text in sample_lines(report):
             lines += textwrap.wrap(text, 80, initial_indent=f"{label:<22}", subsequent_indent=" " * 22)
+    if times and times["cpu_s"]:
+        cpu = sorted(times["cpu_s"].items(), key=lambda item: -item[1])
+        most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in cpu[:6])
+        words = f"{format_seconds(times['wall_s'])}, {format_seconds(sum(times['cpu_s'].values()))} of CPU: {most}"
+        lines += ["", *textwrap.wrap(words, 80, initial_indent="time  ", subsequent_indent="      ")]
     return "\n".join(cut(printable(line), 80).rstrip() for line in lines) + "\n"
 
 
@@ -161,31 +265,35 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
                     yield kind, label, n
 
 
-def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
-    yield "Totals", ("", "", ""), list(_totals(report))
+def _tables(report: Report) -> Iterator[Table]:
     total = _documents_in(report)
-    yield "Sample", ("", ""), list(sample_lines(report))
+    yield Table("Sample", ("", ""), list(sample_lines(report)))
     heads = ("Rule", "Sampled documents", "Share", "Interval of 95 %")
-    yield "Drop rates in the whole input", heads, list(rates(report))
-    stages = [
-        (
-            _PREFIXES[kind] + label,
-            count(n),
-            *(("", "0") if kind == "changed" else (share(n, total), _percent(n, total))),
-        )
-        for kind, label, n in _funnel(report)
-    ]
-    yield "Funnel", ("Stage and reason", "Documents, ~ changes", "Of all read", "bar"), list(stages)
+    yield Table("Drop rates in the whole input", heads, list(rates(report)))
+    tips, stage_name = _tips(report), ""
+    stages: list[Sequence[str | Link]] = []
+    for kind, label, n in _funnel(report):
+        stage_name = label if kind == "stage" else stage_name
+        link, tip = tips.get((stage_name, label), ("", "")) if kind == "dropped" else ("", "")
+        lead = _PREFIXES[kind].replace(" ", "\N{NO-BREAK SPACE}")
+        bar = _percent(n, total) + (" dropped" if kind == "dropped" else "")
+        shares = ("", "0") if kind == "changed" else (share(n, total), bar)
+        stages.append((Link(label, link, tip, lead) if link else lead + label, count(n), *shares))
+    note = "After each stage; − dropped, by rule, of which there are samples below; ~ texts that were changed."
+    yield Table("Funnel", ("Stage, rule", "Documents", "Of all", "bar"), stages, note)
     listed = report.get("contamination", {})
     sets = [
         (s.get("name", ""), *(count(s.get(key, 0)) for key in ("instances", "too_short", "ngrams", "documents")))
         for s in listed.get("sets", [])
     ]
-    yield "Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), list(sets)
+    yield Table("Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), list(sets))
     hits = [
         [hit.get(key, "") for key in ("where", "set", "instance", "ngram", "text")] for hit in listed.get("hits", [])
     ]
-    yield "Contaminated documents", ("Document", "Set", "Instance", "Shared words", "Instance's text"), list(hits)
+    yield Table(
+        "Contaminated documents", ("Document", "Set", "Instance", "Shared words", "Instance's text"), list(hits),
+        "The first of each set.", "contamination.jsonl",
+    )  # fmt: skip
     for title, data in report.get("histograms", {}).items():
         bins = list(_bins(data))
         max_documents = max((max(read, retained) for _, read, retained in bins), default=0)
@@ -193,10 +301,10 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
             (label, count(read), count(retained), _percent(retained or read, max_documents))
             for label, read, retained in bins
         ]
-        yield f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), list(rows)
+        yield Table(f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), list(rows))
     chosen = [(t.get("stage", ""), t.get("column", ""), f"{t.get('percentile', 0):g}", f"{t.get('value', 0):.6g}")
               for t in report.get("thresholds", [])]  # fmt: skip
-    yield "Thresholds by percentiles", ("Stage", "Column", "Percentile", "Value"), list(chosen)
+    yield Table("Thresholds by percentiles", ("Stage", "Column", "Percentile", "Value"), list(chosen))
     for title, key in (("Languages", "languages"), ("Subsets", "subsets")):
         counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get(key, {}).items()]
         counts.sort(key=lambda row: (-row[1], row[0]))
@@ -204,15 +312,8 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
             others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
             counts = [*counts[:MAX_LANGUAGES], others]
         values = [(name, count(read), count(retained), share(retained, read)) for name, read, retained in counts]
-        yield title, (title[:-1], "Read", "Kept", "Share"), list(values)
-    rejects = [(r.get("where", ""), r.get("reason", "")) for r in report.get("rejects", [])[:MAX_REJECTS]]
-    if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
-        rejects.append((f"{count(more)} more are not shown", ""))
-    yield "Malformed records", ("Where", "Reason"), list(rejects)
-    skipped = [(reason, count(n)) for reason, n in report.get("skipped", {}).items()]
-    yield "Inputs that were not read, by reason", ("Reason", "Files and folders"), list(skipped)
-    names = [[item.get(key, "") for key in ("path", "status", "reason")] for item in report.get("skipped_files", [])]
-    yield "Inputs that were not read", ("Name", "Status", "Reason"), list(names)
+        yield Table(title, (title[:-1], "Read", "Kept", "Share"), list(values))
+    yield from _left_out(report)
     inputs = list(report.get("inputs", []))
     if extra := inputs[MAX_INPUTS:]:
         summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
@@ -222,7 +323,21 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
          count(i.get("malformed", 0)))
         for i in inputs
     ]  # fmt: skip
-    yield "Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), list(read)
+    yield Table("Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), list(read))
+
+
+def _left_out(report: Report) -> Iterator[Table]:
+    """What could not be read, by reason, and the first of each list."""
+    reasons = [(reason, count(n)) for reason, n in report.get("rejected", {}).items()]
+    yield Table("Malformed records, by reason", ("Reason", "Records"), reasons, file="rejects.jsonl")
+    rejects = [(r.get("where", ""), r.get("reason", "")) for r in report.get("rejects", [])[:MAX_REJECTS]]
+    if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
+        rejects.append((f"{count(more)} more are not shown", ""))
+    yield Table("Malformed records", ("Where", "Reason"), rejects)
+    skipped = [(reason, count(n)) for reason, n in report.get("skipped", {}).items()]
+    yield Table("Inputs that were not read, by reason", ("Reason", "Files and folders"), skipped, file="skipped.jsonl")
+    names = [[item.get(key, "") for key in ("path", "status", "reason")] for item in report.get("skipped_files", [])]
+    yield Table("Inputs that were not read", ("Name", "Status", "Reason"), names)
 
 
 def _percent(part: float, total: float) -> str:
@@ -243,9 +358,33 @@ def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
         yield f"{short(edges[first])} to {short(edges[last])}", read, retained
 
 
-def _samples(report: Report) -> list[tuple[str, list[Report]]]:
+def _samples(report: Report) -> list[dict[str, Any]]:
+    """The samples by rule: those that are kept first."""
     groups: dict[tuple[str, str], list[Report]] = {}
     for sample in report.get("samples", []):
         groups.setdefault((str(sample.get("stage", "")), str(sample.get("reason", ""))), []).append(sample)
-    ordered = sorted(groups.items(), key=lambda item: bool(item[0][0]))
-    return [(f"{stage} · {reason}" if stage else reason, samples) for (stage, reason), samples in ordered]
+    dropped = {
+        (stage.get("stage", ""), reason): n
+        for stage in report.get("funnel", []) for reason, n in stage.get("dropped", {}).items()
+    }  # fmt: skip
+    rules = {(rule["stage"], rule["reason"]): rule for rule in report.get("rules", [])}
+    shown = []
+    for number, (key, samples) in enumerate(sorted(groups.items(), key=lambda item: bool(item[0][0]))):
+        about = ""
+        if n := dropped.get(key):
+            about = f"{count(n)} dropped, {count(len(samples))} of them here."
+        if rule := rules.get(key):
+            about += (
+                f" Drops {rule_name(rule).removeprefix(key[1]).strip()}; {count(rule['documents'])} reached the rule."
+            )
+        title = f"{key[0]} · {key[1]}" if key[0] else key[1]
+        shown.append({"key": key, "id": f"dropped-{number}", "title": title, "about": about, "samples": samples})
+    return shown
+
+
+def _tips(report: Report) -> dict[tuple[str, str], tuple[str, str]]:
+    """By rule: where samples of what it dropped are on the page, and a description."""
+    tips = {group["key"]: (group["id"], group["about"]) for group in _samples(report)}
+    if report.get("rejects"):
+        tips["read", "malformed"] = ("malformed-records", "Records that could not be read, with the reason.")
+    return tips

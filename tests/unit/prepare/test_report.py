@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forebay.errors import DatasetError
 from forebay.prepare import report as figures
 from forebay.prepare.driver import prepare_dataset
-from forebay.prepare.report import load_report, render, render_text, write_report
+from forebay.prepare.report import load_report, load_times, render, render_text, write_report
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)> \0 \x1b[31m &amp; ' \" \u202eRTL\u202d "
@@ -176,12 +176,39 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert page.open == []
     for _, attrs in page.tags:
         assert not {"src", "onerror", "onclick", "onload"} & set(attrs)
-        assert (attrs.get("href") or "#").startswith("#")
+        assert (attrs.get("href") or "#").startswith("#") or attrs["href"] in ("rejects.jsonl", "skipped.jsonl")
     assert len(page.all("script")) == 1 and not page.all("img") and not page.all("link")
     policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and "default-src 'none'" in policy and "script-src" not in policy
     css = render(example()).split("<style>")[1].split("</style>")[0]
     assert "url(" not in css and "@import" not in css
+
+
+def test_each_rule_leads_to_what_it_dropped() -> None:
+    report = example()
+    report["rejected"], report["skipped"] = {"the gzip member ends early": 412}, {"hidden": 3}
+    page = Page(render(report))
+    ids = [str(attrs["id"]) for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    links = [str(attrs["href"]) for attrs in page.all("a")]
+    assert {link[1:] for link in links if link[0] == "#"} <= set(ids)
+    rules = [reason for stage in report["funnel"] for reason in stage["dropped"]]
+    assert len({link for link in links if link.startswith("#dropped-")}) == len(rules) - 1
+    assert {"#malformed-records", "rejects.jsonl", "skipped.jsonl"} <= set(links)
+    assert "48,127 dropped, 1 of them here." in page.text
+
+
+def test_times_are_a_section_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(50)))
+    result = prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", filters=["length"], workers=1)
+    times = load_times(tmp_path / "d")
+    assert times is not None and times == load_times(tmp_path / "d" / "report.html")
+    written = (tmp_path / "d" / "report.html").read_text("utf-8")
+    section = written.partition('<section id="times">')[2].partition("</section>")[0]
+    assert all(f"<bdi>{name}</bdi>" in section for name in ("read", "length", "tokenize", "slice"))
+    assert render(result.report, times).partition('id="times"')[0] == written.partition('id="times"')[0]
+    assert "time  " in render_text(result.report, times) and "of CPU: " in render_text(result.report, times)
+    assert load_times(tmp_path) is None and "time  " not in render_text(result.report)
 
 
 def test_it_shows_the_figures() -> None:

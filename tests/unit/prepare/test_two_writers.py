@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import contextlib, hashlib, os, pickle, sys
+import contextlib, os, pickle, sys
 from pathlib import Path
 from forebay import prepare_dataset
 from forebay.prepare import driver as pipeline, load_recipe
+from support.outputs import hashes
 
 PROCESSES = 2
 
@@ -50,8 +51,7 @@ def made(folder, to):
         "tokenize": {"tokenizer": "bytes"}, "slice": {"shuffle": to == "dataset", "bytes": 16384},
     })
     prepare_dataset([source], folder, recipe=recipe, workers=1, to=to, document_ids=to == "dataset")
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".progress.json")
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return hashes(folder)
 
 
 home, to = Path(sys.argv[1]), sys.argv[2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from forebay.prepare.thresholds import bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
 
-_MAX_REJECTS, _MAX_SKIPPED = 50, 200
+_MAX_REJECTS, _MAX_SKIPPED, _MAX_REASONS = 50, 200, 50
 HITS_FILE, REJECTS_FILE, REPORT_FILE = "contamination.jsonl", "rejects.jsonl", "report.html"
 _MAX_HITS = 20  # Of a set.
 
@@ -61,7 +62,8 @@ def conclude(
     `unwritten_bytes` is the disk space that the recipe would have needed, of what was not written.
     """
     run.progress.set_counts(corpus.stats)
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, id, counts, unwritten_bytes))
+    report = report_data(run, corpus, id, counts, unwritten_bytes)
+    write_report(run.out / REPORT_FILE, report, run.progress.to_json())
     commit()
     run.progress.complete()
     shutil.rmtree(run.work)
@@ -77,7 +79,8 @@ def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int =
 
 def write_empty_report(run: PrepareRun, corpus: Corpus) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, "", counts_of(corpus, 0)))
+    report = report_data(run, corpus, "", counts_of(corpus, 0))
+    write_report(run.out / REPORT_FILE, report, run.progress.to_json())
 
 
 def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
@@ -128,7 +131,7 @@ def report_data(
             for (stage, reason), samples in stats.samples.items()
             for s in samples
         ],
-        "rejects": list(_first_rejects(run.out / REJECTS_FILE)),
+        **_rejects(run.out / REJECTS_FILE),
         **_contamination(run),
         **_sample(run, corpus, counts, unwritten_bytes),
     }
@@ -188,9 +191,15 @@ def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
     ]
 
 
-def _first_rejects(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            for _, line in zip(range(_MAX_REJECTS), file):
-                reject = json.loads(line)
-                yield {"where": reject["where"], "reason": reject["reason"]}
+def _rejects(path: Path) -> dict[str, Any]:
+    """The first malformed records, and how many there are by reason; the rarest reasons are counted together."""
+    first: list[dict[str, Any]] = []
+    reasons: Counter[str] = Counter()
+    with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+        for reject in map(json.loads, file):
+            if len(first) < _MAX_REJECTS:
+                first.append({"where": reject["where"], "reason": reject["reason"]})
+            is_counted = reject["reason"] in reasons or len(reasons) < _MAX_REASONS
+            reasons[reject["reason"] if is_counted else "other reasons"] += 1
+    common = dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
+    return {"rejects": first, "rejected": common}

@@ -25,6 +25,7 @@ from forebay.prepare.config import apply_settings
 from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subset
 from forebay.prepare.tasks.percentile import column_percentiles
+from support.outputs import content
 
 GOLDEN = Path(__file__).parents[3] / "golden/fasttext"
 COLUMNS = {"licence": "text", "day": "text", "quality": "number"}
@@ -165,7 +166,7 @@ def test_the_same_bytes_for_any_number_of_processes(source: Path) -> None:
         recipe = load_recipe(settings={"name": "x", "read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
         out = source.parent / f"o{workers}"
         result = prepare_dataset([folder], out, recipe=recipe, to="text", workers=workers)
-        files.add((result.id, (out / "report.html").read_bytes(), (out / "rejects.jsonl").read_bytes()))
+        files.add((result.id, content(out / "report.html"), (out / "rejects.jsonl").read_bytes()))
         assert result.report["totals"]["malformed"] == 8 and 18 <= result.dropped["edu_below_percentile"] <= 20
     assert len(files) == 1
     with pytest.raises(UsageError, match="subset: expected --to text, got a dataset"):
