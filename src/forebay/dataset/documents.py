@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from forebay import html
 from forebay.dataset.manifest import DOCUMENTS_FILE
 from forebay.errors import DatasetError, UsageError
 
@@ -47,6 +48,11 @@ class Document:
     def __repr__(self) -> str:
         named = "".join(f", {name}={value!r}" for name, value in (("id", self.id), ("source", self.source)) if value)
         return f"Document({self.index}{named}, {len(self.tokens):,} tokens, text={self.text[:80]!r})"
+
+    def _repr_html_(self) -> str:
+        """Its source and the first of its text."""
+        fields = {"id": self.id, "source": self.source, "tokens": len(self.tokens)}
+        return html.card(f"Document {self.index}", fields, html.coloured([[self.text]] if self.text else []))
 
 
 class Documents:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay import html
 from forebay.errors import DatasetError
 from forebay.prepare.charts import chart, count, rule_name, share
 from forebay.prepare.report import Table, cut, printable, render_page
@@ -27,7 +28,16 @@ _TOTALS = (("documents_in", "documents read"), ("documents_out", "documents kept
            ("tokens", "tokens"), ("malformed", "malformed"))  # fmt: skip
 
 
-def compare_reports(a: Report, b: Report) -> dict[str, Any]:
+class Comparison(dict[str, Any]):
+    """What `compare_reports` returns. In a notebook it shows its tables."""
+
+    def _repr_html_(self) -> str:
+        tables = [(title, heads, rows) for title, heads, rows in comparison_tables(self) if rows]
+        body = "".join(html.table([title, *heads[1:]], rows) for title, heads, rows in tables)
+        return html.card(f"A: {self['a']['name']}, B: {self['b']['name']}", {}, body)
+
+
+def compare_reports(a: Report, b: Report) -> Comparison:
     """What two reports differ in: `recipe` has the settings that differ, `rules` every rule of either.
 
     Raises:
@@ -43,17 +53,19 @@ def compare_reports(a: Report, b: Report) -> dict[str, Any]:
     keys = dict.fromkeys([*recipes[0], *recipes[1]])
     stages = {key.partition(".")[0] for key in keys if recipes[0].get(key) != recipes[1].get(key)}
     absent = {stage for stage in stages for recipe in recipes if f"[{stage}]" in keys and f"[{stage}]" not in recipe}
-    return {
-        "version": 1,
-        **{side: _summary(report) for side, report in zip(SIDES, (a, b))},
-        "recipe": [
-            {"key": key, **dict(zip(SIDES, (recipe.get(key) for recipe in recipes)))}
-            for key in keys
-            if recipes[0].get(key) != recipes[1].get(key) and key.partition(".")[0] not in absent
-        ],
-        "rules": _rules(a, b),
-        "thresholds": _thresholds(a, b),
-    }
+    return Comparison(
+        {
+            "version": 1,
+            **{side: _summary(report) for side, report in zip(SIDES, (a, b))},
+            "recipe": [
+                {"key": key, **dict(zip(SIDES, (recipe.get(key) for recipe in recipes)))}
+                for key in keys
+                if recipes[0].get(key) != recipes[1].get(key) and key.partition(".")[0] not in absent
+            ],
+            "rules": _rules(a, b),
+            "thresholds": _thresholds(a, b),
+        }
+    )
 
 
 def _summary(report: Report) -> Pair:
