@@ -133,6 +133,8 @@ class Disk:
         self._unsynced_names.pop(Path(f"/proc/self/fd/{fd}").readlink(), None)
 
     def renamed(self, source: Path, target: Path) -> None:
+        if target.name == "progress.json":  # Of a run that lasts: after a crash of the machine nobody needs it.
+            return
         for path in [source, *source.rglob("*")] if source.is_dir() else [source]:
             result = path.stat()
             is_new = result.st_mtime_ns > self._began_ns

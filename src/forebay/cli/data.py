@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forebay.dataset.reader import VerifyReport
 
 _MAX_VALUES = 16  # of an array that is printed
+_MAX_CHARACTERS = 2000  # of a document
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -31,10 +32,15 @@ def _inspect(args: argparse.Namespace) -> None:
         show(fields, True)
         return
     show({key: value for key, value in fields.items() if value not in ("", None)}, False)
-    for number, item in enumerate(map(_plain_item, shown)):
-        named = " ".join(str(item.pop(key)) for key in ("id", "source") if item.get(key))
-        print(f"\n--- {item.pop('index', number)} {named}".rstrip())
-        print(text if (text := item.pop("text", "")) else "\n".join(f"{key}: {value}" for key, value in item.items()))
+    if args.documents and not shown:
+        print(f"\nno documents: {args.dataset} has no rows, or its format does not say where documents end")
+    for number, (is_row, item) in enumerate((isinstance(item, dict), _plain_item(item)) for item in shown):
+        names = [] if is_row else [item.pop(key) for key in ("index", "id", "source")][1:]
+        print(" ".join([f"\n--- {number}", *filter(None, names)]))
+        text = "" if is_row else item.pop("text")
+        print(text[:_MAX_CHARACTERS] if text else "\n".join(f"{key}: {value}" for key, value in item.items()))
+        if len(text) > _MAX_CHARACTERS:
+            print(f"… {len(text) - _MAX_CHARACTERS:,} more characters; --json prints all")
 
 
 def _plain_item(item: Any) -> dict[str, Any]:

@@ -184,8 +184,8 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(body)
 
 
-# Control characters (C0, C1) but line feed and tab, and unpaired surrogates.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# Control characters (C0, C1) but line feed and tab, those that turn the direction of writing, unpaired surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNSAFE_BUT_RETURN = re.compile(_UNSAFE.pattern.replace("\x0b-", "\x0b\x0c\x0e-"))
 
 

@@ -440,9 +440,10 @@ def _read(folder: Path, name: str) -> bytes:
     try:
         return (folder / name).read_bytes()
     except OSError as error:
-        what = "is not a directory" if folder.exists() and not folder.is_dir() else error.strerror or str(error)
+        what = "a file" if folder.is_file() else f"a directory without {name}" if folder.is_dir() else "nothing there"
+        what = what if isinstance(error, FileNotFoundError | NotADirectoryError) else error.strerror or str(error)
         raise DatasetError(
-            f"{folder}: expected a dataset (a directory with {name}), got: {what}. "
+            f"{folder}: expected a dataset (a directory with {name}), got {what}. "
             "Give the directory that `forebay prepare --out` or `forebay import` wrote."
         ) from error
 

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError
-from forebay.files import HOST, is_running, temporary_path
+from forebay.files import HOST, atomic_write, is_running, temporary_path
 from forebay.prepare.stats import StageCount, StageStats, Usage
 
 VERSION = 1
@@ -299,14 +299,17 @@ class ProgressRecord:
             stage.stopped_at = time.time()
 
     def write(self) -> None:
-        """Replace the file. It is not flushed to disk: after a crash of the machine an older one is as good."""
+        """Replace the file. While the run lasts it is not flushed to disk, which would keep the run waiting."""
         self._written_at = self.clock()
-        path = self.out / (FINISHED_FILE if self._state == "done" else RUNNING_FILE)
-        temporary = temporary_path(path)
+        data = json.dumps(self.to_json(), ensure_ascii=False).encode("utf-8", "replace")
         with suppress(OSError):  # a full disk, which the run reports
+            if self._state == "done":
+                atomic_write(self.out / FINISHED_FILE, data)
+                return
+            temporary = temporary_path(self.out / RUNNING_FILE)
             try:
-                temporary.write_bytes(json.dumps(self.to_json(), ensure_ascii=False).encode("utf-8", "replace"))
-                temporary.replace(path)
+                temporary.write_bytes(data)
+                temporary.replace(self.out / RUNNING_FILE)
             finally:
                 temporary.unlink(missing_ok=True)
 

@@ -153,7 +153,7 @@ class RemoteDataset(Dataset):
         """Raise UsageError: a slice of a remote dataset has no local file."""
         raise UsageError(
             f"slice {index} of {self.origin.url}: expected a dataset in a local directory, got a remote one. "
-            "Open it with a Loader, which fetches and verifies slices, or copy it here first."
+            "Open it with a Loader, which fetches and verifies slices, or copy it here first (`forebay mirror`)."
         )
 
     open_slice = slice_path

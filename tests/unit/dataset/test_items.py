@@ -91,6 +91,30 @@ def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys: pyte
     ]
 
 
+def test_inspect_of_hostile_long_and_missing_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["a \x1b[31mred\x07 \u202eturned\u202c \x00", "long " * 5000]
+    lines = [json.dumps({"id": f"\x1b]0;{number}\x07", "text": text}) for number, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", document_ids=True, workers=1)
+    assert main(["inspect", str(tmp_path / "d"), "--documents", "2"]) == 0
+    message = capsys.readouterr().out
+    assert not set("\x1b\x07\u202e\u202c\x00") & set(message)
+    assert "a \\x1b[31mred\\x07 \\u202eturned" in message and "--- 1 \\x1b]0;1" in message
+    assert len(message) < 3500 and "… 23,000 more characters; --json prints all" in message
+    assert main(["inspect", str(tmp_path / "d"), "--documents", "2", "--json"]) == 0
+    assert [item["text"] for item in json.loads(capsys.readouterr().out)["head"]] == texts
+    (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "tokens.npy", np.arange(1000, dtype=np.uint16))
+    assert main(["inspect", str(tmp_path / "tokens.npy"), "--documents", "2"]) == 0
+    assert "no documents: " in capsys.readouterr().out
+    for path, expected in (
+        (tmp_path / "none", "nothing there"),
+        (tmp_path / "empty", "a directory without manifest.json"),
+    ):
+        assert main(["inspect", str(path)]) == 1
+        assert f"expected a dataset (a directory with manifest.json), got {expected}" in capsys.readouterr().err
+
+
 def test_verify_says_what_it_compared(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tokens), "--quiet"]) == 0
     assert "matches its hash" in capsys.readouterr().out
