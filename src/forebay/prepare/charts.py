@@ -136,9 +136,9 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
                 width = max(round(x(last) - x(first) - 0.5, 1), 0.5)
                 words = f"{number(first)} to {number(last)}: {count(n)} {side}"
                 bars.append((x(first), round(y, 1), width, round(height, 1), side, words))
-    at = " and ".join(map(number, thresholds))
+    limits = " and ".join(map(number, thresholds)) or "infinite"
     return {
-        "label": f"Histogram: {count(sum(retained))} kept, {count(sum(dropped))} dropped, threshold {at or 'infinite'}",
+        "label": f"Histogram: {count(sum(retained))} kept, {count(sum(dropped))} dropped, threshold {limits}",
         "figures": [
             (f"{number(first)} to {number(last)}", count(stays), count(goes))
             for first, last, stays, goes in zip(edges, edges[1:], retained, dropped) if stays or goes

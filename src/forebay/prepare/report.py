@@ -59,7 +59,7 @@ class Table:
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str | Link]]
-    note: str = ""
+    description: str = ""
     file: str = ""
 
     @property
@@ -190,12 +190,12 @@ def times_table(record: Report) -> Table:
         f"{stage['stage']} {format_seconds(stage['stopped_at'] - stage['started_at'])}"
         for stage in record["stages"] if stage["stopped_at"]
     )  # fmt: skip
-    note = (
+    description = (
         f"{format_seconds(record['wall_s'])} with {record['num_workers']} processes, {format_seconds(total)} of CPU, "
         f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}. Without the compilation "
         "of kernels. All of the page but this section is the same for the same input and recipe."
     )
-    return Table("Times", ("Rule or step", "CPU", "Share", "Documents a CPU second", "bar"), rows, note)
+    return Table("Times", ("Rule or step", "CPU", "Share", "Documents a CPU second", "bar"), rows, description)
 
 
 def render_text(report: Report, times: Report | None = None) -> str:
@@ -214,8 +214,8 @@ def render_text(report: Report, times: Report | None = None) -> str:
             lines += textwrap.wrap(text, 80, initial_indent=f"{label:<22}", subsequent_indent=" " * 22)
     if times and times["cpu_s"]:
         cpu = sorted(times["cpu_s"].items(), key=lambda item: -item[1])
-        most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in cpu[:6])
-        words = f"{format_seconds(times['wall_s'])}, {format_seconds(sum(times['cpu_s'].values()))} of CPU: {most}"
+        longest = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in cpu[:6])
+        words = f"{format_seconds(times['wall_s'])}, {format_seconds(sum(times['cpu_s'].values()))} of CPU: {longest}"
         lines += ["", *textwrap.wrap(words, 80, initial_indent="time  ", subsequent_indent="      ")]
     return "\n".join(cut(printable(line), 80).rstrip() for line in lines) + "\n"
 
@@ -279,8 +279,8 @@ def _tables(report: Report) -> Iterator[Table]:
         bar = _percent(n, total) + (" dropped" if kind == "dropped" else "")
         shares = ("", "0") if kind == "changed" else (share(n, total), bar)
         stages.append((Link(label, link, tip, lead) if link else lead + label, count(n), *shares))
-    note = "After each stage; − dropped, by rule, of which there are samples below; ~ texts that were changed."
-    yield Table("Funnel", ("Stage, rule", "Documents", "Of all", "bar"), stages, note)
+    description = "After each stage; − dropped, by rule, of which there are samples below; ~ texts that were changed."
+    yield Table("Funnel", ("Stage, rule", "Documents", "Of all", "bar"), stages, description)
     listed = report.get("contamination", {})
     sets = [
         (s.get("name", ""), *(count(s.get(key, 0)) for key in ("instances", "too_short", "ngrams", "documents")))
