@@ -16,7 +16,8 @@ Schema, version 1 (times in seconds since 1970, durations in seconds, sizes in b
     stage                   the stage that runs, "" before the first
     stages                  in their order: {stage, done, total, unit, started_at, stopped_at (null: it runs), cpu_s,
                             documents_in, documents_out, documents_per_s, bytes_per_s, remaining_s}. The last three are
-                            of the last minute, and null until twice as many tasks as processes are done
+                            of the last minute, and null until twice as many tasks as processes are done, or all
+                            processes have read for ten seconds. Text counts tasks that run, too
     documents_in, documents_out, malformed   read, kept by all rules so far, and malformed
     funnel                  in the order of the recipe: {stage, documents_in, documents_out, dropped: {reason: n},
                             changed: {kind: n}}
@@ -32,7 +33,10 @@ Schema, version 1 (times in seconds since 1970, durations in seconds, sizes in b
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,8 +52,10 @@ from forebay.prepare.stats import StageCount, StageStats, Usage
 
 VERSION = 1
 RUNNING_FILE, FINISHED_FILE = Path(".work/progress.json"), Path(".progress.json")
+LIVE = "live"  # The folder of what running tasks have done, beside that of tasks.
 WRITE_S = 1.0
 _WINDOW_S = 60.0  # Of recent results, from which rates follow.
+_MIN_LIVE_S = 10.0  # So long all processes must have had a task that runs, for a rate without results.
 _MOMENT_S = 0.05  # Results so near to each other are at one moment.
 _MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES = 3, 300, 200
 MAX_LISTED = 20  # Malformed records, and messages.
@@ -86,13 +92,23 @@ class RecentRate:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers, self._results = num_workers, 0
+        self._is_live, self._first_live_at = False, math.inf
         self._points: deque[tuple[float, Progress]] = deque()  # Moments, and what was done by then.
 
     def add(self, progress: Progress, now: float) -> None:
         """Add a result: what is done with it, at a moment of a monotonic clock."""
         self._results += 1
-        if self._results < self._num_workers:
-            return
+        if self._results >= self._num_workers and not self._is_live:
+            self._add_point(progress, now)
+
+    def add_live(self, progress: Progress, tasks: int, now: float) -> None:
+        """Add what is done by results and by `tasks` that run: results alone do not count while there are such."""
+        self._is_live = tasks > 0
+        if self._is_live and self._results + tasks >= self._num_workers:
+            self._first_live_at = min(self._first_live_at, now)
+            self._add_point(progress, now)
+
+    def _add_point(self, progress: Progress, now: float) -> None:
         if self._points and now - self._points[-1][0] < _MOMENT_S:
             self._points[-1] = (self._points[-1][0], progress)
         else:
@@ -102,8 +118,9 @@ class RecentRate:
 
     def apply(self, progress: Progress, now: float) -> Progress:
         """The progress with its rates. They fall where no result arrives for longer than between two before."""
-        is_known = self._results >= self._num_workers + max(self._num_workers, 3) and len(self._points) > 1
-        if not is_known or progress.unit == " steps":
+        is_known = self._results >= self._num_workers + max(self._num_workers, 3)
+        is_known |= now - self._first_live_at >= _MIN_LIVE_S
+        if not is_known or len(self._points) < 2 or progress.unit == " steps":
             return progress
         moments = [moment for moment, _ in self._points]
         (then, first), (last_at, last) = self._points[0], self._points[-1]
@@ -138,6 +155,43 @@ class TaskCounts:
         return cls(stats.funnel, stats.usage.seconds, samples, list(rejects[:MAX_LISTED]))
 
 
+class TaskProgress:
+    """What a running task has done so far: a small file, replaced once a second, that the record adds to results."""
+
+    def __init__(self, tasks: str, name: str, path: str, start: int) -> None:
+        """For a task of that name which reads a local file from an offset on; a file elsewhere has no position."""
+        self._file = Path(tasks).with_name(LIVE) / name
+        self._path, self._start, self._written_at = os.path.realpath(path), start, time.monotonic()
+
+    def update(self, documents: int, documents_kept: int) -> None:
+        """Called by the task now and then."""
+        if (now := time.monotonic()) - self._written_at >= WRITE_S:
+            self._written_at = now
+            counts = documents, documents_kept, max(0, _offset_of(self._path) - self._start)
+            with suppress(OSError):
+                self._file.write_text(" ".join(map(str, counts)))
+            record: ProgressRecord | None = getattr(_of_thread, "record", None)
+            if record is not None and record.pid == os.getpid():  # the task runs in the process of the run
+                record.tick()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)
+
+
+_of_thread = threading.local()  # The record of the run in this thread.
+
+
+def _offset_of(path: str) -> int:
+    """Where this process reads a file that it has open; 0 if that is not known."""
+    with suppress(FileNotFoundError):  # no Linux
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # closed by now
+                if str(descriptor.readlink()) == path:
+                    return int(Path("/proc/self/fdinfo", descriptor.name).read_text().split()[1])
+    return 0
+
+
 @dataclass
 class _Stage:
     progress: Progress
@@ -145,9 +199,16 @@ class _Stage:
     started_at: float
     stopped_at: float | None = None
     cpu_s: float = 0.0
+    live: Progress | None = None  # With what running tasks have done, if they tell.
+
+    @property
+    def current(self) -> Progress:
+        """The last results, or more."""
+        live = self.live
+        return live if live is not None and live.done >= self.progress.done and live.documents else self.progress
 
     def to_json(self, now: float) -> dict[str, Any]:
-        shown = self.rate.apply(self.progress, now) if self.stopped_at is None else self.progress
+        shown = self.rate.apply(self.current, now) if self.stopped_at is None else self.progress
         return {
             "stage": shown.stage, "done": shown.done, "total": shown.total, "unit": shown.unit.strip(),
             "started_at": self.started_at, "stopped_at": self.stopped_at, "cpu_s": round(self.cpu_s, 3),
@@ -184,17 +245,21 @@ class ProgressRecord:
         self._usage = Usage()
         self._stage = ""
         self._started_at, self._earlier_s = time.time(), 0.0
-        self._first = self._shown_at = self._written_at = self.clock()
+        self._first = self._ticked_at = self._written_at = self.clock()
         self._state = self._error = self._key = ""
+        self.pid = os.getpid()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Write how the run ends that is in here, if it does not complete."""
+        _of_thread.record = self
         try:
             yield
         except BaseException as error:
             self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error))
             raise
+        finally:
+            _of_thread.record = None
 
     def complete(self) -> None:
         """Write the last record, beside the output, which is complete."""
@@ -207,7 +272,13 @@ class ProgressRecord:
             earlier = _read(self.out / RUNNING_FILE)
             if earlier["key"] == key:
                 self._continue(earlier)
+        shutil.rmtree(self._live, ignore_errors=True)
+        self._live.mkdir()
         self.write()
+
+    @property
+    def _live(self) -> Path:
+        return self.out / ".work" / LIVE
 
     def _continue(self, earlier: Mapping[str, Any]) -> None:
         funnel = {
@@ -243,14 +314,30 @@ class ProgressRecord:
     def tick(self) -> None:
         """Called while tasks run, about once a second or more often."""
         now, stage = self.clock(), self._stages.get(self._stage)
-        if self._state == "running" and stage is not None and now - self._shown_at >= WRITE_S:
+        if self._state == "running" and stage is not None and now - self._ticked_at >= WRITE_S:
+            self._ticked_at = now
+            self._add_live(stage, now)
             self._show(stage, now)
         self._write_after(WRITE_S)
 
+    def _add_live(self, stage: _Stage, now: float) -> None:
+        """Add what running tasks have done to the results of a stage."""
+        counts = [0, 0, 0]
+        files = list(self._live.iterdir()) if self._live.exists() else []
+        for file in files:
+            with suppress(OSError, ValueError):  # it is just being replaced or removed
+                counts = [a + b for a, b in zip(counts, map(int, file.read_text().split()), strict=True)]
+        documents, documents_kept, read = counts
+        last = stage.progress
+        stage.live = replace(
+            last, done=min(last.done + read, last.total), documents=last.documents + documents,
+            documents_kept=last.documents_kept + documents_kept, bytes=last.bytes + read,
+        ) if files else None  # fmt: skip
+        stage.rate.add_live(stage.live or last, len(files), now)
+
     def _show(self, stage: _Stage, now: float) -> None:
-        self._shown_at = now
         if self.on_progress is not None:
-            self.on_progress(stage.rate.apply(stage.progress, now))
+            self.on_progress(stage.rate.apply(stage.current, now))
 
     def _write_after(self, pause_s: float) -> None:
         if self._state == "running" and self.clock() - self._written_at >= pause_s:
@@ -319,7 +406,7 @@ class ProgressRecord:
         return {
             "version": VERSION, "name": self.name, "output": self.output, "key": self._key,
             "state": self._state, "error": self._error, "started_at": self._started_at, "updated_at": time.time(),
-            "wall_s": round(self._earlier_s + now - self._first, 3), "host": HOST, "pid": os.getpid(),
+            "wall_s": round(self._earlier_s + now - self._first, 3), "host": HOST, "pid": self.pid,
             "num_workers": self.num_workers, "workers": self.workers() if self._state == "running" else [],
             "stage": self._stage if self._state == "running" else "",
             "stages": [stage.to_json(now) for stage in self._stages.values()],

@@ -18,8 +18,11 @@ import pytest
 
 from forebay import prepare_dataset
 from forebay.errors import PrepareError
+from forebay.formats import inputs
+from forebay.prepare import progress
 from forebay.prepare.documents import Stage, StageResult
 from forebay.prepare.progress import FINISHED_FILE, RUNNING_FILE, Progress, ProgressRecord, RecentRate, read_progress
+from forebay.prepare.tasks import text
 from support.calibration import scaled
 
 TEXTS = [f"document {i} " + "the word and that of a mill " * (i % 40) for i in range(400)]
@@ -69,6 +72,17 @@ def test_a_stall_and_a_change_of_speed_show() -> None:
     for _ in range(9):
         rate.add(steps, 1.0)
     assert rate.apply(steps, 2.0) == steps  # its steps are not alike
+
+
+def test_tasks_that_run_give_a_rate_without_results() -> None:
+    rate, shown = RecentRate(2), {}
+    for now in range(60):  # two processes, of which the first reads from second 20 on, the second from 25
+        done = max(0, now - 20) + max(0, now - 25)
+        state = Progress("text", done, 1000, "B", done, done, done)
+        rate.add_live(state, (now > 20) + (now > 25), float(now))
+        shown[now] = rate.apply(state, float(now)).remaining_s
+    assert all(shown[now] is None for now in range(35))
+    assert shown[50] == pytest.approx((1000 - 55) / 2, rel=0.05)
 
 
 def test_finished_tasks_of_an_earlier_call_are_no_rate(tmp_path: Path) -> None:
@@ -137,15 +151,41 @@ class Slow(Stage):
 
     name: ClassVar[str] = "slow"
     version: ClassVar[int] = 1
+    seconds: ClassVar[float] = 0.1
 
     @property
     def reasons(self) -> tuple[str, ...]:
         return ("every_tenth",)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
-        time.sleep(0.1 * batch.num_rows)
+        time.sleep(self.seconds * batch.num_rows)
         tenth = np.array([id == "0" for id in batch.column("id").to_pylist()])
         return StageResult(batch, np.where(tenth, 0, -1).astype(np.int16))
+
+
+def test_a_task_that_runs_counts_before_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "WRITE_S", 0.0)
+    monkeypatch.setattr(progress, "_MIN_LIVE_S", 0.5)
+    monkeypatch.setattr(text, "BATCH_BYTES", 2000)
+    lines = [json.dumps({"text": f"document {i}" * 50, "id": str(i % 10)}) for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    seen: list[tuple[Progress, dict[str, Any]]] = []
+    out = tmp_path / "out"
+    monkeypatch.setattr(Slow, "seconds", 0.02)
+    monkeypatch.setattr(inputs, "_BUFFER_BYTES", 1000)
+
+    def look(state: Progress) -> None:
+        if state.stage == "text":
+            seen.append((state, read_progress(out)))
+
+    prepare_dataset([tmp_path / "a.jsonl"], out, tokenizer="bytes", filters=[Slow()], workers=1, on_progress=look)
+    done = [state.done for state, _ in seen]
+    assert len(set(done)) > 5 and done == sorted(done) and done[-1] == seen[0][0].total
+    half = next(state for state, _ in seen if state.documents >= 30)
+    assert 0 < half.documents_kept < half.documents < 60 and half.remaining_s is not None
+    records = [record["stages"][0]["documents_in"] for _, record in seen if record["stages"]]
+    assert any(0 < number < 60 for number in records)  # a reader sees it, too
+    assert read_progress(out)["documents_in"] == 60
 
 
 _SCRIPT = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -30,7 +30,7 @@ from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
 from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split
 from forebay.prepare.path_lists import downloaded
-from forebay.prepare.progress import MAX_LISTED, TaskCounts
+from forebay.prepare.progress import MAX_LISTED, TaskCounts, TaskProgress
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
@@ -215,12 +215,14 @@ def process_split(task: TextTask, scale: int) -> TextResult:
 def _process(task: TextTask, scale: int) -> TextResult:
     stats, started = StageStats(), work_time()
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
-    with open_documents(task.prefix, task.dedup) as out:
+    live = TaskProgress(task.folder, task.name, task.readable.files[0].path, task.split.start)
+    with open_documents(task.prefix, task.dedup) as out, closing(live):
         for batch in reader.batches(stats):
             for kept_rows in run_stages(task, batch, stats, reader):
                 out.add(kept_rows)
                 del kept_rows
             del batch
+            live.update(reader.documents, out.documents)
     sources = enumerate(task.readable.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     stats.usage.count("dedup", out.signing_s)
