@@ -135,7 +135,8 @@ def test_two_reports_are_compared(pages: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert set(documents["examples_b"]) <= ids[1] - ids[0] and set(documents["examples_a"]) <= ids[0] - ids[1]
     shown = run(*both, "--html", tmp_path / "page.html", cwd=tmp_path)
-    assert "gopher_quality.min_words" in shown and "[c4]" in shown and "kept by both" in shown
+    assert "gopher_quality.min_words" in shown and "[c4]" in shown and "kept by both" in shown and "CPU time" in shown
+    assert comparison["times"][0]["name"] == "all" and comparison["times"][0]["b"] > 0
     page = Elements((tmp_path / "page.html").read_text())
     assert page.counts["svg"] >= 2 * 20 and "script" not in page.counts
     assert json.loads(run("report", "a", "a", "--json", cwd=tmp_path))["recipe"] == []

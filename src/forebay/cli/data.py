@@ -121,19 +121,22 @@ def _show_report(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     from forebay.files import atomic_write
-    from forebay.prepare.compare import compare_ids, compare_reports, render_comparison, render_comparison_text
-    from forebay.prepare.report import load_report
+    from forebay.prepare import compare
+    from forebay.prepare.report import load_report, load_times
 
-    comparison = compare_reports(report, load_report(args.second))
+    comparison = compare.compare_reports(report, load_report(args.second))
     if args.ids:
-        comparison["documents"] = compare_ids(*args.ids)
+        comparison["documents"] = compare.compare_ids(*args.ids)
+    times = [load_times(Path(path)) for path in (args.dataset, args.second)]
+    if times[0] and times[1]:
+        comparison["times"] = compare.compare_times(times[0], times[1])
     if args.html is not None:
-        atomic_write(args.html, render_comparison(comparison).encode())
+        atomic_write(args.html, compare.render_comparison(comparison).encode())
     if args.json:
         print(json.dumps(comparison))
         return
     page = f"\nFull report: {args.html.resolve().as_uri()}" if args.html is not None else ""
-    print(f"{render_comparison_text(comparison)}{page}".rstrip())
+    print(f"{compare.render_comparison_text(comparison)}{page}".rstrip())
 
 
 def _import(args: argparse.Namespace) -> None:

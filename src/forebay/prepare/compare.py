@@ -17,7 +17,7 @@ from forebay import html
 from forebay.errors import DatasetError
 from forebay.prepare.charts import chart, count, rule_name, share
 from forebay.prepare.report import Table, cut, printable, render_page
-from forebay.units import format_bytes
+from forebay.units import format_bytes, format_seconds
 
 Report = Mapping[str, Any]
 Pair = dict[str, Any]
@@ -130,6 +130,14 @@ def _thresholds(a: Report, b: Report) -> list[Pair]:
     return [{"stage": s, "reason": r, "kind": k, **sides} for (s, r, k), sides in by_rule.items()]
 
 
+def compare_times(a: Report, b: Report) -> list[Pair]:
+    """CPU seconds of two runs, by their records: of all, and of each rule and step of either."""
+    names = dict.fromkeys([*a["cpu_s"], *b["cpu_s"]])
+    total = {"name": "all", **{side: sum(record["cpu_s"].values()) for side, record in zip(SIDES, (a, b))}}
+    steps = [{"name": name, "a": a["cpu_s"].get(name, 0.0), "b": b["cpu_s"].get(name, 0.0)} for name in names]
+    return [total, *sorted(steps, key=lambda step: -max(step["a"], step["b"]))]
+
+
 def compare_ids(a: Path, b: Path) -> dict[str, Any]:
     """How many ids of two files, one a line, are in both and in one alone, and the first of these.
 
@@ -207,6 +215,13 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
                 (("kept by both", "both"), ("by A alone", "only_a"), ("by B alone", "only_b"))]  # fmt: skip
         rows += [(f"  {side.upper()} alone: {id}", "", "", "") for side in SIDES for id in ids[f"examples_{side}"]]
         yield "Documents", ("", "Documents", "", ""), rows
+    if times := comparison.get("times"):
+        longest = [step for step in times if max(step["a"], step["b"]) >= 0.01 * max(times[0]["a"], times[0]["b"])]
+        rows = [
+            (step["name"], *(format_seconds(step[side]) for side in SIDES), _change([step[side] for side in SIDES]))
+            for step in longest
+        ]
+        yield "CPU time", ("", "A", "B", "Difference"), rows
 
 
 def _change(values: Sequence[float]) -> str:

@@ -1,7 +1,8 @@
 """The record of a preparation's progress: a JSON file that is replaced about once a second while it runs.
 
 `OUT/.work/progress.json` while the run is not complete, `OUT/.progress.json` afterwards; `read_progress` reads either.
-It is no part of the output and never fails a run. Cost: below 0.5 % of the run's CPU time. A record is below 200 kB.
+It is no part of the output and never fails a run. Cost: below 0.5 % of the run's CPU time. A record has some 20 kB, at
+most 400.
 
 Schema, version 1 (times in seconds since 1970, durations in seconds, sizes in bytes):
 
@@ -18,7 +19,8 @@ Schema, version 1 (times in seconds since 1970, durations in seconds, sizes in b
                             documents_in, documents_out, documents_per_s, bytes_per_s, remaining_s}. The last three are
                             of the last minute, and null until twice as many tasks as processes are done, or all
                             processes have read for ten seconds. Text counts tasks that run, too
-    documents_in, documents_out, malformed   read, kept by all rules so far, and malformed
+    documents_in, documents_out, malformed   read, kept by all rules so far, and malformed; of tasks that run the first
+                            two alone, which the funnel does not count yet
     funnel                  in the order of the recipe: {stage, documents_in, documents_out, dropped: {reason: n},
                             changed: {kind: n}}
     samples                 up to 3 of each rule: {stage, reason, where, text}, text of at most 300 characters, as it is
@@ -57,7 +59,7 @@ WRITE_S = 1.0
 _WINDOW_S = 60.0  # Of recent results, from which rates follow.
 _MIN_LIVE_S = 10.0  # So long all processes must have had a task that runs, for a rate without results.
 _MOMENT_S = 0.05  # Results so near to each other are at one moment.
-_MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES = 3, 300, 200
+_MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES = 3, 300, 100
 MAX_LISTED = 20  # Malformed records, and messages.
 
 
@@ -367,7 +369,8 @@ class ProgressRecord:
         self._funnel = {}
         self._count(stats.funnel)
         for rule, samples in stats.samples.items():
-            self._samples[rule] = [(s.location, s.text[:_MAX_CHARACTERS]) for s in samples[:_MAX_SAMPLES]]
+            if len(self._samples) < _MAX_RULES or rule in self._samples:
+                self._samples[rule] = [(s.location, s.text[:_MAX_CHARACTERS]) for s in samples[:_MAX_SAMPLES]]
 
     def notify(self, text: str) -> None:
         """Record a message, and hand it on."""
@@ -402,7 +405,8 @@ class ProgressRecord:
 
     def to_json(self) -> dict[str, Any]:
         now = self.clock()
-        counts = list(self._funnel.items())
+        counts, stage = list(self._funnel.items()), self._stages.get(self._stage)
+        live, last = (stage.current, stage.progress) if stage is not None else (Progress("", 0, 0, ""),) * 2
         return {
             "version": VERSION, "name": self.name, "output": self.output, "key": self._key,
             "state": self._state, "error": self._error, "started_at": self._started_at, "updated_at": time.time(),
@@ -410,8 +414,8 @@ class ProgressRecord:
             "num_workers": self.num_workers, "workers": self.workers() if self._state == "running" else [],
             "stage": self._stage if self._state == "running" else "",
             "stages": [stage.to_json(now) for stage in self._stages.values()],
-            "documents_in": counts[0][1].documents_in if counts else 0,
-            "documents_out": counts[-1][1].documents_out if counts else 0,
+            "documents_in": (counts[0][1].documents_in if counts else 0) + live.documents - last.documents,
+            "documents_out": (counts[-1][1].documents_out if counts else 0) + live.documents_kept - last.documents_kept,
             "malformed": counts[0][1].dropped["malformed"] if counts else 0,
             "funnel": [
                 {"stage": name, "documents_in": count.documents_in, "documents_out": count.documents_out,
