@@ -1,0 +1,79 @@
+"""Plans against real runs: a loader reads a web server whose rate is limited, and a step sleeps."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.load.loader import Loader
+from forebay.load.resources import RunSpec
+from forebay.observe.plan import RunPlan, make_plan
+from support.origin_server import OriginServer
+
+SEQ_LEN, BATCH = 2048, 32
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """33 MB in two slices, so that their chunks are of 64 KiB."""
+    folder = tmp_path_factory.mktemp("planned")
+    chance = np.random.default_rng(1)
+    for index in range(2):
+        tokens = chance.integers(0, 60_000, 4096 * SEQ_LEN + index).astype(np.uint16)
+        write_token_slice(folder / f"{index:03d}.safetensors", tokens, np.array([len(tokens)], np.uint64))
+    return import_slices(folder, "planned")
+
+
+@pytest.mark.parametrize(
+    ("rate", "step_s", "epochs"),
+    [
+        pytest.param(40e6, 0.012, 1, id="the network suffices"),
+        pytest.param(7e6, 0.012, 1, id="training waits"),
+        pytest.param(10e6, 0.004, 2, id="the second epoch is in the cache"),
+    ],
+)
+def test_a_run_takes_what_its_plan_says(
+    dataset: Dataset, tmp_path: Path, rate: float, step_s: float, epochs: int
+) -> None:
+    """Within 20 %; a few times, since the machine may be busy. A step counts as long as it really took."""
+    table = dataset.table
+    total = int(table.bytes.sum())
+
+    def plan(real_step_s: float) -> RunPlan:
+        spec = RunSpec(
+            table.bytes, table.count // SEQ_LEN, BATCH, SEQ_LEN, cache_bytes=2 * total, chunk_bytes=table.chunk_bytes,
+            bandwidth=rate, step_s=real_step_s, epochs=epochs,
+        )  # fmt: skip
+        return make_plan(spec)
+
+    ratios: dict[str, float] = {}
+    for turn in range(5):
+        with OriginServer(dataset.path) as server:
+            server.faults.bytes_per_s = rate
+            loader = Loader(
+                server.url, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1, epochs=epochs,
+                cache_dir=tmp_path / f"cache-{turn}", cache_bytes=2 * total,
+            )  # fmt: skip
+            with loader:
+                started = time.perf_counter()
+                for _ in loader:
+                    time.sleep(step_s)
+                finish_s, stats = time.perf_counter() - started, loader.stats()
+        planned = plan(stats["busy_s"] / stats["batches"])
+        assert planned.ok and planned.finish_s is not None and planned.wait_share is not None
+        ratios = {
+            "finish": finish_s / planned.finish_s,
+            "fetched": stats["fetched_bytes"] / planned.fetched_bytes,
+            "cached": stats["cached_bytes"] / planned.peak_disk_bytes,
+            "training share": (1 - stats["wait_s"] / finish_s) / (1 - planned.wait_share),
+        }
+        print("measured over planned", {name: round(ratio, 3) for name, ratio in ratios.items()})
+        if all(0.8 <= ratio <= 1.2 for ratio in ratios.values()):
+            return
+    raise AssertionError(f"expected what the plan says within 20 %, got {ratios}")
