@@ -224,7 +224,7 @@ def test_status_of_nodes_of_every_kind(
             monkeypatch.setenv("FOREBAY_IDENTITY", str(network["w1"]) if identity else "")
             capsys.readouterr()
             assert main(["status"]) == 0
-            assert f"coordinator of run {coordinator.run_id}: up" in capsys.readouterr().out
+            assert f"run {coordinator.run_id}  waiting" in capsys.readouterr().out
             assert main(["status", "--json"]) == 0
             assert json.loads(capsys.readouterr().out)["healthy"]
         assert main(["status"]) == 1

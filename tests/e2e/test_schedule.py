@@ -168,7 +168,7 @@ def test_a_job_is_steered_by_administrators_and_used_once(
     assert samples == {(NAME, i) for i in range(25)}
     assert main(["status", service.address, "--identity", str(homes["admin"])]) == 0
     out = capsys.readouterr().out
-    assert f"{NAME}: done, epoch 1 of 1, 100.0%" in out and "\n  worker  " in out
+    assert f"\n{NAME}  done  " in out and "25 of 25 samples · epoch 1 of 1" in out and "\nworker  " in out
     service.stop()
     report = verify_ledger(service.ledger_path, verify=verify)
     assert report.ok, report

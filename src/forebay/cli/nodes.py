@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,6 @@ from forebay.cli.arguments import add_identity, address, positive, seconds, size
 from forebay.cli.running import add_node, joined_network, listen_at, log, ready, send_request, stop_event, until_stopped
 from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
-from forebay.units import format_bytes, format_seconds
-
-_MAX_READERS = 10  # lines of a data node's status
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -31,51 +27,14 @@ def _status(args: argparse.Namespace) -> int:
         return 0
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
     is_healthy = not status.get("draining")
-    if args.json:  # Also for probes, which repeat this every few seconds: `lines` imports the scheduler.
+    if args.json:  # Also for probes, which repeat this every few seconds: the view imports much.
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
-    elif "samples_used" in status:
-        from forebay.scheduler.status import lines
-
-        print("\n".join(lines(status)))
     else:
-        print("\n".join(_coordinator_lines(status) if "run_id" in status else _node_lines(status)))
+        from forebay.observe.top import format_view
+        from forebay.observe.views import view_of
+
+        print(format_view(view_of(status)), end="")
     return 0 if is_healthy else 1
-
-
-def _coordinator_lines(status: Mapping[str, Any]) -> Iterator[str]:
-    state = "done" if status["done"] else f"{len(status['members']):,} workers, {status['min_workers']:,} needed"
-    up = format_seconds(status["up_s"])
-    yield f"coordinator of run {status['run_id']}: up for {up}, step {status['step']}, {state}"
-    for member in status["members"]:
-        rank = "no rank yet" if member["rank"] is None else f"rank {member['rank']}"
-        yield f"  {member['worker_id']}  {rank}  step {member['step']}{'  disconnected' if member['lost'] else ''}"
-
-
-def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of a data node's status: the node, its datasets with their swarms, and the largest readers."""
-    state = "draining" if status["draining"] else "up"
-    yield (
-        f"data node {status['name']} ({status['peer_id']}) at {status['address']}: {state} for "
-        f"{format_seconds(status['up_s'])}, {status['connections']:,} connections, "
-        f"{format_bytes(status['bytes_sent'])} sent"
-    )
-    if status["announce_error"]:
-        yield f"  not announced: {status['announce_error']}"
-    for dataset in status["datasets"]:
-        line = f"  {dataset['name']}  {dataset['id']}  {dataset['slices']:,} slices"
-        swarm = status["swarms"].get(dataset["id"], {})
-        if swarm.get("members"):
-            line += f"; swarm of {swarm['members']:,}: {swarm['from_origins']:,} slices from here, "
-            line += f"{swarm['from_peers']:,} passed on"
-            line += f", banned: {', '.join(swarm['banned'])}" if swarm["banned"] else ""
-        yield line
-    readers = sorted(status["peers"].items(), key=lambda item: (-item[1], item[0]))
-    if readers:
-        yield "sent to"
-    for peer_id, num_bytes in readers[:_MAX_READERS]:
-        yield f"  {peer_id}  {format_bytes(num_bytes):>10}"
-    if len(readers) > _MAX_READERS:
-        yield f"  and {len(readers) - _MAX_READERS:,} more"
 
 
 def _dht(args: argparse.Namespace) -> None:

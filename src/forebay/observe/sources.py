@@ -69,16 +69,13 @@ class NodeSource(LiveSource):
 
     def poll(self) -> View:
         status = self._get(self.address)
-        if "kind" in status:
-            return dict(status)
-        if "samples_used" in status:
-            if time.monotonic() - self._nodes_at > _NODES_EVERY_S:
-                addresses = [p["address"] for p in status["providers"] if "://" not in p["address"]]
-                self._nodes, self._nodes_at = list(map(self._node, addresses[:_MAX_NODES])), time.monotonic()
-            return views.job_view(status, self._nodes)
-        if "members" in status:
-            return views.run_view(status, self._rate("step", status["step"]))
-        return views.node_view(status, self._rate(self.address, status["bytes_sent"]))
+        if "samples_used" not in status:
+            counted = "bytes_sent" if "bytes_sent" in status else "step"
+            return views.view_of(status, per_s=self._rate(counted, status.get(counted, 0)))
+        if time.monotonic() - self._nodes_at > _NODES_EVERY_S:
+            addresses = [p["address"] for p in status["providers"] if "://" not in p["address"]]
+            self._nodes, self._nodes_at = list(map(self._node, addresses[:_MAX_NODES])), time.monotonic()
+        return views.view_of(status, self._nodes)
 
     def _node(self, address: str) -> dict[str, Any]:
         try:

@@ -6,6 +6,7 @@ Keys: q ends; in a replay space pauses, left and right go back and on. Without a
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import sys
@@ -80,6 +81,14 @@ def render(view: View, width: int, height: int) -> RenderableType:
         moment = time.strftime("%H:%M:%S", time.localtime(event["at"])) if event.get("at") else "now"
         parts.append(_text(f"{moment}  {event['text']}", _LEVEL_STYLES.get(event["level"], "dim")))
     return Group(*parts)
+
+
+def format_view(view: View, width: int = 100) -> str:
+    """A view as plain text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(render(view, width, 60))
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -187,7 +196,7 @@ def show_top(source: Source, *, replay: bool = False) -> None:
     console = Console(file=sys.__stdout__, highlight=False)  # The command's own stdout has no control characters.
     view = source.view_at(source.times()[0]) if replay else source.poll()
     if not console.is_terminal:
-        console.print(render(source.poll(), max(80, console.width), 60))
+        print(format_view(source.poll()), end="")
         return
     with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
         index, paused = 0, False

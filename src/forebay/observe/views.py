@@ -9,7 +9,8 @@ that are missing or empty have nothing to show:
   and "" for a plain number.
 - `waits`: cause to its share of the time of all workers; `advice`: what to do about the largest.
 - `coverage`: see `scheduler.activity.coverage`.
-- `workers`, `nodes`, `datasets`, `stages`, `rules`, `dropped`: rows, each a dict; `columns` has the keys and units.
+- `workers`, `nodes`, `datasets`, `peers`, `stages`, `rules`, `dropped`: rows, each a dict, with the keys of
+  COLUMNS.
 - `events` and `uses`: the last ones, latest first; `samples`: of dropped documents.
 """
 
@@ -36,7 +37,11 @@ COLUMNS = {
     "nodes": {
         "name": "", "state": "", "address": "", "bytes_per_s": "B/s", "bytes_sent": "B", "connections": "",
     },
-    "datasets": {"name": "", "slices": "", "bytes": "B", "tokens": "", "share": "share", "id": ""},
+    "datasets": {
+        "name": "", "slices": "", "bytes": "B", "tokens": "", "share": "share", "members": "", "from_origins": "",
+        "from_peers": "", "banned": "", "id": "",
+    },
+    "peers": {"peer": "", "bytes_sent": "B"},
     "stages": {
         "stage": "", "state": "", "done_share": "share", "documents_in": "", "documents_out": "", "cpu_s": "s",
         "elapsed_s": "s", "remaining_s": "s", "documents_per_s": "",
@@ -53,6 +58,20 @@ def make_view(kind: str, title: str, state: str, **parts: Any) -> View:
     return {"version": VERSION, "kind": kind, "title": title, "state": state, "at": round(time.time(), 3), **parts}
 
 
+def view_of(status: Mapping[str, Any], nodes: Rows = (), per_s: float | None = None) -> View:
+    """The view of a node's `/v1/status`: a scheduler, coordinator, data node or dashboard.
+
+    Args:
+        nodes: Rows of a scheduler's data nodes.
+        per_s: Steps a second of a coordinator's run, or bytes a second of a data node.
+    """
+    if "kind" in status:
+        return dict(status)
+    if "samples_used" in status:
+        return job_view(status, nodes)
+    return run_view(status, per_s) if "members" in status else node_view(status, per_s)
+
+
 def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
     """A scheduler's job, of its status and rows of its data nodes."""
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
@@ -62,7 +81,9 @@ def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
     for origin in fetched:
         fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
-    aside, total_bytes = status["set_aside"], sum(fetched.values())
+    aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], sum(fetched.values())
+    notes = [f"{num_left_out:,} samples of slices set aside were not used"] if num_left_out else []
+    notes += dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])
     figures = {
         "throughput": (rate, "tokens/s"), "workers": (len(active) if workers else status["num_workers"], ""),
         "waiting": (sum(waits.values()), "share") if waits else None, "leases": (status["slices_leased"], ""),
@@ -73,7 +94,7 @@ def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
     }  # fmt: skip
     return make_view(
         "job", status["name"], status["state"],
-        message="; ".join(dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])),
+        message="; ".join(notes),
         progress={
             "done": status["samples_used"], "total": status["num_samples"], "unit": "samples",
             "epoch": min(status["epoch"] + 1, status["epochs"]), "epochs": status["epochs"],
@@ -134,7 +155,7 @@ def node_row(status: Mapping[str, Any], bytes_per_s: float | None = None) -> dic
 
 def node_view(status: Mapping[str, Any], bytes_per_s: float | None = None) -> View:
     """A data node by itself."""
-    row, fault = node_row(status, bytes_per_s), status["announce_error"]
+    row, fault, swarms = node_row(status, bytes_per_s), status["announce_error"], status["swarms"]
     return make_view(
         "node", row["name"], row["state"], message=f"not announced: {fault}" if fault else "",
         figures={
@@ -142,7 +163,15 @@ def node_view(status: Mapping[str, Any], bytes_per_s: float | None = None) -> Vi
             **({} if bytes_per_s is None else {"throughput": (bytes_per_s, "B/s")}),
         },
         nodes=[row],
-        datasets=[{"name": item["name"], "id": item["id"], "slices": item["slices"]} for item in status["datasets"]],
+        datasets=[
+            {**item, **swarms[item["id"]], "banned": ", ".join(swarms[item["id"]]["banned"])}
+            if swarms.get(item["id"], {}).get("members") else item
+            for item in status["datasets"]
+        ],
+        peers=[
+            {"peer": peer_id, "bytes_sent": sent}
+            for peer_id, sent in sorted(status["peers"].items(), key=lambda item: (-item[1], item[0]))[:MAX_ROWS]
+        ],
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""The scheduler's status, as JSON, metrics and lines for a terminal."""
+"""The scheduler's status, as JSON and metrics."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from forebay.network.app import Metric, counter, gauge
@@ -102,23 +102,3 @@ def job_line(job: Mapping[str, Any]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """The status for a terminal."""
-    yield job_line(status)
-    for aside in status["set_aside"]:
-        yield f"  slice {aside['slice']} is set aside: {aside['reason']}"
-    workers = status["workers"]
-    if workers:
-        yield f"{_count(len(workers), 'worker')}, with what they used since this scheduler started:"
-        width = max(8, *(len(worker["name"] or peer_id) for peer_id, worker in workers.items()))
-        yield f"  {'name':<{width}}  {'tokens/s':>12}  {'samples':>14}  leases  last seen"
-    for peer_id, worker in workers.items():
-        yield (
-            f"  {worker['name'] or peer_id:<{width}}  {worker['tokens_per_s']:>12,.0f}  {worker['samples']:>14,}  "
-            f"{worker['leases']:>6}  {worker['last_seen_s']:,.0f} s ago"
-        )
-    for provider in status["bad_providers"]:
-        count = _count(provider["reports"], "report")
-        yield f"provider {provider['peer_id']} sent wrong bytes ({count}): {provider['reason']}"
