@@ -33,7 +33,7 @@ _CAUSE_STYLES = {
     "scheduler": "magenta", "network": "blue", "disk": "yellow", "tokenize": "cyan", "decode": "green",
     "device": "red", "queue": "white",
 }  # fmt: skip
-_STATE_STYLES = dict.fromkeys(("running", "working", "up", "done"), "green") | dict.fromkeys(
+_STATE_STYLES = dict.fromkeys(("running", "working", "up", "done", "ended"), "green") | dict.fromkeys(
     ("silent", "lost", "failed", "incomplete", "does not answer"), "bold red"
 )
 _LEVEL_STYLES = {"warning": "yellow", "error": "bold red"}
@@ -76,7 +76,7 @@ def render(view: View, width: int, height: int) -> RenderableType:
         parts += [Text(), *_coverage(coverage, width)]
     for name, columns in COLUMNS.items():
         if rows := view.get(name):
-            parts += [Text(), _table(name, rows, columns, max(3, min(_MAX_ROWS, height // 2)))]
+            parts += [Text(), _table(name, rows, columns, max(3, min(_MAX_ROWS, height // 2)), width)]
     for event in view.get("events", [])[:8]:
         moment = time.strftime("%H:%M:%S", time.localtime(event["at"])) if event.get("at") else "now"
         parts.append(_text(f"{moment}  {event['text']}", _LEVEL_STYLES.get(event["level"], "dim")))
@@ -145,19 +145,30 @@ def _coverage(coverage: Mapping[str, Any], width: int) -> Iterator[Text]:
     yield line
 
 
-def _table(name: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], max_rows: int) -> Table:
+def _table(
+    name: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], max_rows: int, width: int
+) -> Table:
     shown = rows[:max_rows]
     title = f"{name} ({len(rows):,}, the first {max_rows})" if len(rows) > max_rows else f"{name} ({len(rows):,})"
+    cells: dict[str, list[Text]] = {}
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    keys = [key for key in columns if any(row.get(key) not in (None, "") for row in rows)]
-    for key in keys:
-        is_text = any(isinstance(row.get(key), str) for row in shown)
-        heading = key.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    free = width
+    for key, unit in columns.items():
+        values = [row.get(key) for row in shown]
+        if all(value in (None, "") or (unit == "B" and not value) for value in values):
+            continue
+        heading = key.removesuffix("_bytes").replace("bytes_per_s", "rate").removesuffix("_s").replace("_", " ")
+        cells[heading] = [_text(format_figure(value, unit)) for value in values]
+        free -= max(len(heading), *map(len, cells[heading])) + 2
+        if free < 0 and len(cells) > 1:  # Columns are in the order of their importance.
+            del cells[heading]
+            break
+        is_text = any(isinstance(value, str) for value in values)
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
-    for row in shown:
-        style = _STATE_STYLES.get(row.get("state", ""), "")
-        cells = [_text(format_figure(row.get(key), columns[key]), style if key == "state" else "") for key in keys]
-        table.add_row(*cells)
+    for state in cells.get("state", []):
+        state.stylize(_STATE_STYLES.get(state.plain, ""))
+    for row in zip(*cells.values()):
+        table.add_row(*row)
     return table
 
 

@@ -75,8 +75,8 @@ def view_of(status: Mapping[str, Any], nodes: Rows = (), per_s: float | None = N
 def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
     """A scheduler's job, of its status and rows of its data nodes."""
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
-    workers = [_worker_row(peer_id, worker, status["lease_s"]) for peer_id, worker in status["workers"].items()]
-    active = [worker for worker in workers if worker["state"] != "silent"]
+    workers = [_worker_row(peer_id, worker, status) for peer_id, worker in status["workers"].items()]
+    active = [worker for worker in workers if worker["state"] not in ("silent", "ended")]
     remaining, fetched = status["num_samples"] - status["samples_used"], {"origin": 0, "peer": 0}
     for origin in fetched:
         fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
@@ -114,10 +114,11 @@ def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
     )  # fmt: skip
 
 
-def _worker_row(peer_id: str, worker: Mapping[str, Any], lease_s: float) -> dict[str, Any]:
-    is_silent = worker["last_seen_s"] > lease_s or (not worker["leases"] and worker["last_seen_s"] > 5.0)
+def _worker_row(peer_id: str, worker: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    is_silent = worker["last_seen_s"] > job["lease_s"] or (not worker["leases"] and worker["last_seen_s"] > 5.0)
     waits = worker["wait_shares"]
-    state = "silent" if is_silent else "working" if worker["tokens_per_s"] else "idle"
+    silent = "ended" if job["state"] in ("done", "incomplete") else "silent"
+    state = silent if is_silent else "working" if worker["tokens_per_s"] else "idle"
     return {
         **worker, "id": peer_id, "name": worker["name"] or peer_id, "state": state, "rate": worker["tokens_per_s"],
         "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits), "step": worker["batches"],
