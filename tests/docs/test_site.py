@@ -1,0 +1,96 @@
+"""The documentation site: it builds without warnings, loads nothing from other hosts, and has what the code has."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay.cli import make_parser
+from forebay.cli.parser import walk
+from forebay.prepare.recipe import STAGES
+from support.calibration import scaled
+from support.runner import ROOT
+
+TOOLS = "import material, mkdocs, mkdocstrings_handlers.python"
+
+
+def interpreter() -> str:
+    """An interpreter that has the extra `docs`: this one, or that of `make docs`."""
+    for python in (sys.executable, str(ROOT / ".venv-docs" / "bin" / "python")):
+        if Path(python).exists() and subprocess.run([python, "-c", TOOLS], capture_output=True).returncode == 0:
+            return python
+    pytest.skip("the tools of the site are not installed: make docs, or pip install '.[docs]'")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("docs") / "site"
+    command = [interpreter(), str(ROOT / "scripts" / "docs_site.py"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return out
+
+
+def test_every_page_of_the_index_is_built(site: Path) -> None:
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    pages = re.findall(r"^- \[[^]]+\]\(([^)]+)\.md\)", index, re.MULTILINE)
+    assert len(pages) > 50 and [page for page in pages if not (site / f"{page}.html").exists()] == []
+
+
+def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(\w+:|//)|<link\b[^>]*\bhref=\"?(https?:|//)")
+    assert [page.name for page in site.rglob("*.html") if loaded.search(page.read_text("utf-8"))] == []
+    assert [page.name for page in site.rglob("*.css") if re.search(r"url\(\W?https?:", page.read_text("utf-8"))] == []
+
+
+def test_the_reference_has_what_the_code_has(site: Path) -> None:
+    commands = (site / "reference" / "cli.html").read_text("utf-8")
+    for path, parser in walk(make_parser()):
+        assert f'id="{"-".join(["forebay", *path])}"' in commands or not path, path
+        for option in parser._option_string_actions:
+            assert option == "--help" or f"<code>{option}</code>" in commands or option == "-h", (path, option)
+    settings = (site / "reference" / "configuration.html").read_text("utf-8")
+    assert [stage for stage in STAGES if f'id="{stage.replace("_", "-")}"' not in settings] == []
+    api = (site / "reference" / "api.html").read_text("utf-8")
+    names = set(forebay.__all__) - {"__version__", "callbacks", "ForebayError"}
+    assert [name for name in names if f'id="forebay.{name}"' not in api] == []
+    assert "forebay.errors.ForebayError" in api and "forebay.callbacks.wandb" in api
+
+
+def test_every_environment_variable_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8")
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    assert set(re.findall(r"\bFOREBAY_[A-Z_]+\b", sources)) - set(re.findall(r"\bFOREBAY_[A-Z_]+\b", page)) == set()
+
+
+def public_callables() -> Iterator[tuple[str, Any, str]]:
+    """(name, callable, documentation) of what users call."""
+    for name in sorted(set(forebay.__all__) - {"__version__", "callbacks"}):
+        item = getattr(forebay, name)
+        yield name, item, inspect.getdoc(item) or ""
+        for key, member in vars(item).items() if inspect.isclass(item) else ():
+            if inspect.isfunction(getattr(member, "__func__", member)) and not key.startswith("_"):
+                yield f"{name}.{key}", getattr(member, "__func__", member), inspect.getdoc(member) or ""
+    for name in ("wandb", "tensorboard", "mlflow"):
+        item = getattr(forebay.callbacks, name)
+        yield f"callbacks.{name}", item, inspect.getdoc(item) or ""
+
+
+def test_docstrings_name_every_argument() -> None:
+    missing = []
+    for name, item, text in public_callables():
+        assert text, f"{name}: expected a docstring, got none"
+        if inspect.isclass(item) and ("Attributes:" in text or issubclass(item, Exception)):
+            continue  # Made by Forebay, not by users.
+        parameters = [argument for argument in inspect.signature(item).parameters if argument not in ("self", "cls")]
+        if len(parameters) > 2 or inspect.isclass(item):
+            missing += [f"{name}: {argument}" for argument in parameters if not re.search(rf"\b{argument}\b", text)]
+    assert missing == []
