@@ -162,6 +162,21 @@ def ledger(page: Page, made: Corpora) -> None:
     )
 
 
+def readers(page: Page, made: Corpora) -> None:
+    """Datasets in several slices, whose documents go on from one slice to the next."""
+    corpora.write_texts(page.directory)
+    nodes.make_network(page.directory, ["data-node", "scheduler", "worker-1"], made.dht)
+    page.shell(
+        "forebay prepare texts books --out web --tokenizer train:400 --slice-bytes 4KiB --document-ids\n"
+        "forebay serve web --identity data-node &\n"
+        "forebay scheduler web --identity scheduler --state state --seq-len 16 --samples validation_fraction=0.2 "
+        "--samples split=train &\n"
+        "forebay worker web --identity worker-1\n"
+        "cp state/ledger.jsonl .",
+        "setup",
+    )
+
+
 SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "README.md": readme,
     "compat/README.md": dataset_guide,
@@ -188,6 +203,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/reference/formats.md": formats,
     "docs/reference/http-api.md": http_api,
     "docs/reference/ledger.md": ledger,
+    "docs/reference/readers.md": readers,
     "docs/tutorial/getting-started.md": getting_started,
 }
 
