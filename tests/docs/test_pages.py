@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def readme(page: Page, made: Corpora) -> None:
 
 
 def getting_started(page: Page, made: Corpora) -> None:
-    corpora.write_texts(page.directory)
+    shutil.copytree(ROOT / "docs", page.directory / "docs")
 
 
 def loading(page: Page, made: Corpora) -> None:
@@ -140,6 +141,31 @@ def observing(page: Page, made: Corpora) -> None:
     page.replace |= {"--record run &": f"--record run --listen {page.address('127.0.0.1:7480')} &"}
 
 
+FOREIGN = ROOT / "tests" / "golden" / "foreign"  # Written by the other projects' own libraries.
+
+
+def migrating(page: Page, made: Corpora) -> None:
+    for name, copy in {"mds_raw": "mds-train", "litdata": "chunks", "arrow": "hf-tokens"}.items():
+        shutil.copytree(FOREIGN / name, page.directory / copy)
+    corpora.write_archives(page.directory)
+    page.environment |= made.hub_environment | made.s3_environment
+    page.names |= {"step": consume}
+
+
+def migrating_pipelines(page: Page, made: Corpora) -> None:
+    corpora.write_texts(page.directory)
+    for name in ("corpus", "code"):
+        for suffix in (".bin", ".idx"):
+            file = FOREIGN / "megatron_u16" / f"text_document{suffix}"
+            shutil.copy(file, page.directory / f"{name}_text_document{suffix}")
+    (page.directory / "dt-output").mkdir()
+    (page.directory / "more.jsonl.zst").rename(page.directory / "dt-output" / "00000.jsonl.zst")
+    np.arange(20_000, dtype=np.uint16).__mod__(257).tofile(page.directory / "tokens.ds")
+    page.environment |= made.hub_environment
+    page.names |= {"step": consume}
+    page.replace |= {"seq_len=128": "seq_len=16"}
+
+
 def operating(page: Page, made: Corpora) -> None:
     members(page, made, "leases", "node")
     page.shell(f"forebay scheduler books --identity leases --listen {page.address('10.0.0.2:7420')} &", "setup")
@@ -191,6 +217,8 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/lease.md": leasing,
     "docs/how-to/load.md": loading,
     "docs/how-to/look.md": preparing,
+    "docs/how-to/migrate-pipelines.md": migrating_pipelines,
+    "docs/how-to/migrate.md": migrating,
     "docs/how-to/mirror.md": mirroring,
     "docs/how-to/network.md": operating,
     "docs/how-to/observe.md": observing,
