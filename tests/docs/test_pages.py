@@ -117,6 +117,10 @@ def mirroring(page: Page, made: Corpora) -> None:
     page.replace |= {r"https://host": made.web, r"/data/": "data/", r"0:1000": "0:10"}
 
 
+def loader_explained(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "wiki")
+
+
 def planning(page: Page, made: Corpora) -> None:
     page.environment |= made.s3_environment
 
@@ -206,6 +210,7 @@ def readers(page: Page, made: Corpora) -> None:
 SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "README.md": readme,
     "compat/README.md": dataset_guide,
+    "docs/explanation/loader.md": loader_explained,
     "docs/how-to/commoncrawl.md": crawling,
     "docs/how-to/convert.md": rows,
     "docs/how-to/coordinate.md": dataset_guide,
