@@ -79,12 +79,15 @@ def navigation() -> list[Any]:
     """The index as MkDocs wants it."""
     nav: list[Any] = [{"Home": "README.md"}]
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
-    for heading, section in re.findall(r"^## (.+)\n((?:(?!^## ).*\n)*)", index, re.MULTILINE):
-        pages: list[Any] = []
-        decisions: list[Any] = []
-        for title, path in re.findall(r"^- \[([^]]+)\]\(([^)]+)\)", section, re.MULTILINE):
-            (decisions if "/decisions/" in path else pages).append({title: path})
-        nav.append({heading: [*pages, *([{"Decisions": decisions}] if decisions else [])]})
+    for line in index.splitlines():
+        if line.startswith("## "):
+            pages: list[Any] = []
+            nav.append({line[3:]: pages})
+        elif line.startswith("### "):
+            pages = []
+            next(iter(nav[-1].values())).append({line[4:]: pages})
+        elif match := re.match(r"- \[([^]]+)\]\(([^)]+)\)", line):
+            pages.append({match[1]: match[2]})
     project = [{name.removesuffix(".md").capitalize(): _site_uri(name)} for name in _PROJECT if (ROOT / name).exists()]
     return [*nav, {"Project": project}]
 
