@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_WORKER = (
-    "https://unpkg.com/iframe-worker/shim"  # What the plugin `offline` puts in; docs/file-worker.js is in its place.
-)
+_WORKER = re.compile(
+    r'https://[^"]+/iframe-worker/shim'
+)  # The plugin `offline` loads it; docs/site.js takes its place.
 OUTSIDE = "repository"  # The folder of the site that has files from outside docs/.
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "PROJECT.md", "SECURITY.md")
@@ -45,8 +45,9 @@ def main() -> int:
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--site-dir", str(out)]
         code = subprocess.run(command, cwd=directory, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
     for page in out.rglob("*.html"):
+        text = page.read_text("utf-8").replace('role="dialog"', 'role="dialog" aria-label="Search"')
         depth = len(page.relative_to(out).parts) - 1
-        page.write_text(page.read_text("utf-8").replace(_WORKER, f"{'../' * depth}file-worker.js"), "utf-8")
+        page.write_text(_WORKER.sub(f"{'../' * depth}site.js", text), "utf-8")
     return code
 
 

@@ -16,6 +16,7 @@ import forebay
 from forebay.cli import make_parser
 from forebay.cli.parser import walk
 from forebay.prepare.recipe import STAGES
+from support.browser import THEMES, WIDTHS, Theme, open_browser
 from support.calibration import scaled
 from support.runner import ROOT
 
@@ -63,6 +64,37 @@ def test_the_reference_has_what_the_code_has(site: Path) -> None:
     names = set(forebay.__all__) - {"__version__", "callbacks", "ForebayError"}
     assert [name for name in names if f'id="forebay.{name}"' not in api] == []
     assert "forebay.errors.ForebayError" in api and "forebay.callbacks.wandb" in api
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_pages_are_readable_by_all(site: Path, theme: Theme) -> None:
+    pages = [
+        "index",
+        "reference/plugins",
+        "how-to/migrate",
+        "explanation/loader",
+        "repository/CHANGELOG",
+        "explanation/comparison",
+    ]
+    with open_browser() as browser:
+        for page in pages:
+            for width in WIDTHS.values():
+                browser.open(site / f"{page}.html", width=width, theme=theme)
+                assert browser.overflow() <= 0, (page, width)
+            assert (page, browser.errors) == (page, [])
+            assert [url for url in browser.requests if not url.startswith("file:")] == []
+            browser.page.wait_for_timeout(300)  # The theme wraps tables after loading.
+            assert (page, browser.violations()) == (page, [])
+
+
+def test_the_search_works_without_a_server(site: Path) -> None:
+    with open_browser() as browser:
+        browser.open(site / "how-to" / "load.html")
+        browser.page.click(".md-search__input")
+        browser.page.keyboard.type("minhash bands", delay=20)
+        results = browser.page.locator(".md-search-result__item a")
+        results.first.wait_for()
+        assert "Deduplication" in " ".join(results.all_inner_texts())
 
 
 def test_every_environment_variable_is_in_the_reference() -> None:

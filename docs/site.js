@@ -19,3 +19,12 @@ if (location.protocol === "file:") {
     }
   };
 }
+
+// Wide tables scroll in a frame that the theme adds: the keyboard reaches it, too.
+addEventListener("load", () =>
+  setTimeout(() => {
+    for (const frame of document.querySelectorAll(".md-typeset__scrollwrap")) {
+      if (frame.scrollWidth > frame.clientWidth) frame.tabIndex = 0;
+    }
+  }, 100),
+);
