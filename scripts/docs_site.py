@@ -3,7 +3,8 @@
 - The navigation is the index, docs/README.md: a page is listed once.
 - A file outside docs/ that a page links to becomes a page of the site, so that no link leaves it.
 - A line `<!-- generated: NAME -->` is replaced by what the code says: `commands` by the parser's commands, `recipe`,
-  `convert` and `worker` by the fields of these settings. GitHub shows the text around it.
+  `convert` and `worker` by the fields of these settings, `routes` by the servers' routes and messages. GitHub shows the
+  text around it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,8 +214,8 @@ def recipe() -> Iterator[str]:
     }
     for name, kind in (tables | stages).items():
         yield f"### \\[{name}{'' if ']' in name else ']'} {{ #{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')} }}\n"
-        described = re.split(r"\n\s*(?:Args|Raises|Source|Attributes):", kind.__doc__ or "")[0]
-        yield _sentence(re.sub(r"^(The )?`\[[\w.]+\]`( table of a recipe)?: ?", "", " ".join(described.split()))) + "\n"
+        described = re.sub(r"^(The )?`\[[\w.]+\]`( table of a recipe)?: ?", "", _described(kind.__doc__ or "")[0])
+        yield f"{_sentence(described)}\n"
         yield from _fields(kind, without=("own",))
 
 
@@ -229,22 +231,92 @@ def worker() -> Iterator[str]:
     yield from _fields(WorkerConfig)
 
 
-GENERATED = {"commands": commands, "recipe": recipe, "convert": convert, "worker": worker}
+def routes() -> Iterator[str]:
+    """The routes of each server and the fields of their messages, as `/openapi.json` of a running one has them."""
+    from forebay.coordinator.server import Coordinator
+    from forebay.scheduler.server import SchedulerService
+    from forebay.swarm.share import _make_app
+
+    apps = {
+        "Data node": _make_app("Forebay data node", SimpleNamespace(metrics=list)),
+        "Scheduler": object.__new__(SchedulerService)._app(),
+        "Coordinator": object.__new__(Coordinator)._app(),
+    }
+    schemas: dict[str, Any] = {}
+    for name, app in apps.items():
+        document = app.openapi()
+        schemas |= document.get("components", {}).get("schemas", {})
+        yield f"## {name}\n\n| route | role | request, response | meaning |\n|---|---|---|---|"
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                parts = [operation.get("requestBody", {}), operation["responses"].get("200", {})]
+                bodies = [_schema(part.get("content", {}).get("application/json", {}).get("schema")) for part in parts]
+                messages = ", ".join(body for body in bodies if body)
+                role = operation.get("x-role", "")
+                yield f"| `{method.upper()} {path}` | {role} | {messages} | {_cell(operation.get('summary', ''))} |"
+        yield ""
+    yield "## Messages\n"
+    for name, schema in sorted(schemas.items()):
+        described, texts = _described(schema.get("description", ""))
+        fields = schema.get("properties", {})
+        yield f"### {name}\n\n{_cell(described)}\n"
+        if fields:
+            yield f"| field | type |{' meaning |' if texts else ''}\n|---|---|{'---|' if texts else ''}"
+        for field, kind in fields.items():
+            needed = "" if field in schema.get("required", ()) else ", optional"
+            yield f"| `{field}` | {_schema(kind)}{needed} |" + (f" {_cell(texts.get(field, ''))} |" if texts else "")
+        yield ""
+
+
+def _schema(schema: Any) -> str:
+    """A type of JSON in words: with a link to the message that it is."""
+    if not schema:
+        return ""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    kinds = [text for part in schema.get("anyOf", schema.get("prefixItems", ())) if (text := _schema(part)) != "null"]
+    if kinds:
+        return f"\\[{', '.join(kinds)}]" if "prefixItems" in schema else " or ".join(kinds)
+    if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"object of {_schema(schema['additionalProperties']) or 'any'}"
+    if schema.get("type") == "array":
+        return f"list of {_schema(schema.get('items')) or 'any'}"
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    bounds = [f"{sign} {_number(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]
+    return " ".join([schema.get("type", "any"), *([f"({', '.join(bounds)})"] if bounds else [])])
+
+
+def _number(value: float) -> str:
+    return "2^62" if value == 2**62 else f"{value:g}" if value < 1e6 else f"{int(value):,}"
+
+
+_BOUNDS = {"minimum": "≥", "maximum": "≤", "maxLength": "at most", "maxItems": "at most"}
+GENERATED = {"commands": commands, "recipe": recipe, "convert": convert, "worker": worker, "routes": routes}
 
 
 def _table_of(hint: Any) -> Any:
     return next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
 
 
-def _fields(kind: Any, without: tuple[str, ...] = ()) -> Iterator[str]:
+def _described(docstring: str) -> tuple[str, dict[str, str]]:
+    """The text of a docstring, and what it says of each argument or attribute."""
     from griffe import Docstring, DocstringSectionKind, parse_google
 
-    hints = typing.get_type_hints(kind)
-    texts: dict[str, str] = {}
+    text, texts = "", {}
+    for section in parse_google(Docstring(inspect.cleandoc(docstring)), warnings=False):
+        if section.kind is DocstringSectionKind.text and not text:
+            text = section.value.partition("\n\nSource:")[0]
+        if section.kind in (DocstringSectionKind.parameters, DocstringSectionKind.attributes):
+            texts |= {part.strip(): item.description for item in section.value for part in item.name.split(",")}
+    return text, texts
+
+
+def _fields(kind: Any, without: tuple[str, ...] = ()) -> Iterator[str]:
+    hints, texts = typing.get_type_hints(kind), {}
     for cls in reversed(kind.__mro__):
-        for section in parse_google(Docstring(inspect.cleandoc(cls.__doc__ or "")), warnings=False):
-            if section.kind in (DocstringSectionKind.parameters, DocstringSectionKind.attributes):
-                texts |= {part.strip(): item.description for item in section.value for part in item.name.split(",")}
+        texts |= _described(cls.__doc__ or "")[1]
     rows = []
     for item in dataclasses.fields(kind):
         if not item.init or item.name in without:

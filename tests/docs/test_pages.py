@@ -182,6 +182,10 @@ def http_api(page: Page, made: Corpora) -> None:
     page.shell(f"forebay scheduler books --identity scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
 
 
+def routes(page: Page, made: Corpora) -> None:
+    members(page, made, "worker-1")
+
+
 def ledger(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler", "gpu-3")
     page.shell(
@@ -237,6 +241,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/reference/http-api.md": http_api,
     "docs/reference/ledger.md": ledger,
     "docs/reference/readers.md": readers,
+    "docs/reference/routes.md": routes,
     "docs/tutorial/getting-started.md": getting_started,
 }
 

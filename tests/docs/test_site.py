@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -101,6 +102,19 @@ def test_every_environment_variable_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8")
     sources = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
     assert set(re.findall(r"\bFOREBAY_[A-Z_]+\b", sources)) - set(re.findall(r"\bFOREBAY_[A-Z_]+\b", page)) == set()
+
+
+def test_figures_are_those_of_the_code(tmp_path: Path) -> None:
+    """The order's picture is drawn again; of a recording the commands differ in their times alone, so one is made."""
+    drawn, recorded = tmp_path / "order.svg", tmp_path / "recording.svg"
+    scripts, images = ROOT / "scripts", ROOT / "docs" / "images"
+    subprocess.run([sys.executable, str(scripts / "draw_order.py"), str(drawn)], check=True)
+    assert drawn.read_bytes() == (images / "order.svg").read_bytes()
+    subprocess.run([sys.executable, str(scripts / "record_demo.py"), str(recorded), "echo '<a>'; ls docs"], check=True)
+    for path in [recorded, *images.glob("*.svg")]:
+        assert ElementTree.parse(path).getroot().tag.endswith("svg"), path
+    lines = [element.text for element in ElementTree.parse(recorded).getroot().iter() if element.tag.endswith("text")]
+    assert "<a>" in lines and any("tutorial" in str(line) for line in lines)
 
 
 def public_callables() -> Iterator[tuple[str, Any, str]]:
