@@ -183,7 +183,9 @@ def http_api(page: Page, made: Corpora) -> None:
 
 
 def routes(page: Page, made: Corpora) -> None:
-    members(page, made, "worker-1")
+    nodes.make_network(page.directory, ["data-node", "worker-1"], made.quiet_dht)
+    made.copy(page.directory / "books")
+    page.shell("forebay serve books --identity data-node &", "setup")
 
 
 def ledger(page: Page, made: Corpora) -> None:

@@ -94,6 +94,13 @@ class Corpora:
         return bootstrap.at
 
     @functools.cached_property
+    def quiet_dht(self) -> list[tuple[str, int]]:
+        """The same, for a client that asks each node once: in `dht` pages leave nodes that are dead."""
+        bootstrap = nodes.Bootstrap(5)
+        self._servers.callback(bootstrap.close)
+        return bootstrap.at
+
+    @functools.cached_property
     def web(self) -> str:
         """Address of a web server: `web` and `wiki` are datasets, `shards` shared shards."""
         folder = self.root / "www"
