@@ -7,7 +7,7 @@ export PYTHONUNBUFFERED := 1
 # Most of a short process is the compilation of what it imports, unless that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-long lint bench bench-prepare bench-loader bench-interop test-peers release clean
+.PHONY: setup demo test test-all test-long lint bench bench-prepare bench-loader bench-interop test-peers docs release clean
 
 setup: $(VENV)/.ready
 
@@ -67,5 +67,14 @@ test-peers: setup
 release:
 	@PYTHON="$(PYTHON)" bash scripts/release.sh
 
+# The documentation site, in site/: without warnings, or not at all.
+docs: $(VENV)-docs/.ready
+	$(VENV)-docs/bin/python scripts/docs_site.py site
+	@echo "docs: open site/index.html"
+
+$(VENV)-docs/.ready: pyproject.toml scripts/install.sh scripts/constraints.txt
+	@PYTHON="$(PYTHON)" bash -ec '. scripts/install.sh; make_venv $(VENV)-docs; retry install -c scripts/constraints.txt -e ".[docs]"' docs
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-all .venv-peers .venv-peers-extract .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs site .venv-all .venv-peers .venv-peers-extract .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis

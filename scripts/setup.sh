@@ -28,7 +28,7 @@ done
 
 # `setup.sh all`: what `make test-all` runs besides. Their pins exclude one another, so two environments.
 if [ "${1:-}" = all ]; then
-  retry install -c scripts/constraints.txt -e '.[dev,torch,hf]' accelerate jax lightning mwparserfromhell schemathesis torchdata \
+  retry install -c scripts/constraints.txt -e '.[dev,docs,torch,hf]' accelerate jax lightning mwparserfromhell schemathesis torchdata \
     axe-playwright-python ipykernel nbclient playwright
   (
     make_venv "$VENV/peers"

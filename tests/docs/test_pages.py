@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def readme(page: Page, made: Corpora) -> None:
 
 
 def getting_started(page: Page, made: Corpora) -> None:
-    corpora.write_texts(page.directory)
+    shutil.copytree(ROOT / "docs", page.directory / "docs")
 
 
 def loading(page: Page, made: Corpora) -> None:
@@ -116,6 +117,10 @@ def mirroring(page: Page, made: Corpora) -> None:
     page.replace |= {r"https://host": made.web, r"/data/": "data/", r"0:1000": "0:10"}
 
 
+def loader_explained(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "wiki")
+
+
 def planning(page: Page, made: Corpora) -> None:
     page.environment |= made.s3_environment
 
@@ -140,6 +145,31 @@ def observing(page: Page, made: Corpora) -> None:
     page.replace |= {"--record run &": f"--record run --listen {page.address('127.0.0.1:7480')} &"}
 
 
+FOREIGN = ROOT / "tests" / "golden" / "foreign"  # Written by the other projects' own libraries.
+
+
+def migrating(page: Page, made: Corpora) -> None:
+    for name, copy in {"mds_raw": "mds-train", "litdata": "chunks", "arrow": "hf-tokens"}.items():
+        shutil.copytree(FOREIGN / name, page.directory / copy)
+    corpora.write_archives(page.directory)
+    page.environment |= made.hub_environment | made.s3_environment
+    page.names |= {"step": consume}
+
+
+def migrating_pipelines(page: Page, made: Corpora) -> None:
+    corpora.write_texts(page.directory)
+    for name in ("corpus", "code"):
+        for suffix in (".bin", ".idx"):
+            file = FOREIGN / "megatron_u16" / f"text_document{suffix}"
+            shutil.copy(file, page.directory / f"{name}_text_document{suffix}")
+    (page.directory / "dt-output").mkdir()
+    (page.directory / "more.jsonl.zst").rename(page.directory / "dt-output" / "00000.jsonl.zst")
+    np.arange(20_000, dtype=np.uint16).__mod__(257).tofile(page.directory / "tokens.ds")
+    page.environment |= made.hub_environment
+    page.names |= {"step": consume}
+    page.replace |= {"seq_len=128": "seq_len=16"}
+
+
 def operating(page: Page, made: Corpora) -> None:
     members(page, made, "leases", "node")
     page.shell(f"forebay scheduler books --identity leases --listen {page.address('10.0.0.2:7420')} &", "setup")
@@ -152,6 +182,12 @@ def http_api(page: Page, made: Corpora) -> None:
     page.shell(f"forebay scheduler books --identity scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
 
 
+def routes(page: Page, made: Corpora) -> None:
+    nodes.make_network(page.directory, ["data-node", "worker-1"], made.quiet_dht)
+    made.copy(page.directory / "books")
+    page.shell("forebay serve books --identity data-node &", "setup")
+
+
 def ledger(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler", "gpu-3")
     page.shell(
@@ -162,9 +198,25 @@ def ledger(page: Page, made: Corpora) -> None:
     )
 
 
+def readers(page: Page, made: Corpora) -> None:
+    """Datasets in several slices, whose documents go on from one slice to the next."""
+    corpora.write_texts(page.directory)
+    nodes.make_network(page.directory, ["data-node", "scheduler", "worker-1"], made.dht)
+    page.shell(
+        "forebay prepare texts books --out web --tokenizer train:400 --slice-bytes 4KiB --document-ids\n"
+        "forebay serve web --identity data-node &\n"
+        "forebay scheduler web --identity scheduler --state state --seq-len 16 --samples validation_fraction=0.2 "
+        "--samples split=train &\n"
+        "forebay worker web --identity worker-1\n"
+        "cp state/ledger.jsonl .",
+        "setup",
+    )
+
+
 SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "README.md": readme,
     "compat/README.md": dataset_guide,
+    "docs/explanation/loader.md": loader_explained,
     "docs/how-to/commoncrawl.md": crawling,
     "docs/how-to/convert.md": rows,
     "docs/how-to/coordinate.md": dataset_guide,
@@ -176,6 +228,8 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/lease.md": leasing,
     "docs/how-to/load.md": loading,
     "docs/how-to/look.md": preparing,
+    "docs/how-to/migrate-pipelines.md": migrating_pipelines,
+    "docs/how-to/migrate.md": migrating,
     "docs/how-to/mirror.md": mirroring,
     "docs/how-to/network.md": operating,
     "docs/how-to/observe.md": observing,
@@ -188,6 +242,8 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/reference/formats.md": formats,
     "docs/reference/http-api.md": http_api,
     "docs/reference/ledger.md": ledger,
+    "docs/reference/readers.md": readers,
+    "docs/reference/routes.md": routes,
     "docs/tutorial/getting-started.md": getting_started,
 }
 

@@ -52,3 +52,13 @@ def test_every_file_that_is_named_exists(page: str) -> None:
     assert [
         file for file in named if not (ROOT / file).exists() and not (ROOT / "src" / "forebay" / file).exists()
     ] == []
+
+
+def test_every_benchmark_that_is_named_exists() -> None:
+    text = "".join(page.read_text("utf-8") for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+    modules = set(re.findall(r"\bbenchmarks(?:\.\w+)+(?=[ `;:,\]])", text)) - {"benchmarks.md"}
+    targets = set(re.findall(r"`make (bench[\w-]*)", text))
+    files = {module: ROOT / module.replace(".", "/") for module in modules}
+    assert len(modules) > 20
+    assert [m for m, file in files.items() if not (file.with_suffix(".py").exists() or file.is_dir())] == []
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))

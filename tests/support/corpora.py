@@ -94,6 +94,13 @@ class Corpora:
         return bootstrap.at
 
     @functools.cached_property
+    def quiet_dht(self) -> list[tuple[str, int]]:
+        """The same, for a client that asks each node once: in `dht` pages leave nodes that are dead."""
+        bootstrap = nodes.Bootstrap(5)
+        self._servers.callback(bootstrap.close)
+        return bootstrap.at
+
+    @functools.cached_property
     def web(self) -> str:
         """Address of a web server: `web` and `wiki` are datasets, `shards` shared shards."""
         folder = self.root / "www"
@@ -162,3 +169,30 @@ def write_rows(directory: Path) -> None:
     tokens = np.concatenate([[262, 11, 1049], chance.integers(0, 50_000, 19_997)]).astype(np.uint16)
     np.save(directory / "train.npy", tokens)
     (directory / "train.npy").rename(directory / "train.bin")
+
+
+def write_archives(directory: Path) -> None:
+    """Inputs of the pages on other loaders: shards/ and pictures/, WebDataset archives of texts and of images."""
+    import io
+    import tarfile
+
+    from PIL import Image
+
+    def write(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+
+    created, chance = whole.texts(60), np.random.default_rng(3)
+    for folder in ("shards", "pictures"):
+        (directory / folder).mkdir()
+    for i in range(2):
+        with tarfile.open(directory / "shards" / f"{i:06d}.tar", "w") as archive:
+            for j, text in enumerate(created[30 * i : 30 * i + 30]):
+                write(archive, f"{i}{j:03d}.txt", text.encode())
+        with tarfile.open(directory / "pictures" / f"{i:06d}.tar", "w") as archive:
+            for j in range(8):
+                picture = io.BytesIO()
+                Image.fromarray(chance.integers(0, 256, (32, 32, 3), np.uint8)).save(picture, "JPEG")
+                write(archive, f"{i}{j:03d}.jpg", picture.getvalue())
+                write(archive, f"{i}{j:03d}.cls", b"%d" % (j % 3))

@@ -18,7 +18,15 @@ from forebay.formats.external import ExternalDataset, reading
 from forebay.formats.mds import INDEX_FILE
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
 from forebay.formats.saved_arrow import STATE_FILE
-from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES, VectorDataset, has_header, ids_of
+from forebay.formats.vectors import (
+    HEADERS,
+    IDS_PREFIX,
+    RAW_SUFFIXES,
+    VectorDataset,
+    check_no_chunks,
+    has_header,
+    ids_of,
+)
 
 __all__ = ["ExternalDataset", "dataset_format", "open_external"]
 
@@ -48,6 +56,7 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
     path = Path(path)
     if re.search(r"[*?\[]", path.name) and not path.exists():
         return _open_files(path.parent, sorted(p for p in path.parent.glob(path.name) if p.is_file()), dtype)
+    check_no_chunks(path if path.is_dir() else path.parent)
     pair = None if path.is_dir() else pair_of(path)
     if pair is not None:
         return MegatronDataset(path.parent, [pair])

@@ -50,8 +50,10 @@ class ApiRequest(Format):
     suffixes = (".api.toml",)
 
     def sniff(self, head: bytes) -> bool:
+        # A text may show such a file; this one begins as TOML does, after comments.
         return (
-            re.search(rb"(?m)^(?:url|preset)\s*=\s*\"", head) is not None
+            re.match(rb"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]*(?:\[|[\w.-]+\s*=)", head.removeprefix(BOM)) is not None
+            and re.search(rb"(?m)^(?:url|preset)\s*=\s*\"", head) is not None
             and re.search(rb"(?m)^(?:preset|items|next)\s*=\s*\"", head) is not None
         )
 

@@ -252,8 +252,8 @@ def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | N
     if chosen not in names:
         raise DatasetError(
             f"{path}: expected a column of tokens ({column or ' or '.join(external.TOKEN_COLUMNS)}), got "
-            f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…, or tokenize text first "
-            "with `forebay prepare`."
+            f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…; text is read by "
+            "MosaicML's library and prepared from there (docs/how-to/migrate.md)."
         )
     index = names.index(chosen)
     kind, length = _parse_encoding(path, chosen, encodings[index], dtype)

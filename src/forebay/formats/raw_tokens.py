@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, UsageError
 from forebay.formats import vectors
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TokenSource, Written
@@ -40,6 +40,10 @@ class RawTokens(Format):
         """Check the header against the size, the type and padding; then ids in windows, and some samples."""
         memory = map_file(path)
         report.total_bytes = len(memory)
+        try:
+            vectors.check_no_chunks(path.parent)
+        except UsageError as error:
+            return report.add_finding("chunks-as-tokens", "byte 0", str(error))
         find = {"npy": _find_in_npy, "llm.c": _find_in_llmc}.get(detect(path).format, _find_in_raw)
         start, stop, dtype = find(report, memory)
         if excess := (stop - start) % dtype.itemsize:

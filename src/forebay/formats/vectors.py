@@ -48,6 +48,19 @@ class Vector:
     file_bytes: int  # Of the whole file: offset + count * itemsize.
 
 
+def check_no_chunks(folder: Path) -> None:
+    """Raise UsageError for LitData's chunks: each begins with a table of offsets, which would be read as tokens."""
+    index = folder / "index.json"
+    if not index.is_file():
+        return
+    size = external.file_size(index)
+    if b'"data_format"' in external.read_head(index, 1 << 16, max(0, size - (1 << 16))):
+        raise UsageError(
+            f"{folder}: expected files of tokens, got LitData's chunks, which only its library reads. Write the tokens "
+            "to a .npy file with it (docs/how-to/migrate.md), or prepare the text again."
+        )
+
+
 class VectorDataset(external.ExternalDataset):
     """Files of tokens as one dataset, in the order given."""
 

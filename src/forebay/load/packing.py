@@ -57,7 +57,11 @@ class DocumentSubset:
 
     @classmethod
     def from_file(cls, path: str | Path, min_tokens: int = 0, max_tokens: int | None = None) -> Self:
-        """Leave out the documents whose numbers a file lists: a `.npy` file of integers, or text with one a line.
+        """Leave out the documents whose numbers a file lists.
+
+        Args:
+            path: A `.npy` file of integers, or text with one a line.
+            min_tokens, max_tokens: As of the class.
 
         Raises:
             UsageError: If the file cannot be read, or has other contents.

@@ -100,8 +100,9 @@ def open_dataset(
     """Open a dataset of any format and location. Reads its description, no slice.
 
     Args:
-        source: A directory or `file://` URL (in Forebay's format, or one of `docs/reference/formats.md`), a URL of
-            another scheme, or a Dataset, which is returned as it is.
+        source: A directory or `file://` URL (in Forebay's format, or one of `docs/reference/formats.md`; of that, also
+            a file, a pattern, or the path that Megatron's two files share), a URL of another scheme, or a Dataset,
+            which is returned as it is.
         identity: For `forebay://` URLs: the node's directory.
         from_urls: For `forebay://` URLs: as in `forebay.storage.origins.open_origin`.
         verify: For a local dataset in Forebay's format: `once` or `never`, as in
@@ -120,7 +121,9 @@ def open_dataset(
 
         return open_remote(text, identity=identity, from_urls=from_urls)
     path = local_path(source)
-    if not (path / MANIFEST_FILE).is_file() and path.exists():
+    if not (
+        path / MANIFEST_FILE
+    ).is_file():  # Nothing may lie at the path: Megatron's two files share it, or a pattern.
         from forebay.formats import open_external
 
         dataset: Dataset | None = open_external(path)

@@ -178,6 +178,7 @@ def serve_dashboard(
     """Serve the dashboard of a Loader or TextStream from a thread of this process, with metrics at `/metrics`.
 
     Args:
+        loader: What is shown; the training loop goes on using it.
         port: 0 takes a free port; see `Dashboard.url`. Each rank of a host needs its own.
         record: A folder for the record of the run, one for all ranks; `forebay top --replay FOLDER` opens it.
 

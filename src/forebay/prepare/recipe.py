@@ -125,7 +125,14 @@ class LanguageModel(Settings):
 
 @dataclass(frozen=True)
 class Recipe(Settings):
-    """All that decides the bytes of a dataset. `inputs` are what is read if the command line names none."""
+    """All that decides the bytes of a dataset.
+
+    Args:
+        inputs: What is read if the command line names none.
+        name: Of the dataset; by default that of its directory.
+        max_error_rate: The run fails if more than this share of the documents is malformed.
+        sample: Share of the input that is read, evenly out of all of it.
+    """
 
     inputs: tuple[str, ...] = ()
     name: str = ""

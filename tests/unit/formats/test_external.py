@@ -20,11 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay.dataset.slices import Slice
+from forebay.doctor import CheckOptions, examine
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats import ExternalDataset, open_external
 from forebay.formats.external import MAX_TOKENS, fingerprint
 from forebay.formats.vectors import sample_id
 from forebay.load.loader import Loader
+from forebay.load.sources import open_dataset
 from support.calibration import scaled
 from support.token_shards import write_shard
 
@@ -100,6 +102,25 @@ def test_a_fixed_shape_of_mds_is_a_view_and_arrow_batches_lie_in_their_file(tmp_
     for i in range(rows.num_slices):
         position = rows.open_slice(i).tokens.ctypes.data
         assert any(int(a, 16) <= position < int(b, 16) for a, b in spans)
+
+
+def test_the_loader_takes_what_names_several_files(tmp_path: Path) -> None:
+    assert open_dataset(GOLDEN / "megatron_u16" / "text_document").num_tokens == len(STREAM)
+    for i in range(2):
+        np.save(tmp_path / f"train_{i}.npy", np.arange(100 * i, 100 * i + 100, dtype=np.uint16))
+    assert open_dataset(str(tmp_path / "train_*.npy")).num_tokens == 200
+    with pytest.raises(DatasetError, match="expected a dataset"):
+        open_dataset(str(tmp_path / "none_*.npy"))
+
+
+def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"chunks": [], "config": {"data_format": ["no_header_tensor:18"]}}')
+    chunk = tmp_path / "chunk-0-0.bin"
+    chunk.write_bytes(np.arange(1000, dtype=np.uint32).tobytes())
+    for path in (tmp_path, chunk):
+        with pytest.raises(UsageError, match="LitData"):
+            open_external(path, dtype="uint32")
+    assert [finding.fault for finding in examine([chunk], CheckOptions())[0].findings] == ["chunks-as-tokens"]
 
 
 @pytest.mark.parametrize(

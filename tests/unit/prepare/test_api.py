@@ -237,6 +237,14 @@ def test_wrong_descriptions(tmp_path: Path, text: str, message: str) -> None:
         acquire(path, tmp_path / "out")
 
 
+def test_a_text_that_shows_a_description_is_a_text(tmp_path: Path) -> None:
+    page = tmp_path / "apis.md"
+    page.write_text('# APIs\n\nA description:\n\n```toml\nurl = "http://x"\nitems = "data"\n```\n')
+    assert detect(page).format == "text"
+    page.write_text('\n# Of articles\nurl = "http://x"\nitems = "data"\n')
+    assert detect(page).format == "api"
+
+
 def test_a_folder_is_of_one_description(tmp_path: Path, server: Server) -> None:
     acquire(spec(tmp_path, server, "max_pages = 1\n"), tmp_path / "out")
     with pytest.raises(UsageError, match="another description"):

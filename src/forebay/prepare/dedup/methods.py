@@ -267,15 +267,18 @@ class Dedup:
         url: Drop documents of equal addresses, after scheme, `www.`, port, fragment, trailing slash and tracking
             parameters are removed.
         minhash: Drop documents that share most of their word n-grams.
-        semantic: Drop documents of whose embeddings (the column `embedding` of lists of `dimension` floats, which a
-            stage makes) the cosine with that of a better document in the same of `clusters` clusters is `similarity` or
-            more. 0 clusters: the square root of the documents.
+        semantic: Drop documents of whose embeddings the cosine with that of a better document in the same cluster is
+            `similarity` or more.
+        embedding, dimension: The column of embeddings, lists of so many floats, which a stage makes.
+        similarity: Of `semantic`: the least cosine.
+        clusters: Of `semantic`; 0: the square root of the documents.
         lines: Cut lines that stood in the corpus before.
         sentences: Cut spans of `span` sentences that stood in the corpus before, as C4 does.
         substring: Cut every run of `min_words` words or more that stood in the corpus before, wherever it begins. Words
             are those of MinHash: case, punctuation and accents may differ.
         overlap: Cut paragraphs (lines) of which `overlap_share` of the runs of `overlap_ngram` words stood in earlier
             documents, and drop such documents, as DCLM does.
+        overlap_ngram, overlap_share: Of `overlap`: words of a run, and the least share of runs.
         overlap_sample: One run in so many is compared: the size of the signatures, against short paragraphs.
         bands, rows: Of the MinHash signature: two documents of Jaccard similarity J meet with chance
             1 - (1 - J^rows)^bands.

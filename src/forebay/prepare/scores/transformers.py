@@ -98,7 +98,12 @@ class SequenceClassifier(Scorer):
 
 @dataclass(frozen=True)
 class Transformers(SequenceClassifier):
-    """A sequence classifier of the library transformers, from `model.safetensors`. Keys: as of `score.onnx`.
+    """A sequence classifier of the library transformers, from `model.safetensors`.
+
+    Args:
+        model: Folder of the model: `config.json`, `tokenizer.json`, `model.safetensors`.
+        label, max_tokens, batch: As of `score.onnx`.
+        device: `cpu`, or `cuda`, `cuda:1`.
 
     Source: Penedo et al. 2024, section 4: FineWeb-Edu's classifier, a regression from 0 to 5.
     """
