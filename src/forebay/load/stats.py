@@ -14,7 +14,7 @@ Costs less than a microsecond a batch. Causes:
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 _ADVICE = {
@@ -134,9 +134,14 @@ class Callbacks:
                 fn({"epoch": float(self._loader.epoch), **metrics}, step)
 
 
+def unit_of(stats: Mapping[str, float]) -> str:
+    """What a rate of a loader counts: `samples` of a dataset of rows, else `tokens`."""
+    return "samples" if stats.get("samples") and not stats["tokens"] else "tokens"
+
+
 def _metrics(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> dict[str, float]:
     """Rates and shares between two results of `Loader.stats()`, and counts of the run."""
-    elapsed_s, unit = max(elapsed_s, 1e-9), "tokens" if after["tokens"] else "samples"
+    elapsed_s, unit = max(elapsed_s, 1e-9), unit_of(after)
     waits = {f"wait_{cause}_share": (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
     counts = {name: value for name, value in after.items() if name.partition(".")[0] in ("samples", "tokens")}
     rate = (after[unit] - before[unit]) / elapsed_s

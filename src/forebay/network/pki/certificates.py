@@ -32,6 +32,7 @@ EARLY = dt.timedelta(hours=1)  # tolerated difference of clocks
 # Arcs under 2.25 are UUIDs and need no registration.
 SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
 ORGANISATION_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529585")
+SERVER_NAME = "forebay"
 MAX_PATTERNS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a network, an organisation, a node
 
@@ -79,6 +80,8 @@ def issue(
     if not organisation:
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(usage, critical=False)
+        # Programs that compare host names, such as Prometheus, expect this one at any address.
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
     if scope != UNBOUNDED:
         body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
         raw = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,254 @@
+"""Metrics of every kind of process, of a real job: names by promtool, the page that lists them, a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("libtorrent")
+from prometheus_client.parser import text_string_to_metric_families
+
+import forebay
+from forebay.coordinator.server import Coordinator
+from forebay.data_node import DataNode
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.slices import write_rows_slice
+from forebay.load.sources import Mixture
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.pki.identity import Identity, create_organisation, join
+from forebay.observe.dashboard import Dashboard
+from forebay.observe.metrics import _METRICS
+from forebay.observe.sources import NodeSource, PreparationSource, status_by
+from forebay.scheduler.server import SchedulerService
+from forebay.swarm.share import SliceShare
+from forebay.worker.membership import Membership
+from support import prometheus, whole
+from support.calibration import scaled
+from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
+from support.runner import ROOT
+
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+WORKERS = ["w1", "w2"]
+TLS_CONFIG = """\
+scheme: https
+    tls_config:
+      ca_file: monitor/root-cert.pem
+      cert_file: monitor/node-cert.pem
+      key_file: monitor/node-key.pem
+      server_name: forebay"""
+
+
+@dataclass
+class Processes:
+    """Addresses by the kind of process; `nodes` over mutual TLS, `pages` over plain HTTP."""
+
+    directory: Path
+    nodes: dict[str, str] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict)
+
+    def expositions(self) -> dict[str, str]:
+        with Client(Identity.load(self.directory / "monitor")) as client:
+            texts = {kind: client.get_bytes(at, "/metrics", 1 << 22).decode() for kind, at in self.nodes.items()}
+        for kind, address in self.pages.items():
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=scaled(10)) as answer:
+                assert answer.headers["Content-Type"].startswith("text/plain")
+                texts[kind] = answer.read().decode()
+        return texts
+
+    def config(self) -> str:
+        """A configuration of Prometheus for all of them, as docs/how-to/metrics.md has it."""
+        plain = [address for kind, address in self.pages.items()]
+        return f"""\
+global:
+  scrape_interval: 1s
+scrape_configs:
+  - job_name: forebay
+    static_configs:
+      - targets: {json.dumps(plain)}
+  - job_name: forebay-nodes
+    {TLS_CONFIG}
+    static_configs:
+      - targets: {json.dumps(list(self.nodes.values()))}
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    directory = tmp_path_factory.mktemp("metrics")
+    result = Processes(directory)
+    with ExitStack() as stack:
+        start(result, directory, stack)
+        yield result
+
+
+def start(result: Processes, directory: Path, stack: ExitStack) -> None:
+    bootstrap = Bootstrap(3)
+    stack.callback(bootstrap.close)
+    homes = make_network(directory, ["scheduler", "reader", *WORKERS], bootstrap.at)
+    create_organisation(directory / "network", directory / "lab", "lab")
+    for name in ("data", "monitor"):  # Prometheus has to verify chains of three.
+        homes[name] = join(directory / "lab", directory / name, name).node_dir
+    identities = {name: Identity.load(home) for name, home in homes.items()}
+    dht = LibtorrentDht(HOST, 0, bootstrap.at)
+    stack.callback(dht.close)
+    dataset = make_dataset(directory / "dataset", 60, 20_000)
+    node = DataNode(identities["data"], [dataset], HOST, 0, dht, ttl_s=30)
+    node.start()
+    stack.callback(node.stop)
+    client = stack.enter_context(Client(identities["scheduler"]))
+    scheduler = SchedulerService(
+        identities["scheduler"], NAME, dht, client, directory / "state", seq_len=16, epochs=50, rediscover_s=0.5
+    )
+    scheduler.start()
+    stack.callback(scheduler.stop)
+    for name in WORKERS:
+        cache = {"cache": str(directory / f"cache-{name}"), "cache_bytes": 1 << 20}
+        worker = Node("work", directory / f"{name}.log", node=str(homes[name]), pause_s=0.02, **cache)
+        stack.callback(worker.kill)
+    share = SliceShare(identities["reader"], {}, {}, HOST, 0)
+    stack.callback(share.close)
+    coordinator = stack.enter_context(Coordinator(HOST, 0, config={"num_steps": 1000}))
+    joined = stack.enter_context(Membership(f"http://{coordinator.address}", "trainer-0"))
+    joined.join()
+    result.nodes = {"data node": node.address, "scheduler": scheduler.address, "worker": share.address}
+    monitor = status_by(stack.enter_context(Client(identities["monitor"])))
+    run = NodeSource(coordinator.address, status_by(Client(None)))
+    sources = {"dashboard of a job": NodeSource(scheduler.address, monitor), "dashboard of a run": run}
+    sources["dashboard of a preparation"] = PreparationSource(prepare(directory))
+    pages = {kind: stack.enter_context(Dashboard(source).start()) for kind, source in sources.items()}
+    for kind, loader in loaders(directory, homes["reader"], scheduler.address, dht, stack).items():
+        pages[f"training process: {kind}"] = stack.enter_context(forebay.serve_dashboard(loader))
+        stop = threading.Event()
+        thread = threading.Thread(target=consume, args=(loader, stop), daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.set)
+    result.pages = {kind: page.url.split("/")[2] for kind, page in pages.items()}
+    result.pages["coordinator"] = coordinator.address
+    deadline = time.monotonic() + scaled(60)
+    while not all(
+        w["samples"] and w["processes"] for w in list(scheduler.status()["workers"].values()) or [{"samples": 0}]
+    ):
+        assert time.monotonic() < deadline, scheduler.status()
+        time.sleep(0.2)
+    wanted = ("forebay_worker_wait_ratio", "forebay_run_step", "forebay_prepare_elapsed_seconds")
+    while not all(name in "".join(result.expositions().values()) for name in wanted):
+        assert time.monotonic() < deadline, result.expositions()
+        time.sleep(0.2)
+
+
+def prepare(directory: Path) -> Path:
+    lines = [f"{text} {i}" if i % 3 else "short" for i, text in enumerate(whole.texts(60))]
+    (directory / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    command = [
+        sys.executable,
+        "-m",
+        "forebay",
+        "prepare",
+        str(directory / "text.jsonl"),
+        "--out",
+        str(directory / "out"),
+    ]
+    options = ["--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
+    subprocess.run([*command, *options], check=True, capture_output=True, timeout=scaled(60))
+    return directory / "out"
+
+
+def loaders(directory: Path, home: Path, scheduler: str, dht: Any, stack: ExitStack) -> dict[str, Any]:
+    for name in ("a", "b"):
+        (directory / name).mkdir()
+        write_rows_slice(directory / name / "0.safetensors", {"x": np.zeros((500, 4), np.float32)})
+        import_slices(directory / name, name)
+    rows = {name: directory / name for name in ("a", "b")}
+    tokens = dict.fromkeys(("c", "d"), directory / "dataset")
+    network = forebay.NetworkOptions(identity=home, discovery=dht)
+    made = {
+        "a mixture": forebay.Loader(Mixture(tokens, {"c": 3, "d": 1}), seq_len=16, batch_size=8),
+        "a mixture of rows": forebay.Loader(Mixture(rows, {"a": 3, "b": 1}), batch_size=8),
+        "a cache": forebay.Loader(
+            f"forebay://test/{NAME}",
+            seq_len=16,
+            batch_size=8,
+            steps=100_000,
+            network=network,
+            cache_dir=directory / "cache",
+            cache_bytes=1 << 20,
+        ),
+        "leases": forebay.Loader(
+            f"forebay://test/{NAME}",
+            scheduler=scheduler,
+            seq_len=16,
+            batch_size=8,
+            network=network,
+            cache_dir=directory / "cache-leases",
+            cache_bytes=1 << 20,
+        ),
+        "a text stream": forebay.TextStream(
+            directory / "text.jsonl", tokenizer="bytes", seq_len=64, batch_size=2, epochs=None
+        ),
+    }
+    for loader in made.values():
+        stack.callback(loader.close)
+    return made
+
+
+def consume(loader: Any, stop: threading.Event) -> None:
+    while not stop.is_set():
+        for _ in loader:
+            if stop.wait(0.01):
+                break
+
+
+def test_promtool_finds_nothing_to_improve(processes: Processes) -> None:
+    for kind, text in processes.expositions().items():
+        assert prometheus.lint(text) == "", kind
+
+
+def test_prometheus_scrapes_every_process(processes: Processes, tmp_path: Path) -> None:
+    with prometheus.running(processes.config(), processes.directory) as server:
+        for target in server.wait_for_targets():
+            assert target["health"] == "up", target["lastError"]
+
+
+def documented() -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """Type, labels and meaning of each metric of the page."""
+    rows = re.findall(r"^\|`(\w+)`\|(\w+)\|([^|]*)\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    return {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), about) for name, kind, labels, about in rows}
+
+
+def exposed(processes: Processes) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    result: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    for text in processes.expositions().values():
+        for family in text_string_to_metric_families(text):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = {label for sample in family.samples for label in sample.labels}
+            before = result.get(name, ("", (), ""))[1]
+            result[name] = family.type, tuple(sorted(labels | set(before))), family.documentation
+    return result
+
+
+def test_the_page_lists_every_metric(processes: Processes) -> None:
+    """In both directions, with types, labels and descriptions; those of the table also where this job has none."""
+    real, listed = exposed(processes), documented()
+    lines = [f"|`{n}`|{k}|{', '.join(f'`{x}`' for x in ls)}|{a}|" for n, (k, ls, a) in sorted(real.items())]
+    for name, (kind, labels, about) in real.items():
+        assert name in listed, "\n".join(lines)
+        expected = listed[name]
+        assert (kind, labels or expected[1], about) == (expected[0], tuple(sorted(expected[1])), expected[2]), name
+    table = {f"forebay_{name}": about for name, about in _METRICS.values()}
+    assert {name for name in table if listed.get(name, ("", (), ""))[2] != table[name]} == set()
+    assert set(listed) - set(real) - set(table) == set()
