@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from forebay.dataset.slices import write_rows_slice
 from forebay.load.sources import Mixture
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
+from forebay.network.peer import ROLES, Scope
 from forebay.network.pki.identity import Identity, create_organisation, join
 from forebay.observe.dashboard import Dashboard
 from forebay.observe.metrics import _METRICS
@@ -41,6 +43,7 @@ from support.calibration import scaled
 from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
 from support.runner import ROOT
 
+DASHBOARD = ROOT / "examples" / "grafana" / "forebay.json"
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WORKERS = ["w1", "w2"]
 TLS_CONFIG = """\
@@ -101,7 +104,7 @@ def start(result: Processes, directory: Path, stack: ExitStack) -> None:
     homes = make_network(directory, ["scheduler", "reader", *WORKERS], bootstrap.at)
     create_organisation(directory / "network", directory / "lab", "lab")
     for name in ("data", "monitor"):  # Prometheus has to verify chains of three.
-        homes[name] = join(directory / "lab", directory / name, name).node_dir
+        homes[name] = join(directory / "lab", directory / name, name, scope=Scope(ROLES, ("t*",))).node_dir
     identities = {name: Identity.load(home) for name, home in homes.items()}
     dht = LibtorrentDht(HOST, 0, bootstrap.at)
     stack.callback(dht.close)
@@ -218,10 +221,65 @@ def test_promtool_finds_nothing_to_improve(processes: Processes) -> None:
         assert prometheus.lint(text) == "", kind
 
 
-def test_prometheus_scrapes_every_process(processes: Processes, tmp_path: Path) -> None:
+def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Processes) -> None:
     with prometheus.running(processes.config(), processes.directory) as server:
-        for target in server.wait_for_targets():
+        for target in server.wait_for_targets(len(processes.nodes) + len(processes.pages)):
             assert target["health"] == "up", target["lastError"]
+        for title, queries in panels().items():
+            results = [server.query(expression.replace("$__rate_interval", "10s")) for expression, _ in queries]
+            values = [float(result["value"][1]) for series in results for result in series]
+            # Nothing failed in this job.
+            assert values or title == "Failures", (title, queries)
+            assert not any(math.isnan(value) for value in values), (title, results)
+
+
+def panels() -> dict[str, list[tuple[str, str]]]:
+    """The queries of Grafana's dashboard with their legends, by panel; of all instances."""
+    return {
+        panel["title"]: [(t["expr"].replace("$instance", ".*"), t["legendFormat"]) for t in panel.get("targets", [])]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        if panel["type"] != "row"
+    }
+
+
+def test_grafana_asks_for_metrics_and_labels_that_exist() -> None:
+    listed = documented()
+    for title, queries in panels().items():
+        for expression, legend in queries:
+            names = re.findall(r"\b(?:forebay|process)_\w+", expression)
+            assert names and set(names) <= set(listed), (title, expression)
+            labels = {"instance", "job", *(label for name in names for label in listed[name][1])}
+            grouped = re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", expression)))
+            used = {*grouped, *re.findall(r"{{(\w+)}}", legend), *re.findall(r"(\w+)=~", expression)}
+            assert used <= labels, (title, expression, used - labels)
+            if grouped:
+                assert set(re.findall(r"{{(\w+)}}", legend)) <= set(grouped), (title, legend)
+
+
+def test_grafana_reads_its_dashboard() -> None:
+    """Nothing of the file is lost when Grafana's own model of dashboards reads and writes it."""
+    model = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="pip install grafana-foundation-sdk")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+    register_default_plugins()
+    original = json.loads(DASHBOARD.read_text())
+    written = json.loads(JSONEncoder().encode(model.Dashboard.from_json(original)))
+
+    def check(value: Any, again: Any, path: str) -> None:
+        assert type(value) is type(again), path
+        if isinstance(value, dict):
+            assert set(value) <= set(again), path
+            for key, item in value.items():
+                check(item, again[key], f"{path}.{key}")
+        elif isinstance(value, list):
+            assert len(value) == len(again), path
+            for i, (item, other) in enumerate(zip(value, again)):
+                check(item, other, f"{path}[{i}]")
+        else:
+            assert value == again, path
+
+    check(original, written, "dashboard")
 
 
 def documented() -> dict[str, tuple[str, tuple[str, ...], str]]:

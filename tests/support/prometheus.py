@@ -37,8 +37,8 @@ def lint(exposition: str) -> str:
 class Prometheus:
     """Queries of a running server."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, log: Path) -> None:
+        self._url, self._log = url, log
 
     def get(self, path: str, **parameters: str) -> Any:
         query = urllib.parse.urlencode(parameters)
@@ -48,15 +48,15 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         return list(self.get("/api/v1/query", query=expression)["result"])
 
-    def wait_for_targets(self, num_scrapes: int = 3) -> list[dict[str, Any]]:
+    def wait_for_targets(self, num_targets: int, num_scrapes: int = 3) -> list[dict[str, Any]]:
         """The targets, once each was scraped so often; fails with the reason of one that cannot be."""
         deadline = time.monotonic() + scaled(60)
         while True:
             targets = list(self.get("/api/v1/targets")["activeTargets"])
             counts = self.query(f"min(count_over_time(up[1h])) >= {num_scrapes}")
-            if targets and counts and all(target["health"] != "unknown" for target in targets):
+            if len(targets) == num_targets and counts and all(target["health"] != "unknown" for target in targets):
                 return targets
-            assert time.monotonic() < deadline, targets
+            assert time.monotonic() < deadline, (targets, self._log.read_text())
             time.sleep(0.2)
 
 
@@ -84,7 +84,7 @@ def running(config: str, directory: Path) -> Iterator[Prometheus]:
                     directory / "prometheus.log"
                 ).read_text()
                 time.sleep(0.1)
-        yield Prometheus(f"http://{address}")
+        yield Prometheus(f"http://{address}", directory / "prometheus.log")
     finally:
         process.terminate()
         process.wait()
