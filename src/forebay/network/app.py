@@ -35,6 +35,7 @@ from forebay.network.messages import ErrorReply
 from forebay.network.peer import Peer
 from forebay.network.peer import Scope as CertificateScope
 from forebay.network.revocation_sync import CRLS, PEM_TYPE, receive_crl
+from forebay.network.tracing import get_tracer
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
@@ -280,7 +281,11 @@ def make_app(
     `errors`: status and code of the response to an exception of a route.
     """
     responses: dict[int | str, dict[str, Any]] = {status: describe_error(text) for status, text in _ERRORS.items()}
-    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=responses)
+    get_tracer()  # FastAPI makes a span for each request if there is a provider.
+    app = FastAPI(
+        title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=responses,
+        telemetry={"operation_spans": False},
+    )  # fmt: skip
     app.router.route_class = _MemberRoute
     for error, (status, code) in errors.items():
         app.add_exception_handler(error, partial(_known_error, status, code))
