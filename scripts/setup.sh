@@ -28,13 +28,16 @@ done
 
 # `setup.sh all`: what `make test-all` runs besides. Their pins exclude one another, so two environments.
 if [ "${1:-}" = all ]; then
-  retry install -c scripts/constraints.txt -e '.[dev,torch,hf]' accelerate jax lightning mwparserfromhell schemathesis torchdata
+  retry install -c scripts/constraints.txt -e '.[dev,torch,hf,otel]' accelerate grafana-foundation-sdk jax lightning mlflow \
+    mwparserfromhell schemathesis tensorboard torchdata wandb
   (
     make_venv "$VENV/peers"
     retry install -c scripts/constraints.txt 'mosaicml-streaming>=0.13' torch zstd
   )
-  if ! PATH="$PATH:/usr/sbin" command -v nft >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    retry apt-get update -qq && retry apt-get install -y -qq nftables iproute2 || echo "setup: nftables did not install" >&2
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    PATH="$PATH:/usr/sbin" command -v nft >/dev/null && command -v prometheus >/dev/null ||
+      { retry apt-get update -qq && retry apt-get install -y -qq --no-install-recommends nftables iproute2 prometheus; } ||
+      echo "setup: nftables and prometheus did not install" >&2
   fi
 fi
 echo "setup: ready ($("$VENV/bin/python" --version), $("$VENV/bin/python" -c 'import importlib.util as u; print("with PyTorch" if u.find_spec("torch") else "without PyTorch; to train with it: .venv/bin/pip install torch")'))"

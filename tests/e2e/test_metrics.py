@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 pytest.importorskip("libtorrent")
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,18 +42,13 @@ from forebay.worker.membership import Membership
 from support import prometheus, whole
 from support.calibration import scaled
 from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
-from support.runner import ROOT
+from support.runner import ROOT, blocks
 
+METRIC = r"\b(?:forebay|process)_\w+"
 DASHBOARD = ROOT / "examples" / "grafana" / "forebay.json"
+GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WORKERS = ["w1", "w2"]
-TLS_CONFIG = """\
-scheme: https
-    tls_config:
-      ca_file: monitor/root-cert.pem
-      cert_file: monitor/node-cert.pem
-      key_file: monitor/node-key.pem
-      server_name: forebay"""
 
 
 @dataclass
@@ -73,20 +69,19 @@ class Processes:
         return texts
 
     def config(self) -> str:
-        """A configuration of Prometheus for all of them, as docs/how-to/metrics.md has it."""
-        plain = [address for kind, address in self.pages.items()]
-        return f"""\
-global:
-  scrape_interval: 1s
-scrape_configs:
-  - job_name: forebay
-    static_configs:
-      - targets: {json.dumps(plain)}
-  - job_name: forebay-nodes
-    {TLS_CONFIG}
-    static_configs:
-      - targets: {json.dumps(list(self.nodes.values()))}
-"""
+        """The configuration of docs/how-to/metrics.md, with the addresses of these processes, scraped each second."""
+        pages, nodes = list(self.pages.values()), list(self.nodes.values())
+        config = yaml.safe_load(yaml_blocks()["prometheus.yml"])
+        config["global"]["scrape_interval"] = "1s"
+        for scrape, targets in zip(config["scrape_configs"], (pages, nodes), strict=True):
+            scrape["static_configs"] = [{"targets": targets}]
+        return yaml.safe_dump(config)
+
+
+def yaml_blocks() -> dict[str, str]:
+    """The YAML blocks of the guide, by the name of the file in their first line."""
+    codes = [block.code for block in blocks(GUIDE) if block.language == "yaml"]
+    return {code.partition(". ")[0].removeprefix("# "): code for code in codes}
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +217,7 @@ def test_promtool_finds_nothing_to_improve(processes: Processes) -> None:
 
 
 def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Processes) -> None:
+    (processes.directory / "forebay-rules.yml").write_text(yaml_blocks()["forebay-rules.yml"])
     with prometheus.running(processes.config(), processes.directory) as server:
         for target in server.wait_for_targets(len(processes.nodes) + len(processes.pages)):
             assert target["health"] == "up", target["lastError"]
@@ -231,6 +227,8 @@ def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Process
             # Nothing failed in this job.
             assert values or title == "Failures", (title, queries)
             assert not any(math.isnan(value) for value in values), (title, results)
+        rules = [rule for group in server.get("/api/v1/rules")["groups"] for rule in group["rules"]]
+        assert rules and not [rule for rule in rules if rule.get("lastError")]
 
 
 def panels() -> dict[str, list[tuple[str, str]]]:
@@ -246,7 +244,7 @@ def test_grafana_asks_for_metrics_and_labels_that_exist() -> None:
     listed = documented()
     for title, queries in panels().items():
         for expression, legend in queries:
-            names = re.findall(r"\b(?:forebay|process)_\w+", expression)
+            names = re.findall(METRIC, expression)
             assert names and set(names) <= set(listed), (title, expression)
             labels = {"instance", "job", *(label for name in names for label in listed[name][1])}
             grouped = re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", expression)))
@@ -254,6 +252,12 @@ def test_grafana_asks_for_metrics_and_labels_that_exist() -> None:
             assert used <= labels, (title, expression, used - labels)
             if grouped:
                 assert set(re.findall(r"{{(\w+)}}", legend)) <= set(grouped), (title, legend)
+
+
+def test_alerts_are_about_metrics_that_exist() -> None:
+    for rule in yaml.safe_load(yaml_blocks()["forebay-rules.yml"])["groups"][0]["rules"]:
+        names = re.findall(METRIC, rule["expr"])
+        assert names and set(names) <= set(documented()), rule
 
 
 def test_grafana_reads_its_dashboard() -> None:
