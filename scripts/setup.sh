@@ -28,17 +28,19 @@ done
 
 # `setup.sh all`: what `make test-all` runs besides. Their pins exclude one another, so two environments.
 if [ "${1:-}" = all ]; then
-  retry install -c scripts/constraints.txt -e '.[dev,docs,torch,hf]' accelerate jax lightning mwparserfromhell schemathesis torchdata \
-    axe-playwright-python ipykernel nbclient playwright
+  retry install -c scripts/constraints.txt -e '.[dev,docs,torch,hf,otel]' accelerate axe-playwright-python \
+    grafana-foundation-sdk ipykernel jax lightning mlflow mwparserfromhell nbclient playwright schemathesis tensorboard \
+    torchdata wandb
   (
     make_venv "$VENV/peers"
     retry install -c scripts/constraints.txt 'mosaicml-streaming>=0.13' torch zstd
   )
   missing=()
   PATH="$PATH:/usr/sbin" command -v nft >/dev/null || missing+=(nftables iproute2)
+  command -v prometheus >/dev/null || missing+=(prometheus)
   command -v chromium >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium fonts-dejavu)
   if [ "${#missing[@]}" -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    retry apt-get update -qq && retry apt-get install -y -qq "${missing[@]}" ||
+    retry apt-get update -qq && retry apt-get install -y -qq --no-install-recommends "${missing[@]}" ||
       echo "setup: ${missing[*]} did not install; their tests are skipped" >&2
   fi
 fi

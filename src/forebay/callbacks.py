@@ -1,8 +1,9 @@
-"""Functions for `Loader.add_callback`, which log its metrics as `data/NAME`: one for each logger.
+"""Functions for `add_callback` of a Loader or TextStream, which log its metrics as `data/NAME`: one for each logger.
 
 loader.add_callback(forebay.callbacks.wandb(wandb.init()), every_steps=50)
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -27,13 +28,20 @@ def tensorboard(writer: Any) -> Callback:
 
 
 def mlflow() -> Callback:
-    """Log to the active run of MLflow. Raises MissingPackageError without MLflow."""
+    """Log to the active run of MLflow, with `_` for characters of a dataset's name that it refuses.
+
+    Raises MissingPackageError without MLflow.
+    """
     try:
         import mlflow as module  # type: ignore[import-not-found]
     except ImportError as error:
         raise MissingPackageError("mlflow: expected the package mlflow, got none. Run: pip install mlflow") from error
     log_metrics = module.log_metrics
-    return lambda metrics, step: log_metrics(_named(metrics), step=step)
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        log_metrics(_named({re.sub(r"[^\w.-]", "_", name): value for name, value in metrics.items()}), step=step)
+
+    return log
 
 
 def _named(metrics: dict[str, float]) -> dict[str, float]:

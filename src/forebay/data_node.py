@@ -12,7 +12,7 @@ Cost: 300 bytes per slice for the table of hashes (75 MB for 250,000 slices).
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -119,11 +119,16 @@ class DataNode(SliceServer):
             "up_s": round(time.time() - self._started_at, 3),
         }
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> Iterable[Metric]:
         with self._lock:
             sent = {peer_id: float(num_bytes) for peer_id, num_bytes in self._sent.items()}
         return [
-            counter("forebay_peer_sent_bytes_total", "Bytes of bodies sent, by peer.", sent, "peer"),
+            counter(
+                "forebay_peer_sent_bytes_total",
+                "Bytes of slices and files sent, by peer id; to the role admin only.",
+                sent,
+                "peer",
+            ),
             gauge("forebay_datasets", "Datasets announced.", len(self.datasets)),
             gauge("forebay_slices", "Slices served.", len(self._slices)),
         ]

@@ -177,6 +177,11 @@ def operating(page: Page, made: Corpora) -> None:
     page.replace |= {"PEER_ID": "$(forebay network join net lost --name lost --role data | grep -o '[a-z2-7]\\{32\\}')"}
 
 
+def monitoring(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "wiki")
+    operating(page, made)
+
+
 def http_api(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler")
     page.shell(f"forebay scheduler books --identity scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
@@ -228,6 +233,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/lease.md": leasing,
     "docs/how-to/load.md": loading,
     "docs/how-to/look.md": preparing,
+    "docs/how-to/metrics.md": monitoring,
     "docs/how-to/migrate-pipelines.md": migrating_pipelines,
     "docs/how-to/migrate.md": migrating,
     "docs/how-to/mirror.md": mirroring,

@@ -169,7 +169,7 @@ def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
     assert get(f"{url}../../etc/passwd")[0] == 404
     assert get(f"{url}v1/views/nan")[0] in (400, 404) and get(f"{url}v1/views/x")[0] == 400
     metrics = get(f"{url}metrics")[2].decode()
-    assert 'forebay_worker_rate{worker="w2"}' in metrics and 'forebay_wait_share{cause="' in metrics
+    assert 'forebay_worker_tokens_per_second{worker="w2"}' in metrics and 'forebay_wait_ratio{cause="' in metrics
 
 
 def test_the_record_replays(job: tuple[World, Dashboard, RecordSource], tmp_path: Path) -> None:

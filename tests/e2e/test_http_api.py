@@ -127,12 +127,12 @@ def _check_bounds(name: str, schemas: dict[str, Any], seen: set[str]) -> None:
         todo += [(field, item) for item in schema.get("anyOf", [])]
         match schema.get("type"):
             case "string":
-                assert "maxLength" in schema or "pattern" in schema, (name, field)
+                assert {"maxLength", "pattern", "enum"} & set(schema), (name, field)
             case "array":
                 assert "maxItems" in schema, (name, field)
                 todo.append((field, schema["items"]))
             case "object":
-                assert "maxProperties" in schema, (name, field)
+                assert "maxProperties" in schema or "enum" in schema.get("propertyNames", {}), (name, field)
                 values = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
                 todo += [(field, value) for value in values if isinstance(value, dict)]
             case "integer" | "number":

@@ -6,17 +6,19 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import resource
 import subprocess
 import sys
 import tomllib
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from forebay.cli import main, make_parser
-from forebay.cli.parser import PANELS, completion, logging_to_stderr, walk
+from forebay.cli.parser import PANELS, completion, logging_to_stderr, report_failure, walk
 from forebay.prepare.api import PRESETS, ApiSpec
 from forebay.prepare.config import recipe_text
 from support.calibration import scaled
@@ -114,10 +116,33 @@ def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]) -> N
     listening, failed = map(json.loads, capsys.readouterr().err.splitlines())
     assert (listening["level"], listening["logger"]) == ("info", "forebay.network")
     assert listening["message"] == "listening: address=a:1" and "ValueError: broken" in failed["traceback"]
+    assert listening["address"] == "a:1"
     with logging_to_stderr(make_parser().parse_args(["verify", "x"])):
         log.info("not shown either")
         log.warning("shown")
     assert capsys.readouterr().err.endswith("WARNING forebay.network: shown\n")
+
+
+def test_json_logs_have_all_that_is_written_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of libraries, warnings, what is printed, and an error that nothing caught: one object a line."""
+    arguments = make_parser().parse_args(["--log-format", "json", "find", "x"])
+    with pytest.raises(SystemExit), warnings.catch_warnings(), logging_to_stderr(arguments):
+        warnings.simplefilter("always")
+        logging.getLogger("uvicorn.error").error("bad request: status=%d ratio=%.2f 100%% of=%s", 400, 0.5, None)
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        print("two\nlines \x1b[0m", file=sys.stderr)
+        logging.getLogger("forebay.x").error("wait_s=%g name=%s\nand more", math.inf, "level")
+        report_failure("DatasetError", "no such dataset. Check it.", False, log_format="json")
+        raise RuntimeError("unexpected")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    library, warning, *printed, more, failure, error = lines
+    assert (library["status"], library["ratio"], library["of"], library["level"]) == (400, 0.5, "None", "error")
+    assert warning["logger"] == "py.warnings" and "DeprecationWarning: old" in warning["message"]
+    assert [line["message"] for line in printed] == ["two", "lines \x1b[0m"]
+    assert more["wait_s"] == "inf" and more["message"].endswith("\nand more")
+    assert (failure["message"], failure["level"]) == ("no such dataset. Check it.", "error")
+    assert "RuntimeError: unexpected" in error["traceback"]
 
 
 def test_the_keys_and_presets_of_an_api_file_are_in_the_guide() -> None:

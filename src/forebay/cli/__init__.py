@@ -66,7 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ForebayError, OSError, ModuleNotFoundError) as error:
-        report_failure(type(error).__name__, _message(error), args.json is True)
+        log_format = getattr(args, "log_format", "text")
+        report_failure(type(error).__name__, _message(error), args.json is True, log_format=log_format)
         return 2 if isinstance(error, UsageError) else 1
 
 

@@ -9,6 +9,7 @@ import datetime as dt
 import difflib
 import json
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,12 +28,15 @@ PANELS = {
 LEVELS = ("debug", "info", "warning", "error")
 
 
-def report_failure(kind: str, text: str, as_json: bool) -> None:
+def report_failure(kind: str, text: str, as_json: bool, *, log_format: str = "text") -> None:
     """Report an error: a line on stderr, and with `--json` an object on stdout."""
     if as_json:
         message, _, hint = text.partition(". ")
         print(json.dumps({"error": {"type": kind, "message": message.rstrip("."), "hint": hint}}))
-    print(f"forebay: {text}", file=sys.stderr)
+    if log_format == "json":
+        logging.getLogger("forebay.cli").error("%s", text)
+    else:
+        print(f"forebay: {text}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):
@@ -155,33 +159,74 @@ def logging_to_stderr(args: argparse.Namespace) -> Iterator[None]:
     level = str(getattr(args, "log_level", "") or getattr(args, "default_log_level", "warning"))
     if verbose := getattr(args, "verbose", 0):
         level = "debug" if verbose > 1 or level == "debug" else "info"
-    handler = logging.StreamHandler()
-    if getattr(args, "log_format", "text") == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("forebay")
+    is_json, stderr, handler = getattr(args, "log_format", "text") == "json", sys.stderr, logging.StreamHandler()
+    handler.setFormatter(
+        _JsonFormatter() if is_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    root, logger = logging.getLogger(), logging.getLogger("forebay")
     before = logger.level
-    logger.addHandler(handler)
+    root.addHandler(handler)  # Warnings of libraries, too.
     logger.setLevel(level.upper())
+    if is_json:
+        sys.stderr = _LoggedLines(stderr, _JsonFormatter())
+        logging.captureWarnings(True)
     try:
         yield
+    except Exception:
+        if not is_json:
+            raise
+        logger.exception("internal error")
+        raise SystemExit(1) from None
     finally:
-        logger.removeHandler(handler)
+        sys.stderr = stderr
+        root.removeHandler(handler)
         logger.setLevel(before)
+        if is_json:
+            logging.captureWarnings(False)
+
+
+_FIELD = re.compile(r"(?:(\w+)=)?%[-#0 +]*[\d.]*([a-zA-Z%])")
 
 
 class _JsonFormatter(logging.Formatter):
+    """An object a line. The `key=value` pairs of a message are fields of their own."""
+
     def format(self, record: logging.LogRecord) -> str:
+        conversions = [match for match in _FIELD.finditer(str(record.msg)) if match[2] != "%"]
+        values = record.args if isinstance(record.args, tuple) else ()
+        fields = {match[1]: _plain(value) for match, value in zip(conversions, values) if match[1]}
         body = {
+            **fields,
             "time": dt.datetime.fromtimestamp(record.created, dt.UTC).isoformat(),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": record.getMessage().rstrip("\n"),
         }
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return json.dumps(body)
+
+
+def _plain(value: object) -> object:
+    """A number that JSON has, or a text."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
+
+
+class _LoggedLines:
+    """A text stream that writes each line as a log line: for what is printed to stderr, by libraries too."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        self._stream, self._formatter, self._rest = stream, formatter, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text.replace("\r", "\n")).split("\n")
+        for line in filter(str.strip, lines):
+            record = logging.LogRecord("forebay.stderr", logging.INFO, "", 0, line, None, None)
+            self._stream.write(self._formatter.format(record) + "\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 # Control characters (C0, C1) but line feed and tab, those that turn the direction of writing, unpaired surrogates.

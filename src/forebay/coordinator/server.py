@@ -167,9 +167,13 @@ class Coordinator:
     def _metrics(self) -> list[Metric]:
         state = self._state
         return [
-            gauge("forebay_members", "Workers in the run.", len(state.members)),
-            gauge("forebay_step", "The last step that all finished.", state.reached),
-            gauge("forebay_generation", "The generation.", state.generation.number if state.generation else 0),
+            gauge("forebay_run_workers", "Workers in the run.", len(state.members)),
+            gauge("forebay_run_step", "The last step that all workers finished.", state.reached),
+            gauge(
+                "forebay_run_generation",
+                "The generation: it rises when workers join or leave.",
+                state.generation.number if state.generation else 0,
+            ),
         ]
 
     # The state and its changes: in the server's loop only; the state is replaced, never changed in place.

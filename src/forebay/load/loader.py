@@ -457,7 +457,6 @@ class Loader(Closing, BatchSource[BatchT]):
         Metrics are of the steps since the last call: `tokens_per_s` (or `samples_per_s`), `wait_share` (the fraction of
         the time spent waiting for batches) and `wait_CAUSE_share`; and `epoch`, `samples`, `tokens` of the run so far.
         """
-        check_integer("every_steps", every_steps, 1)
         self._callbacks.add(fn, every_steps)
 
     def documents(self, batch: Any) -> list[list[Document]]:

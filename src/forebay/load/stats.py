@@ -14,8 +14,10 @@ Costs less than a microsecond a batch. Causes:
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from forebay.order.step_index import check_integer
 
 _ADVICE = {
     "scheduler": "Use a scheduler nearby, or lease larger slices",
@@ -115,13 +117,15 @@ class WaitTimes:
 
 
 class Callbacks:
-    """The functions that a loader calls every some steps; see `Loader.add_callback`."""
+    """The functions that a Loader or TextStream calls every some steps; see `Loader.add_callback`."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.functions: list[tuple[Callable[[dict[str, float], int], object], int, list[Any]]] = []
 
     def add(self, fn: Callable[[dict[str, float], int], object], every_steps: int) -> None:
+        """Add a function. Raises UsageError unless `every_steps` is an integer of at least 1."""
+        check_integer("every_steps", every_steps, 1)
         self.functions.append((fn, every_steps, [time.perf_counter(), self._loader.stats()]))
 
     def call(self, step: int) -> None:
@@ -134,10 +138,15 @@ class Callbacks:
                 fn({"epoch": float(self._loader.epoch), **metrics}, step)
 
 
+def unit_of(stats: Mapping[str, float]) -> str:
+    """What a rate of a loader counts: `samples` of a dataset of rows, else `tokens`."""
+    return "samples" if stats.get("samples") and not stats["tokens"] else "tokens"
+
+
 def _metrics(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> dict[str, float]:
     """Rates and shares between two results of `Loader.stats()`, and counts of the run."""
-    elapsed_s, unit = max(elapsed_s, 1e-9), "tokens" if after["tokens"] else "samples"
+    elapsed_s, unit = max(elapsed_s, 1e-9), unit_of(after)
     waits = {f"wait_{cause}_share": (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
     counts = {name: value for name, value in after.items() if name.partition(".")[0] in ("samples", "tokens")}
-    rate = (after[unit] - before[unit]) / elapsed_s
+    rate = max(0.0, after[unit] - before[unit]) / elapsed_s  # An earlier state may have been loaded.
     return {f"{unit}_per_s": rate, "wait_share": sum(waits.values()), **waits, **counts}

@@ -22,7 +22,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from prometheus_client import generate_latest
+from prometheus_client import PROCESS_COLLECTOR, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
@@ -35,6 +35,7 @@ from forebay.network.messages import ErrorReply
 from forebay.network.peer import Peer
 from forebay.network.peer import Scope as CertificateScope
 from forebay.network.revocation_sync import CRLS, PEM_TYPE, receive_crl
+from forebay.network.tracing import get_tracer
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
@@ -280,7 +281,11 @@ def make_app(
     `errors`: status and code of the response to an exception of a route.
     """
     responses: dict[int | str, dict[str, Any]] = {status: describe_error(text) for status, text in _ERRORS.items()}
-    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=responses)
+    get_tracer()  # FastAPI makes a span for each request if there is a provider.
+    app = FastAPI(
+        title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=responses,
+        telemetry={"operation_spans": False},
+    )  # fmt: skip
     app.router.route_class = _MemberRoute
     for error, (status, code) in errors.items():
         app.add_exception_handler(error, partial(_known_error, status, code))
@@ -300,21 +305,21 @@ def make_app(
 
     @app.get("/metrics", summary="Figures for Prometheus.", response_class=PlainTextResponse)
     async def read_metrics(request: Request) -> Response:
-        own = request.state.connection.core.metrics()
+        own = [*request.state.connection.core.metrics(), *PROCESS_COLLECTOR.collect()]
         return PlainTextResponse(exposition([*_visible(metrics(), peer_of(request).scope), *own]))
 
     return app
 
 
 def _visible(families: Iterable[Metric], scope: CertificateScope) -> list[Metric]:
-    """Remove figures of other peers without the role admin, and of datasets and jobs that the scope does not cover."""
+    """Remove figures of other peers without the role admin, and of datasets that the scope does not cover."""
     visible = list(families)
     for family in visible:
         family.samples = [
             sample
             for sample in family.samples
             if ("peer" not in sample.labels or scope.allows("admin"))
-            and all(scope.covers(sample.labels[label]) for label in ("job", "dataset") if label in sample.labels)
+            and ("dataset" not in sample.labels or scope.covers(sample.labels["dataset"]))
         ]
     return visible
 

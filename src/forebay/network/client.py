@@ -11,7 +11,7 @@ import json
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from forebay.network.addresses import parse_peer_address
 from forebay.network.http import FAULTS, Connection, StreamedResponse
 from forebay.network.peer import Peer
 from forebay.network.retry import retry_after_s
+from forebay.network.tracing import client_span
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity  # its packages are not needed over plain HTTP
@@ -81,7 +82,7 @@ class _Request:
     expect_peer: str | None
     role: str | None
     deadline: float  # of time.monotonic, for the whole request, or for its head if a long body follows
-    headers: Mapping[str, str]
+    headers: dict[str, str]
 
     @property
     def what(self) -> str:
@@ -199,6 +200,10 @@ class Client(Closing):
         path = request.path
         if not path.startswith("/") or not path.isascii() or any(ord(c) <= 32 or ord(c) == 127 for c in path):
             raise UsageError(f"request: expected a path of printable ASCII from /, got {path[:80]!r}")
+        with client_span(request.method, path, request.address, request.headers):
+            return self._send_traced(request, read)
+
+    def _send_traced(self, request: _Request, read: Callable[[StreamedResponse], T]) -> tuple[T, Peer]:
         connection = self._pool.acquire(request.address) or self._connect(request)
         was_pooled = connection.was_used
         try:

@@ -398,15 +398,18 @@ class ServerCore:
         limited, failures = dict[str, float](self.limited), dict[str, float](self.task_failures)
         threads = dict[str, float](thread_failures())
         return [
-            gauge("forebay_connections", "Connections open now.", len(self.connections)),
+            gauge("forebay_connections", "Open connections.", len(self.connections)),
             gauge("forebay_requests_in_progress", "Requests being answered.", self.requests.num_active),
-            counter("forebay_requests_total", "Requests answered, by status.", answers, "status"),
+            counter("forebay_requests_total", "Requests answered, by HTTP status.", answers, "status"),
             counter("forebay_limited_requests_total", "Requests refused before a handler, by code.", limited, "code"),
-            counter("forebay_refused_connections_total", "Without certificate or room.", self.connections.num_refused),
+            counter(
+                "forebay_refused_connections_total", "Connections without a certificate, or over a limit.",
+                self.connections.num_refused,
+            ),
             counter("forebay_sent_bytes_total", "Bytes of slices and files sent.", self.num_bytes),
-            counter("forebay_task_failures_total", "Background tasks that failed and went on.", failures, "task"),
+            counter("forebay_task_failures_total", "Failures of background tasks; they restart.", failures, "task"),
             counter("forebay_thread_failures_total", "Failures of background threads.", threads, "thread"),
-        ]
+        ]  # fmt: skip
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

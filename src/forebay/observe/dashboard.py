@@ -24,9 +24,10 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from forebay.closing import Closing
 from forebay.errors import ForebayError
-from forebay.network.app import JSON, ApiError, Metric, gauge, make_app
+from forebay.network.app import JSON, ApiError, Metric, make_app
 from forebay.network.limits import ServerLimits
 from forebay.network.server import Server
+from forebay.observe.metrics import view_metrics
 from forebay.observe.record import RunRecord
 from forebay.observe.sources import LoaderSource, Source
 from forebay.observe.views import COLUMNS, View, make_view
@@ -129,7 +130,7 @@ class Dashboard(Closing):
         return app
 
     def _metrics(self) -> Iterator[Metric]:
-        yield from metrics_of(self._view)
+        yield from view_metrics(self._view)
         yield from self._source.metrics()
 
 
@@ -142,34 +143,6 @@ def _point(view: View) -> dict[str, Any]:
     """The figures of a view that are drawn over time."""
     rate, unit = view.get("figures", {}).get("throughput", (None, ""))
     return {"at": view["at"], "rate": rate, "unit": unit, "waits": view.get("waits", {})}
-
-
-def metrics_of(view: View) -> Iterator[Metric]:
-    """The figures of a view for Prometheus."""
-    about = "See docs/reference/metrics.md."
-    progress = view.get("progress") or {}
-    for name in ("done", "total", "eta_s"):
-        if progress.get(name) is not None:
-            yield gauge(f"forebay_progress_{name.replace('_s', '_seconds')}", about, float(progress[name]))
-    for name, (value, _) in view.get("figures", {}).items():
-        yield gauge(f"forebay_{name.replace(' ', '_')}", about, float(value))
-    waits = {cause: float(share) for cause, share in view.get("waits", {}).items()}
-    yield gauge("forebay_wait_share", "Share of the time spent waiting, by cause.", waits, "cause")
-    for table, keys in (
-        (
-            "workers",
-            ("rate", "wait_share", "cached_bytes", "origin_bytes", "peer_bytes", "shared_bytes", "last_seen_s"),
-        ),
-        ("nodes", ("bytes_sent", "connections")),
-        ("stages", ("done_share", "documents_in", "documents_out", "cpu_s")),
-        ("rules", ("documents_in", "documents_out", "cpu_s")),
-    ):
-        rows = view.get(table, [])
-        label = table.removesuffix("s")
-        for key in keys:
-            values = {str(row.get(label, row.get("name"))): float(row[key]) for row in rows if row.get(key) is not None}
-            if values:
-                yield gauge(f"forebay_{label}_{key}", about, values, label)
 
 
 def serve_dashboard(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.network.client import Client
 from forebay.observe import views
-from forebay.observe.loading import LoaderCollector
 from forebay.observe.record import RecordReader, is_record
 from forebay.observe.views import View
 from forebay.prepare.progress import read_progress
@@ -123,10 +122,11 @@ class LoaderSource(LiveSource):
     def __init__(self, loader: Loader[Any] | TextStream) -> None:
         self._loader = loader
         self._before, self._read_at = loader.stats(), time.perf_counter()
-        self._collector = LoaderCollector(loader)
 
     def metrics(self) -> Iterable[Any]:
-        return self._collector.collect()
+        from forebay.observe.metrics import loader_metrics
+
+        return loader_metrics(self._loader)
 
     def poll(self) -> View:
         loader, now, after = self._loader, time.perf_counter(), self._loader.stats()

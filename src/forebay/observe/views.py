@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from forebay.load.stats import CAUSES, find_bottleneck
+from forebay.load.stats import CAUSES, find_bottleneck, unit_of
 
 View: TypeAlias = dict[str, Any]
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
@@ -215,7 +215,7 @@ def loader_view(
         cause_in_progress: What a wait in progress counts as.
     """
     elapsed_s = max(elapsed_s, 1e-9)
-    unit = "tokens" if after["tokens"] else "samples"
+    unit = unit_of(after)
     rate = (after[unit] - before[unit]) / elapsed_s
     waits = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
     waits[cause_in_progress] += min(after["waiting_s"], elapsed_s) / elapsed_s

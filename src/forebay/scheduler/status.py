@@ -72,17 +72,18 @@ def metrics(job: Mapping[str, Any], num_workers: int, exchanges: int, cpu_s: flo
     """The figures of `GET /metrics`, from the status of the job."""
 
     def of_job(name: str, about: str, value: int) -> Metric:
-        return gauge(f"forebay_job_{name}", about, {job["name"]: float(value)}, "job")
+        return gauge(f"forebay_job_{name}", about, {job["name"]: float(value)}, "dataset")
 
     return [
         of_job("samples_used", "Samples used, over all epochs.", job["samples_used"]),
         of_job("samples", "Samples of all epochs.", job["num_samples"]),
-        of_job("leases", "Live leases.", job["slices_leased"]),
-        of_job("idle", "Workers that wait for a lease.", job["idle"]),
-        of_job("set_aside", "Slices set aside.", len(job["set_aside"])),
-        gauge("forebay_workers", "Workers seen since the start.", float(num_workers)),
-        counter("forebay_exchanges_total", "Exchanges answered.", float(exchanges)),
-        counter("forebay_core_seconds_total", "Seconds spent in the scheduler's core.", cpu_s),
+        of_job("epoch", "The epoch, counted from 1.", min(job["epoch"] + 1, job["epochs"])),
+        of_job("leases", "Leases of slices that are in use.", job["slices_leased"]),
+        of_job("idle_workers", "Workers that wait for a lease.", job["idle"]),
+        of_job("slices_set_aside", "Slices that no worker could read, which are not leased.", len(job["set_aside"])),
+        gauge("forebay_scheduler_workers", "Workers that sent a request since the start.", float(num_workers)),
+        counter("forebay_scheduler_exchanges_total", "Exchanges answered.", float(exchanges)),
+        counter("forebay_scheduler_core_seconds_total", "Time spent in the scheduler's core.", cpu_s),
     ]
 
 

@@ -25,7 +25,7 @@ from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.batch_source import BatchSource
 from forebay.load.prefetch import Prefetcher
-from forebay.load.stats import WaitTimes
+from forebay.load.stats import Callbacks, WaitTimes
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import Malformed, TextEncoder
@@ -136,6 +136,7 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         self._turn, self._times, self._waits = 0, MakingTimes(), WaitTimes()
         self._is_remote = not is_files or any("://" in str(path) for path in paths)
         self._source: Prefetcher[tuple[Any, StreamState]] | None = None
+        self._callbacks = Callbacks(self)
 
     @property
     def global_batch_sizes(self) -> list[tuple[int, int]]:
@@ -180,6 +181,10 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         by_cause, waits = {f"{cause}_s": seconds for cause, seconds in self._waits.seconds.items()}, self._waits
         times = {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": waits.busy_s, "waiting_s": waits.waiting_s()}
         return {**times, **counts, "batches": position.run_step, "samples_taken": position.samples_taken}
+
+    def add_callback(self, fn: Callable[[dict[str, float], int], object], every_steps: int = 50) -> None:
+        """Call `fn(metrics, step)` every so many steps, in the loop's thread; see `Loader.add_callback`."""
+        self._callbacks.add(fn, every_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
@@ -281,6 +286,7 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
                     return
                 batch, self.position = item
                 yield batch
+                self._callbacks.call(self.step)
                 waits.asked_at = clock()
                 waits.busy_s += waits.asked_at - received_at
         finally:

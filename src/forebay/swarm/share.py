@@ -30,8 +30,10 @@ from forebay.network.app import (
     BINARY,
     ApiError,
     JsonResponse,
+    counter,
     describe_error,
     file_response,
+    gauge,
     make_app,
     peer_of,
     source_of,
@@ -162,7 +164,11 @@ class SliceServer(ABC):
 
     def metrics(self) -> Iterable[Metric]:
         """Return metrics in addition to those of every server."""
-        return ()
+        about = "1 if the last announcement in the DHT failed, else 0."
+        return [
+            counter("forebay_announcements_total", "Announcements in the DHT.", self._announcements),
+            gauge("forebay_announce_failing", about, float(bool(self._announce_error))),
+        ]
 
     @abstractmethod
     def _count(self, peer: Peer, num_bytes: int) -> None:

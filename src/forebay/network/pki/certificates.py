@@ -29,9 +29,11 @@ ROOT_VALID_DAYS = 3650
 ORG_VALID_DAYS = 1825
 NODE_VALID_DAYS = 90  # issued by hand; certificates that an admission server renews are valid for days
 EARLY = dt.timedelta(hours=1)  # tolerated difference of clocks
-# Arcs under 2.25 are UUIDs and need no registration.
-SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
-ORGANISATION_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529585")
+# Microsoft's arc for a UUID in parts needs no registration. Go's TLS refuses numbers over 2^31, so not one under 2.25.
+_ARC = "1.2.840.113556.1.8000.2554.28444.10836.32014.19212.39473.3038604.9742256"
+SCOPE_OID, ORGANISATION_OID = x509.ObjectIdentifier(f"{_ARC}.1"), x509.ObjectIdentifier(f"{_ARC}.2")
+_EARLIER_SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
+SERVER_NAME = "forebay"
 MAX_PATTERNS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a network, an organisation, a node
 
@@ -79,6 +81,8 @@ def issue(
     if not organisation:
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(usage, critical=False)
+        # Programs that compare host names, such as Prometheus, expect this one at any address.
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
     if scope != UNBOUNDED:
         body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
         raw = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
@@ -205,6 +209,8 @@ def check_root(root: bytes, network_id: str) -> None:
 def scope_of(cert: x509.Certificate) -> Scope:
     """The scope in a certificate; unbounded if it has none. Raises ProtocolError."""
     extension = _extension(cert, SCOPE_OID)
+    if _extension(cert, _EARLIER_SCOPE_OID) is not None:  # Its scope is not unbounded.
+        raise ProtocolError("certificate: expected a scope of this version, got an earlier one's. Join again.")
     if extension is None:
         return UNBOUNDED
     try:

@@ -1,0 +1,316 @@
+"""Metrics of every kind of process, of a real job: names by promtool, the page that lists them, a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+pytest.importorskip("libtorrent")
+from prometheus_client.parser import text_string_to_metric_families
+
+import forebay
+from forebay.coordinator.server import Coordinator
+from forebay.data_node import DataNode
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.slices import write_rows_slice
+from forebay.load.sources import Mixture
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.peer import ROLES, Scope
+from forebay.network.pki.identity import Identity, create_organisation, join
+from forebay.observe.dashboard import Dashboard
+from forebay.observe.metrics import _METRICS
+from forebay.observe.sources import NodeSource, PreparationSource, status_by
+from forebay.scheduler.server import SchedulerService
+from forebay.swarm.share import SliceShare
+from forebay.worker.membership import Membership
+from support import prometheus, whole
+from support.calibration import scaled
+from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
+from support.runner import ROOT, blocks
+
+METRIC = r"\b(?:forebay|process)_\w+"
+DASHBOARD = ROOT / "examples" / "grafana" / "forebay.json"
+GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+WORKERS = ["w1", "w2"]
+
+
+@dataclass
+class Processes:
+    """Addresses by the kind of process; `nodes` over mutual TLS, `pages` over plain HTTP."""
+
+    directory: Path
+    nodes: dict[str, str] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict)
+
+    def expositions(self) -> dict[str, str]:
+        with Client(Identity.load(self.directory / "monitor")) as client:
+            texts = {kind: client.get_bytes(at, "/metrics", 1 << 22).decode() for kind, at in self.nodes.items()}
+        for kind, address in self.pages.items():
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=scaled(10)) as answer:
+                assert answer.headers["Content-Type"].startswith("text/plain")
+                texts[kind] = answer.read().decode()
+        return texts
+
+    def config(self) -> str:
+        """The configuration of docs/how-to/metrics.md, with the addresses of these processes, scraped each second."""
+        pages, nodes = list(self.pages.values()), list(self.nodes.values())
+        config = yaml.safe_load(yaml_blocks()["prometheus.yml"])
+        config["global"]["scrape_interval"] = "1s"
+        for scrape, targets in zip(config["scrape_configs"], (pages, nodes), strict=True):
+            scrape["static_configs"] = [{"targets": targets}]
+        return yaml.safe_dump(config)
+
+
+def yaml_blocks() -> dict[str, str]:
+    """The YAML blocks of the guide, by the name of the file in their first line."""
+    codes = [block.code for block in blocks(GUIDE) if block.language == "yaml"]
+    return {code.partition(". ")[0].removeprefix("# "): code for code in codes}
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    directory = tmp_path_factory.mktemp("metrics")
+    result = Processes(directory)
+    with ExitStack() as stack:
+        start(result, directory, stack)
+        yield result
+
+
+def start(result: Processes, directory: Path, stack: ExitStack) -> None:
+    bootstrap = Bootstrap(3)
+    stack.callback(bootstrap.close)
+    homes = make_network(directory, ["scheduler", "reader", *WORKERS], bootstrap.at)
+    create_organisation(directory / "network", directory / "lab", "lab")
+    for name in ("data", "monitor"):  # Prometheus has to verify chains of three.
+        homes[name] = join(directory / "lab", directory / name, name, scope=Scope(ROLES, ("t*",))).node_dir
+    identities = {name: Identity.load(home) for name, home in homes.items()}
+    dht = LibtorrentDht(HOST, 0, bootstrap.at)
+    stack.callback(dht.close)
+    dataset = make_dataset(directory / "dataset", 60, 20_000)
+    node = DataNode(identities["data"], [dataset], HOST, 0, dht, ttl_s=30)
+    node.start()
+    stack.callback(node.stop)
+    client = stack.enter_context(Client(identities["scheduler"]))
+    scheduler = SchedulerService(
+        identities["scheduler"], NAME, dht, client, directory / "state", seq_len=16, epochs=50, rediscover_s=0.5
+    )
+    scheduler.start()
+    stack.callback(scheduler.stop)
+    for name in WORKERS:
+        cache = {"cache": str(directory / f"cache-{name}"), "cache_bytes": 1 << 20}
+        worker = Node("work", directory / f"{name}.log", node=str(homes[name]), pause_s=0.02, **cache)
+        stack.callback(worker.kill)
+    share = SliceShare(identities["reader"], {}, {}, HOST, 0)
+    stack.callback(share.close)
+    coordinator = stack.enter_context(Coordinator(HOST, 0, config={"num_steps": 1000}))
+    joined = stack.enter_context(Membership(f"http://{coordinator.address}", "trainer-0"))
+    joined.join()
+    result.nodes = {"data node": node.address, "scheduler": scheduler.address, "worker": share.address}
+    monitor = status_by(stack.enter_context(Client(identities["monitor"])))
+    run = NodeSource(coordinator.address, status_by(Client(None)))
+    sources = {"dashboard of a job": NodeSource(scheduler.address, monitor), "dashboard of a run": run}
+    sources["dashboard of a preparation"] = PreparationSource(prepare(directory))
+    pages = {kind: stack.enter_context(Dashboard(source).start()) for kind, source in sources.items()}
+    for kind, loader in loaders(directory, homes["reader"], scheduler.address, dht, stack).items():
+        pages[f"training process: {kind}"] = stack.enter_context(forebay.serve_dashboard(loader))
+        stop = threading.Event()
+        thread = threading.Thread(target=consume, args=(loader, stop), daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.set)
+    result.pages = {kind: page.url.split("/")[2] for kind, page in pages.items()}
+    result.pages["coordinator"] = coordinator.address
+    deadline = time.monotonic() + scaled(60)
+    while not all(
+        w["samples"] and w["processes"] for w in list(scheduler.status()["workers"].values()) or [{"samples": 0}]
+    ):
+        assert time.monotonic() < deadline, scheduler.status()
+        time.sleep(0.2)
+    wanted = ("forebay_worker_wait_ratio", "forebay_run_step", "forebay_prepare_elapsed_seconds")
+    while not all(name in "".join(result.expositions().values()) for name in wanted):
+        assert time.monotonic() < deadline, result.expositions()
+        time.sleep(0.2)
+
+
+def prepare(directory: Path) -> Path:
+    lines = [f"{text} {i}" if i % 3 else "short" for i, text in enumerate(whole.texts(60))]
+    (directory / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    command = [
+        sys.executable,
+        "-m",
+        "forebay",
+        "prepare",
+        str(directory / "text.jsonl"),
+        "--out",
+        str(directory / "out"),
+    ]
+    options = ["--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
+    subprocess.run([*command, *options], check=True, capture_output=True, timeout=scaled(60))
+    return directory / "out"
+
+
+def loaders(directory: Path, home: Path, scheduler: str, dht: Any, stack: ExitStack) -> dict[str, Any]:
+    for name in ("a", "b"):
+        (directory / name).mkdir()
+        write_rows_slice(directory / name / "0.safetensors", {"x": np.zeros((500, 4), np.float32)})
+        import_slices(directory / name, name)
+    rows = {name: directory / name for name in ("a", "b")}
+    tokens = dict.fromkeys(("c", "d"), directory / "dataset")
+    network = forebay.NetworkOptions(identity=home, discovery=dht)
+    made = {
+        "a mixture": forebay.Loader(Mixture(tokens, {"c": 3, "d": 1}), seq_len=16, batch_size=8),
+        "a mixture of rows": forebay.Loader(Mixture(rows, {"a": 3, "b": 1}), batch_size=8),
+        "a cache": forebay.Loader(
+            f"forebay://test/{NAME}",
+            seq_len=16,
+            batch_size=8,
+            steps=100_000,
+            network=network,
+            cache_dir=directory / "cache",
+            cache_bytes=1 << 20,
+        ),
+        "leases": forebay.Loader(
+            f"forebay://test/{NAME}",
+            scheduler=scheduler,
+            seq_len=16,
+            batch_size=8,
+            network=network,
+            cache_dir=directory / "cache-leases",
+            cache_bytes=1 << 20,
+        ),
+        "a text stream": forebay.TextStream(
+            directory / "text.jsonl", tokenizer="bytes", seq_len=64, batch_size=2, epochs=None
+        ),
+    }
+    for loader in made.values():
+        stack.callback(loader.close)
+    return made
+
+
+def consume(loader: Any, stop: threading.Event) -> None:
+    while not stop.is_set():
+        for _ in loader:
+            if stop.wait(0.01):
+                break
+
+
+def test_promtool_finds_nothing_to_improve(processes: Processes) -> None:
+    for kind, text in processes.expositions().items():
+        assert prometheus.lint(text) == "", kind
+
+
+def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Processes) -> None:
+    (processes.directory / "forebay-rules.yml").write_text(yaml_blocks()["forebay-rules.yml"])
+    with prometheus.running(processes.config(), processes.directory) as server:
+        for target in server.wait_for_targets(len(processes.nodes) + len(processes.pages)):
+            assert target["health"] == "up", target["lastError"]
+        for title, queries in panels().items():
+            results = [server.query(expression.replace("$__rate_interval", "10s")) for expression, _ in queries]
+            values = [float(result["value"][1]) for series in results for result in series]
+            # Nothing failed in this job.
+            assert values or title == "Failures", (title, queries)
+            assert not any(math.isnan(value) for value in values), (title, results)
+        rules = [rule for group in server.get("/api/v1/rules")["groups"] for rule in group["rules"]]
+        assert rules and not [rule for rule in rules if rule.get("lastError")]
+
+
+def panels() -> dict[str, list[tuple[str, str]]]:
+    """The queries of Grafana's dashboard with their legends, by panel; of all instances."""
+    return {
+        panel["title"]: [(t["expr"].replace("$instance", ".*"), t["legendFormat"]) for t in panel.get("targets", [])]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        if panel["type"] != "row"
+    }
+
+
+def test_grafana_asks_for_metrics_and_labels_that_exist() -> None:
+    listed = documented()
+    for title, queries in panels().items():
+        for expression, legend in queries:
+            names = re.findall(METRIC, expression)
+            assert names and set(names) <= set(listed), (title, expression)
+            labels = {"instance", "job", *(label for name in names for label in listed[name][1])}
+            grouped = re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", expression)))
+            used = {*grouped, *re.findall(r"{{(\w+)}}", legend), *re.findall(r"(\w+)=~", expression)}
+            assert used <= labels, (title, expression, used - labels)
+            if grouped:
+                assert set(re.findall(r"{{(\w+)}}", legend)) <= set(grouped), (title, legend)
+
+
+def test_alerts_are_about_metrics_that_exist() -> None:
+    for rule in yaml.safe_load(yaml_blocks()["forebay-rules.yml"])["groups"][0]["rules"]:
+        names = re.findall(METRIC, rule["expr"])
+        assert names and set(names) <= set(documented()), rule
+
+
+def test_grafana_reads_its_dashboard() -> None:
+    """Nothing of the file is lost when Grafana's own model of dashboards reads and writes it."""
+    model = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="pip install grafana-foundation-sdk")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+    register_default_plugins()
+    original = json.loads(DASHBOARD.read_text())
+    written = json.loads(JSONEncoder().encode(model.Dashboard.from_json(original)))
+
+    def check(value: Any, again: Any, path: str) -> None:
+        assert type(value) is type(again), path
+        if isinstance(value, dict):
+            assert set(value) <= set(again), path
+            for key, item in value.items():
+                check(item, again[key], f"{path}.{key}")
+        elif isinstance(value, list):
+            assert len(value) == len(again), path
+            for i, (item, other) in enumerate(zip(value, again)):
+                check(item, other, f"{path}[{i}]")
+        else:
+            assert value == again, path
+
+    check(original, written, "dashboard")
+
+
+def documented() -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """Type, labels and meaning of each metric of the page."""
+    rows = re.findall(r"^\|`(\w+)`\|(\w+)\|([^|]*)\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    return {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), about) for name, kind, labels, about in rows}
+
+
+def exposed(processes: Processes) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    result: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    for text in processes.expositions().values():
+        for family in text_string_to_metric_families(text):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = {label for sample in family.samples for label in sample.labels}
+            before = result.get(name, ("", (), ""))[1]
+            result[name] = family.type, tuple(sorted(labels | set(before))), family.documentation
+    return result
+
+
+def test_the_page_lists_every_metric(processes: Processes) -> None:
+    """In both directions, with types, labels and descriptions; those of the table also where this job has none."""
+    real, listed = exposed(processes), documented()
+    lines = [f"|`{n}`|{k}|{', '.join(f'`{x}`' for x in ls)}|{a}|" for n, (k, ls, a) in sorted(real.items())]
+    for name, (kind, labels, about) in real.items():
+        assert name in listed, "\n".join(lines)
+        expected = listed[name]
+        assert (kind, labels or expected[1], about) == (expected[0], tuple(sorted(expected[1])), expected[2]), name
+    table = {f"forebay_{name}": about for name, about in _METRICS.values()}
+    assert {name for name in table if listed.get(name, ("", (), ""))[2] != table[name]} == set()
+    assert set(listed) - set(real) - set(table) == set()

@@ -1,0 +1,117 @@
+"""Spans of requests: exported by OTLP to a receiver of this test, of both sides; nothing is imported unasked."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.calibration import scaled
+from support.nodes import HOST, NAME, make_dataset, make_network
+
+ASK = """
+import sys
+from forebay.network.client import Client, RemoteError
+from forebay.network.pki.identity import Identity
+address, home = sys.argv[1:]
+with Client(Identity.load(home)) as client:
+    client.request_json(address, "GET", "/v1/status")
+    try:
+        client.get_bytes(address, "/v1/slices/" + 64 * "a", 10)
+    except RemoteError as error:
+        assert error.status == 404
+"""
+IMPORTED = """
+import sys
+import forebay.network.client, forebay.network.app
+forebay.network.app.make_app("A node")
+print(sorted(name for name in sys.modules if name.startswith("opentelemetry.sdk")))
+"""
+
+
+@pytest.fixture
+def receiver() -> Iterator[tuple[str, list[Any]]]:
+    """An OTLP/HTTP receiver: its URL, and the spans that it got, each with its resource."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'forebay[otel]'")
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    spans: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+            for group in service.ExportTraceServiceRequest.FromString(body).resource_spans:
+                names = {a.key: a.value.string_value for a in group.resource.attributes}
+                spans.extend((names["service.name"], span) for scope in group.scope_spans for span in scope.spans)
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer((HOST, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://{HOST}:{server.server_port}", spans
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+
+
+def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver: tuple[str, list[Any]], tmp_path: Path) -> None:
+    pytest.importorskip("libtorrent")
+    url, spans = receiver
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": url}
+    forebay = [sys.executable, "-m", "forebay"]
+    dht = subprocess.Popen([*forebay, "dht", "--listen", f"{HOST}:0", "--json"], stdout=subprocess.PIPE, text=True)
+    assert dht.stdout is not None
+    host, port = json.loads(dht.stdout.readline())["address"].split(":")
+    homes = make_network(tmp_path, ["data", "reader"], [(host, int(port))])
+    dataset = make_dataset(tmp_path / "dataset", 2, 50)
+    command = [*forebay, "serve", dataset.path, "--identity", homes["data"], "--listen", f"{HOST}:0", "--json"]
+    node_environment = environment | {"OTEL_SERVICE_NAME": "data-node"}
+    node = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=node_environment)
+    try:
+        assert node.stdout is not None
+        address = json.loads(node.stdout.readline())["address"]
+        ask = [sys.executable, "-c", ASK, address, str(homes["reader"])]
+        reader_environment = environment | {"OTEL_SERVICE_NAME": "reader"}
+        subprocess.run(ask, env=reader_environment, timeout=scaled(60), check=True)
+    finally:
+        for process in (node, dht):
+            process.terminate()
+            process.communicate(timeout=scaled(60))
+    client = {span.name: span for name, span in spans if name == "reader"}
+    server = {span.name: span for name, span in spans if name == "data-node" and span.kind == span.SPAN_KIND_SERVER}
+    assert set(client) == {"GET /v1/status", "GET /v1/slices/{id}"} and {NAME} == {dataset.name}
+    for name, theirs in (("GET /v1/status", "GET /v1/status"), ("GET /v1/slices/{id}", "GET /v1/slices/{sha256}")):
+        assert server[theirs].trace_id == client[name].trace_id
+        assert server[theirs].parent_span_id == client[name].span_id
+        assert attributes(server[theirs])["http.route"] and client[name].kind == client[name].SPAN_KIND_CLIENT
+    failed = client["GET /v1/slices/{id}"]
+    assert failed.status.code == failed.status.STATUS_CODE_ERROR
+    assert any("unknown_slice" in attribute.value.string_value for attribute in failed.events[0].attributes)
+
+
+DISABLED = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
+
+
+@pytest.mark.parametrize("asked", [{}, DISABLED])
+def test_nothing_is_imported_unasked(asked: dict[str, str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | asked
+    done = subprocess.run([sys.executable, "-c", IMPORTED], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
