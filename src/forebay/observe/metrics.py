@@ -29,7 +29,7 @@ _METRICS = {
     "job.eta_s": ("job_remaining_seconds", "Time until all samples are used, at the current rate."),
     "job.throughput": ("job_tokens_per_second", "Tokens used per second by all workers."),
     "job.workers": ("job_workers", "Workers that are not silent."),
-    "job.idle workers": ("job_idle_workers", "Workers that wait for a lease."),
+    "job.asking for leases": ("job_idle_workers", "Workers that wait for a lease."),
     "job.leases": ("job_leases", "Leases of slices that are in use."),
     "job.slices set aside": ("job_slices_set_aside", "Slices that no worker could read, which are not leased."),
     "job.ledger entries": ("job_ledger_entries", "Entries of the ledger."),

@@ -87,7 +87,7 @@ def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
     figures = {
         "throughput": (rate, "tokens/s"), "workers": (len(active) if workers else status["num_workers"], ""),
         "waiting": (sum(waits.values()), "share") if waits else None, "leases": (status["slices_leased"], ""),
-        "idle workers": (status["idle"], ""), "slices set aside": (len(aside), "") if aside else None,
+        "asking for leases": (status["idle"], ""), "slices set aside": (len(aside), "") if aside else None,
         "from data nodes": (fetched["origin"], "B") if total_bytes else None,
         "from workers": (fetched["peer"], "B") if total_bytes else None,
         "ledger entries": (status["ledger_entries"], ""),
