@@ -92,6 +92,11 @@ _METRICS = {
     "stats.evicted_bytes": ("loader_evicted_bytes_total", "Bytes evicted from the cache."),
     "stats.shared_bytes": ("loader_shared_bytes_total", "Bytes of slices sent to other nodes."),
     "stats.wrong_bytes": ("loader_wrong_bytes_total", "Bytes fetched whose hash differed; they are not used."),
+    "stats.leases_lost": ("loader_lost_leases_total", "Leases that expired or were taken back while they were in use."),
+    "stats.wasted_samples": (
+        "loader_wasted_samples_total",
+        "Samples used of leases that were lost: others use them again.",
+    ),
     "stats.failed": ("loader_failed_fetches_total", "Fetches that failed."),
     "stats.late": ("loader_late_chunks_total", "Chunks that were not in the cache when they were needed."),
     "stats.in_flight": ("loader_fetches_in_flight", "Fetches in progress."),
