@@ -123,6 +123,24 @@ def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: P
         join(network_dir, tmp_path / "x", "x", scope=Scope(frozenset({"king"})))
 
 
+def test_go_programs_can_parse_certificates(org_dir: Path, tmp_path: Path) -> None:
+    """Their numbers of extensions are below 2^31, and the host name that they compare is there."""
+    node = join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"worker"}))).certificate
+    assert max(int(part) for item in node.extensions for part in item.oid.dotted_string.split(".")) < 1 << 31
+    names = node.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [certificates.SERVER_NAME]
+
+
+def test_a_scope_of_an_earlier_version_is_refused(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
+    """Read without it, the certificate would have every role."""
+    item, root = make_identity("one"), read_issuer(network_dir)
+    earlier = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
+    scope = x509.UnrecognizedExtension(earlier, json.dumps({"roles": ["worker"], "datasets": []}).encode())
+    invalid = forge(network_dir, tmp_path / "e", key_id_of(root.cert), scope)
+    with pytest.raises(ProtocolError, match="scope of this version, got an earlier"):
+        item.peer(shown(invalid, item))
+
+
 def test_an_organisation_that_exceeds_its_scope_is_refused(org_dir: Path, tmp_path: Path, make_identity: Make) -> None:
     """It signs what it likes with its own key; who meets the node judges by what the root gave."""
     item, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(tmp_path / "network")
