@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, address, is_loopback
 from forebay.cli.running import load_identity, ready, stop_event, until_stopped
-from forebay.errors import UsageError
+from forebay.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from forebay.observe.dashboard import Dashboard
@@ -29,6 +29,7 @@ def _open(args: argparse.Namespace, stack: contextlib.ExitStack) -> Source:
 
 
 def _top(args: argparse.Namespace) -> None:
+    from forebay.observe.sources import MALFORMED
     from forebay.observe.top import show_top
 
     with contextlib.ExitStack() as stack:
@@ -39,8 +40,13 @@ def _top(args: argparse.Namespace) -> None:
             import orjson
 
             print(orjson.dumps(source.poll()).decode())
-        else:
+            return
+        try:
             show_top(source, replay=args.replay)
+        except MALFORMED as error:
+            raise StateError(
+                f"top: expected views of this version from {args.target}, got others ({type(error).__name__}: {error})."
+            ) from error
 
 
 def open_page(listen: str, source: Source, record: Path | None = None, *, is_open: bool = False) -> Dashboard:

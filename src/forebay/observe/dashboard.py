@@ -67,7 +67,6 @@ class Dashboard(Closing):
         self._source, self._record = source, record
         self._view = make_view("", "", "starting")
         self._points: deque[dict[str, Any]] = deque(maxlen=_NUM_POINTS)
-        self._polled_at = float("-inf")
         app = self._app()
         if not any_host:
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=[host, *_LOOPBACK])
@@ -96,7 +95,7 @@ class Dashboard(Closing):
                 self._view = {**await asyncio.to_thread(self._source.poll), "columns": COLUMNS}
                 self._points.append(_point(self._view))
                 if self._record is not None:
-                    self._record.add(self._view)
+                    await asyncio.to_thread(self._record.add, self._view)
             except ForebayError as error:
                 log.warning("dashboard: %s", error)
                 self._view = {**self._view, "error": str(error)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.errors import ForebayError, PrepareError, ProtocolError, UsageError
 from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from forebay.load.loader import Loader
 
 TIMEOUT_S = 5.0
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+"""What a value of another shape raises where it is read."""
 _NODES_EVERY_S = 5.0
 _MAX_NODES = 64
 
@@ -68,6 +70,15 @@ class NodeSource(LiveSource):
 
     def poll(self) -> View:
         status = self._get(self.address)
+        try:
+            return self._view(status)
+        except MALFORMED as error:
+            raise ProtocolError(
+                f"{self.address}: expected the status of a node of this version, got something else "
+                f"({type(error).__name__}: {error}). Run one version in a network."
+            ) from error
+
+    def _view(self, status: Mapping[str, Any]) -> View:
         if "samples_used" not in status:
             counted = "bytes_sent" if "bytes_sent" in status else "step"
             return views.view_of(status, per_s=self._rate(counted, status.get(counted, 0)))
@@ -80,7 +91,7 @@ class NodeSource(LiveSource):
         try:
             status = self._get(address)
             return views.node_row(status, self._rate(address, status["bytes_sent"]))
-        except ForebayError as error:
+        except (ForebayError, *MALFORMED) as error:
             return {"name": address, "address": address, "state": "does not answer", "error": str(error)}
 
     def _rate(self, name: str, value: float) -> float | None:

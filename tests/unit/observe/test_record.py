@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -12,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forebay.errors import UsageError
+from forebay.cli import main
+from forebay.errors import ProtocolError, UsageError
 from forebay.observe.record import RecordReader, RunRecord
+from forebay.observe.sources import NodeSource
 from support.calibration import scaled
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6,
+)  # fmt: skip
 
 
 def view(moment: float, rank: int = 0, **parts: Any) -> dict[str, Any]:
@@ -104,3 +114,22 @@ def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_p
     RunRecord(tmp_path / "empty")
     with pytest.raises(UsageError, match="got none yet"):
         RecordReader(tmp_path / "empty").latest()
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"at":1.0}', b'{"at":1.0,"title":7,"state":[],"workers":3}', b'{"at":1.0,"figures":{"x":1}}']
+)
+def test_a_record_of_another_shape_is_one_line_of_error(
+    line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.views.jsonl").write_bytes(line + b"\n")
+    assert main(["top", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "expected views of this version" in error
+
+
+@given(st.dictionaries(st.sampled_from(["samples_used", "members", "workers", "providers", "name", "peers"]), JSON))
+def test_a_node_that_answers_anything_is_a_protocol_error_or_a_view(status: dict[str, Any]) -> None:
+    source = NodeSource("127.0.0.1:1", lambda address: status)
+    with contextlib.suppress(ProtocolError):
+        assert isinstance(source.poll(), dict)
