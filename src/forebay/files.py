@@ -50,27 +50,32 @@ def temporary_directory(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def open_atomic(path: str | Path, mode: int = 0o666, *, flush: bool = True) -> Iterator[BinaryIO]:
     """Open a binary file, readable and writable, that gets its name when the block ends without an exception.
 
     An existing file is replaced; after an exception it is unchanged. `mode`, less the umask, is that of the temporary
-    file too. The block may close the file.
+    file too. The block may close the file. `flush=False`: after a crash of the machine the file may be empty.
     """
     path = Path(path)
     temporary = temporary_path(path)
     try:
         with open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
-        commit_files({temporary: path})
+        if flush:
+            commit_files({temporary: path})
+        else:
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
-def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+def atomic_write(
+    path: str | Path, data: bytes | Iterable[bytes | memoryview], mode: int = 0o666, *, flush: bool = True
+) -> None:
     """Write `data` to `path` atomically. Raises OSError, as `open_atomic` does."""
-    with open_atomic(path, mode) as file:
+    with open_atomic(path, mode, flush=flush) as file:
         for chunk in [data] if isinstance(data, bytes) else data:
             file.write(chunk)
 

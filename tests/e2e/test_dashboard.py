@@ -48,7 +48,7 @@ from support.calibration import scaled
 from support.leases import work
 from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
 
-WORKERS = ["w1", "w2", "w3", "w4"]
+WORKERS = ["worker-1", "worker-2", "worker-3", "worker-4"]
 
 
 class World:
@@ -169,7 +169,7 @@ def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
     assert get(f"{url}../../etc/passwd")[0] == 404
     assert get(f"{url}v1/views/nan")[0] in (400, 404) and get(f"{url}v1/views/x")[0] == 400
     metrics = get(f"{url}metrics")[2].decode()
-    assert 'forebay_worker_tokens_per_second{worker="w2"}' in metrics and 'forebay_wait_ratio{cause="' in metrics
+    assert 'forebay_worker_tokens_per_second{worker="worker-2"}' in metrics and 'forebay_wait_ratio{cause="' in metrics
 
 
 def test_the_record_replays(job: tuple[World, Dashboard, RecordSource], tmp_path: Path) -> None:
@@ -357,8 +357,9 @@ def cause_of_job(world: World, **network: Any) -> str:
 
     def run() -> None:
         work(
-            world.identity("w1"), NAME, world.scheduler.address, world.directory / "cache", batch_size=4, stop=stop,
-            cache_bytes=1 << 20, on_batch=lambda batch: time.sleep(pause), receipt_s=0.2, listen=None, **network,
+            world.identity(WORKERS[0]), NAME, world.scheduler.address, world.directory / "cache", batch_size=4,
+            stop=stop, cache_bytes=1 << 20, on_batch=lambda batch: time.sleep(pause), receipt_s=0.2, listen=None,
+            **network,
         )  # fmt: skip
 
     thread = threading.Thread(target=run)

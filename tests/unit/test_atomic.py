@@ -108,8 +108,8 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path
     remaining = {path.name for path in tmp_path.iterdir()}
     assert len(remaining) == 2 and all(socket.gethostname()[:8] in name for name in remaining)
     ours = temporary_path(tmp_path / "mine")
-    theirs = ours.with_name(ours.name.replace(f".{atomic._HOST}.{os.getpid()}.", ".elsewhere.1999999999."))
-    others = [ours, theirs, tmp_path / ".a.tmp", tmp_path / "a.tmp", tmp_path / f".a.{atomic._HOST}.x.tmp"]
+    theirs = ours.with_name(ours.name.replace(f".{atomic.HOST}.{os.getpid()}.", ".elsewhere.1999999999."))
+    others = [ours, theirs, tmp_path / ".a.tmp", tmp_path / "a.tmp", tmp_path / f".a.{atomic.HOST}.x.tmp"]
     for path in others:
         path.touch()
     remove_stale(tmp_path)

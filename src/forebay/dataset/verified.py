@@ -64,6 +64,11 @@ class VerifiedChunks:
             for start in range(0, len(run), _READ_CHUNKS):
                 low, high = int(run[start]), int(run[min(len(run), start + _READ_CHUNKS) - 1]) + 1
                 data = _read(path, low * size, min(row.bytes, high * size))
+                if low * size + len(data) < min(row.bytes, high * size):
+                    raise DatasetError(
+                        f"{path}: expected {row.bytes:,} bytes, got {low * size + len(data):,}: it was truncated while "
+                        "it was read. Fetch or prepare this slice again."
+                    )
                 if wrong := wrong_chunks(data, expected[low * HASH_BYTES : high * HASH_BYTES], row.chunk_bytes):
                     begin = (low + wrong[0]) * size
                     raise DatasetError(

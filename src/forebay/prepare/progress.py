@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError
-from forebay.files import HOST, atomic_write, is_running, temporary_path
+from forebay.files import HOST, atomic_write, is_running
 from forebay.prepare.stats import StageCount, StageStats, Usage
 
 VERSION = 1
@@ -393,15 +393,8 @@ class ProgressRecord:
         self._written_at = self.clock()
         data = json.dumps(self.to_json(), ensure_ascii=False).encode("utf-8", "replace")
         with suppress(OSError):  # a full disk, which the run reports
-            if self._state == "done":
-                atomic_write(self.out / FINISHED_FILE, data)
-                return
-            temporary = temporary_path(self.out / RUNNING_FILE)
-            try:
-                temporary.write_bytes(data)
-                temporary.replace(self.out / RUNNING_FILE)
-            finally:
-                temporary.unlink(missing_ok=True)
+            is_done = self._state == "done"
+            atomic_write(self.out / (FINISHED_FILE if is_done else RUNNING_FILE), data, flush=is_done)
 
     def to_json(self) -> dict[str, Any]:
         now = self.clock()
