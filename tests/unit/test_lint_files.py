@@ -74,7 +74,13 @@ def test_manifests(tmp_path: Path, version: str) -> None:
     files += launched(tmp_path / "torchrun", "kubernetes", ranks_per_pod="8", gpus="8")
     files += [file for file in launched(tmp_path / "network", "kubernetes-network", dataset="1e3", gpus="1")
               if file.name == "network.yaml"]  # fmt: skip
-    run("kubernetes-validate", "--strict", "--kubernetes-version", version, *files)
+    objects = [item for file in files for item in yaml.safe_load_all(file.read_text())]
+    said = run("kubernetes-validate", "--strict", "--kubernetes-version", version, *files)
+    assert len(objects) >= 12
+    for item in objects:
+        assert (
+            f"passed for resource {item['kind'].lower()}/{item['metadata']['name']} against version {version}" in said
+        )
 
 
 def test_a_kustomization_is_built(tmp_path: Path) -> None:

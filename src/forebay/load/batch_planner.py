@@ -283,7 +283,8 @@ class BatchPlanner:
                 self._resolve(plan)
                 began = time.perf_counter()
                 stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
-                self.disk_s += time.perf_counter() - began  # Local chunks are read to be verified.
+                if not self._slices.cached:  # Local chunks are read to be verified.
+                    self.disk_s += time.perf_counter() - began
                 if stop > start:
                     break
                 began = time.perf_counter()

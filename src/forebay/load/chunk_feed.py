@@ -176,7 +176,7 @@ class ChunkFeed:
             self._num_verified = min(2 * self._num_verified, _ALL_STEPS // 4)
             for group in plan.waiting:
                 try:
-                    missing = self._missing_from(group, until)
+                    missing = self._first_missing(group, until)
                 except DatasetError:
                     missing = int(group.first_steps.min())
                     if missing <= start:
@@ -246,7 +246,7 @@ class ChunkFeed:
             for plan in list(self._plans):
                 self.release(plan)
             self._pins.unpin(_ALL_STEPS)
-            self._errors.clear()
+            self._errors, self._num_verified = {}, 1
 
     def stats(self) -> dict[str, Any]:
         with self._changed:
@@ -312,9 +312,9 @@ class ChunkFeed:
         return self._source
 
     def _is_complete(self, group: ChunkGroup) -> bool:
-        return self._missing_from(group, _ALL_STEPS) == _ALL_STEPS
+        return self._first_missing(group, _ALL_STEPS) == _ALL_STEPS
 
-    def _missing_from(self, group: ChunkGroup, until: int) -> int:
+    def _first_missing(self, group: ChunkGroup, until: int) -> int:
         """The first step for which a chunk is missing, or local and not verified: those of steps < `until` are."""
         if group.entry is None:
             (dataset, index), is_due = self.find(group.key), group.first_steps < until

@@ -121,9 +121,8 @@ def open_dataset(
 
         return open_remote(text, identity=identity, from_urls=from_urls)
     path = local_path(source)
-    if not (
-        path / MANIFEST_FILE
-    ).is_file():  # Nothing may lie at the path: Megatron's two files share it, or a pattern.
+    # Without a file at the path it may be a pattern, or what Megatron's two files share.
+    if not (path / MANIFEST_FILE).is_file():
         from forebay.formats import open_external
 
         dataset: Dataset | None = open_external(path)
