@@ -182,7 +182,7 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
     if folder.exists() or ":" not in address or "/" in address:
         raise UsageError(
             f"{target}: expected HOST:PORT of a scheduler, coordinator or data node, http://HOST:PORT of a coordinator "
-            "or dashboard, the folder of a record, or the output of a `forebay prepare` that runs."
+            "or dashboard, the folder of a record, or the output directory of `forebay prepare`."
         )
     return NodeSource(address, status_by(Client(None) if is_plain else client()))
 

@@ -287,7 +287,8 @@ def preparation_view(record: Mapping[str, Any]) -> View:
         "largest process": (record["peak_bytes"], "B") if record["peak_bytes"] else None,
     }  # fmt: skip
     return make_view(
-        "preparation", record["name"] or record["output"], record["state"], message=record["error"],
+        "preparation", record["name"] or record["output"], record["state"],
+        message=record["error"] or ("the same command resumes it" if record["state"] == "interrupted" else ""),
         progress=current and {
             "done": current["done"], "total": current["total"], "unit": current["unit"],
             "stage": current["stage"], "eta_s": current["remaining_s"],
