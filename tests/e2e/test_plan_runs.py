@@ -14,6 +14,7 @@ from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 from forebay.load.resources import RunSpec
 from forebay.observe.plan import RunPlan, make_plan
+from support.calibration import slowness
 from support.origin_server import OriginServer
 
 SEQ_LEN, BATCH = 2048, 32
@@ -41,11 +42,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def test_a_run_takes_what_its_plan_says(
     dataset: Dataset, tmp_path: Path, rate: float, step_s: float, epochs: int
 ) -> None:
-    """Within 20 %; a few times, since the machine may be busy. A step counts as long as it really took."""
+    """Within 20 %, on a machine whose processors are not what limits the run: a busy one runs it more slowly.
+
+    A step counts as long as it really took.
+    """
     table = dataset.table
     total = int(table.bytes.sum())
 
-    def plan(real_step_s: float) -> RunPlan:
+    def plan(rate: float, real_step_s: float) -> RunPlan:
         spec = RunSpec(
             table.bytes, table.count // SEQ_LEN, BATCH, SEQ_LEN, cache_bytes=2 * total, chunk_bytes=table.chunk_bytes,
             bandwidth=rate, step_s=real_step_s, epochs=epochs,
@@ -54,8 +58,9 @@ def test_a_run_takes_what_its_plan_says(
 
     ratios: dict[str, float] = {}
     for turn in range(5):
+        slower = slowness() * 1.5**turn
         with OriginServer(dataset.path) as server:
-            server.faults.bytes_per_s = rate
+            server.faults.bytes_per_s = rate / slower
             loader = Loader(
                 server.url, seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1, epochs=epochs,
                 cache_dir=tmp_path / f"cache-{turn}", cache_bytes=2 * total,
@@ -63,9 +68,9 @@ def test_a_run_takes_what_its_plan_says(
             with loader:
                 started = time.perf_counter()
                 for _ in loader:
-                    time.sleep(step_s)
+                    time.sleep(step_s * slower)
                 finish_s, stats = time.perf_counter() - started, loader.stats()
-        planned = plan(stats["busy_s"] / stats["batches"])
+        planned = plan(rate / slower, stats["busy_s"] / stats["batches"])
         assert planned.ok and planned.finish_s is not None and planned.wait_share is not None
         ratios = {
             "finish": finish_s / planned.finish_s,
@@ -73,7 +78,10 @@ def test_a_run_takes_what_its_plan_says(
             "cached": stats["cached_bytes"] / planned.peak_disk_bytes,
             "training share": (1 - stats["wait_s"] / finish_s) / (1 - planned.wait_share),
         }
-        print("measured over planned", {name: round(ratio, 3) for name, ratio in ratios.items()})
+        print(
+            f"{slower:.2f} times slower, measured over planned",
+            {name: round(ratio, 3) for name, ratio in ratios.items()},
+        )
         if all(0.8 <= ratio <= 1.2 for ratio in ratios.values()):
             return
     raise AssertionError(f"expected what the plan says within 20 %, got {ratios}")

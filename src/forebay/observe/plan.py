@@ -12,6 +12,7 @@ import numpy as np
 
 from forebay.errors import UsageError
 from forebay.load import resources
+from forebay.load.chunk_source import CacheSettings
 from forebay.load.resources import RunSpec
 from forebay.order.plan import Order, part_of
 from forebay.units import format_bytes, format_rate, format_seconds
@@ -25,6 +26,7 @@ _TOKEN_BYTES = 8
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
 _HIT_SHARE = 0.87  # Of a cache that has room for a part of an epoch: chunks that the next epoch finds, measured.
+_AHEAD_SHARE = 0.6  # Of what is planned ahead: how much is trained on after the last chunk came, measured.
 _START_S = 0.1  # Of a loader: opening the dataset, threads, connections, the first requests; measured.
 _STALL_PART = 0.01  # Of an epoch; less is not reported.
 MIN_CACHE_PART = 50  # Of the dataset; what is proposed is no smaller part.
@@ -146,7 +148,11 @@ def _figures(job: RunSpec) -> RunPlan:
         if job.bandwidth is not None and plan.first_batch_s is not None:
             # By the bytes of the epoch, or of the first steps, each of whose samples has a chunk of its own.
             late_s = (demand - demand[0]) / job.bandwidth - job.step_s * np.arange(len(demand))
-            plan.stall_s = max(0.0, per_epoch / job.bandwidth - train_s, float(late_s.max()))
+            readahead = CacheSettings("", cache, job.connections, None, False, open_bytes=disk.open_bytes).ahead_bytes(
+                1
+            )
+            last_s = _AHEAD_SHARE * min(1.0, readahead / max(1, disk.epoch_bytes)) * train_s
+            plan.stall_s = max(0.0, per_epoch / job.bandwidth + last_s - train_s, float(late_s.max()))
             plan.epoch_s = plan.first_batch_s + plan.stall_s + train_s
             # In later epochs a part is in the cache, from which what is used last is evicted first.
             later_bytes = per_epoch * (1 - _HIT_SHARE * min(1.0, cache / max(1, disk.epoch_bytes)))
