@@ -146,18 +146,19 @@ def get(address: str, path: str) -> Any:
 def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     spawn: Callable[..., Process], tmp_path: Path
 ) -> None:
+    state = str(tmp_path / "run")
     flags = (
         "--min-workers",
         "4",
         "--disconnect-timeout",
-        "0.5",
+        f"{scaled(0.5):.1f}",
         "--state",
-        str(tmp_path / "run"),
+        state,
         "--set",
         "num_steps=60",
     )
     first, address = coordinator(spawn, *flags)
-    workers = Workers(spawn, address, batch_size=BATCH, num_steps=7, step_s=0.03)
+    workers = Workers(spawn, address, batch_size=BATCH, num_steps=7, step_s=0.03, timeout_s=scaled(20))
     numbers = {name: workers.begin(name) for name in "abcd"}
     until(lambda: all(workers.steps(name) >= 5 for name in "abcd"), "five steps of each worker")
     rank = workers.last("b")["rank"]
@@ -171,9 +172,8 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     second, _ = coordinator(spawn, *flags, "--exit-when-done", listen=address)
     workers.begin("b")  # back under its name
     until(lambda: len(workers.said("code")) == 6, "the end of all workers")
-    assert sorted(line["code"] for line in workers.said("code")) == [-signal.SIGKILL, 0, 0, 0, 0, 0], (
-        workers.process.notes
-    )
+    codes = sorted(line["code"] for line in workers.said("code"))
+    assert codes == [-signal.SIGKILL, 0, 0, 0, 0, 0], "".join(workers.process.notes)
     assert second.wait() == 0, second.notes
     assert {line["rank"] for line in workers.said("step", "b")} == {rank}
 

@@ -387,17 +387,17 @@ def test_a_slow_network_is_named(tmp_path: Path) -> None:
 
 
 def test_a_slow_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_server, "GATHER_S", 1.5)  # Each exchange is answered after so long.
+    monkeypatch.setattr(scheduler_server, "GATHER_S", scaled(1.5))  # Each exchange is answered after so long.
     with ExitStack() as stack:
         world = World(tmp_path, stack, num_slices=400, tokens=500, seq_len=16)
         assert cause_of_job(world) == "scheduler"
 
 
 def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = documents.TextEncoder.encode
+    real, pause_s = documents.TextEncoder.encode, scaled(0.1)
 
     def encode(self: Any, texts: list[bytes], counts: dict[str, int]) -> Any:
-        time.sleep(0.05)
+        time.sleep(pause_s)
         return real(self, texts, counts)
 
     monkeypatch.setattr(documents.TextEncoder, "encode", encode)

@@ -1,8 +1,8 @@
 """Workers of a coordinated run, each a process: `python distributed_workers.py COORDINATOR` reads them from stdin.
 
-A line `{"name": …, "pid_of": …, "batch_size": …, "num_steps": …, "step_s": …}` begins one, forked, for PyTorch takes
-longer to import than the run. Workers train a layer of four weights; a sample's number fixes its point. Each prints a
-JSON line for every step it applied, this process one for every worker's begin and end.
+A line of JSON with the arguments of `work` begins one, forked, for PyTorch takes longer to import than the run. Workers
+train a layer of four weights; a sample's number fixes its point. Each prints a JSON line for every step it applied,
+this process one for every worker's begin and end.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Layer:
         return "a layer of four weights"
 
 
-def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: float) -> None:
+def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: float, timeout_s: float) -> None:
     torch.manual_seed(os.getpid())  # each begins elsewhere: only the source's weights count
 
     def on_step(step: int, batch: Any, loss: float) -> None:
@@ -92,7 +92,7 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
 
     config = WorkerConfig(
         batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator,
-        timeout_s=20.0, seq_len=2, trainer=f"{__file__}:Layer",
+        timeout_s=timeout_s, seq_len=2, trainer=f"{__file__}:Layer",
     )  # fmt: skip
     training = Training(config, threading.Event(), lambda line: None, on_step)
     run = DistributedRun(training)
