@@ -137,7 +137,7 @@ class Manifest:
         try:
             plain = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise _manifest_error("JSON", f"{error}") from error
+            raise _manifest_error("JSON", f"{error}. Fetch or prepare the dataset again") from error
         if not isinstance(plain, dict):
             raise _manifest_error("a JSON object", type(plain).__name__)
         version = plain.get("format")

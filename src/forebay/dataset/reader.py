@@ -368,7 +368,10 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
         raise UsageError(f"verify: expected 'once' or 'never', got {verify!r}.")
     folder = local_path(path)
     manifest_bytes = _read(folder, MANIFEST_FILE)
-    manifest = Manifest.from_json(manifest_bytes)
+    try:
+        manifest = Manifest.from_json(manifest_bytes)
+    except DatasetError as error:
+        raise DatasetError(f"{folder}: {error}") from error
     table_bytes = _read(folder, TABLE_FILE)
     got = hashlib.sha256(table_bytes).hexdigest()
     if got != manifest.table_sha256:
