@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,9 @@ import pyarrow as pa
 
 from forebay.prepare.dedup.cutting import Cutter
 from forebay.prepare.dedup.deduplicate import DedupResult, deduplicate
-from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.tasks.text import open_documents
+from forebay.storage.store import Store, open_store
 
 
 def cpu(run: Callable[[], object]) -> float:
@@ -42,27 +41,32 @@ def print_cuts(texts: Sequence[str], peer: float | None) -> None:
     kinds |= {"overlap": Dedup(overlap=True), "overlap, 1/8": Dedup(overlap=True, overlap_sample=8)}
     for kind, config in kinds.items():
         with tempfile.TemporaryDirectory() as name:
-            folder, peak_bytes = Path(name), 0
+            store, peak_bytes = open_store(name), 0
+            signed: list[Signed] = []
 
-            def run(function: Callable[[Any, int], Any], tasks: Sequence[Any], folder: Path = folder) -> list[Any]:
+            def run(function: Callable[[Any, int], Any], tasks: Sequence[Any], store: Store = store) -> list[Any]:
                 nonlocal peak_bytes
                 done = [function(task, 0) for task in tasks]
-                peak_bytes = max(peak_bytes, sum(path.stat().st_size for path in (folder / "out").iterdir()))
+                peak_bytes = max(peak_bytes, sum(store.sizes("dedup/").values()))
                 return done
 
             results: list[DedupResult] = []
 
-            def find(folder: Path = folder, config: Dedup = config, results: list[DedupResult] = results) -> None:
-                shutil.rmtree(folder / "out", ignore_errors=True)
-                results.append(deduplicate([str(folder / "part")], config, folder / "out", run))
+            def find(
+                store: Store = store, signed: list[Signed] = signed, config: Dedup = config,
+                results: list[DedupResult] = results,
+            ) -> None:  # fmt: skip
+                store.remove(store.sizes("dedup/"))
+                results.append(deduplicate(signed[-1:], config, store, run))
 
-            def sign(folder: Path = folder, config: Dedup = config) -> None:
-                _sign_documents(str(folder / "part"), column, config)
+            def sign(store: Store = store, signed: list[Signed] = signed, config: Dedup = config) -> None:
+                signed.append(_sign_documents(store, column, config))
 
             sign()
             find()  # compiled now
             cpu_signing, cpu_solving = cpu(sign), cpu(find)
-            signed = sum(p.stat().st_size for p in folder.iterdir() if p.is_file() and p.suffix != ".arrow")
+            sizes = {name: size for name, size in store.sizes().items() if name.startswith("part.")}
+            signed_bytes = sum(sizes.values()) - sizes["part.arrow"]
             cutter = Cutter(results[-1].cut[0])
             cutter.cut(column.slice(0, 1), 0)
             start = time.process_time()
@@ -73,9 +77,8 @@ def print_cuts(texts: Sequence[str], peer: float | None) -> None:
                 f"{kind:14}"
                 + "".join(f"{what} {rate:7.1f} MB/s  " for what, rate in zip(("sign", "find", "cut"), rates))
             )
-            print(
-                f"{'':14}{signed / words_in_all:.2f} bytes a word signed, {peak_bytes / words_in_all:.2f} at most, then"
-            )
+            a_word = signed_bytes / words_in_all, peak_bytes / words_in_all
+            print(f"{'':14}{a_word[0]:.2f} bytes a word signed, {a_word[1]:.2f} at most, then")
             if kind == "substring":
                 expected = _without_runs(documents, config.min_words)
                 same = sum(_words(text) == words for text, words in zip(remaining, expected))
@@ -104,7 +107,9 @@ def _without_runs(texts: Sequence[str], min_words: int) -> list[list[str]]:
     return out
 
 
-def _sign_documents(prefix: str, texts: pa.LargeStringArray, config: Dedup) -> None:
-    with open_documents(prefix, config) as documents:
+def _sign_documents(store: Store, texts: pa.LargeStringArray, config: Dedup) -> Signed:
+    with open_documents(store, "part", config) as documents:
         for start in range(0, len(texts), 1024):
             documents.add(pa.record_batch({"text": texts.slice(start, 1024)}))
+    assert documents.signed is not None
+    return documents.signed

@@ -29,8 +29,9 @@ from benchmarks.measure import Figure
 from benchmarks.prepare.cuts import cpu, print_cuts
 from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.deduplicate import Signer, deduplicate
-from forebay.prepare.dedup.methods import Dedup, MinHash
+from forebay.prepare.dedup.methods import Dedup, MinHash, Signed
 from forebay.prepare.documents import text_column
+from forebay.storage.store import Store, open_store
 
 CONFIG = Dedup(minhash=True)
 METHOD = MinHash()
@@ -180,19 +181,19 @@ def print_steps(documents: int = 200_000) -> None:
     texts = pa.array([" ".join(map(str, row)) for row in words.tolist()], pa.large_string())
     config = Dedup(exact=True, minhash=True)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        signing = cpu(lambda: _sign(folder / "part", texts, config))
-        signed_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        store, signed = open_store(name), []
+        signing = cpu(lambda: signed.append(_sign(store, texts, config)))
+        signed_bytes = sum(store.sizes().values())
         peak_bytes = 0
 
         def run(function: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
             nonlocal peak_bytes
             done = [function(task, 0) for task in tasks]
-            peak_bytes = max(peak_bytes, sum(path.stat().st_size for path in (folder / "out").iterdir()))
+            peak_bytes = max(peak_bytes, sum(store.sizes("dedup/").values()))
             return done
 
-        cpu_used = cpu(lambda: deduplicate([str(folder / "part")], config, folder / "out", run))
-        final_bytes = sum(path.stat().st_size for path in (folder / "out").iterdir())
+        cpu_used = cpu(lambda: deduplicate(signed[:1], config, store, run))
+        final_bytes = sum(store.sizes("dedup/").values())
     print(f"\nAfter the signatures, {documents} documents, a fifth of them copies (exact, then 14 bands of 8)")
     ratio = cpu_used / signing
     print(f"{'sort, merge, resolve':40}{documents / cpu_used:10.0f} documents/s, one core ({ratio:.2f}x signing)")
@@ -204,10 +205,11 @@ def print_steps(documents: int = 200_000) -> None:
         print(f"{what:40}{size / documents:10.1f} bytes a document")
 
 
-def _sign(prefix: Path, texts: pa.LargeStringArray, config: Dedup) -> None:
-    with Signer(prefix, config) as signer:
+def _sign(store: Store, texts: pa.LargeStringArray, config: Dedup) -> Signed:
+    with Signer(store, "part", config) as signer:
         for start in range(0, len(texts), 4096):
             signer.add(pa.record_batch({"text": texts.slice(start, 4096)}))
+    return signer.signed
 
 
 SHAPES = ((14, 8), (16, 7), (20, 5))

@@ -61,27 +61,25 @@ for texts in batches():
     total += sum(len(encoding.encode_ordinary(text)) for text in texts)
 """
 _OURS = """
-import shutil
-from pathlib import Path
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
+from forebay.storage.store import open_store
 from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
 from forebay.prepare.tasks.shuffle import Shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import plan_slices, write_slice
 if kind == "reference":
     os.environ["FOREBAY_CODER"] = "reference"
 metadata = json.load(open(folder + "/metadata.json"))
-spec = EncoderSpec(folder + "/tokenizer.json", metadata["sha256"], "json", "U16", 50256)
-out = Path(folder) / kind
-(out / "slices").mkdir(parents=True)
+spec = EncoderSpec(open_store(folder), metadata["sha256"], "json", "U16", 50256)
+store, out = open_store(folder), open_store(folder + "/" + kind)
 print(encoder_for(spec).name, file=sys.stderr)
 begin = time.process_time()
-part = TextPart(folder + "/part.arrow", metadata["documents"], "part")
-encoded = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).part
+part = TextPart("part.arrow", metadata["documents"], "part")
+encoded = encode(EncodeTask(part, spec, store, shuffle=Shuffle(1) if kind == "sliced" else None)).part
 if kind == "sliced":
-    parts = [shuffle(task) for task in plan_shuffle([encoded], out, 16 << 20)]
-    for task in plan_slices(parts, out, slice_bytes=16 << 20).tasks(out):
+    parts = [shuffle(task) for task in plan_shuffle([encoded], store, 16 << 20)]
+    for task in plan_slices(parts, store, slice_bytes=16 << 20).tasks(store, out):
         write_slice(task)
-shutil.rmtree(out)
+store.remove([*store.sizes("tokens/"), *store.sizes("plans/"), *store.sizes(kind + "/")])
 """
 
 

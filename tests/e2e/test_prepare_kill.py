@@ -16,6 +16,7 @@ from support import whole
 from support.calibration import scaled
 
 _SCRIPT = """
+import functools
 import sys
 from forebay import prepare_dataset
 from forebay.prepare import driver as pipeline, load_recipe
@@ -64,7 +65,7 @@ def start(script: Path, source: Path, out: Path, workers: int) -> subprocess.Pop
 def marks(out: Path) -> dict[Path, int]:
     """Each finished task's mark and when it was made."""
     result = {}
-    for path in [*(out / ".work").glob("tasks/*.json"), *out.glob("**/slices/0*.safetensors")]:
+    for path in [*(out / ".work").glob("done/*/*.json"), *out.glob("**/slices/0*.safetensors")]:
         try:
             result[path] = path.stat().st_mtime_ns
         except FileNotFoundError:
@@ -79,11 +80,12 @@ def test_finished_tasks_are_not_run_again(tmp_path: Path, source: Path, script: 
         time.sleep(0.002)
     process.kill()
     process.communicate()
-    done = {path.stem for path in (out / ".work/tasks").glob("*.json")}
+    done = {path.stem for path in (out / ".work/done/process_split").glob("*.json")}
     assert done, "killed too early or too late to tell"
     code = _SCRIPT.replace(
         'if __name__ == "__main__":',
         "original = text.process_split\n"
+        "@functools.wraps(original)\n"
         "def noted(task, scale):\n    print('ran', task.name, file=sys.stderr)\n    return original(task, scale)\n"
         'pipeline.process_split = noted\nif __name__ == "__main__":',
     )

@@ -50,6 +50,7 @@ import ray_tasks as tasks
 from forebay.errors import DatasetError, PrepareError
 from forebay.prepare.engines.local import LocalEngine
 from forebay.prepare.engines.ray import RayEngine
+from forebay.storage.store import open_store
 
 def collect(engine, run, n):
     found = {}
@@ -58,7 +59,7 @@ def collect(engine, run, n):
 
 if __name__ == "__main__":
     said, facts = [], {}
-    with RayEngine(2, folder=Path(sys.argv[1]) / "out", on_message=said.append) as engine:
+    with RayEngine(2, store=open_store(Path(sys.argv[1]) / "out"), on_message=said.append) as engine:
         facts["squares"] = collect(engine, tasks.square, 50)
         facts["unlucky"] = collect(engine, tasks.unlucky, 6)
         facts["unlucky_said"] = sorted(said)

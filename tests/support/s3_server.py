@@ -4,8 +4,9 @@
         server.faults.drop = 0.2
         monkeypatch.setenv(...) for server.environment().items()
 
-The proxy passes requests through as they are, so that rclone checks their signatures. It mends one thing: rclone
-answers a range with 200 where S3 says 206.
+The proxy passes requests through as they are, so that rclone checks their signatures. It mends two things: rclone
+answers a range with 200 where S3 says 206, and ignores the conditions `If-None-Match: *` of a PUT and `If-Match` of a
+GET, which the proxy checks for it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import http.client
 import http.server
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +57,8 @@ class Faults:
         corrupt: Part of the bodies of objects named like `corrupt_name` of which one bit is flipped.
         black_hole: Requests are read and never answered, bodies under way stop.
         refuse: New connections are closed, those under way are cut.
+        busy: Part of the requests that are answered with 503.
+        stale: Objects that are younger, in seconds, are missing in listings.
         bytes_per_s, connection_bytes_per_s: Of all connections together, and of each. 0: no limit.
     """
 
@@ -63,6 +68,8 @@ class Faults:
     corrupt_name: str = ""
     black_hole: bool = False
     refuse: bool = False
+    busy: float = 0.0
+    stale: float = 0.0
     bytes_per_s: float = 0.0
     connection_bytes_per_s: float = 0.0
 
@@ -83,6 +90,8 @@ class S3Server:
         self.bytes_sent: Counter[str] = Counter()
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
+        self.creating = threading.Lock()
+        self.written: dict[str, float] = {}  # When each object was.
         self.stopping = threading.Event()
         self.chance = random.Random(seed)
         self._sent_until = 0.0
@@ -180,6 +189,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if owner.happens(faults.busy):
+            self._refuse(503, "SlowDown")
+            return
+        with owner.creating if self.command == "PUT" else contextlib.nullcontext():
+            if self.headers.get("If-None-Match") == "*" and self._object().exists():
+                self._refuse(412, "PreconditionFailed")
+                return
+            if self.command == "PUT":
+                owner.written[self._object().name] = time.monotonic()
+            self._forward(body)
+
+    def _object(self) -> Path:
+        """Where rclone has the object of the request."""
+        return self.owner.directory / urllib.parse.unquote(self.path.partition("?")[0]).lstrip("/")
+
+    def _refuse(self, status: int, code: str) -> None:
+        data = f"<Error><Code>{code}</Code></Error>".encode()
+        self.send_response_only(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _without_young(self, listing: bytes) -> bytes:
+        young = {name for name, at in self.owner.written.items() if time.monotonic() - at < self.owner.faults.stale}
+        entries = re.split(rb"(<Contents>.*?</Contents>)", listing, flags=re.DOTALL)
+        return b"".join(e for e in entries if not any(f"/{name}</Key>".encode() in e for name in young))
+
+    def _forward(self, body: bytes) -> None:
+        owner = self.owner
         behind = http.client.HTTPConnection("127.0.0.1", owner.behind)
         try:
             behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -187,9 +225,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 behind.putheader(key, value)
             behind.endheaders(body)
             response = behind.getresponse()
+            expected = self.headers.get("If-Match")
+            if self.command == "GET" and expected and response.status < 300 and response.headers["ETag"] != expected:
+                response.read()
+                self._refuse(412, "PreconditionFailed")
+                return
             partial = response.status == 200 and response.headers.get("Content-Range")
             self.send_response_only(206 if partial else response.status)
             full = None if self.command == "HEAD" or response.length is not None else response.read()
+            full = self._without_young(full) if full is not None and owner.faults.stale else full
             for key, value in response.headers.items():
                 if key.lower() != "transfer-encoding":
                     self.send_header(key, value)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
 from forebay.prepare.tasks.shuffle import EncodedPart
 from forebay.prepare.tokenize.encoders import EncoderSpec
-from forebay.prepare.tokenize.tokenizers import load_tokenizer
+from forebay.prepare.tokenize.tokenizers import TOKENIZER_FILE, load_tokenizer
+from forebay.storage.store import open_store
 
 SCHEMA = pa.schema(
     [("place", pa.int64()), ("id", pa.large_string()), ("url", pa.large_string()), ("text", pa.large_string())]
@@ -31,30 +32,30 @@ def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str 
             columns: list[Any] = [range(start, start + len(rows)), [f"id{start + i}" for i in range(len(rows))]]
             columns += [[""] * len(rows), rows]
             writer.write(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA)], schema=SCHEMA))
-    return TextPart(str(path), len(texts), name)
+    return TextPart(path.name, len(texts), name)
 
 
 def coder(folder: Path, spec: str = "bytes", **policy: Any) -> EncoderSpec:
     result = load_tokenizer(spec, **policy)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result.sha256[:16]}.json"
-    path.write_bytes(result.data)
-    return EncoderSpec.of(result, path)
+    store = open_store(folder / result.sha256[:16])
+    store.write(TOKENIZER_FILE, result.data)
+    return EncoderSpec.of(result, store)
 
 
-def documents(parts: list[EncodedPart]) -> list[list[int]]:
+def documents(folder: Path, parts: list[EncodedPart]) -> list[list[int]]:
     """Every document's tokens."""
+    store = open_store(folder)
     result: list[list[int]] = []
     for part in parts:
-        tokens = np.fromfile(part.file("tokens"), TOKEN_DTYPES[part.dtype])
-        stops = np.fromfile(part.file("ends"), "<u8").astype(int)
+        tokens = store.read_array(part.object("tokens"), TOKEN_DTYPES[part.dtype])
+        stops = store.read_array(part.object("ends"), "<u8").astype(int).tolist()
         assert len(stops) == part.documents and len(tokens) == part.tokens
-        result += [item.tolist() for item in np.split(tokens, stops[:-1])] if len(stops) else []
+        result += [tokens[start:stop].tolist() for start, stop in pairwise([0, *stops])]
     return result
 
 
 def encoded(folder: Path, texts: list[str], **options: Any) -> list[EncodedPart]:
     """The part of these texts as bytes; none if there is no document."""
-    task = EncodeTask(text_part(folder, texts), coder(folder), str(folder), **options)
+    task = EncodeTask(text_part(folder, texts), coder(folder), open_store(folder), **options)
     result = encode(task)
     return [result.part] if result.documents_out else []

@@ -6,7 +6,6 @@ buckets are small, so that each phase has several tasks.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import hashlib
 import json
@@ -157,14 +156,19 @@ def run(inputs: Path, out: Path, workers: int, engine: str = "local", **environm
     return done.stdout.strip()
 
 
-def unlucky(run: Any, task: Any, scale: int) -> Any:
+class Unlucky:
     """Runs a task, but one in sixteen kills its worker when first tried, and one runs out of memory."""
-    draw = hashlib.sha256(str(task.name).encode()).digest()[0] % 16
-    if scale == 0 and multiprocessing.parent_process() is not None and draw < 2:
-        if draw:
-            raise MemoryError("none left")
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run(task, scale)
+
+    def __init__(self, run: Any) -> None:
+        self.__wrapped__ = run
+
+    def __call__(self, task: Any, scale: int) -> Any:
+        draw = hashlib.sha256(str(task.name).encode()).digest()[0] % 16
+        if scale == 0 and multiprocessing.parent_process() is not None and draw < 2:
+            if draw:
+                raise MemoryError("none left")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.__wrapped__(task, scale)
 
 
 def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
@@ -183,7 +187,7 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
             (finish, "encode"),
             (finish, "write_slice"),
         ):
-            setattr(module, name, functools.partial(unlucky, getattr(module, name)))
+            setattr(module, name, Unlucky(getattr(module, name)))
     model = Path(inputs).parent / MODEL
     settings = recipe(model if model.exists() else None)
 

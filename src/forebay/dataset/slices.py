@@ -6,21 +6,23 @@ referenced.
 """
 
 import hashlib
+import io
 import json
 import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.chunks import ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
-from forebay.files import atomic_write
+from forebay.files import open_atomic
 
 MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
 _PIECE = 1 << 20
@@ -229,10 +231,10 @@ class WrittenSlice(NamedTuple):
 
 
 def write_token_slice(
-    path: Path, tokens: NDArray[np.uint16] | NDArray[np.uint32], document_ends: NDArray[np.uint64],
+    path: Path | BinaryIO, tokens: NDArray[np.uint16] | NDArray[np.uint32], document_ends: NDArray[np.uint64],
     chunk_bytes: int = 0,
 ) -> WrittenSlice:  # fmt: skip
-    """Write a slice of layout `tokens`, atomically.
+    """Write a slice of layout `tokens`: to a path atomically, or to an open file.
 
     `tokens` are U16 or U32 [T]; `document_ends` U64 [D], exclusive, rising, none above T.
     """
@@ -255,9 +257,10 @@ def check_document_ends(document_ends: NDArray[Any], num_tokens: int) -> str:
 
 
 def write_rows_slice(
-    path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None, chunk_bytes: int = 0
-) -> WrittenSlice:
-    """Write a slice of layout `rows`, atomically.
+    path: Path | BinaryIO, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None,
+    chunk_bytes: int = 0,
+) -> WrittenSlice:  # fmt: skip
+    """Write a slice of layout `rows`: to a path atomically, or to an open file.
 
     All tensors share their first dimension N >= 0; any NumPy type with a SafeTensors name. `dtypes` are the
     container's type names of tensors whose arrays hold only bits: `BF16` for uint16.
@@ -269,8 +272,9 @@ def write_rows_slice(
 
 
 def _write(
-    path: Path, tensors: Mapping[str, NDArray[Any]], chunk_bytes: int, dtypes: Mapping[str, str] | None = None
-) -> WrittenSlice:
+    path: Path | BinaryIO, tensors: Mapping[str, NDArray[Any]], chunk_bytes: int,
+    dtypes: Mapping[str, str] | None = None,
+) -> WrittenSlice:  # fmt: skip
     # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
     header: dict[str, Any] = {}
     arrays, offset = [], 0
@@ -298,15 +302,17 @@ def _write(
                 hasher.update(part)
                 yield part
 
-    atomic_write(path, pieces_of())
+    with open_atomic(path) if isinstance(path, Path) else nullcontext(path) as file:
+        file.writelines(pieces_of())
     leaves = hasher.leaves()
     return WrittenSlice(hasher.num_bytes, root_of(leaves), leaves)
 
 
-def hash_file(path: Path | str) -> str:
-    """The sha256 of a file, in hex, read by pieces. Raises OSError."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def hash_file(path: Path | str | BinaryIO) -> str:
+    """The sha256 of a file, or of an open one from its start, in hex, read by pieces. Raises OSError."""
+    with Path(path).open("rb") if isinstance(path, Path | str) else nullcontext(path) as file:
+        file.seek(0)
+        return hashlib.file_digest(cast("io.BufferedReader", file), "sha256").hexdigest()
 
 
 def next_cut(

@@ -12,7 +12,7 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.settings import check_fields
+from forebay.storage.store import Store
 
 T = TypeVar("T")
 
@@ -154,24 +155,30 @@ def replace_column(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.Rec
     return batch.append_column(name, column)
 
 
-def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
+def part_batches(store: Store, name: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The batches of a task's Arrow file, each with the number of its first row; with `columns`, only these."""
     try:
-        with pa.OSFile(path, "rb") as source:
-            reader = pa.ipc.open_file(source)
-            if columns:
-                indices = sorted(reader.schema.names.index(name) for name in columns if name in reader.schema.names)
-                source.seek(0)
-                reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=indices))
-            start = 0
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                yield start, batch
-                start += batch.num_rows
+        with store.local(name) as path:
+            yield from file_batches(path, columns)
     except (OSError, pa.ArrowException) as error:
         raise PrepareError(
-            f"{path}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
+            f"{store.url}/{name}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
         ) from error
+
+
+def file_batches(path: Path, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """`part_batches` of a file of this machine. Raises OSError or ArrowException."""
+    with pa.OSFile(str(path), "rb") as source:
+        reader = pa.ipc.open_file(source)
+        if columns:
+            indices = sorted(reader.schema.names.index(name) for name in columns if name in reader.schema.names)
+            source.seek(0)
+            reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=indices))
+        start = 0
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            yield start, batch
+            start += batch.num_rows
 
 
 def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

@@ -2,27 +2,20 @@
 
     TEXT (read, clean, filter, sign) → PERCENTILE → DEDUP → the output: ENCODE → SHUFFLE → SLICE → manifest, report
 
-Finished tasks stay in `OUT/.work` and outlive a killed run. The same inputs and recipe give the same bytes for any
-number of workers, any engine and any number of interruptions. Needs disk space for the kept text once (LZ4) and the
-tokens twice, three times if documents are shuffled.
+OUT is a directory or a prefix of a bucket. Finished tasks stay in `OUT/.work` and outlive a killed run. The same inputs
+and recipe give the same bytes for any number of workers, any engine and any number of interruptions. Needs space for
+the kept text once (LZ4) and the tokens twice, three times if documents are shuffled.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
-import fcntl
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
-from forebay.files import atomic_write, remove_stale
+from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
 from forebay.formats.parquet import recorded_columns
 from forebay.prepare.compiled import has_compiled
@@ -32,7 +25,8 @@ from forebay.prepare.dedup.methods import Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
-from forebay.prepare.extend import check_extension, is_parents_tokenizer, open_parent, parent_tokenizer, sign_parent
+from forebay.prepare.engines.share import ShareEngine, parse_share
+from forebay.prepare.extend import open_parent, sign_parent
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
@@ -40,27 +34,20 @@ from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
 from forebay.prepare.progress import Progress, ProgressRecord
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.run import PrepareResult, PrepareRun
+from forebay.prepare.reserve import disk_errors, locked, reserve
+from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError
+from forebay.prepare.run_tokenizer import open_tokenizer, train
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.scores.base import annotating, segments, without_scoring
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks import keys
-from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tasks.percentile import SegmentTask, process_segment, thresholds_of
 from forebay.prepare.tasks.stages import stage_names
-from forebay.prepare.tasks.text import (
-    TextResult,
-    TextTask,
-    finished_text,
-    process_split,
-    task_key,
-    write_hits,
-    write_rejects,
-)
+from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task_key, write_hits, write_rejects
 from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
-from forebay.storage.locks import Lock
+from forebay.storage.store import BucketStore, FolderStore, Store, open_store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
@@ -87,6 +74,7 @@ def prepare_dataset(
     document_ids: bool = False,
     extend: Path | str | None = None,
     engine: str | Engine = "local",
+    task: str = "",
     workers: int | None = None,
     follow_links: bool = False,
     strict: bool = False,
@@ -98,7 +86,7 @@ def prepare_dataset(
     Args:
         inputs: Files, directories and URLs of any format of `forebay.formats`; inputs of entry points of
             `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
-        out: The dataset's directory, which is created.
+        out: The dataset's directory, which is created, or a prefix of a bucket: s3://, r2://, gs://, az://.
         recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
             tokenized as it is. The arguments that follow are laid over it.
         tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
@@ -121,6 +109,9 @@ def prepare_dataset(
             compares the new documents with the parent's, by the text of their tokens, and refuses what has none.
         engine: `local` (processes of this machine), `ray`, the name of an entry point of `forebay.engines`, or an
             object of the protocol `Engine`.
+        task: `I/N`: this call is one of N, of the same arguments, that share the tasks over a bucket, or a directory
+            that all see, such as the jobs of an array; it returns when all tasks are finished, with a result without
+            an id. `finish`: the call that then writes the output; it may begin at once, and takes part.
         workers: Processes; by default one a core (of the whole cluster, with Ray). The bytes do not depend on it.
         follow_links: Read what links in input folders lead to, also outside these folders.
         strict: Fail if an input would be left out, or cannot be read.
@@ -132,7 +123,7 @@ def prepare_dataset(
         PrepareError: If an input is missing, changes while it is read or is damaged beyond `[read] max_malformed`,
             there is no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
-    out = Path(out)
+    store = open_store(out)
     to = "text" if annotate and to == "dataset" else to
     output = next((output for output in OUTPUTS if output.name == to), to)
     if isinstance(output, str):
@@ -144,22 +135,32 @@ def prepare_dataset(
     }
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     recipe = apply_settings(recipe, [settings or {}, arguments], filters, dedup)
-    recipe = recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
+    recipe = recipe if recipe.name else dataclasses.replace(recipe, name=_name_of(store))
     if annotate:
         recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    progress = ProgressRecord(out, recipe.name, output.name, workers or cores(), on_progress, on_message)
+    progress = ProgressRecord(store, recipe.name, output.name, workers or cores(), on_progress, on_message)
     notify = progress.notify
-    parent = open_parent(extend, out) if extend is not None else None
+    parent = open_parent(extend, store) if extend is not None else None
     own = tokenizer if output.needs_tokenizer and not isinstance(tokenizer, str) else None
-    recipe, loaded = _open_tokenizer(recipe, own, output, document_ids, parent, notify)
-    sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or cores(), out, follow_links)
+    recipe, loaded = open_tokenizer(recipe, own, output, document_ids, parent, notify)
+    sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or cores(), store, follow_links)
     for line in describe_skipped(sources.skipped):
         notify(line)
     if strict:
         _refuse_skipped(sources.skipped)
-    with progress.recorded(), _errors(out), _locked(out), open_engine(engine, workers, out, notify) as opened:
+    share = parse_share(task) if task not in ("", "finish") else (0, 1)
+    if task and engine != "local":
+        raise UsageError(
+            f"task: expected the local engine, which each process has, got {engine!r}. Leave out one of both."
+        )
+    opener = (
+        ShareEngine(workers, *share, store.child(".work"), notify)
+        if task
+        else open_engine(engine, workers, store, notify)
+    )
+    with progress.recorded(), disk_errors(store), locked(store, shared=bool(task)), opener as opened:
         progress.watch(opened)
         if write_ids is not None:  # fail now rather than when all the work is done
             Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
@@ -168,56 +169,19 @@ def prepare_dataset(
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         recipe, recorded = _with_recorded_columns(recipe, sources.files if not own_splits else (), notify)
         sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
-        run = PrepareRun(out, recipe, opened, write_ids, document_ids, progress, notify, parent, recorded)
-        return _run(run, output, sources, own_splits, loaded, strict)
-
-
-def _open_tokenizer(
-    recipe: Recipe,
-    own: tokenizers.Tokenizer | None,
-    output: Output,
-    document_ids: bool,
-    parent: Dataset | None,
-    notify: Callable[[str], None],
-) -> tuple[Recipe, tokenizers.TokenizerFile | None]:
-    """The recipe with the tokenizer that it takes, and that tokenizer, None if the run trains it.
-
-    Raises UsageError for settings that the output, or the dataset that is extended, does not have.
-    """
-    if output.name == "report" and not recipe.tokenize.tokenizer:
-        recipe = _counting_bytes(recipe)
-    of_parent = parent is not None and is_parents_tokenizer(parent, recipe.tokenize.tokenizer)
-    if parent is not None and of_parent:
-        policy = dataclasses.replace(recipe.tokenize, tokenizer=parent.manifest.tokenizer)
-        recipe = dataclasses.replace(recipe, tokenize=policy)
-    if output.needs_tokenizer and not recipe.tokenize.tokenizer:
-        raise UsageError(
-            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
-            "`bytes` or `train:VOCAB`; got none."
-        )
-    output.check(recipe, document_ids)
-    if parent is not None and not isinstance(output, DatasetOutput):
-        raise UsageError(f"prepare --extend: expected --to dataset, got {output.name}. Leave out --extend.")
-    if not output.needs_tokenizer:
-        recipe = _counting_bytes(recipe)
-    is_trained = own is None and tokenizers.vocab_to_train(recipe.tokenize.tokenizer) is not None
-    try:
-        loaded = parent_tokenizer(parent, recipe) if parent is not None and of_parent else None
-        if loaded is None and not is_trained:
-            loaded = _load_tokenizer(recipe, own)
-    except ForebayError as error:
-        if output.name != "report":
-            raise
-        notify(f"{error} Bytes are counted in place of tokens.")
-        recipe = _counting_bytes(recipe)
-        loaded = _load_tokenizer(recipe)
-    if parent is not None:
-        check_extension(parent, recipe, loaded, document_ids)
-    return recipe, loaded
+        run = PrepareRun(
+            store, recipe, opened, write_ids, document_ids, progress, notify, parent, recorded,
+            is_shared=bool(task) or isinstance(store, BucketStore), is_member=task not in ("", "finish"),
+        )  # fmt: skip
+        try:
+            return _run(run, output, sources, own_splits, loaded, strict)
+        except TasksFinishedError:
+            progress.leave("all tasks are finished: `forebay prepare --finish` writes the output")
+            return PrepareResult(run.path, recipe.name, "", 0, 0, 0, 0)
 
 
 def _open_inputs(
-    inputs: Sequence[str | Path | DocumentSource], recipe: Recipe, workers: int, out: Path, follow_links: bool
+    inputs: Sequence[str | Path | DocumentSource], recipe: Recipe, workers: int, store: Store, follow_links: bool
 ) -> tuple[InputFiles, list[DocumentSource]]:
     """The files of the inputs, and the document sources. A run with document sources lists all files."""
     opened = [(source, open_source(source)) for source in inputs]
@@ -226,6 +190,7 @@ def _open_inputs(
     if own_sources and not paths:
         return InputFiles(()), own_sources
     sample = 1.0 if own_sources else recipe.sample
+    out = store.path if isinstance(store, FolderStore) else None
     files = find_inputs(paths, recipe.read, workers=workers, leave_out=out, follow_links=follow_links, sample=sample)
     return files, own_sources
 
@@ -267,64 +232,35 @@ def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
         )
 
 
-def _counting_bytes(recipe: Recipe) -> Recipe:
-    return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer="bytes"))
-
-
-def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = None) -> tokenizers.TokenizerFile:
-    policy = recipe.tokenize
-    return tokenizers.load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
-
-
-@contextmanager
-def _errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise PrepareError(
-                f"{out}: no space left on the device. Finished work is kept: make room (the text and three times the "
-                "tokens), then run the same command again."
-            ) from error
-        raise PrepareError(f"{error.filename or out}: cannot write the dataset: {error.strerror or error}.") from error
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"prepare: expected --out to be a directory, got {out}, which is a file.")
-    out.mkdir(parents=True, exist_ok=True)
-    # The directory itself is locked: a lock file would have to stay, or be removed while another process waits for it.
-    with Lock(out, os.open(out, os.O_RDONLY)) as lock:
-        try:
-            fcntl.flock(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"prepare: another prepare writes to {out}. Wait for it, or choose another.") from error
-        yield
+def _name_of(store: Store) -> str:
+    path = store.path.resolve().name if isinstance(store, FolderStore) else store.url.rstrip("/").rpartition("/")[2]
+    return path or "dataset"
 
 
 def _find_existing(
     run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
 ) -> PrepareResult | None:
     existing = next(
-        (candidate for candidate in {*OUTPUTS, output} if candidate.marker and (run.out / candidate.marker).exists()),
+        (candidate for candidate in {*OUTPUTS, output} if candidate.marker and run.store.exists(candidate.marker)),
         None,
     )
     if existing is None:
-        if (run.out / "slices").exists() and not run.work.exists():
-            raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
+        if run.store.sizes("slices/") and not run.work.sizes():
+            raise UsageError(
+                f"prepare: {run.store.url}/slices is not from an unfinished run. Choose another directory."
+            )
         return None
-    name, id, theirs = existing.load(run.out)
+    name, id, theirs = existing.load(run.store)
     same = existing.name == output.name and name == run.recipe.name
     same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
     same = same and (run.write_ids is None or run.write_ids.exists()) and is_same(run, sources, theirs, lineage)
     if not same:
         raise UsageError(
-            f"prepare: expected an empty directory, got {run.out}, which holds {existing.name} {name!r} ({id[:12]}…). "
-            "A dataset never changes: choose another directory, or remove this one."
+            f"prepare: expected an empty directory, got {run.store.url}, which holds {existing.name} {name!r} "
+            f"({id[:12]}…). A dataset never changes: choose another directory, or remove this one."
         )
-    skipped = count_reasons(read_skipped(run.out))
-    return PrepareResult(run.out, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
+    skipped = count_reasons(read_skipped(run.store))
+    return PrepareResult(run.path, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
 
 
 def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[Skipped]:
@@ -345,20 +281,37 @@ def _run(
     strict: bool,
 ) -> PrepareResult:
     lineage = lineage_of(run, sources, tokenizer)
-    existing = _find_existing(run, output, sources, lineage)
-    if existing is not None:
-        shutil.rmtree(run.work, ignore_errors=True)
+    if (existing := _find_existing(run, output, sources, lineage)) is not None:
+        if not run.is_member:
+            run.work.remove_all()
         return existing
-    write_skipped(run.out, sources.skipped)
+    key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])
+    reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
+    try:
+        return _run_tasks(run, output, sources, own_splits, tokenizer, strict, lineage, key)
+    except (OSError, ForebayError):
+        # Another process may have completed the same output, and removed what it does not need.
+        if run.is_shared and (existing := _find_existing(run, output, sources, lineage)) is not None:
+            return existing
+        raise
+
+
+def _run_tasks(
+    run: PrepareRun,
+    output: Output,
+    sources: InputFiles,
+    own_splits: Sequence[tuple[InputSplit, DocumentSource]],
+    tokenizer: tokenizers.TokenizerFile | None,
+    strict: bool,
+    lineage: dict[str, Any],
+    key: str,
+) -> PrepareResult:
+    write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
     if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
         run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
-    run.tasks.mkdir(parents=True, exist_ok=True)
-    remove_stale(run.out)
-    remove_stale(run.tasks)
-    sizes = len(sources.files), sum(source.bytes for source in sources.files)
-    run.progress.start(keys.hash_json([lineage["recipe"], output.name, *sizes]))
-    folder = str(run.tasks)
+    run.store.remove_stale()
+    run.progress.start(key)
     files = sources.files[: len(sources.files) - len(own_splits)]
     own = {split.files[0].path: source for split, source in own_splits}
     splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
@@ -369,17 +322,17 @@ def _run(
     texts = _process_splits(run, splits, own, sample, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
-    write_skipped(run.out, sources.skipped)
+    write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
     for line in describe_skipped(failed):
         run.on_message(line)
     if strict:
         _refuse_skipped(failed)
     stats = StageStats()
-    sampling.count(texts, folder, stats)
+    sampling.count(texts, run.work, stats, run.map)
     run.progress.set_counts(stats)
-    write_hits(run.out / HITS_FILE, splits, texts, folder)
-    _check_malformed(run, Corpus(sources, splits, texts, None, folder, stats, sampling))
+    write_hits(run.store, HITS_FILE, splits, texts, run.work)
+    _check_malformed(run, Corpus(sources, splits, texts, None, run.work, stats, sampling))
     hashed = {
         split.files[int(index)].path: sha256
         for split, text in zip(splits, texts)
@@ -392,12 +345,12 @@ def _run(
         dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
     ]
     texts = _process_segments(run, sampling, texts, stats, steps)
-    corpus = Corpus(sources, splits, texts, None, folder, stats, sampling)
+    corpus = Corpus(sources, splits, texts, None, run.work, stats, sampling)
     if len(steps) > 1:
         _check_malformed(run, corpus)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
     if output.needs_tokenizer and tokenizer is None:
-        tokenizer = _trained(run, texts)
+        tokenizer = train(run, texts)
     return output.write(run, corpus, tokenizer, lineage)
 
 
@@ -414,27 +367,25 @@ def _process_splits(
     content = keys.content_key(recipe.read, stages, keys.stage_files(stages), sample)
     formats = {split.format for split in splits}
     task_keys = {format: task_key(content, format, stages, dedup) for format in formats}
-    options = (recipe.read, stages, dedup, sample, str(run.tasks))
+    options = (recipe.read, stages, dedup, sample, run.work)
     tasks = [
         TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path), hashes)
         for split in splits
     ]
     sizes = [split.bytes for split in splits]
-    return run.map(
-        process_split, tasks, lambda task: finished_text(task.prefix), run.count_documents("text", sizes), sizes
-    )
+    return run.map(process_split, tasks, run.count_documents("text", sizes), sizes)
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
-    path = run.out / REJECTS_FILE
-    first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
+    first = write_rejects(run.store, REJECTS_FILE, corpus.splits, corpus.texts, corpus.store)
     malformed = sum(result.malformed for result in corpus.texts)
     if malformed > run.recipe.max_error_rate * corpus.documents_in:
         write_empty_report(run, corpus)
         examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
         raise PrepareError(
             f"prepare: expected at most {run.recipe.max_error_rate:.1%} malformed documents, got {malformed} of "
-            f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-error-rate."
+            f"{corpus.documents_in}: {examples}. They are listed in {run.store.url}/{REJECTS_FILE}. "
+            "Fix them, or raise --max-error-rate."
         )
     if not sum(result.documents_out for result in corpus.texts):
         raise no_documents(run, corpus)
@@ -443,23 +394,22 @@ def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
 def _process_segments(
     run: PrepareRun, sampling: Sampling, texts: list[TextResult], stats: StageStats, steps: Sequence[tuple[Stage, ...]]
 ) -> list[TextResult]:
-    folder = str(run.tasks)
     earlier: tuple[str, ...] = tuple(stage_names(steps[0]))
     for number, stages in enumerate(steps[1:], 2):
-        arrows = [f"{folder}/{text.name}.arrow" for text in texts]
-        first, chosen = thresholds_of(stages[0], arrows, lambda f, tasks: run.map(f, tasks))
+        arrows = [text.part.arrow for text in texts]
+        first, chosen = thresholds_of(run.work, stages[0], arrows, run.map)
         stats.thresholds += chosen
         stages = (first, *stages[1:])
         dedup = run.recipe.dedup if run.recipe.dedup.active and number == len(steps) else None
         key = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), 1.0)
         key = keys.hash_json([key, keys.versions([], stages)])
         tasks = [
-            SegmentTask(text.part(folder), text, split, stages, earlier, dedup, folder, key, run.recipe.limits)
+            SegmentTask(text.part, text, split, stages, earlier, dedup, run.work, key, run.recipe.limits)
             for text, split in zip(texts, sampling.splits)
         ]
         on_result = run.count_tasks(stages[0].name, len(tasks), " parts")
-        texts = run.map(process_segment, tasks, lambda task: finished_text(task.prefix), on_result)
-        sampling.count(texts, folder, stats)
+        texts = run.map(process_segment, tasks, on_result)
+        sampling.count(texts, run.work, stats, run.map)
         run.progress.set_counts(stats)
         earlier = (*earlier, *stage_names(stages, earlier))
     return texts
@@ -477,19 +427,5 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
 
     earlier = sign_parent(run)
     run.progress.set_counts(corpus.stats)
-    prefixes = [*earlier, *(f"{corpus.folder}/{text.name}" for text in corpus.texts)]
-    folder, first = run.work / "dedup", len(earlier)
-    return deduplicate(prefixes, dedup, folder, lambda f, tasks: run.map(f, tasks), report, first=first)
-
-
-def _trained(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerFile:
-    seed, vocab = run.recipe.slice.seed, tokenizers.vocab_to_train(run.recipe.tokenize.tokenizer) or 0
-    parts = [result.part(str(run.tasks)) for result in texts]
-    key = keys.hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
-    path = run.work / f"trained-{key}" / "tokenizer.json"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        run.progress.update(Progress("tokenizer", 0, 1, " trained"))
-        atomic_write(path, tokenizers.train_tokenizer(sample_texts(parts, seed), vocab).data)
-        run.progress.update(Progress("tokenizer", 1, 1, " trained"))
-    return dataclasses.replace(_load_tokenizer(run.recipe, str(path)), description=run.recipe.tokenize.tokenizer)
+    signed = [*earlier, *(text.signed for text in corpus.texts if text.signed is not None)]
+    return deduplicate(signed, dedup, run.work, run.map, report, first=len(earlier), keep_used=run.is_shared)

@@ -8,10 +8,7 @@ parent's tokens, and its text (LZ4) on disk until the run ends.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -25,26 +22,25 @@ from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import DOCUMENTS_FILE, SliceInfo
 from forebay.dataset.reader import Dataset, listed_files, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
-from forebay.files import commit_files, temporary_path
 from forebay.formats.inputs import ReadOptions
-from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
 from forebay.prepare.sources import source_splits
 from forebay.prepare.tasks import keys
-from forebay.prepare.tasks.text import TextTask, finished_text, process_split, task_key
-from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer, parse
+from forebay.prepare.tasks.text import TextTask, process_split, task_key
+from forebay.prepare.tokenize.tokenizers import TOKENIZER_FILE, TokenizerFile, load_tokenizer, parse
+from forebay.storage.store import FolderStore, Store
 
-TOKENIZER_FILE = "tokenizer.json"
 _PART_TOKENS = 1 << 25
 _DECODED_AT_ONCE = 256
 _PROBE = "  Aa\tb \r\n\n e\u0301 \ufb01 Ⅳ \u65e5\u672c\u8a9e \u00a0 don't . <x> \U0001f600 \u200b\x00\ufffd "
 
 
-def open_parent(path: Path | str, out: Path) -> Dataset:
+def open_parent(path: Path | str, out: Store) -> Dataset:
     """Open the dataset that is extended. Raises DatasetError, or UsageError if it cannot be."""
     parent = open_dataset(path)
-    if parent.path.resolve() == out.resolve():
+    if isinstance(out, FolderStore) and parent.path.resolve() == out.path.resolve():
         _refuse(
             parent, "another --out", "the directory of the dataset itself: a dataset never changes. Its slices are "
             "hard-linked, so that another directory on its disk needs no space for them",
@@ -180,35 +176,40 @@ class ParentDocuments:
                 skipped = max(0, skipped - len(batch))
 
 
-def sign_parent(run: PrepareRun) -> list[str]:
-    """Write and sign the documents of the parent; the prefixes of their files, for `deduplicate`."""
+def sign_parent(run: PrepareRun) -> list[Signed]:
+    """Write and sign the documents of the parent, for `deduplicate`."""
     parent, dedup, read = run.parent, run.recipe.dedup, ReadOptions()
     if parent is None:
         return []
     source = ParentDocuments(str(parent.path), parent.id, dedup.url)
     key = task_key(keys.content_key(read, (), (), 1.0), source.name, (), dedup)
     tasks = [
-        TextTask(split, read, (), dedup, 1.0, str(run.tasks), key, run.recipe.limits, source, hashes=False)
+        TextTask(split, read, (), dedup, 1.0, run.work, key, run.recipe.limits, source, hashes=False)
         for split in source_splits(source)
     ]
     on_result = run.count_tasks("parent", len(tasks), " parts")
-    texts = run.map(process_split, tasks, lambda task: finished_text(task.prefix), on_result)
+    texts = run.map(process_split, tasks, on_result)
     if sum(text.documents_out for text in texts) != parent.manifest.documents:
         read_documents = sum(text.documents_out for text in texts)
         raise PrepareError(
             f"{parent.path}: expected the text of {parent.manifest.documents} documents, got {read_documents}. The "
             "others are empty or too large; leave out deduplication."
         )
-    return [task.prefix for task in tasks]
+    return [text.signed for text in texts if text.signed is not None]
 
 
 @dataclass(frozen=True)
 class LinkTask:
-    """Slice `index` of the dataset at `parent`, to the dataset at `out`."""
+    """Slice `index` of the dataset at `parent`, of that id, to the dataset at `out`."""
 
     parent: str
-    out: str
+    id: str
+    out: Store
     index: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.id}-{self.index:06d}"
 
 
 def link_slices(run: PrepareRun) -> list[SliceInfo]:
@@ -216,34 +217,21 @@ def link_slices(run: PrepareRun) -> list[SliceInfo]:
     parent = run.parent
     if parent is None:
         return []
-    tasks = [LinkTask(str(parent.path), str(run.out), index) for index in range(parent.num_slices)]
-    run.map(link_slice, tasks, on_result=run.count_tasks("link", len(tasks), " slices"))
-    return [parent.table.row(index) for index in range(parent.num_slices)]
+    tasks = [LinkTask(str(parent.path), parent.id, run.store, index) for index in range(parent.num_slices)]
+    on_result = run.count_tasks("link", len(tasks), " slices")
+    return run.map(link_slice, tasks, on_result, is_valid=run.has_slice())
 
 
-def link_slice(task: LinkTask, scale: int = 0) -> bool:
-    """Run a LinkTask. `scale` changes nothing. Returns whether the file is new."""
+def link_slice(task: LinkTask, scale: int = 0) -> SliceInfo:
+    """Run a LinkTask. `scale` changes nothing."""
     dataset = _opened(task.parent)
     row, source = dataset.table.row(task.index), dataset.slice_path(task.index)
-    target = Path(task.out) / row.name
     dataset.read_slice(task.index)  # hashes it unless it was
-    with suppress(OSError):
-        if target.samefile(source):
-            return False
-        if target.stat().st_size == row.bytes and hash_slice(target, row.chunk_bytes)[0] == row.sha256:
-            return False
-    temporary = temporary_path(target)
-    try:
-        try:
-            os.link(source, temporary)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(source, temporary)
-            if hash_slice(temporary, row.chunk_bytes)[0] != row.sha256:
-                raise PrepareError(f"{source}: changed while it was copied. Verify the dataset.") from None
-        commit_files({temporary: target})
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
+    if task.out.copy(row.name, source):
+        with task.out.local(row.name) as copied:
+            if hash_slice(copied, row.chunk_bytes)[0] != row.sha256:
+                raise PrepareError(f"{source}: changed while it was copied. Verify the dataset.")
+    return row
 
 
 @lru_cache(maxsize=1)

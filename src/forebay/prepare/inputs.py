@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("forebay.prepare")
 
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
+_REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
 MAX_EMPTY = 1_000_000  # Blank lines and malformed records in a row, at about 2 µs each.
 _CONNECTORS: dict[str, Format] = {HUB.name: HUB, CRAWL_INDEX.name: CRAWL_INDEX}
 T = TypeVar("T")
@@ -126,6 +127,8 @@ def find_inputs(
             from forebay.storage.remote_file import MAX_CONNECTIONS
 
             workers = MAX_CONNECTIONS
+        elif any("://" in entry.path for entry, _ in entries):
+            workers = max(workers, _REMOTE_THREADS)
         num_files = len(entries)
         pool = ThreadPoolExecutor(workers)
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from forebay.files import atomic_write
 from forebay.formats.inputs import InputFile, check_unchanged
 from forebay.prepare.extend import parent_of
 from forebay.prepare.inputs import InputFiles
@@ -40,21 +40,20 @@ def with_hashes(
 
     The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
     """
-    path = run.out / INDEX_FILE
-    hashable = [source for source in sources.files if "://" not in source.path or source.is_listed]
+    hashable = [source for source in sources.files if keys.has_content(source)]
     names = {source.path: keys.source_key(source) for source in hashable}
     try:
-        before = json.loads(path.read_bytes())
+        before = json.loads(run.store.read(INDEX_FILE))
     except (OSError, ValueError):
         before = {}
     index = {name: str(before[name]) for name in names.values() if name in before}
     index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
     missing = [source for source in hashable if names[source.path] not in index and not source.is_listed]
-    hashed = run.map(_hash_unchanged, missing, weights=[source.bytes for source in missing])
+    hashed = run.map(hash_unchanged, [HashTask(s) for s in missing], weights=[s.bytes for s in missing])
     index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
     if index != before:
         with contextlib.suppress(OSError):  # A finished dataset may be read-only.
-            atomic_write(path, json.dumps(index, sort_keys=True).encode())
+            run.store.write(INDEX_FILE, json.dumps(index, sort_keys=True).encode())
     inputs = [
         {**entry, "sha256": index.get(names.get(source.path, ""), entry["sha256"])}
         for source, entry in zip(sources.files, lineage["inputs"])
@@ -75,13 +74,27 @@ def is_same(run: PrepareRun, sources: InputFiles, theirs: Mapping[str, Any], lin
     changes = [f"{key} {value} (here: {new.get(key, 'none')})" for key, value in old.items() if new.get(key) != value]
     if changes:
         run.on_message(
-            f"{run.out}: was made with other versions: {', '.join(changes)}. It is kept; remove it to make it again."
+            f"{run.store.url}: was made with other versions: {', '.join(changes)}. It is kept; remove it to make it "
+            "again."
         )
     return True
 
 
-def _hash_unchanged(source: InputFile, scale: int) -> str:
-    check_unchanged(source)
-    sha256 = keys.hash_source(source)
-    check_unchanged(source)
+@dataclass(frozen=True)
+class HashTask:
+    """A source to hash."""
+
+    source: InputFile
+
+    @property
+    def name(self) -> str:
+        """What tells the source from others, and from itself after a change."""
+        return keys.source_key(self.source)
+
+
+def hash_unchanged(task: HashTask, scale: int) -> str:
+    """The SHA-256 of the source."""
+    check_unchanged(task.source)
+    sha256 = keys.hash_source(task.source)
+    check_unchanged(task.source)
     return sha256

@@ -24,6 +24,7 @@ from forebay.formats.detect import HEAD_BYTES, format_of_suffix
 from forebay.formats.inputs import InputFile, InputSplit, local_file, open_stored
 from forebay.storage.compression import COMPRESSIONS, sniff_compression, unpack_stream
 from forebay.storage.listing import Skipped, shown_path
+from forebay.storage.store import Store
 
 if TYPE_CHECKING:
     from forebay.storage.remote_file import RemoteFolder
@@ -186,8 +187,8 @@ def measured(file: InputFile, folders: dict[str, RemoteFolder]) -> InputFile | S
 
 
 @contextmanager
-def downloaded(split: InputSplit, folder: Path) -> Iterator[InputSplit]:
-    """Give the split with its listed files on this machine, below `folder`, in place of their URLs.
+def downloaded(split: InputSplit, store: Store) -> Iterator[InputSplit]:
+    """Give the split with its listed files on this machine, in place of their URLs.
 
     They are removed after the block, and kept after an exception: the next attempt continues with what is there.
     """
@@ -196,8 +197,7 @@ def downloaded(split: InputSplit, folder: Path) -> Iterator[InputSplit]:
         return
     from forebay.storage.remote_file import RemoteFile, RemoteFolder
 
-    cache = folder / "downloads"
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = store.directory("downloads")
     files = []
     for file in split.files:
         if file.is_listed:

@@ -48,14 +48,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import PrepareError
+from forebay.errors import ForebayError, PrepareError
 from forebay.files import HOST, atomic_write, is_running
 from forebay.prepare.stats import StageCount, StageStats, Usage
+from forebay.storage.store import FolderStore, Store, open_store
 
 VERSION = 1
-RUNNING_FILE, FINISHED_FILE = Path(".work/progress.json"), Path(".progress.json")
-LIVE = "live"  # The folder of what running tasks have done, beside that of tasks.
-WRITE_S = 1.0
+RUNNING_FILE, FINISHED_FILE = ".work/progress.json", ".progress.json"
+LIVE = "live"  # The folder of what the running tasks of this machine have done.
+WRITE_S, BUCKET_WRITE_S = 1.0, 10.0
 _WINDOW_S = 60.0  # Of recent results, from which rates follow.
 _MIN_LIVE_S = 10.0  # So long all processes must have had a task that runs, for a rate without results.
 _MOMENT_S = 0.05  # Results so near to each other are at one moment.
@@ -160,9 +161,9 @@ class TaskCounts:
 class TaskProgress:
     """What a running task has done so far: a small file, replaced once a second, that the record adds to results."""
 
-    def __init__(self, tasks: str, name: str, path: str, start: int) -> None:
+    def __init__(self, store: Store, name: str, path: str, start: int) -> None:
         """For a task of that name which reads a local file from an offset on; a file elsewhere has no position."""
-        self._file = Path(tasks).with_name(LIVE) / name
+        self._file = store.directory(LIVE) / name
         self._path, self._start, self._written_at = os.path.realpath(path), start, time.monotonic()
 
     def update(self, documents: int, documents_kept: int) -> None:
@@ -227,7 +228,7 @@ class ProgressRecord:
     Not thread-safe: everything is called in the thread of the run.
     """
 
-    out: Path
+    store: Store
     name: str = ""
     output: str = ""
     num_workers: int = 1
@@ -267,20 +268,23 @@ class ProgressRecord:
         """Write the last record, beside the output, which is complete."""
         self._finish("done")
 
+    def leave(self, reason: str) -> None:
+        """Write that the run goes on elsewhere, or later."""
+        self._finish("interrupted", reason)
+
     def start(self, key: str) -> None:
         """Begin to write, and continue the record of an earlier call of that key."""
         self._state, self._key = "running", key
         with suppress(FileNotFoundError, PrepareError, KeyError, TypeError, ValueError):
-            earlier = _read(self.out / RUNNING_FILE)
+            earlier = _read(self.store, RUNNING_FILE)
             if earlier["key"] == key:
                 self._continue(earlier)
         shutil.rmtree(self._live, ignore_errors=True)
-        self._live.mkdir()
         self.write()
 
     @property
     def _live(self) -> Path:
-        return self.out / ".work" / LIVE
+        return self.store.child(".work").directory(LIVE)
 
     def _continue(self, earlier: Mapping[str, Any]) -> None:
         funnel = {
@@ -342,6 +346,7 @@ class ProgressRecord:
             self.on_progress(stage.rate.apply(stage.current, now))
 
     def _write_after(self, pause_s: float) -> None:
+        pause_s = pause_s if isinstance(self.store, FolderStore) else BUCKET_WRITE_S
         if self._state == "running" and self.clock() - self._written_at >= pause_s:
             self.write()
 
@@ -392,9 +397,14 @@ class ProgressRecord:
         """Replace the file. While the run lasts it is not flushed to disk, which would keep the run waiting."""
         self._written_at = self.clock()
         data = json.dumps(self.to_json(), ensure_ascii=False).encode("utf-8", "replace")
-        with suppress(OSError):  # a full disk, which the run reports
+        with suppress(OSError, ForebayError):  # a full disk, which the run reports
             is_done = self._state == "done"
-            atomic_write(self.out / (FINISHED_FILE if is_done else RUNNING_FILE), data, flush=is_done)
+            if isinstance(self.store, FolderStore) and not is_done:
+                path = self.store.path / RUNNING_FILE
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, data, flush=False)
+            else:
+                self.store.write(FINISHED_FILE if is_done else RUNNING_FILE, data)
 
     def to_json(self) -> dict[str, Any]:
         now = self.clock()
@@ -427,19 +437,19 @@ class ProgressRecord:
 
 
 def read_progress(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record of the preparation in a directory, as in the module's docstring.
+    """The record of the preparation in a directory or bucket, as in the module's docstring.
 
     Raises:
         PrepareError: If there is none, or it is damaged or of a later version.
     """
-    folder = Path(out)
-    for path in (folder / RUNNING_FILE, folder / FINISHED_FILE):
+    store = open_store(out)
+    for name in (RUNNING_FILE, FINISHED_FILE):
         with suppress(FileNotFoundError):
-            record = _read(path)
+            record = _read(store, name)
             break
     else:
         raise PrepareError(
-            f"{folder}: expected the directory of a preparation, got one without a record of its progress. `forebay "
+            f"{store.url}: expected the directory of a preparation, got one without a record of its progress. `forebay "
             "prepare --out` writes it."
         )
     if record["state"] == "running" and record["host"] == HOST and not is_running(record["pid"]):
@@ -447,9 +457,10 @@ def read_progress(out: str | os.PathLike[str]) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(store: Store, name: str) -> dict[str, Any]:
+    path = f"{store.url}/{name}"
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(store.read(name))
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:

@@ -22,12 +22,13 @@ from markupsafe import Markup
 
 from forebay import html
 from forebay.errors import DatasetError, PrepareError
-from forebay.files import atomic_write
 from forebay.prepare.charts import count, rates, rule_charts, rule_lines, rule_name, sample_lines, share, short
 from forebay.prepare.progress import read_progress
+from forebay.storage.store import FolderStore, Store, is_bucket, open_store
 from forebay.units import format_bytes, format_seconds
 
 Report = Mapping[str, Any]
+REPORT_FILE = "report.html"
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
 REPORT_VERSION = 1  # Changed when a key changes its meaning.
 MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
@@ -71,16 +72,16 @@ class Table:
         return len(self.rows) > MAX_ROWS
 
 
-def write_report(path: Path, report: Report, times: Report | None = None) -> None:
-    """Write the page, whole or not at all; of a sample the report as JSON beside it, too.
+def write_report(store: Store, report: Report, times: Report | None = None) -> None:
+    """Write `report.html`, whole or not at all; of a sample the report as `report.json`, too.
 
     `times`: the run's record (`prepare.progress`). All but the section of them is a pure function of the report.
     """
     if "sample" in report:
-        atomic_write(path.with_suffix(".json"), json.dumps(report, indent=1).encode() + b"\n")
+        store.write("report.json", json.dumps(report, indent=1).encode() + b"\n")
     else:  # an earlier one of a sample
-        path.with_suffix(".json").unlink(missing_ok=True)
-    atomic_write(path, render(report, times).encode("utf-8"))
+        store.remove(["report.json"])
+    store.write(REPORT_FILE, render(report, times).encode("utf-8"))
 
 
 class PreparationReport(dict[str, Any]):
@@ -97,17 +98,16 @@ class PreparationReport(dict[str, Any]):
 
 
 def load_report(path: str | os.PathLike[str]) -> PreparationReport:
-    """The dict that a page was written from: `report.html`, the `report.json` of a sample, or their folder.
+    """The dict that a page was written from: `report.html`, the `report.json` of a sample, or their folder or bucket.
 
     Raises:
         DatasetError: If there is none, or it is damaged or of a later version.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / "report.html"
+    store, name = _located(path)
+    file = f"{store.url}/{name}"
     try:
-        text = file.read_text("utf-8")
-        if file.suffix != ".json":
+        text = store.read(name).decode()
+        if not name.endswith(".json"):
             start = text.index(JSON_OPENING) + len(JSON_OPENING)
             text = text[start : text.index("</script>", start)]
         report = json.loads(text)
@@ -124,10 +124,18 @@ def load_report(path: str | os.PathLike[str]) -> PreparationReport:
     return PreparationReport(report)
 
 
-def load_times(path: Path) -> Report | None:
+def _located(path: str | os.PathLike[str]) -> tuple[Store, str]:
+    """The store of a report, and its name there."""
+    if is_bucket(path) or Path(path).is_dir():
+        return open_store(path), REPORT_FILE
+    return FolderStore(str(Path(path).parent)), Path(path).name
+
+
+def load_times(path: str | os.PathLike[str]) -> Report | None:
     """The record of the run that wrote a report, which lies beside it; None without one."""
     with suppress(PrepareError):
-        return read_progress(path if path.is_dir() else path.parent)
+        store, _ = _located(path)
+        return read_progress(store.path if isinstance(store, FolderStore) else path)
     return None
 
 

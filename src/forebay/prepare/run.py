@@ -1,24 +1,27 @@
-"""A run of `prepare_dataset`: its settings and folders, how tasks are mapped, its progress and its result."""
+"""A run of `prepare_dataset`: its settings and store, how tasks are mapped, its progress and its result."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay import html
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.prepare.engines.base import Engine
 from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.progress import Progress, ProgressRecord, TaskCounts
 from forebay.prepare.recipe import Recipe
+from forebay.prepare.results import Committing
 from forebay.prepare.sampling import Sampling
-from forebay.prepare.stats import Usage, timed
+from forebay.prepare.stats import Usage
 from forebay.storage.listing import count_reasons
+from forebay.storage.store import FolderStore, Store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,7 +32,7 @@ class PrepareResult:
     """The result of `prepare_dataset`.
 
     Args:
-        path: The output directory.
+        path: The output directory; the URL of one in a bucket.
         dataset: The dataset's name.
         dropped: Documents dropped, by reason.
         documents_in, documents_out, tokens, slices: Of this run; a dataset that it extends is not counted.
@@ -37,7 +40,7 @@ class PrepareResult:
         skipped: Inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
     """
 
-    path: Path
+    path: Path | str
     dataset: str
     id: str
     documents_in: int
@@ -54,7 +57,7 @@ class PrepareResult:
         return html.card(self.dataset, {**fields, **{f"dropped: {k}": f"{n:,}" for k, n in self.dropped.items()}})
 
     def open(self) -> Dataset:
-        """The dataset that was written."""
+        """The dataset that was written to a directory."""
         return open_dataset(self.path)
 
     @cached_property
@@ -70,11 +73,15 @@ class PrepareResult:
         return {name: getattr(self, name) for name in names}
 
 
+class TasksFinishedError(Exception):
+    """All tasks of a run are finished; another process writes the output."""
+
+
 @dataclass(frozen=True)
 class PrepareRun:
     """One call of `prepare_dataset`."""
 
-    out: Path
+    store: Store
     recipe: Recipe
     engine: Engine
     write_ids: Path | None
@@ -83,17 +90,19 @@ class PrepareRun:
     on_message: Callable[[str], None]
     parent: Dataset | None = None  # The dataset that is extended.
     recorded: Mapping[str, Any] = field(default_factory=dict)  # What made the scores that the input has.
+    is_shared: bool = False  # Other processes may run the same tasks, in the same store, at the same time.
+    is_member: bool = False  # Another call writes the output when all tasks are finished.
     usage: Usage = field(default_factory=Usage)  # Of the tasks that ran in this call, without their stages.
 
-    @property
-    def work(self) -> Path:
-        """The folder that only an unfinished run needs."""
-        return self.out / ".work"
+    @cached_property
+    def work(self) -> Store:
+        """What only an unfinished run needs."""
+        return self.store.child(".work")
 
     @property
-    def tasks(self) -> Path:
-        """The folder of the tasks' output."""
-        return self.work / "tasks"
+    def path(self) -> Path | str:
+        """The output, as results name it."""
+        return self.store.path if isinstance(self.store, FolderStore) else self.store.url
 
     def count_tasks(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
         """An `on_result` of `map` that reports each result as one more of `total`."""
@@ -114,44 +123,56 @@ class PrepareRun:
         self.progress.update(Progress(stage, 0, sum(sizes), "B"))
         return add
 
+    def end_of_tasks(self) -> None:
+        """Called by outputs after their last task, before they write what completes them."""
+        if self.is_member:
+            raise TasksFinishedError
+
+    def has_slice(self) -> Callable[[SliceInfo], bool]:
+        """Whether the file of a slice that an earlier run wrote is still there."""
+        sizes = self.store.sizes("slices/")
+        return lambda info: sizes.get(info.name) == info.bytes
+
     def map(
         self,
         run: Callable[[T, int], R],
         tasks: Sequence[T],
-        finished: Callable[[T], R | None] = lambda _: None,
         on_result: Callable[[int, R], None] = lambda *_: None,
         weights: Sequence[int] | None = None,
+        is_valid: Callable[[R], bool] = lambda _: True,
     ) -> list[R]:
-        """The results in the order of the tasks. Finished tasks are not run, and tasks of one name run once."""
-        results: list[R | None] = [finished(task) for task in tasks]
-        first: dict[str, int] = {}
+        """The results in the order of the tasks. Finished tasks are not run, and tasks of one name run once.
+
+        A task's `name` is a hash of all that its result depends on. Results whose `is_valid` is false are made again.
+        """
+        committing = Committing(self.work, run)
+        names = [committing.name_of(task) for task in tasks]
+        finished = {name: result for name, result in committing.load_all(names).items() if is_valid(result)}
         self.progress.is_replay = True
-        for index, task in enumerate(tasks):
-            if (result := results[index]) is not None:
-                on_result(index, result)
-            else:
-                first.setdefault(str(getattr(task, "name", index)), index)
+        for index, name in enumerate(names):
+            if name in finished:
+                on_result(index, finished[name])
         self.progress.is_replay = False
-        todo = list(first.values())
+        todo: dict[str, list[int]] = {}
+        for index, name in enumerate(names):
+            if name not in finished:
+                todo.setdefault(name, []).append(index)
+        firsts = [indices[0] for indices in todo.values()]
 
         def done(position: int, output: tuple[R, Usage, TaskCounts | None]) -> None:
             result, usage, counts = output
             self.usage.add(usage)
             self.progress.add(usage, counts)
-            results[todo[position]] = result
-            on_result(todo[position], result)
-
-        todo_weights = [weights[index] for index in todo] if weights is not None else None
-        self.engine.map(partial(timed, run), [tasks[index] for index in todo], done, todo_weights)
-        complete: list[R] = []
-        for index, task in enumerate(tasks):
-            result = results[index]
-            if result is None:
-                result = results[first[str(getattr(task, "name", index))]]
-                assert result is not None
+            name = names[firsts[position]]
+            finished[name] = result
+            for index in todo[name]:
                 on_result(index, result)
-            complete.append(result)
-        return complete
+
+        todo_weights = [weights[index] for index in firsts] if weights is not None else None
+        self.engine.map(committing, [tasks[index] for index in firsts], done, todo_weights)
+        if firsts:
+            committing.save_all(names, finished)
+        return [finished[name] for name in names]
 
 
 def plan(

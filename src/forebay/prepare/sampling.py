@@ -16,7 +16,9 @@ from typing import Any
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.engines.local import cores
 from forebay.prepare.stats import StageStats, Usage
+from forebay.prepare.tasks.statistics import Map, add_stats, read_stats
 from forebay.prepare.tasks.text import TextResult
+from forebay.storage.store import Store
 
 SECONDS = "seconds"
 _Z = 1.96  # Of an interval of 95 %.
@@ -56,13 +58,11 @@ class Sampling:
         """Whether all of the input is read."""
         return self.share >= 1 and len(self.splits) == self.num_splits
 
-    def count(self, texts: Sequence[TextResult], folder: str, total: StageStats) -> None:
+    def count(self, texts: Sequence[TextResult], store: Store, total: StageStats, map: Map) -> None:
         """Add the statistics of some stages, by split, to `counts` and to `total`."""
-        for index, text in enumerate(texts):
-            stats = text.stats(folder)
-            total.add(stats)
-            if self.is_whole:
-                continue
+        total.add(add_stats(store, [text.stats for text in texts], map))
+        for index, text in enumerate(texts if not self.is_whole else ()):
+            stats = read_stats(store, text.stats)
             while len(self.counts) <= index:
                 self.counts.append(Counter())
             for stage, counted in stats.funnel.items():

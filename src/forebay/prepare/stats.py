@@ -12,7 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ def timed(run: Callable[[Any, int], Any], task: Any, scale: int) -> tuple[Any, U
     result = run(task, scale)
     if (counts := getattr(result, "counts", None)) is not None:
         result = replace(result, counts=None)
-    function: Any = run.func if isinstance(run, partial) else run
+    function: Any = unwrap(run)
     module = function.__module__.removeprefix("forebay.prepare.")
     label = "dedup" if module.startswith("dedup.") else _LABELS.get(module, module)
     seconds = {} if function.__name__ in _DETAILED else {label: work_time() - started}

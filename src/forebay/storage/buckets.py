@@ -84,7 +84,7 @@ class BucketOrigin(ObjectOrigin):
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Generator[memoryview, None, None]:
         with self._convert_errors(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
-            check_etag(f"{self.url}/{name}", etag, str(result.meta["e_tag"] or ""))
+            check_etag(f"{self.url}/{name}", etag, _meta(result.meta).etag)
             if tuple(result.range) != (start, stop):
                 raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
             stream = iter(result.stream(min_chunk_size=CHUNK_BYTES))
@@ -178,4 +178,5 @@ class BucketOrigin(ObjectOrigin):
 
 
 def _meta(entry: Mapping[str, Any]) -> ObjectMeta:
-    return ObjectMeta(int(entry["size"]), str(entry["e_tag"] or ""))
+    # Some servers list objects without the quotes that belong to an ETag.
+    return ObjectMeta(int(entry["size"]), str(entry["e_tag"] or "").replace('"', ""))

@@ -44,6 +44,7 @@ from forebay.storage.base import (
     retry_transient,
 )
 from forebay.storage.buckets import BucketOrigin
+from forebay.storage.digests import ReadDigest
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
 from forebay.storage.locks import at_fork, try_acquire
@@ -135,6 +136,7 @@ class _RemoteStream(RangedStream):
     def __init__(self, url: str, size: int, version: str, extent: tuple[int, int] | None) -> None:
         super().__init__(url, size, extent)
         self._etag = version.removeprefix("etag:")
+        self._digest = ReadDigest(url, version, size)
         self._origin, self._name = _open(url)
         self._body: Iterator[memoryview] | None = None
         self._body_stop = -1
@@ -151,6 +153,7 @@ class _RemoteStream(RangedStream):
             self._pending = memoryview(_retry(self._url, self._next_chunk))
         count = min(len(self._pending), len(buffer))
         buffer[:count] = self._pending[:count]
+        self._digest.update(self._offset, self._pending[:count])
         self._pending = self._pending[count:]
         self._offset += count
         if not self._pending and self._offset == self._body_stop:
@@ -183,12 +186,13 @@ class _RemoteStream(RangedStream):
 def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
     parts = urllib.parse.urlsplit(url)
     if not url.startswith("http"):
-        return BucketOrigin(f"{parts.scheme}://{parts.netloc}"), parts.path.lstrip("/")
+        return _bucket(f"{parts.scheme}://{parts.netloc}", os.getpid()), parts.path.lstrip("/")
     folder, _, name = parts.path.rpartition("/")
     address = urllib.parse.urlunsplit(parts._replace(path=folder))
     return WebOrigin(address, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S)), urllib.parse.unquote(name)
 
 
+_bucket = lru_cache(8)(lambda url, process_id: BucketOrigin(url))  # whose connections all streams share
 _open_shared = lru_cache(8)(lambda url, process_id: _open(url))
 
 

@@ -322,7 +322,7 @@ def test_a_run_that_is_killed_goes_on_and_gives_the_same_bytes(old: Path, tmp_pa
     out, kills = tmp_path / "out", 0
     # After the first text, some slices linked, some written, and before the manifest.
     for reached in (
-        lambda: any(out.glob(".work/tasks/*.json")),
+        lambda: any(out.glob(".work/done/process_split/*.json")),
         lambda: any(out.glob("slices/000001*")),
         lambda: len(list(out.glob("slices/*.safetensors"))) > 5,
         lambda: (out / "slices.parquet").exists(),

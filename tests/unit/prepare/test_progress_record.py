@@ -23,6 +23,7 @@ from forebay.prepare import progress
 from forebay.prepare.documents import Stage, StageResult
 from forebay.prepare.progress import FINISHED_FILE, RUNNING_FILE, Progress, ProgressRecord, RecentRate, read_progress
 from forebay.prepare.tasks import text
+from forebay.storage.store import open_store
 from support.calibration import scaled
 
 TEXTS = [f"document {i} " + "the word and that of a mill " * (i % 40) for i in range(400)]
@@ -87,7 +88,9 @@ def test_tasks_that_run_give_a_rate_without_results() -> None:
 
 def test_finished_tasks_of_an_earlier_call_are_no_rate(tmp_path: Path) -> None:
     seen: list[Progress] = []
-    record = ProgressRecord(tmp_path, num_workers=1, on_progress=seen.append, clock=iter(range(1000)).__next__)
+    record = ProgressRecord(
+        open_store(tmp_path), num_workers=1, on_progress=seen.append, clock=iter(range(1000)).__next__
+    )
     record.is_replay = True
     for done in range(1, 101):
         record.update(Progress("text", done, 200, "B", done, done, done))

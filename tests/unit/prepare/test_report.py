@@ -17,6 +17,7 @@ from forebay.errors import DatasetError
 from forebay.prepare import report as figures
 from forebay.prepare.driver import prepare_dataset
 from forebay.prepare.report import load_report, load_times, render, render_text, write_report
+from forebay.storage.store import open_store
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)> \0 \x1b[31m &amp; ' \" \u202eRTL\u202d "
@@ -240,7 +241,7 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     report["rejects"] = [{"where": HOSTILE, "reason": HOSTILE}]
     report["inputs"] = [{"name": HOSTILE, "format": HOSTILE, "bytes": 1, "documents": 1, "malformed": 0}]
     report["recipe"] = {"a": HOSTILE, "b": {"c": [HOSTILE]}}
-    write_report(tmp_path / "report.html", report)
+    write_report(open_store(tmp_path), report)
     written = (tmp_path / "report.html").read_text("utf-8")
     page = Page(written)
     assert page.open == [] and len(page.all("script")) == 1 and not page.all("img")
@@ -269,7 +270,7 @@ def test_each_stage_counts_what_came_in_and_what_left_and_why(tmp_path: Path) ->
 
 
 def test_the_page_carries_its_report(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", example())
+    write_report(open_store(tmp_path), example())
     assert load_report(tmp_path / "report.html") == example()
     for name, content in (("other.html", "<html></html>"), ("cut.html", render(example())[:-9000])):
         (tmp_path / name).write_text(content, "utf-8", "surrogatepass")

@@ -5,20 +5,18 @@ it. The better document (greater weight, then first) is always above, so that a 
 whatever the order of the pairs. Pages leave memory every `_PAIRS` pairs: memory does not grow with the documents.
 """
 
-import json
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.files import atomic_write, open_atomic, temporary_path
 from forebay.prepare.compiled import jit
-from forebay.prepare.dedup.pairs import read_flags, reserve
+from forebay.prepare.dedup.pairs import reserve
+from forebay.storage.store import Store
 
 RETAINED = 0  # The drop code of a document that stays; others are 1 + the index of the method that dropped it.
 _PAIRS = 1 << 15
@@ -38,7 +36,7 @@ class ComponentsTask:
     """
 
     name: str
-    folder: str
+    store: Store
     pairs: tuple[str, ...]
     splits: tuple[tuple[str, int], ...]
     weighted: bool
@@ -55,21 +53,18 @@ class MarkTask:
     """
 
     name: str
-    folder: str
+    store: Store
     pairs: tuple[str, ...]
     rows: int
     both: bool = False
 
 
 @contextmanager
-def _mapped(path: Path, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
-    temporary = temporary_path(path)
-    try:
-        with temporary.open("xb") as file:
+def _mapped(store: Store, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
+    with store.scratch() as folder:
+        with (folder / "map").open("xb") as file:
             reserve(file, max(rows, 1) * np.dtype(dtype).itemsize)
-        yield np.memmap(temporary, dtype, "r+", shape=(max(rows, 1),))
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield np.memmap(folder / "map", dtype, "r+", shape=(max(rows, 1),))
 
 
 def _release(array: NDArray[Any]) -> None:
@@ -117,25 +112,19 @@ def roots(parent: Any, members: Any, out: Any) -> None:
 
 
 def find_components(task: ComponentsTask, scale: int) -> list[int]:
-    """Run a ComponentsTask unless `NAME.json` exists, which is written last. Returns the documents of each code."""
-    folder = Path(task.folder)
-    out = folder / task.name
-    if out.with_suffix(".json").exists():
-        done: list[int] = json.loads(out.with_suffix(".json").read_bytes())
-        return done
+    """Run a ComponentsTask. Returns the documents of each code."""
     rows = sum(documents for _, documents in task.splits)
-    with _mapped(folder / f"{task.name}.parent", "<i8", rows) as parent, _weights(task, rows) as weights:
-        for pairs in _read_pairs(folder, task.pairs, _PAIRS >> (2 * scale)):
+    with _mapped(task.store, "<i8", rows) as parent, _weights(task, rows) as weights:
+        for pairs in _read_pairs(task.store, task.pairs, _PAIRS >> (2 * scale)):
             join(parent, weights, pairs)
             _release(parent)
             _release(weights)
         counts = np.zeros(task.num_codes + 1, np.int64)
-        with open_atomic(out.with_suffix(".drop")) as drop:
+        with task.store.open(f"{task.name}.drop") as drop:
             for start in range(0, rows, _CHUNK):
                 codes = _codes(task, parent, start, min(start + _CHUNK, rows))
                 counts += np.bincount(codes, minlength=len(counts))
                 drop.write(codes.data)
-    atomic_write(out.with_suffix(".json"), json.dumps(counts.tolist()).encode())
     return [int(count) for count in counts]
 
 
@@ -144,18 +133,18 @@ def _weights(task: ComponentsTask, rows: int) -> Iterator[NDArray[Any]]:
     if not task.weighted:
         yield np.empty(0)
         return
-    with _mapped(Path(task.folder) / f"{task.name}.weights", "<f8", rows) as weights:
+    with _mapped(task.store, "<f8", rows) as weights:
         start = 0
         for prefix, documents in task.splits:
-            weights[start : start + documents] = np.fromfile(f"{prefix}.weight", "<f8", documents)
+            weights[start : start + documents] = task.store.read_array(f"{prefix}.weight", "<f8", documents)
             start += documents
             _release(weights)
         yield weights
 
 
-def _read_pairs(folder: Path, names: Sequence[str], step: int) -> Iterator[NDArray[np.int64]]:
+def _read_pairs(store: Store, names: Sequence[str], step: int) -> Iterator[NDArray[np.int64]]:
     for name in names:
-        with (folder / f"{name}.pairs").open("rb") as file:
+        with store.local(f"{name}.pairs") as path, path.open("rb") as file:
             while len(words := np.fromfile(file, "<i8", 2 * step)):
                 yield words.reshape(-1, 2)
 
@@ -163,7 +152,7 @@ def _read_pairs(folder: Path, names: Sequence[str], step: int) -> Iterator[NDArr
 def _codes(task: ComponentsTask, parent: NDArray[Any], start: int, stop: int) -> NDArray[np.uint8]:
     codes = np.zeros(stop - start, np.uint8)
     if task.base:
-        codes = read_flags(Path(task.folder) / f"{task.base}.drop", start, stop - start)
+        codes = task.store.read_array(f"{task.base}.drop", np.uint8, stop - start, start)
     members = np.flatnonzero(parent[start:stop]) + start
     _release(parent)
     above = np.empty(len(members), np.int64)
@@ -176,15 +165,14 @@ def _codes(task: ComponentsTask, parent: NDArray[Any], start: int, stop: int) ->
 
 
 def mark_units(task: MarkTask, scale: int) -> int:
-    """Run a MarkTask unless its file exists. Returns how many rows are marked."""
-    out = Path(task.folder) / task.name
-    if not out.exists():
-        with open_atomic(out) as file:
-            reserve(file, task.rows)
-            if task.rows:
-                cut = np.memmap(file.name, np.uint8, "r+", shape=(task.rows,))
-                for pairs in _read_pairs(Path(task.folder), task.pairs, _CHUNK >> (2 * scale)):
-                    cut[pairs if task.both else pairs[:, 0]] = 1
-                    cut.flush()
-                    _release(cut)
-    return sum(int(read_flags(out, start, _CHUNK).sum()) for start in range(0, task.rows, _CHUNK))
+    """Run a MarkTask. Returns how many rows are marked."""
+    with task.store.open(task.name) as file:
+        reserve(file, task.rows)
+        if not task.rows:
+            return 0
+        cut = np.memmap(file, np.uint8, "r+", shape=(task.rows,))
+        for pairs in _read_pairs(task.store, task.pairs, _CHUNK >> (2 * scale)):
+            cut[pairs if task.both else pairs[:, 0]] = 1
+            cut.flush()
+            _release(cut)
+        return sum(int(cut[start : start + _CHUNK].sum()) for start in range(0, task.rows, _CHUNK))

@@ -2,34 +2,33 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
-from forebay.files import atomic_write
-from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import RETAINED
 from forebay.prepare.dedup.methods import Overlap, Unit
 from forebay.prepare.dedup.overlap import mark_overlap
 from forebay.prepare.dedup.substring import mark_spans
 from forebay.prepare.dedup.units import mark_units, remove
 from forebay.prepare.documents import part_batches, text_buffers, text_column
+from forebay.storage.store import Store
 
 
 @dataclass(frozen=True)
 class Flags:
-    """A byte for each of `count` documents (or rows of a unit) of a split, from byte `start` of a file."""
+    """A byte for each of `count` documents (or rows of a unit) of a split, from byte `start` of an object."""
 
-    path: str
+    store: Store
+    name: str
     start: int
     count: int
 
-    def load(self) -> NDArray[np.uint8]:
-        """uint8 [count]."""
-        return pairs.read_flags(self.path, self.start, self.count)
+    def load(self, start: int = 0, count: int | None = None) -> NDArray[np.uint8]:
+        """uint8 [count]: those of the split from `start` on, by default all."""
+        return self.store.read_array(self.name, np.uint8, self.count if count is None else count, self.start + start)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Cut:
 
     flags: Flags
     unit: Unit | Overlap | None
-    prefix: str = ""
+    prefix: str = ""  # Of objects in the store of the flags.
 
 
 class Cutter:
@@ -69,7 +68,7 @@ class Cutter:
             self._used[k] += rows
             if self._used[k] > cut.flags.count:
                 raise PrepareError(
-                    f"{cut.flags.path}: expected the {cut.flags.count} rows that were signed, got more. "
+                    f"{cut.flags.name}: expected the {cut.flags.count} rows that were signed, got more. "
                     "The documents have changed since: run the task that signed them again."
                 )
         self._documents += len(texts)
@@ -79,13 +78,14 @@ class Cutter:
         remaining = max(cut.flags.count - used, 0)
         if cut.unit is not None:
             # A text of n bytes has at most n rows.
-            flags = pairs.read_flags(cut.flags.path, cut.flags.start + used, min(remaining, len(removed)))
+            flags = cut.flags.load(used, min(remaining, len(removed)))
             mark = mark_overlap if isinstance(cut.unit, Overlap) else mark_units
             return mark(texts, cut.unit, flags, removed)  # type: ignore[arg-type]
-        counts = np.fromfile(f"{cut.prefix}.counts", "<u4", len(texts), offset=4 * self._documents)
+        store = cut.flags.store
+        counts = store.read_array(f"{cut.prefix}.counts", "<u4", len(texts), self._documents)
         rows = int(counts.sum())
-        flags = pairs.read_flags(cut.flags.path, cut.flags.start + used, min(remaining, rows))
-        spans = np.fromfile(f"{cut.prefix}.spans", "<u4", 2 * rows, offset=8 * used).astype(np.int64).reshape(-1, 2)
+        flags = cut.flags.load(used, min(remaining, rows))
+        spans = store.read_array(f"{cut.prefix}.spans", "<u4", 2 * rows, 2 * used).astype(np.int64).reshape(-1, 2)
         if len(counts) == len(texts) and len(flags) == len(spans) == rows:
             mark_spans(text_buffers(texts)[0], counts, spans, flags, removed)
             return rows
@@ -97,28 +97,23 @@ class ShareTask:
     """`NAME`: the drop codes of a split's documents; `code` where more than `max_share` is cut, or all."""
 
     name: str
-    folder: str
     prefix: str
     cuts: tuple[Cut, ...]
-    drop: str
-    start: int
-    documents: int
+    drop: Flags
     max_share: float
     code: int
 
 
-def drop_mostly_cut(task: ShareTask, scale: int) -> str:
-    """Run a ShareTask unless its file exists. Returns its name."""
-    out = Path(task.folder) / task.name
-    if not out.exists():
-        codes = pairs.read_flags(task.drop, task.start, task.documents)
-        cutter = Cutter(task.cuts)
-        for start, batch in part_batches(f"{task.prefix}.arrow", ["text"]):
-            texts = batch.column("text")
-            sizes = (np.diff(text_buffers(column)[0]) for column in (texts, cutter.cut(texts, start)))
-            before, after = sizes
-            here = codes[start : start + len(batch)]
-            mostly = (before - after > task.max_share * before) | ((after == 0) & (before > 0))
-            here[(here == RETAINED) & mostly] = task.code
-        atomic_write(out, codes.tobytes())
-    return task.name
+def drop_mostly_cut(task: ShareTask, scale: int) -> list[int]:
+    """Run a ShareTask. Returns the documents of each code."""
+    codes, store = task.drop.load(), task.drop.store
+    cutter = Cutter(task.cuts)
+    for start, batch in part_batches(store, f"{task.prefix}.arrow", ["text"]):
+        texts = batch.column("text")
+        sizes = (np.diff(text_buffers(column)[0]) for column in (texts, cutter.cut(texts, start)))
+        before, after = sizes
+        here = codes[start : start + len(batch)]
+        mostly = (before - after > task.max_share * before) | ((after == 0) & (before > 0))
+        here[(here == RETAINED) & mostly] = task.code
+    store.write(task.name, codes.tobytes())
+    return [int(count) for count in np.bincount(codes, minlength=task.code + 1)]

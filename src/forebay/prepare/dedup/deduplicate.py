@@ -3,14 +3,14 @@
 A `Signer` writes, with a prefix `P`, little-endian, one row a document: `P.NAME` u64 [documents, columns] of each
 method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does). Of each kind of unit
 `P.ENDING` u64 [rows, 2] and `P.COUNTS` u32 [documents]; of substrings `P.anchors` u64 and `P.anchor_counts`, of
-`overlap` `P.ngrams` and `P.ngram_counts`. Last `P.signatures`: JSON. That is 16 + 8 bands bytes a document (128 by
-default), 16 a line or sentence, 0.6 a word for substrings, and 8 for `overlap`.
+`overlap` `P.ngrams` and `P.ngram_counts`. That is 16 + 8 bands bytes a document (128 by default), 16 a line or
+sentence, 0.6 a word for substrings, and 8 for `overlap`.
 
 Methods compare documents in order: of a component only the best document goes on to the next method. Units come last,
 over the documents that stay, each kind by itself; what any of them cuts goes. Substrings read `P.arrow` again, and so
-does `max_cut_share`. Every task is named by a hash of the signatures and settings, and skipped when its file exists;
-`STEM.result` is written last. Disk while it runs: 8 bytes a column of keys (224 bytes a document by default) and 8 for
-the components; what stays is a byte a document, one a line or span, and 9 a word of repeated substrings.
+does `max_cut_share`. Every task is named by a hash of the signatures and settings; `STEM.result` is written last. Disk
+while it runs: 8 bytes a column of keys (224 bytes a document by default) and 8 for the components; what stays is a byte
+a document, one a line or span, and 9 a word of repeated substrings.
 """
 
 import hashlib
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -29,11 +28,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
-from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
-from forebay.prepare.dedup.methods import Dedup, Semantic
+from forebay.prepare.dedup.methods import Dedup, Semantic, Signed
 from forebay.prepare.dedup.overlap import sign_ngrams
 from forebay.prepare.dedup.semantic import (
     AssignTask,
@@ -47,8 +45,9 @@ from forebay.prepare.dedup.semantic import (
 )
 from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
 from forebay.prepare.dedup.units import hash_units
+from forebay.storage.store import Store
 
-VERSION = 4  # Changed when the same signatures would give another result, so that old ones are not used.
+VERSION = 5  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 
@@ -59,10 +58,12 @@ OnProgress = Callable[[str, int, int], None]  # (step, steps done, steps in all)
 
 
 class Signer:
-    """Writes the signatures of a split, `prefix` and an ending. A context manager; an exception leaves no file."""
+    """Writes the signatures of a split, `prefix` and an ending. A context manager; an exception leaves no object."""
 
-    def __init__(self, prefix: Path, config: Dedup) -> None:
-        self._prefix, self._config = prefix, config
+    signed: Signed  # After the block.
+
+    def __init__(self, store: Store, prefix: str, config: Dedup) -> None:
+        self._store, self._prefix, self._config = store, prefix, config
         self._documents = 0
         self._rows: Counter[str] = Counter()
         self._files: dict[str, tuple[BinaryIO, Any]] = {}
@@ -83,8 +84,7 @@ class Signer:
         self._stack.close()
         hashes = [[ending, hash_.hexdigest()] for ending, (_, hash_) in sorted(self._files.items())]
         sha256 = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-        signed = {"documents": self._documents, "rows": self._rows, "sha256": sha256}
-        atomic_write(Path(f"{self._prefix}.signatures"), json.dumps(signed).encode())
+        self.signed = Signed(self._prefix, self._documents, dict(self._rows), sha256)
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Sign the next documents."""
@@ -114,7 +114,7 @@ class Signer:
 
     def _write(self, ending: str, array: NDArray[Any]) -> None:
         if ending not in self._files:
-            file = self._stack.enter_context(open_atomic(f"{self._prefix}.{ending}"))
+            file = self._stack.enter_context(self._store.open(f"{self._prefix}.{ending}"))
             self._files[ending] = file, hashlib.sha256()
         file, sha256 = self._files[ending]
         file.write(array.data)
@@ -158,52 +158,52 @@ class DedupResult:
 @dataclass(frozen=True)
 class _Corpus:
     config: Dedup
-    prefixes: Sequence[str]
-    documents: Sequence[int]
-    rows: Sequence[dict[str, int]]
-    folder: str
+    splits: Sequence[Signed]
+    store: Store
     stem: str
     memory_bytes: int
 
-    def path(self, ending: str) -> str:
-        return f"{self.folder}/{self.stem}.{ending}"
+    @property
+    def documents(self) -> list[int]:
+        return [split.documents for split in self.splits]
 
-    def flags(self, ending: str, counts: Sequence[int]) -> tuple[Flags, ...]:
-        """The parts of a file of flags that belong to each split."""
+    def flags(self, name: str, counts: Sequence[int]) -> tuple[Flags, ...]:
+        """The parts of an object of flags that belong to each split."""
         starts = np.cumsum([0, *counts]).tolist()
-        return tuple(Flags(self.path(ending), start, count) for start, count in zip(starts, counts))
+        return tuple(Flags(self.store, name, start, count) for start, count in zip(starts, counts))
 
     def row_counts(self, ending: str) -> list[int]:
-        return [rows.get(ending, 0) for rows in self.rows]
+        return [split.rows.get(ending, 0) for split in self.splits]
 
 
 def deduplicate(
-    prefixes: Sequence[str],
+    splits: Sequence[Signed],
     config: Dedup,
-    folder: Path,
+    store: Store,
     map: Mapper,
     on_progress: OnProgress = lambda step, done, total: None,
     memory_bytes: int = 256 << 20,
     first: int = 0,
+    keep_used: bool = False,
 ) -> DedupResult:
     """Find the documents, lines and spans of the corpus that are copies. Depends on signatures and their order alone.
 
-    A killed call resumes when it is called again. `prefixes` are those of the splits' signatures in corpus order,
-    signed with the same settings; `folder` is of one call at a time; a task may take about `memory_bytes`, and one that
-    reads documents 20 times the largest of them. The result is of the splits from `first` on; those before it are only
-    compared with.
+    A call resumes another that was killed, if `map` does not run finished tasks again. `splits` are in corpus order,
+    signed with the same settings, in `store`; a task may take about `memory_bytes`, and one that reads documents 20
+    times the largest of them. The result is of the splits from `first` on; those before it are only compared with.
+    With `keep_used`, for stores that other processes use, what only this call needs stays.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    corpus = _open(prefixes, config, folder, memory_bytes)
-    path = Path(corpus.path("result"))
-    if not path.exists():
-        remove_stale(folder)
-        atomic_write(path, json.dumps(_run(corpus, map, on_progress)).encode())
-        for used in folder.glob(f"{corpus.stem}-*"):
-            used.unlink()
-    counts, units_cut, windows = json.loads(path.read_bytes())
-    drop, cuts = corpus.flags("drop", corpus.documents), _cuts(corpus, windows)
+    corpus = _Corpus(config, splits, store, f"dedup/{_name(splits, config)}", memory_bytes)
+    try:
+        result = store.read(f"{corpus.stem}.result")
+    except FileNotFoundError:
+        result = json.dumps(_run(corpus, map, on_progress)).encode()
+        store.write(f"{corpus.stem}.result", result)
+        if not keep_used:
+            written = store.sizes(corpus.stem)
+            store.remove(n for n in written if n.startswith(f"{corpus.stem}-") or n.endswith(".windows"))
+    counts, units_cut, windows = json.loads(result)
+    drop, cuts = corpus.flags(f"{corpus.stem}.drop", corpus.documents), _cuts(corpus, windows)
     for flags in drop[:first]:
         counts = (np.array(counts) - np.bincount(flags.load(), minlength=len(counts))).tolist()
     for split in cuts[:first]:
@@ -215,34 +215,24 @@ def deduplicate(
 def _cuts(corpus: _Corpus, windows: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:
     kinds = []
     for unit in corpus.config.units:
-        flags = corpus.flags(f"cut-{unit.ending}", corpus.row_counts(unit.ending))
+        flags = corpus.flags(f"{corpus.stem}.cut-{unit.ending}", corpus.row_counts(unit.ending))
         kinds.append([Cut(part, unit) for part in flags])
     if corpus.config.overlap:
-        flags = corpus.flags("cut-ngrams", corpus.row_counts("ngrams"))
+        flags = corpus.flags(f"{corpus.stem}.cut-ngrams", corpus.row_counts("ngrams"))
         kinds.append([Cut(part, corpus.config.rule) for part in flags])
     if corpus.config.substring:
-        flags = corpus.flags("cut-windows", windows)
-        kinds.append([Cut(part, None, corpus.path(f"windows{i}")) for i, part in enumerate(flags)])
+        flags = corpus.flags(f"{corpus.stem}.cut-windows", windows)
+        kinds.append([Cut(part, None, f"{corpus.stem}.windows{i}") for i, part in enumerate(flags)])
     return tuple(zip(*kinds))
 
 
-def _open(prefixes: Sequence[str], config: Dedup, folder: Path, memory_bytes: int) -> _Corpus:
-    documents, rows, sha256s = [], [], []
-    for prefix in prefixes:
-        try:
-            signed = json.loads(Path(f"{prefix}.signatures").read_bytes())
-            documents.append(int(signed["documents"]))
-            rows.append({str(ending): int(count) for ending, count in signed["rows"].items()})
-            sha256s.append(signed["sha256"])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PrepareError(
-                f"{prefix}.signatures: expected finished signatures, got {error}. Sign the documents again."
-            ) from error
+def _name(splits: Sequence[Signed], config: Dedup) -> str:
+    """A hash of the signatures and settings, on which all else depends."""
     settings = [VERSION, config.signature(), config.keep]
     settings += [config.max_cut_share, config.overlap_share] if config.drops_cut else []
     settings += [config.similarity, config.clusters] if config.semantic else []
-    name = hashlib.sha256(json.dumps([settings, list(zip(sha256s, documents, rows))]).encode()).hexdigest()[:32]
-    return _Corpus(config, prefixes, documents, rows, str(folder), f"dedup-{name}", memory_bytes)
+    signed = [[split.sha256, split.documents, split.rows] for split in splits]
+    return hashlib.sha256(json.dumps([settings, signed]).encode()).hexdigest()[:32]
 
 
 def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[int], dict[str, int], list[int]]:
@@ -266,9 +256,9 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
 
     files: list[str] = []
     base, counts = "", [0]
-    documents = list(zip(corpus.prefixes, corpus.documents, corpus.documents))
+    documents = [(split.prefix, split.documents, split.documents) for split in corpus.splits]
     for code, method in enumerate(methods or (None,), 1):
-        drop = f"{corpus.folder}/{base}.drop" if base else ""
+        drop = f"{base}.drop" if base else ""
         if isinstance(method, Semantic):
             files += _find_similar(corpus, method, drop, step)
         elif method is not None:
@@ -276,51 +266,46 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
             files += _find_pairs(corpus, keys, documents, drop, step)
         is_last = code >= len(methods) and not limited
         name = stem if is_last else f"{stem}-{method.name if method is not None else 'all'}"
-        splits = tuple(zip(corpus.prefixes, corpus.documents))
+        splits = tuple((split.prefix, split.documents) for split in corpus.splits)
         weighted = config.keep != "first"
-        task = ComponentsTask(name, corpus.folder, tuple(files), splits, weighted, code, max(len(methods), 1), base)
+        task = ComponentsTask(name, corpus.store, tuple(files), splits, weighted, code, max(len(methods), 1), base)
         (counts,) = step("clusters", find_components, [task])
         base = name
-    units_cut, windows = _find_units(corpus, f"{corpus.folder}/{base}.drop", step)
+    units_cut, windows = _find_units(corpus, f"{base}.drop", step)
     if limited:
         cuts = _cuts(corpus, windows)
-        parts = corpus.flags("drop", corpus.documents)
+        parts = corpus.flags(f"{base}.drop", corpus.documents)
         shares = [
-            ShareTask(f"{stem}-share{i}", corpus.folder, prefix, cuts[i], f"{corpus.folder}/{base}.drop", flags.start,
-                      flags.count, config.max_cut_share, len(methods) + 1)
-            for i, (prefix, flags) in enumerate(zip(corpus.prefixes, parts))
-        ]  # fmt: skip
-        names = step("cut share", drop_mostly_cut, shares)
-        atomic_write(corpus.path("drop"), (Path(corpus.folder, name).read_bytes() for name in names))
-        sums = np.zeros(len(methods) + 2, np.int64)
-        for name in names:
-            sums += np.bincount(np.fromfile(Path(corpus.folder, name), np.uint8), minlength=len(sums))
-        counts = sums.tolist()
+            ShareTask(f"{stem}-share{i}", split.prefix, cuts[i], flags, config.max_cut_share, len(methods) + 1)
+            for i, (split, flags) in enumerate(zip(corpus.splits, parts))
+        ]
+        counted = step("cut share", drop_mostly_cut, shares)
+        corpus.store.write(f"{stem}.drop", (corpus.store.read(task.name) for task in shares))
+        counts = [sum(column) for column in zip(*counted)]
     on_progress("done", total, total)
     return counts, units_cut, windows
 
 
 def _find_similar(corpus: _Corpus, method: Semantic, drop: str, step: Step) -> list[str]:
     """The files of pairs of documents of similar embeddings."""
-    folder, stem, width = corpus.folder, f"{corpus.stem}-semantic", 4 * method.columns
-    firsts = np.cumsum([0, *corpus.documents]).tolist()
-    splits = tuple(VectorSplit(*entry) for entry in zip(corpus.prefixes, corpus.documents, firsts))
-    documents = firsts[-1]
+    store, stem, width = corpus.store, f"{corpus.stem}-semantic", 4 * method.columns
+    *firsts, documents = np.cumsum([0, *corpus.documents]).tolist()
+    splits = tuple(VectorSplit(store, s.prefix, s.documents, first) for s, first in zip(corpus.splits, firsts))
     clusters = min(method.clusters or default_clusters(documents), max(documents, 1))
     (centroids,) = step(
-        "centroids", find_centroids, [CentroidsTask(f"{stem}-centroids", folder, splits, drop, width, clusters)]
+        "centroids", find_centroids, [CentroidsTask(f"{stem}-centroids", store, splits, drop, width, clusters)]
     )
+    weighted = corpus.config.keep != "first"
     assign = [
-        AssignTask(f"{stem}-{i}", folder, split, drop, width, clusters, f"{folder}/{centroids}")
+        AssignTask(f"{stem}-{i}", store, split, drop, width, clusters, centroids, weighted)
         for i, split in enumerate(splits)
     ]
     assigned = tuple(step("assign", assign_clusters, assign))
     count = min(clusters, max(1, documents >> 12), 1024)
-    weighted = corpus.config.keep != "first"
     bounds = [clusters * i // count for i in range(count + 1)]
     compare = [
-        CompareTask(f"{stem}-pairs{i}", folder, splits, assigned, start, stop, width, weighted, method.similarity,
-                    corpus.memory_bytes)
+        CompareTask(f"{stem}-pairs{i}", store, tuple(firsts), assigned, start, stop, width, weighted,
+                    method.similarity, corpus.memory_bytes)
         for i, (start, stop) in enumerate(pairwise(bounds))
     ]  # fmt: skip
     return step("compare", compare_clusters, compare)
@@ -331,10 +316,10 @@ def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int],
     config, stem = corpus.config, corpus.stem
 
     def mark(keys: pairs.Keys, name: str, both: bool = False, sources: Sequence[tuple[str, int, int]] = ()) -> int:
-        sources = sources or list(zip(corpus.prefixes, corpus.row_counts(keys.ending), corpus.documents))
+        sources = sources or [(s.prefix, s.rows.get(keys.ending, 0), s.documents) for s in corpus.splits]
         files = _find_pairs(corpus, keys, sources, drop if keys.counts else "", step)
         rows = sum(rows for _, rows, _ in sources)
-        (count,) = step("cut", mark_units, [MarkTask(name, corpus.folder, tuple(files), rows, both)])
+        (count,) = step("cut", mark_units, [MarkTask(name, corpus.store, tuple(files), rows, both)])
         return int(count)
 
     units_cut = {}
@@ -348,18 +333,16 @@ def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int],
         return units_cut, []
     counts = corpus.row_counts("anchors")
     mark(pairs.Keys("anchors", 1, 1, "anchor_counts"), f"{stem}-anchors", both=True)
-    places = zip(corpus.prefixes, np.cumsum([0, *counts]).tolist(), np.cumsum([0, *corpus.documents]).tolist())
+    places = zip(corpus.splits, np.cumsum([0, *counts]).tolist(), np.cumsum([0, *corpus.documents]).tolist())
     tasks = [
-        WindowsTask(f"{stem}.windows{i}", corpus.folder, prefix, f"{corpus.folder}/{stem}-anchors", start, drop, first,
-                    corpus.documents[i], config.min_words)
-        for i, (prefix, start, first) in enumerate(places)
+        WindowsTask(f"{stem}.windows{i}", corpus.store, split.prefix, f"{stem}-anchors", start, drop, first,
+                    split.documents, config.min_words)
+        for i, (split, start, first) in enumerate(places)
     ]  # fmt: skip
     windows = step("windows", sign_windows, tasks)
-    sources = [(f"{corpus.folder}/{task.name}", rows, 0) for task, rows in zip(tasks, windows)]
+    sources = [(task.name, rows, 0) for task, rows in zip(tasks, windows)]
     label = f"spans of {config.min_words} words cut"
     units_cut[label] = mark(pairs.Keys("windows", 2, 2), f"{stem}.cut-windows", sources=sources)
-    for prefix, _, _ in sources:
-        Path(f"{prefix}.windows").unlink(missing_ok=True)
     return units_cut, windows
 
 
@@ -371,13 +354,15 @@ def _find_pairs(
     record = keys.record_bytes * pairs.SORT_FACTOR
     limit = max(min(corpus.memory_bytes // record, _RUN_RECORDS) // per_row, 1)
     stem = f"{corpus.stem}-{keys.ending}-{limit}"
-    ranges = enumerate(_row_ranges(sources, limit))
-    runs = [pairs.SortTask(f"{stem}-{i}", corpus.folder, keys, group, drop) for i, group in ranges]
-    names = step(f"sort {keys.ending}", pairs.sort_run, runs)
+    groups = list(_row_ranges(sources, limit))
     count = -(-sum(rows for _, rows, _ in sources) * per_row * record // corpus.memory_bytes)
+    count = count if len(groups) > 1 else 0
+    stem = f"{stem}-{count}"
+    runs = [pairs.SortTask(f"{stem}-{i}", corpus.store, keys, group, count, drop) for i, group in enumerate(groups)]
+    names = step(f"sort {keys.ending}", pairs.sort_run, runs)
     merges = [
-        pairs.MergeTask(f"{stem}-{count}-{i}", corpus.folder, keys.key_columns, stem, len(runs), i, count)
-        for i in range(count if len(runs) > 1 else 0)
+        pairs.MergeTask(f"{stem}-merge{i}", corpus.store, keys.key_columns, stem, len(runs), i, count)
+        for i in range(count)
     ]
     return names + step(f"merge {keys.ending}", pairs.merge_runs, merges)
 

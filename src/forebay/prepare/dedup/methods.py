@@ -259,6 +259,16 @@ MOSTLY_CUT = "mostly_duplicate"
 
 
 @dataclass(frozen=True)
+class Signed:
+    """The signatures of a split: the prefix of their names, how many documents and rows of each unit, their hash."""
+
+    prefix: str
+    documents: int
+    rows: dict[str, int]
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Dedup:
     """The `[dedup]` table of a recipe: what is compared, and which copy stays.
 

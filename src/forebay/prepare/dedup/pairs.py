@@ -1,24 +1,24 @@
 """Pairs of documents with an equal key: an external sort of signatures in runs, and their merge, in bounded memory.
 
-A run has columns of u64 after each other: the key (two columns for 128 bits), then the number that has it. Where a key
-occurs often, a run keeps the first number and pairs the others with it, so that a key costs a merge one record a run. A
-pair is two u64: the later number, the earlier one. The bytes are the same at any scale: a range of keys is cut into
-4^scale ranges that are sorted one by one.
+A run is sorted by key and divided into `num_ranges` equal ranges of keys, one for each merge task. Of a range it has
+columns of u64 after each other: the key (two columns for 128 bits), then the number that has it; so that a merge reads
+one piece of each run. Where a key occurs often, a run keeps the first number and pairs the others with it, so that a
+key costs a merge one record a run. A pair is two u64: the later number, the earlier one. The bytes are the same at any
+scale: a range of keys is cut into 4^scale ranges that are sorted one by one.
 """
 
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
-from forebay.files import open_atomic, temporary_directory
+from forebay.storage.store import Store
 
 U64 = NDArray[np.uint64]
 _CHUNK_ROWS = 1 << 14
@@ -60,15 +60,17 @@ class Keys:
 
 @dataclass(frozen=True)
 class SortTask:
-    """Signatures to a sorted run `NAME.run`, and pairs within it, `NAME.pairs`.
+    """Signatures to a sorted run, `NAME.run` and `NAME.starts` (u64 [num_ranges + 1], in records), and pairs within
+    it, `NAME.pairs`. A run that is not merged, of `num_ranges` 0, leaves pairs alone.
 
-    `drop`: a file with a byte a document of the corpus: the rows of a document whose byte is not 0 are left out.
+    `drop`: a byte a document of the corpus: the rows of a document whose byte is not 0 are left out.
     """
 
     name: str
-    folder: str
+    store: Store
     keys: Keys
     ranges: tuple[RowRange, ...]
+    num_ranges: int
     drop: str = ""
 
 
@@ -77,7 +79,7 @@ class MergeTask:
     """Range number `index` of `num_ranges` equal ranges of keys, over `runs` runs named `STEM-N`, to `NAME.pairs`."""
 
     name: str
-    folder: str
+    store: Store
     key_columns: int
     stem: str
     runs: int
@@ -94,37 +96,43 @@ def reserve(file: BinaryIO, size: int) -> None:
 
 
 def sort_run(task: SortTask, scale: int) -> str:
-    """Run a SortTask unless its run exists, which is committed last. Returns its name."""
-    out = Path(task.folder) / f"{task.name}.run"
-    if out.exists():
-        return task.name
-    with temporary_directory(out) as folder:
-        columns = [folder / str(column) for column in range(task.keys.key_columns + 1)]
-        with open_atomic(out.with_suffix(".pairs")) as pairs, ExitStack() as stack:
-            files = [stack.enter_context(column.open("wb")) for column in columns]
-            for low, high in _ranges(0, 1 << 64, 4**scale):
-                for file, values in zip(files, _group(_select(task, low, high), pairs)):
-                    file.write(values.data)
-        with open_atomic(out) as run:
-            for column in columns:
-                with column.open("rb") as values_file:
-                    shutil.copyfileobj(values_file, run, 1 << 20)
+    """Run a SortTask. Returns its name."""
+    width = task.keys.key_columns + 1
+    with task.store.scratch() as folder, ExitStack() as stack:
+        pairs = stack.enter_context(task.store.open(f"{task.name}.pairs"))
+        files = [stack.enter_context((folder / str(column)).open("w+b")) for column in range(width)]
+        for low, high in _ranges(0, 1 << 64, 4**scale):
+            for file, values in zip(files, _group(_select(task, low, high), pairs)):
+                file.write(values.data)
+        if task.num_ranges:
+            _write_run(task, files)
     return task.name
 
 
+def _write_run(task: SortTask, files: Sequence[BinaryIO]) -> None:
+    for file in files:
+        file.flush()
+    columns = [_mapped(file) for file in files]
+    edges = np.array([low for low, _ in _ranges(0, 1 << 64, task.num_ranges)][1:], np.uint64)
+    starts = np.concatenate([[0], np.searchsorted(columns[0], edges), [len(columns[0])]]).astype("<u8")
+    with task.store.open(f"{task.name}.run") as run:
+        for start, stop in pairwise(starts.tolist()):
+            for column in columns:
+                run.write(column[start:stop].data)
+    task.store.write(f"{task.name}.starts", starts.tobytes())
+
+
+def _mapped(file: BinaryIO) -> U64:
+    size = os.fstat(file.fileno()).st_size
+    return np.memmap(file, "<u8", "r") if size else np.empty(0, np.uint64)
+
+
 def merge_runs(task: MergeTask, scale: int) -> str:
-    """Run a MergeTask unless its pairs exist. Returns its name."""
-    out = Path(task.folder) / f"{task.name}.pairs"
-    if out.exists():
-        return task.name
-    step = -(-(1 << 64) // task.num_ranges)
-    low, high = task.index * step, min((task.index + 1) * step, 1 << 64)
-    with open_atomic(out) as pairs:
+    """Run a MergeTask. Returns its name."""
+    low, high = list(_ranges(0, 1 << 64, task.num_ranges))[task.index]
+    with task.store.open(f"{task.name}.pairs") as pairs:
         for lower, upper in _ranges(low, high, 4**scale):
-            parts = [
-                _read_run(Path(task.folder) / f"{task.stem}-{run}.run", task.key_columns, lower, upper)
-                for run in range(task.runs)
-            ]
+            parts = [_read_run(task, f"{task.stem}-{run}", lower, upper) for run in range(task.runs)]
             _group([np.concatenate(column) for column in zip(*parts)], pairs)
     return task.name
 
@@ -142,38 +150,34 @@ def _records(task: SortTask) -> Iterator[list[U64]]:
     for rows in task.ranges:
         unit_ends: U64 | None = None
         if keys.counts and task.drop:
-            unit_ends = np.cumsum(np.fromfile(f"{rows.prefix}.{keys.counts}", "<u4"), dtype=np.uint64)
+            unit_ends = np.cumsum(task.store.read_array(f"{rows.prefix}.{keys.counts}", "<u4"), dtype=np.uint64)
         for start in range(rows.start, rows.stop, _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, rows.stop)
-            words = read_u64(f"{rows.prefix}.{keys.ending}", start * keys.columns, stop * keys.columns)
+            words = _read_u64(task.store, f"{rows.prefix}.{keys.ending}", start * keys.columns, stop * keys.columns)
             present = words.reshape(-1, width).any(axis=1)
             if task.drop:
-                present &= np.repeat(_is_kept(task.drop, rows, start, stop, unit_ends), per_row)
+                present &= np.repeat(_is_kept(task, rows, start, stop, unit_ends), per_row)
             numbers = np.repeat(np.arange(rows.base + start, rows.base + stop, dtype=np.uint64), per_row)
             yield [*(words[column::width][present] for column in range(width)), numbers[present]]
 
 
-def _is_kept(drop: str, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> NDArray[np.bool_]:
+def _is_kept(task: SortTask, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> NDArray[np.bool_]:
     if unit_ends is None:
-        return np.asarray(read_flags(drop, rows.document + start, stop - start) == 0)
+        return np.asarray(task.store.read_array(task.drop, np.uint8, stop - start, rows.document + start) == 0)
     if start == stop:
         return np.empty(0, np.bool_)
     documents = np.searchsorted(unit_ends, np.arange(start, stop, dtype=np.uint64), side="right")
-    flags = read_flags(drop, rows.document + int(documents[0]), int(documents[-1] - documents[0]) + 1)
-    return np.asarray(flags[documents - documents[0]] == 0)
+    first, last = int(documents[0]), int(documents[-1])
+    flags = task.store.read_array(task.drop, np.uint8, last - first + 1, rows.document + first)
+    return np.asarray(flags[documents - first] == 0)
 
 
-def read_flags(path: str | Path, start: int, count: int) -> NDArray[np.uint8]:
-    """Bytes [start, start + count) of a file."""
-    return np.fromfile(path, np.uint8, count, offset=start)
-
-
-def read_u64(path: str | Path, start: int, stop: int) -> U64:
-    """Words [start, stop) of a file of u64."""
-    words: U64 = np.fromfile(path, "<u8", stop - start, offset=8 * start)
+def _read_u64(store: Store, name: str, start: int, stop: int) -> U64:
+    """Words [start, stop) of an object of u64."""
+    words: U64 = store.read_array(name, "<u8", stop - start, start)
     if len(words) != stop - start:
         raise PrepareError(
-            f"{path}: expected {8 * stop} bytes or more, got {Path(path).stat().st_size}. Sign it again."
+            f"{store.url}/{name}: expected {8 * stop} bytes or more, got fewer. Remove .work, run again."
         )
     return words
 
@@ -208,11 +212,11 @@ def _group(columns: list[U64], pairs: BinaryIO) -> list[U64]:
     return [column[firsts] for column in columns]
 
 
-def _read_run(path: Path, key_columns: int, low: int, high: int) -> list[U64]:
-    rows = path.stat().st_size // (8 * (key_columns + 1))
-    if not rows:
-        return [np.empty(0, np.uint64)] * (key_columns + 1)
-    key = np.memmap(path, "<u8", "r", shape=(rows,))
-    start = int(np.searchsorted(key, np.uint64(low)))
-    stop = int(np.searchsorted(key, np.uint64(high - 1), "right"))
-    return [read_u64(path, column * rows + start, column * rows + stop) for column in range(key_columns + 1)]
+def _read_run(task: MergeTask, name: str, low: int, high: int) -> list[U64]:
+    """The records of a run in the task's range of keys of which the key is in [low, high)."""
+    width = task.key_columns + 1
+    start, stop = (int(edge) for edge in _read_u64(task.store, f"{name}.starts", task.index, task.index + 2))
+    columns = _read_u64(task.store, f"{name}.run", start * width, stop * width).reshape(width, stop - start)
+    first = int(np.searchsorted(columns[0], np.uint64(low)))
+    last = int(np.searchsorted(columns[0], np.uint64(high - 1), "right"))
+    return list(columns[:, first:last])

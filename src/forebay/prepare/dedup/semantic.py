@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.files import open_atomic
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.methods import Vectors, quantize
-from forebay.prepare.dedup.pairs import read_flags
+from forebay.storage.store import Store
 
 MAX_CLUSTERS = 1 << 16
 _ITERATIONS = 10
@@ -31,17 +30,21 @@ _SAMPLE_BYTES = 256 << 20
 class VectorSplit:
     """The vectors of a split, `PREFIX.semantic`: `documents` rows, the first of which is `first` in the corpus."""
 
+    store: Store
     prefix: str
     documents: int
     first: int
 
-    def read(self, rows: NDArray[np.int64], width: int) -> Vectors:
-        """int16 [rows, width]."""
-        if not len(rows):
-            return np.empty((0, width), np.int16)
-        mapped = np.memmap(f"{self.prefix}.semantic", "<i2", "r", shape=(self.documents, width))
-        vectors: Vectors = np.ascontiguousarray(mapped[rows])
-        return vectors
+    def read(self, start: int, stop: int, width: int) -> Vectors:
+        """Rows [start, stop) int16 [*, width]."""
+        name = f"{self.prefix}.semantic"
+        return self.store.read_array(name, "<i2", (stop - start) * width, start * width).reshape(-1, width)
+
+    def dropped(self, drop: str) -> NDArray[np.bool_]:
+        """bool [documents]: those whose byte in an object of a byte a document of the corpus is not 0."""
+        if not drop:
+            return np.zeros(self.documents, np.bool_)
+        return np.asarray(self.store.read_array(drop, np.uint8, self.documents, self.first) != 0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class CentroidsTask:
     """The centres of `clusters` clusters to `NAME`, int16 [clusters, width], learnt from a sample of the splits."""
 
     name: str
-    folder: str
+    store: Store
     splits: tuple[VectorSplit, ...]
     drop: str
     width: int
@@ -58,18 +61,20 @@ class CentroidsTask:
 
 @dataclass(frozen=True)
 class AssignTask:
-    """The rows of a split ordered by cluster: `NAME`, u32 [documents]; `NAME.starts` u32 [clusters + 1].
+    """The rows of a split ordered by cluster: `NAME`, u32 [documents]; `NAME.starts` u32 [clusters + 1]; their vectors,
+    `NAME.vectors`, and with `weighted` their weights, `NAME.weights`.
 
     Rows without a vector, and those that `drop` marks, come last and in no cluster.
     """
 
     name: str
-    folder: str
+    store: Store
     split: VectorSplit
     drop: str
     width: int
     clusters: int
     centroids: str
+    weighted: bool
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,8 @@ class CompareTask:
     """Pairs of similar documents of the clusters [start, stop) to `NAME.pairs`: the later one, the better one."""
 
     name: str
-    folder: str
-    splits: tuple[VectorSplit, ...]
+    store: Store
+    firsts: tuple[int, ...]
     assigned: tuple[str, ...]
     start: int
     stop: int
@@ -131,18 +136,18 @@ def _sum_by_cluster(vectors: Any, of: Any, sums: Any) -> None:
 
 
 def find_centroids(task: CentroidsTask, scale: int) -> str:
-    """Run a CentroidsTask unless its file exists. Returns its name."""
-    out = Path(task.folder) / task.name
-    if out.exists():
-        return task.name
+    """Run a CentroidsTask. Returns its name."""
     documents = sum(split.documents for split in task.splits)
     limit = max(task.clusters, min(_SAMPLES * task.clusters, _SAMPLE_BYTES // (2 * task.width)))
     step = max(1, documents // limit)
     parts = [np.empty((0, task.width), np.int16)]
     for split in task.splits:
         rows = np.arange(-split.first % step, split.documents, step)
-        retained = rows[read_flags(task.drop, split.first, split.documents)[rows] == 0] if task.drop else rows
-        parts.append(split.read(retained, task.width))
+        retained = rows[~split.dropped(task.drop)[rows]]
+        with task.store.local(f"{split.prefix}.semantic") as path:
+            if len(retained):
+                mapped = np.memmap(path, "<i2", "r", shape=(split.documents, task.width))
+                parts.append(np.ascontiguousarray(mapped[retained]))
     sample = np.concatenate(parts)
     sample = sample[sample.any(1)]
     chosen = np.linspace(0, max(len(sample) - 1, 0), task.clusters).astype(np.int64)
@@ -158,84 +163,79 @@ def find_centroids(task: CentroidsTask, scale: int) -> str:
         if np.array_equal(moved, centroids):
             break
         centroids = moved
-    with open_atomic(out) as file:
-        file.write(np.ascontiguousarray(centroids, "<i2").data)
+    task.store.write(task.name, np.ascontiguousarray(centroids, "<i2").tobytes())
     return task.name
 
 
 def assign_clusters(task: AssignTask, scale: int) -> str:
-    """Run an AssignTask unless its file exists. Returns its name."""
-    out, split = Path(task.folder) / task.name, task.split
-    if out.exists():
-        return task.name
-    centroids = np.fromfile(task.centroids, "<i2").reshape(task.clusters, task.width)
+    """Run an AssignTask. Returns its name."""
+    store, split = task.store, task.split
+    centroids = store.read_array(task.centroids, "<i2").reshape(task.clusters, task.width)
     clusters = np.empty(split.documents, np.int64)
     step = max(1, (16 << 20) // (2 * task.width))
     for start in range(0, split.documents, step):
-        vectors = split.read(np.arange(start, min(start + step, split.documents)), task.width)
+        vectors = split.read(start, min(start + step, split.documents), task.width)
         nearest(vectors, centroids, clusters[start : start + step])
-    if task.drop:
-        clusters[read_flags(task.drop, split.first, split.documents) != 0] = -1
+    clusters[split.dropped(task.drop)] = -1
     clusters[clusters < 0] = task.clusters
     order = np.argsort(clusters, kind="stable")
     starts = np.searchsorted(clusters[order], np.arange(task.clusters + 1))
-    with open_atomic(f"{out}.starts") as file:
-        file.write(starts.astype("<u4").data)
-    with open_atomic(out) as file:
-        file.write(order.astype("<u4").data)
+    store.write(f"{task.name}.starts", starts.astype("<u4").tobytes())
+    store.write(task.name, order.astype("<u4").tobytes())
+    if task.weighted:
+        store.write(f"{task.name}.weights", store.read_array(f"{split.prefix}.weight", "<f8")[order].tobytes())
+    with store.local(f"{split.prefix}.semantic") as path, store.open(f"{task.name}.vectors") as file:
+        if split.documents:
+            mapped = np.memmap(path, "<i2", "r", shape=(split.documents, task.width))
+            for start in range(0, split.documents, step):
+                file.write(mapped[order[start : start + step]].data)
     return task.name
 
 
 def compare_clusters(task: CompareTask, scale: int) -> str:
-    """Run a CompareTask unless its pairs exist. Returns its name."""
-    out = Path(task.folder) / f"{task.name}.pairs"
-    if out.exists():
-        return task.name
+    """Run a CompareTask. Returns its name."""
     count = task.stop - task.start + 1
-    starts = [np.fromfile(f"{task.folder}/{n}.starts", "<u4", count, offset=4 * task.start) for n in task.assigned]
-    with open_atomic(out) as pairs:
+    bounds = [task.store.read_array(f"{name}.starts", "<u4", count, task.start).tolist() for name in task.assigned]
+    with task.store.open(f"{task.name}.pairs") as pairs, task.store.scratch() as folder:
         for cluster in range(count - 1):
-            members, weights = _members(task, starts, cluster)
+            members, weights, vectors = _members(task, [b[cluster : cluster + 2] for b in bounds], folder / "vectors")
             better = np.lexsort((members, -weights)) if task.weighted else np.arange(len(members))
-            for later, earlier in _similar(task, members[better], task.memory_bytes >> (2 * scale)):
+            for later, earlier in _similar(task, members, vectors, better, task.memory_bytes >> (2 * scale)):
                 pairs.write(np.stack([later, earlier], axis=1).astype("<u8").data)
     return task.name
 
 
-def _members(task: CompareTask, starts: Sequence[NDArray[np.uint32]], cluster: int) -> tuple[Any, Any]:
-    """The documents of the task's cluster of that number, by their numbers in the corpus; and their weights."""
+def _members(task: CompareTask, bounds: Sequence[list[int]], path: Path) -> tuple[Any, Any, Any]:
+    """The documents of a cluster by their numbers in the corpus; their weights, and their vectors, in a file."""
     numbers, weights = [np.empty(0, np.int64)], [np.empty(0)]
-    for split, name, bounds in zip(task.splits, task.assigned, starts):
-        count = int(bounds[cluster + 1]) - int(bounds[cluster])
-        if count:
-            rows = np.fromfile(f"{task.folder}/{name}", "<u4", count, offset=4 * int(bounds[cluster])).astype(np.int64)
-            numbers.append(rows + split.first)
+    with path.open("wb") as file:
+        for first, name, (start, stop) in zip(task.firsts, task.assigned, bounds):
+            if start == stop:
+                continue
+            numbers.append(task.store.read_array(name, "<u4", stop - start, start).astype(np.int64) + first)
             if task.weighted:
-                weights.append(np.memmap(f"{split.prefix}.weight", "<f8", "r")[rows])
-    return np.concatenate(numbers), np.concatenate(weights)
+                weights.append(task.store.read_array(f"{name}.weights", "<f8", stop - start, start))
+            vectors = f"{name}.vectors"
+            file.write(task.store.read_array(vectors, "<i2", (stop - start) * task.width, start * task.width).data)
+    members = np.concatenate(numbers)
+    none = np.empty((0, task.width), np.int16)
+    mapped = np.memmap(path, "<i2", "r", shape=(len(members), task.width)) if len(members) else none
+    return members, np.concatenate(weights), mapped
 
 
-def _read(task: CompareTask, numbers: NDArray[np.int64]) -> Vectors:
-    firsts = np.array([split.first for split in task.splits])
-    owners = np.searchsorted(firsts, numbers, "right") - 1
-    vectors = np.empty((len(numbers), task.width), np.int16)
-    for index in np.unique(owners).tolist():
-        mine = owners == index
-        vectors[mine] = task.splits[index].read(numbers[mine] - firsts[index], task.width)
-    return vectors
-
-
-def _similar(task: CompareTask, members: NDArray[np.int64], memory_bytes: int) -> Any:
+def _similar(
+    task: CompareTask, members: NDArray[np.int64], vectors: Any, better: NDArray[np.int64], memory_bytes: int
+) -> Any:
     """For blocks of a cluster's members, the best first: those that are similar to a better one, and the first such."""
     block = max(64, memory_bytes // (8 * task.width))
     for start in range(0, len(members), block):
-        vectors = _read(task, members[start : start + block])
-        matches = np.full(len(vectors), -1, np.int64)
+        own = np.ascontiguousarray(vectors[better[start : start + block]])
+        matches = np.full(len(own), -1, np.int64)
         for before in range(0, start + 1, block):
-            others = vectors if before == start else _read(task, members[before : before + block])
-            _match(vectors, others, before == start, before, task.similarity, matches)
+            others = own if before == start else np.ascontiguousarray(vectors[better[before : before + block]])
+            _match(own, others, before == start, before, task.similarity, matches)
         later = np.flatnonzero(matches >= 0)
-        yield members[start + later], members[matches[later]]
+        yield members[better[start + later]], members[better[matches[later]]]
 
 
 @jit()

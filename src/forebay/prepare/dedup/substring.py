@@ -8,21 +8,19 @@ like any signature; then only windows whose anchor occurs twice are hashed, to 1
 Source: Lee et al. 2021 (exact substrings); Schleimer et al. 2003 (winnowing).
 """
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.files import atomic_write, open_atomic
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
 from forebay.prepare.documents import part_batches, text_buffers
 from forebay.prepare.filters.words import room_of
+from forebay.storage.store import Store
 
 _BASE = np.uint64(0xD6E8FEB86659FD93)
 _U1 = np.uint64(1)
@@ -140,7 +138,7 @@ def mark_spans(offsets, counts, spans, cut, removed):  # type: ignore[no-untyped
 @dataclass(frozen=True)
 class WindowsTask:
     """The windows of a split that may be repeated: `NAME.windows` u64 [*, 2], `NAME.spans` u32 [*, 2], `NAME.counts`
-    u32 [documents], and `NAME.rows`, their number, last.
+    u32 [documents].
 
     Args:
         prefix: Of the split's documents and signatures.
@@ -149,7 +147,7 @@ class WindowsTask:
     """
 
     name: str
-    folder: str
+    store: Store
     prefix: str
     anchors: str
     start: int
@@ -160,18 +158,15 @@ class WindowsTask:
 
 
 def sign_windows(task: WindowsTask, scale: int) -> int:
-    """Run a WindowsTask unless its result exists. Returns the number of windows."""
-    out = Path(task.folder) / task.name
-    done = out.with_name(f"{out.name}.rows")
-    if done.exists():
-        return int(json.loads(done.read_bytes()))
-    drop = np.fromfile(task.drop, np.uint8, task.documents, offset=task.document)
-    counts = np.fromfile(f"{task.prefix}.anchor_counts", "<u4")
-    repeated: Any = np.fromfile(task.anchors, np.uint8, int(counts.sum()), offset=task.start)
+    """Run a WindowsTask. Returns the number of windows."""
+    store = task.store
+    drop = store.read_array(task.drop, np.uint8, task.documents, task.document)
+    counts = store.read_array(f"{task.prefix}.anchor_counts", "<u4")
+    repeated: Any = store.read_array(task.anchors, np.uint8, int(counts.sum()), task.start)
     anchor = rows = 0
     with ExitStack() as stack:
-        files = {e: stack.enter_context(open_atomic(f"{out}.{e}")) for e in ("windows", "spans", "counts")}
-        for start, batch in part_batches(f"{task.prefix}.arrow", ["text"]):
+        files = {e: stack.enter_context(store.open(f"{task.name}.{e}")) for e in ("windows", "spans", "counts")}
+        for start, batch in part_batches(store, f"{task.prefix}.arrow", ["text"]):
             offsets, data = text_buffers(batch.column("text"))
             sizes = np.zeros(len(batch), "<u4")
             for row in range(len(batch)):
@@ -191,5 +186,4 @@ def sign_windows(task: WindowsTask, scale: int) -> int:
                 sizes[row] = n
                 rows += n
             files["counts"].write(sizes.data)
-    atomic_write(done, json.dumps(rows).encode())
     return rows

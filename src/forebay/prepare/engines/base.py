@@ -1,6 +1,7 @@
 """The `Engine` protocol, and what its implementations share: attempts, retries with smaller batches, errors.
 
-A task is tried once. If its worker dies or runs out of memory, it is tried again alone, at scale 1 to `MAX_SCALE`.
+A task is tried once. If its worker dies or runs out of memory, it is tried again alone, at scale 1 to `MAX_SCALE`; if
+its machine is lost, as it was.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import pickle
 import signal
 import traceback
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.plugins import load_plugin
+from forebay.storage.store import Store
 
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
+MAX_LOSSES = 20  # Of machines under one task.
 ENGINES = {"local": "forebay.prepare.engines.local:LocalEngine", "ray": "forebay.prepare.engines.ray:RayEngine"}
 
 TICK_S = 1.0
@@ -62,10 +65,10 @@ class Engine(Protocol):
         self.close()
 
 
-def open_engine(engine: str | Engine, workers: int | None, folder: Path, on_message: Notify) -> Engine:
+def open_engine(engine: str | Engine, workers: int | None, store: Store, on_message: Notify) -> Engine:
     """The engine itself, or one by name: `local`, `ray`, an entry point of `forebay.engines` or `module:function`.
 
-    It is called with `workers`, `folder` (in which tasks read and write) and `on_message`.
+    It is called with `workers`, `store` (in which tasks read and write) and `on_message`.
     """
     if not isinstance(engine, str):
         return engine
@@ -73,20 +76,24 @@ def open_engine(engine: str | Engine, workers: int | None, folder: Path, on_mess
         make = load_plugin("forebay.engines", ENGINES.get(engine, engine))
     except UsageError as error:
         raise UsageError(f"engine: expected local, ray or a plug-in, got {engine!r}: {error}") from error
-    opened: Engine = make(workers=workers, folder=folder, on_message=on_message)
+    opened: Engine = make(workers=workers, store=store, on_message=on_message)
     return opened
 
 
 class Attempts:
     """Which task to try next, and at which scale: the policy that all engines share."""
 
-    def __init__(self, tasks: Sequence[Any], weights: Weights, on_message: Notify) -> None:
+    def __init__(
+        self, tasks: Sequence[Any], weights: Weights, on_message: Notify,
+        may_start: Callable[[Any], bool] = lambda task: True,
+    ) -> None:  # fmt: skip
         order = range(len(tasks)) if weights is None else sorted(range(len(tasks)), key=lambda i: -weights[i])
         self._tasks = tasks
-        self._queue = deque(order)
+        self._queue = deque((index, 0) for index in order)
         self._retries: deque[tuple[int, int]] = deque()
         self._alone = False
-        self._on_message = on_message
+        self._losses: Counter[int] = Counter()
+        self._on_message, self._may_start = on_message, may_start
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._retries)
@@ -103,7 +110,11 @@ class Attempts:
         self._alone = bool(self._retries)
         if self._retries:
             return self._retries.popleft()
-        return (self._queue.popleft(), 0) if self._queue else None
+        while self._queue:
+            index, scale = self._queue.popleft()
+            if index in self._losses or self._may_start(self._tasks[index]):
+                return index, scale
+        return None
 
     def died(self, index: int, scale: int, how: str) -> None:
         """Schedule the next smaller scale of a task whose worker died. Raises PrepareError after the last one."""
@@ -115,6 +126,18 @@ class Attempts:
             )
         self._on_message(f"{name} {how}: retried alone with smaller batches (scale {scale + 1} of {MAX_SCALE})")
         self._retries.append((index, scale + 1))
+
+    def lost(self, index: int, scale: int, how: str) -> None:
+        """Schedule a task again whose machine went away. Raises PrepareError after `MAX_LOSSES`."""
+        name = f"task {index} ({label(self._tasks[index])})"
+        self._losses[index] += 1
+        if self._losses[index] > MAX_LOSSES:
+            raise PrepareError(
+                f"{name} {how}, {MAX_LOSSES + 1} times. Finished work is kept: look at the machines, and run the same "
+                "command again."
+            )
+        self._on_message(f"{name} {how}: it runs again (loss {self._losses[index]} of {MAX_LOSSES})")
+        (self._retries if scale else self._queue).appendleft((index, scale))
 
 
 def label(task: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.engines import base, sandbox
+from forebay.storage.store import Store
 
 _EXIT_S = 5.0  # How long a worker whose pipe is closed may take to exit with its own exit code.
 
@@ -76,17 +77,19 @@ class LocalEngine(base.Engine):
     """An engine of processes that are started when a map first needs them, and used for all maps until it is closed.
 
     One worker, or one task before any process was started, runs in this process, where libraries may use all their
-    threads. `workers` is by default the number of cores; `folder` is not used.
+    threads. `workers` is by default the number of cores; `store` is not used.
     """
 
     def __init__(
-        self, workers: int | None, *, folder: Path | None = None, on_message: base.Notify = lambda message: None
+        self, workers: int | None, *, store: Store | None = None, on_message: base.Notify = lambda message: None
     ) -> None:
         if workers is not None and workers < 1:
             raise UsageError(f"workers: expected at least 1, got {workers}.")
         self._on_message = on_message
         self._num_workers = workers or cores()
         self._workers: list[_Worker] = []
+
+    _runs_tasks_here = True  # Those of one process.
 
     def close(self) -> None:
         sandbox.close()  # of the tasks that ran in this process
@@ -102,8 +105,8 @@ class LocalEngine(base.Engine):
     def map(
         self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, weights: base.Weights = None
     ) -> None:
-        attempts = base.Attempts(tasks, weights, self._on_message)
-        if min(self._num_workers, len(tasks)) <= 1 and not self._workers:
+        attempts = base.Attempts(tasks, weights, self._on_message, self._may_start)
+        if self._runs_tasks_here and min(self._num_workers, len(tasks)) <= 1 and not self._workers:
             while (pair := attempts.next(0)) is not None:
                 try:
                     result = run(tasks[pair[0]], pair[1])
@@ -111,7 +114,7 @@ class LocalEngine(base.Engine):
                     attempts.died(*pair, f"ran out of memory ({error})" if str(error) else "ran out of memory")
                 else:
                     on_done(pair[0], result)
-                    self.on_tick()
+                    self._tick()
             return
         try:
             self._map_over_workers(run, tasks, on_done, attempts)
@@ -119,12 +122,19 @@ class LocalEngine(base.Engine):
             self.close()
             raise
 
+    def _may_start(self, task: Any) -> bool:
+        """Whether a task that comes next is to be run; else it is left out."""
+        return True
+
+    def _tick(self) -> None:
+        self.on_tick()
+
     def _map_over_workers(
         self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, attempts: base.Attempts
     ) -> None:
         while True:
             running = sum(worker.task is not None for worker in self._workers)
-            if not self._workers and _may_fork():
+            if tasks and not self._workers and _may_fork():
                 getattr(tasks[0], "load", lambda: None)()
             while len(self._workers) < min(self._num_workers, running + attempts.startable):
                 self._workers.append(_Worker())
@@ -134,7 +144,7 @@ class LocalEngine(base.Engine):
                     running += 1
             if not running and not len(attempts):
                 return
-            self.on_tick()
+            self._tick()
             handles: dict[Any, _Worker] = {h: w for w in self._workers for h in (w.pipe, w.process.sentinel)}
             for worker in dict.fromkeys(handles[handle] for handle in connection.wait(list(handles), base.TICK_S)):
                 self._receive(worker, on_done, attempts)

@@ -1,7 +1,8 @@
 """The Ray engine: the same tasks over a cluster, or over a small one started here. The only importer of ray.
 
 Retries and errors are those of `engines.base`; Ray's own retries are off. A task travels as its pickle and its result
-as a short one: the data is in files, on a file system that all nodes share. A local cluster takes 2 to 10 s to start.
+as a short one: the data is in the store, a bucket or a directory that all nodes share. A local cluster takes 2 to 10 s
+to start.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import os
 import pickle
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from typing import Any
 from forebay.errors import PrepareError, UsageError, install_command
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
+from forebay.storage.store import FolderStore, Store
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
 _STOP_S = 10.0
+_CRASHES = 2  # Of workers under a task before it runs with smaller batches.
 _CPUS_S = 5.0  # How often the cluster is asked for its number of CPUs, as nodes come and go.
 
 
@@ -28,19 +32,24 @@ def _attempt(run: bytes, task: bytes, scale: int) -> Outcome:
     return base.attempt(lambda pair, scale: pickle.loads(pair[0])(pickle.loads(pair[1]), scale), (run, task), scale)
 
 
+def _lost(errors: Any) -> tuple[type[Exception], ...]:
+    """The errors of tasks whose node is gone, or the objects that lay there."""
+    return errors.NodeDiedError, errors.ObjectLostError, errors.LocalRayletDiedError, errors.RaySystemError
+
+
 class RayEngine(Engine):
     """An engine over a Ray cluster, which is found, or started, when the first map begins.
 
     Args:
         workers: None for as many as the cluster has CPUs.
-        folder: Every node must see it under the same path: each is asked for it first.
+        store: Every node must see a directory under the same path: each is asked for it first.
 
     RAY_ADDRESS is `auto`, `host:6379` or `ray://host:10001`. Without one a cluster of this machine is started and ended
     with the engine. A Ray that the caller has initialised is used and left.
     """
 
     def __init__(
-        self, workers: int | None, *, folder: Path | None = None, on_message: Notify = lambda message: None
+        self, workers: int | None, *, store: Store | None = None, on_message: Notify = lambda message: None
     ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
@@ -54,7 +63,7 @@ class RayEngine(Engine):
             ) from error
         self._ray: Any = ray
         self._address = os.environ.get("RAY_ADDRESS") or None
-        self._workers, self._folder, self._on_message = workers, folder, on_message
+        self._workers, self._store, self._on_message = workers, store, on_message
         self._owns_cluster = False
         self._remote: Any = None
 
@@ -92,6 +101,7 @@ class RayEngine(Engine):
     ) -> None:
         function = pickle.dumps(run, pickle.HIGHEST_PROTOCOL)
         limit, asked_at = 0, -_CPUS_S
+        crashes: Counter[int] = Counter()
         while True:
             if time.monotonic() - asked_at >= _CPUS_S:
                 # Twice the CPUs, so that the next task waits at each of them.
@@ -106,23 +116,22 @@ class RayEngine(Engine):
             self.on_tick()
             for reference in ready:
                 index, scale = running.pop(reference)
-                outcome, how = self._outcome(reference)
-                if outcome is not None:
-                    on_done(index, base.result_of(outcome))
+                try:
+                    outcome: Outcome = self._ray.get(reference)
+                except self._ray.exceptions.OutOfMemoryError:
+                    attempts.died(index, scale, "was ended by Ray for memory")
+                except self._ray.exceptions.WorkerCrashedError:
+                    # Of a node that is lost, the worker may be missed first.
+                    crashes[index] += 1
+                    again = attempts.lost if crashes[index] <= _CRASHES else attempts.died
+                    again(index, scale, "died with its worker")
+                except _lost(self._ray.exceptions) as error:
+                    attempts.lost(index, scale, f"lost its node ({type(error).__name__})")
                 else:
-                    attempts.died(index, scale, how)
-
-    def _outcome(self, reference: Any) -> tuple[Outcome | None, str]:
-        errors = self._ray.exceptions
-        try:
-            outcome: Outcome = self._ray.get(reference)
-        except errors.OutOfMemoryError:
-            return None, "was ended by Ray for memory"
-        except errors.WorkerCrashedError:
-            return None, "died with its worker (out of memory?)"
-        except (errors.NodeDiedError, errors.ObjectLostError, errors.LocalRayletDiedError) as error:
-            return None, f"lost its node ({type(error).__name__})"
-        return (None, "ran out of memory") if outcome[0] == "memory" else (outcome, "")
+                    if outcome[0] == "memory":
+                        attempts.died(index, scale, "ran out of memory")
+                    else:
+                        on_done(index, base.result_of(outcome))
 
     def _connect(self) -> None:
         if self._remote is not None:
@@ -141,8 +150,8 @@ class RayEngine(Engine):
                 ) from error
         # Ray's own retries would repeat an attempt that ran out of memory as it was.
         self._remote = self._ray.remote(max_retries=0, num_cpus=1)(_attempt)
-        if self._folder is not None:
-            self._probe(self._folder)
+        if isinstance(self._store, FolderStore):
+            self._probe(self._store.path)
 
     def _options(self) -> dict[str, Any]:
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -166,7 +175,7 @@ class RayEngine(Engine):
                 if not self._ray.get(remote.remote(str(probe.resolve()))):
                     raise PrepareError(
                         f"engine ray: {folder} is not shared with node {node['NodeManagerHostname']}. Put the output "
-                        "(and the inputs) on a file system that all nodes mount under the same path."
+                        "(and the inputs) in a bucket, or on a file system that all nodes mount under the same path."
                     )
         finally:
             probe.unlink(missing_ok=True)

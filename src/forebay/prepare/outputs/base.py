@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from forebay.errors import PrepareError
 from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.report import REPORT_VERSION, write_report
+from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import describe_sample
 from forebay.prepare.stats import Usage
 from forebay.prepare.thresholds import bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
+from forebay.storage.store import Store
 
 _MAX_REJECTS, _MAX_SKIPPED, _MAX_REASONS = 50, 200, 50
-HITS_FILE, REJECTS_FILE, REPORT_FILE = "contamination.jsonl", "rejects.jsonl", "report.html"
+HITS_FILE, REJECTS_FILE = "contamination.jsonl", "rejects.jsonl"
 _MAX_HITS = 20  # Of a set.
 
 
@@ -40,8 +38,8 @@ class Output(Protocol):
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         """Raise UsageError for settings that this output does not have."""
 
-    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
-        """The name, id and lineage of the output in a directory. Raises PrepareError if it is damaged."""
+    def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
+        """The name, id and lineage of the output in a store. Raises PrepareError if it is damaged."""
 
     def write(
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
@@ -63,12 +61,12 @@ def conclude(
     """
     run.progress.set_counts(corpus.stats)
     report = report_data(run, corpus, id, counts, unwritten_bytes)
-    write_report(run.out / REPORT_FILE, report, run.progress.to_json())
+    write_report(run.store, report, run.progress.to_json())
     commit()
     run.progress.complete()
-    shutil.rmtree(run.work)
+    run.work.remove_all()
     skipped = count_reasons(corpus.inputs.skipped)
-    return PrepareResult(run.out, run.recipe.name, id, **counts, skipped=skipped)
+    return PrepareResult(run.path, run.recipe.name, id, **counts, skipped=skipped)
 
 
 def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int = 0) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int =
 def write_empty_report(run: PrepareRun, corpus: Corpus) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
     report = report_data(run, corpus, "", counts_of(corpus, 0))
-    write_report(run.out / REPORT_FILE, report, run.progress.to_json())
+    write_report(run.store, report, run.progress.to_json())
 
 
 def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
@@ -91,9 +89,9 @@ def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
         reasons = count.dropped.most_common(3)
         stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
     if stages:
-        cause = f"dropped by {'; '.join(stages)}. See {run.out / REPORT_FILE}, and loosen these stages."
+        cause = f"dropped by {'; '.join(stages)}. See {run.store.url}/{REPORT_FILE}, and loosen these stages."
     else:
-        cause = f"the inputs hold no documents. See {run.out / REPORT_FILE}."
+        cause = f"the inputs hold no documents. See {run.store.url}/{REPORT_FILE}."
     return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {cause}")
 
 
@@ -131,7 +129,7 @@ def report_data(
             for (stage, reason), samples in stats.samples.items()
             for s in samples
         ],
-        **_rejects(run.out / REJECTS_FILE),
+        **_rejects(run.store),
         **_contamination(run),
         **_sample(run, corpus, counts, unwritten_bytes),
     }
@@ -140,9 +138,9 @@ def report_data(
 def _sample(run: PrepareRun, corpus: Corpus, counts: Mapping[str, Any], unwritten_bytes: int) -> dict[str, Any]:
     if corpus.sampling.is_whole:
         return {}
-    files = (path for folder in (run.work, run.out / "slices", run.out / "text") for path in folder.rglob("*"))
+    files = {name: size for folder in (".work/", "slices/", "text/") for name, size in run.store.sizes(folder).items()}
     # Of tasks: not what is of another size each time, which is small.
-    sizes = (p.stat().st_size for p in files if p.is_file() and p.suffix not in (".stats", ".json", ".rejects"))
+    sizes = (size for name, size in files.items() if not name.endswith((".stats", ".json", ".rejects")))
     usage = Usage()
     for part in (corpus.stats.usage, run.usage):
         usage.add(part)
@@ -161,12 +159,11 @@ def _contamination(run: PrepareRun) -> dict[str, Any]:
         return {}
     sets = {count.name: {**vars(count), "documents": 0} for stage in stages for count in stage.index().sets}  # type: ignore[attr-defined]
     hits = []
-    with suppress(FileNotFoundError), (run.out / HITS_FILE).open(encoding="utf-8") as file:
-        for hit in map(json.loads, file):
-            entry = sets.setdefault(hit["set"], {"name": hit["set"], "documents": 0})
-            entry["documents"] += 1
-            if entry["documents"] <= _MAX_HITS:
-                hits.append(hit)
+    for hit in _lines(run.store, HITS_FILE):
+        entry = sets.setdefault(hit["set"], {"name": hit["set"], "documents": 0})
+        entry["documents"] += 1
+        if entry["documents"] <= _MAX_HITS:
+            hits.append(hit)
     return {"contamination": {"sets": list(sets.values()), "hits": hits}}
 
 
@@ -181,7 +178,7 @@ def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
         for source in split.files:
             counts[source.path, source.sha256][0] += 1
         if text.malformed:
-            for line in Path(f"{corpus.folder}/{text.name}.rejects").read_text("utf-8").splitlines():
+            for line in corpus.store.read(f"{text.prefix}.rejects").splitlines():
                 source = split.files[json.loads(line)["place"]]
                 counts[source.path, source.sha256][1] += 1
     return [
@@ -191,15 +188,21 @@ def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
     ]
 
 
-def _rejects(path: Path) -> dict[str, Any]:
+def _lines(store: Store, name: str) -> Iterator[dict[str, Any]]:
+    """The lines of JSON of an object; none if it is missing."""
+    if store.exists(name):
+        with store.local(name) as path, path.open("rb") as file:
+            yield from map(json.loads, file)
+
+
+def _rejects(store: Store) -> dict[str, Any]:
     """The first malformed records, and how many there are by reason; the rarest reasons are counted together."""
     first: list[dict[str, Any]] = []
     reasons: Counter[str] = Counter()
-    with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        for reject in map(json.loads, file):
-            if len(first) < _MAX_REJECTS:
-                first.append({"where": reject["where"], "reason": reject["reason"]})
-            is_counted = reject["reason"] in reasons or len(reasons) < _MAX_REASONS
-            reasons[reject["reason"] if is_counted else "other reasons"] += 1
+    for reject in _lines(store, REJECTS_FILE):
+        if len(first) < _MAX_REJECTS:
+            first.append({"where": reject["where"], "reason": reject["reason"]})
+        is_counted = reject["reason"] in reasons or len(reasons) < _MAX_REASONS
+        reasons[reject["reason"] if is_counted else "other reasons"] += 1
     common = dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
     return {"rejects": first, "rejected": common}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -25,23 +26,22 @@ from forebay.dataset.manifest import (
     Manifest,
     SliceTable,
 )
-from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
-from forebay.files import atomic_write, open_atomic, sync_directory
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
-from forebay.prepare.extend import TOKENIZER_FILE, link_slices, parent_of
+from forebay.prepare.extend import link_slices, parent_of
 from forebay.prepare.outputs.base import Output, conclude, counts_of, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
-from forebay.prepare.tasks.encode import EncodeTask, encode, finished, left_out_file
-from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, finished_shuffle, plan_shuffle, shuffle
-from forebay.prepare.tasks.slicing import RowShape, finished_slice, plan_row_slices, plan_slices, write_slice
+from forebay.prepare.tasks.encode import EncodeTask, encode, left_out_rows
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, plan_shuffle, shuffle
+from forebay.prepare.tasks.slicing import RowShape, plan_row_slices, plan_slices, write_slice
 from forebay.prepare.tokenize.encoders import EncoderSpec
-from forebay.prepare.tokenize.tokenizers import TokenizerFile
+from forebay.prepare.tokenize.tokenizers import TOKENIZER_FILE, TokenizerFile
 from forebay.storage.listing import shown_path
+from forebay.storage.store import Store
 
 _DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
 _GROUP_ROWS = 1 << 16
@@ -64,27 +64,27 @@ class DatasetOutput(Output):
         if recipe.fim is not None and recipe.rows is not None:
             raise UsageError("fim: expected a dataset of tokens, got [rows] too. Leave out one of the two.")
 
-    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
-        dataset = open_dataset(out)
-        return dataset.name, dataset.id, dataset.manifest.lineage
+    def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
+        manifest = Manifest.from_json(store.read(MANIFEST_FILE))
+        return manifest.name, manifest.id, manifest.lineage
 
     def write(
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        parts = _encode(run, corpus, tokenizer, run.out)
+        parts = _encode(run, corpus, tokenizer, run.store)
         files = {TOKENIZER_FILE: tokenizer.sha256}
         if run.recipe.slice.shuffle:
-            tasks = plan_shuffle(parts, run.tasks)
-            parts = run.map(shuffle, tasks, finished_shuffle, run.count_tasks("shuffle", len(tasks), " buckets"))
+            tasks = plan_shuffle(parts, run.work)
+            parts = run.map(shuffle, tasks, run.count_tasks("shuffle", len(tasks), " buckets"))
         table = _slice(run, parts, tokenizer)
         before = run.parent.num_slices if run.parent is not None else 0
         if run.document_ids:
             earlier = run.parent.path / DOCUMENTS_FILE if run.parent is not None else None
-            files[DOCUMENTS_FILE] = write_documents(run.out / DOCUMENTS_FILE, corpus, parts, earlier)
+            files[DOCUMENTS_FILE] = write_documents(run.store, corpus, parts, earlier)
         documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
         counts = counts_of(corpus, documents, tokens, len(table) - before)
-        atomic_write(run.out / TABLE_FILE, table.to_parquet())
+        run.store.write(TABLE_FILE, table.to_parquet())
         rows = run.recipe.rows is not None
         manifest = Manifest.of(
             table,
@@ -96,7 +96,7 @@ class DatasetOutput(Output):
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
         )
-        commit = partial(atomic_write, run.out / MANIFEST_FILE, manifest.to_json())
+        commit = partial(run.store.write, MANIFEST_FILE, manifest.to_json())
         return conclude(run, corpus, manifest.id, counts, commit)
 
 
@@ -111,40 +111,41 @@ class ReportOutput(Output):
         if document_ids:
             raise UsageError("document ids: expected a dataset of tokens, got a report; see --write-ids.")
 
-    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
-        raise UsageError(f"{out}: expected a dataset, got a report alone. Choose another --to.")
+    def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
+        raise UsageError(f"{store.url}: expected a dataset, got a report alone. Choose another --to.")
 
     def write(
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
         parts = _encode(run, corpus, tokenizer, run.work)
+        run.end_of_tasks()
         counts = counts_of(corpus, sum(part.documents for part in parts), sum(part.tokens for part in parts))
         token_bytes = sum(part.tokens * TOKEN_DTYPES[part.dtype].itemsize for part in parts)
         return conclude(run, corpus, "", counts, unwritten_bytes=token_bytes * (1 + run.recipe.slice.shuffle))
 
 
-def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: Path) -> list[EncodedPart]:
+def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, store: Store) -> list[EncodedPart]:
     """The kept documents as tokens, in parts with at least one; PrepareError if there is none."""
-    examine_kept(corpus, run.recipe.dedup)
+    examine_kept(corpus, run.recipe.dedup, run.map)
     run.progress.set_counts(corpus.stats)
-    atomic_write(folder / TOKENIZER_FILE, tokenizer.data)
+    store.write(TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
-    spec = EncoderSpec.of(tokenizer, folder / TOKENIZER_FILE)
+    spec = EncoderSpec.of(tokenizer, store)
     rendering = recipe.rows.conversations() if recipe.rows else recipe.fim
     if recipe.fim is not None:
         recipe.fim.sentinels(spec)  # fail now rather than in a worker
     occurrences: Counter[str] = Counter()
     tasks = []
     for index, text in enumerate(corpus.texts):
-        part = text.part(str(run.tasks))
+        part = text.part
         keys = Shuffle(recipe.slice.seed, occurrences[part.name]) if recipe.slice.shuffle else None
         occurrences[part.name] += 1
         drop, cut, name = corpus.duplicates(index)
-        tasks.append(EncodeTask(part, spec, str(run.tasks), drop, cut, name, keys, run.document_ids, rendering))
+        tasks.append(EncodeTask(part, spec, run.work, drop, cut, name, keys, run.document_ids, rendering))
     sizes = [text.bytes_out for text in corpus.texts]
-    encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
-    write_ids(run.write_ids, corpus, [left_out_file(task) for task in tasks])
+    encoded = run.map(encode, tasks, run.count_documents("encode", sizes), sizes)
+    write_ids(run.write_ids, corpus, [left_out_rows(task) for task in tasks])
     count = corpus.stats.following("tokenize")
     count.documents_out = sum(result.documents_out for result in encoded)
     count.bytes_out = sum(result.text_bytes for result in encoded)
@@ -158,66 +159,61 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, folder: P
 
 
 def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFile) -> SliceTable:
-    folder = run.out / "slices"
-    plans = run.work / "plans"
-    for path in (folder, plans):
-        path.mkdir(exist_ok=True)
     size, rows, shape = run.recipe.slice, run.recipe.rows, None
     if rows is not None:
         shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.labels, rows.packed)
-        plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
+        plan = plan_row_slices(parts, run.work, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
     else:
-        plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
+        plan = plan_slices(parts, run.work, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
     on_result = run.count_tasks("slice", plan.slices, " slices")
     parent = run.parent
     chunk_bytes = chunk_size(size.bytes) if parent is None else parent.table.chunk_bytes
-    tasks = plan.tasks(run.out, shape, chunk_bytes, parent.num_slices if parent is not None else 0)
-    _discard_other_plans(plans, f"{Path(plan.path).name} {parent_of(parent)}")
-    infos = [*link_slices(run), *run.map(write_slice, tasks, finished_slice, on_result)]
-    sync_directory(folder)
+    tasks = plan.tasks(run.work, run.store, shape, chunk_bytes, parent.num_slices if parent is not None else 0)
+    _discard_other_plans(run, f"{plan.name} {parent_of(parent)}".encode())
+    infos = [*link_slices(run), *run.map(write_slice, tasks, on_result, is_valid=run.has_slice())]
+    run.end_of_tasks()
     leaves = parent.all_leaves() if parent is not None else ()
-    atomic_write(run.out / CHUNKS_FILE, chain(leaves, (task.leaves.read_bytes() for task in tasks)))
-    names = {f"{index:06d}.safetensors" for index in range(len(infos))}
-    for path in folder.iterdir():  # of another plan, or temporary files
-        if path.name not in names:
-            path.unlink()
+    run.store.write(CHUNKS_FILE, chain(leaves, (run.work.read(task.leaves) for task in tasks)))
+    names = {info.name for info in infos}
+    run.store.remove(name for name in run.store.sizes("slices/") if name not in names)  # of another plan
     return SliceTable.from_rows(infos, chunk_bytes)
 
 
-def _discard_other_plans(plans: Path, name: str) -> None:
-    """Remove the marks of slices that a run of another plan finished, as this one replaces their files."""
-    current = plans / "current"
-    if not current.exists() or current.read_text() != name:
-        for mark in plans.glob("slices-*-*.json"):
-            mark.unlink()
-        atomic_write(current, name.encode())
+def _discard_other_plans(run: PrepareRun, plan: bytes) -> None:
+    """Remove the slices of another plan, which this one would replace."""
+    with suppress(FileNotFoundError):
+        if run.work.read("plans/current") == plan:
+            return
+    run.store.remove(run.store.sizes("slices/"))
+    run.work.write("plans/current", plan)
 
 
-def write_documents(path: Path, corpus: Corpus, parts: Sequence[EncodedPart], parent: Path | None = None) -> str:
+def write_documents(store: Store, corpus: Corpus, parts: Sequence[EncodedPart], parent: Path | None = None) -> str:
     """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256.
 
     The rows of the file `parent` come first.
     """
     splits: dict[str, tuple[InputSplit, int]] = {}
     for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
-        splits.setdefault(text.part(corpus.folder).name, (split, first_row))
-    with open_atomic(path) as file, pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
-        if parent is not None:
-            with pq.ParquetFile(parent) as earlier:
-                for group in range(earlier.num_row_groups):
-                    table.write_table(earlier.read_row_group(group).cast(_DOCUMENTS_SCHEMA), _GROUP_ROWS)
-        documents = _documents(splits, parts)
-        while rows := list(islice(documents, _GROUP_ROWS)):
-            columns = [pa.array(column) for column in zip(*rows)]
-            table.write_table(pa.table(columns, schema=_DOCUMENTS_SCHEMA), _GROUP_ROWS)
-    return hash_file(path)
+        splits.setdefault(text.key, (split, first_row))
+    with store.open(DOCUMENTS_FILE, replace=True) as file:
+        with pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
+            if parent is not None:
+                with pq.ParquetFile(parent) as earlier:
+                    for group in range(earlier.num_row_groups):
+                        table.write_table(earlier.read_row_group(group).cast(_DOCUMENTS_SCHEMA), _GROUP_ROWS)
+            documents = _documents(corpus.store, splits, parts)
+            while rows := list(islice(documents, _GROUP_ROWS)):
+                columns = [pa.array(column) for column in zip(*rows)]
+                table.write_table(pa.table(columns, schema=_DOCUMENTS_SCHEMA), _GROUP_ROWS)
+        return hash_file(file)
 
 
 def _documents(
-    splits: dict[str, tuple[InputSplit, int]], parts: Sequence[EncodedPart]
+    store: Store, splits: dict[str, tuple[InputSplit, int]], parts: Sequence[EncodedPart]
 ) -> Iterator[tuple[str, str, str]]:
     for part in parts:
-        with part.file("ids").open("rb") as lines:
+        with store.local(part.object("ids")) as path, path.open("rb") as lines:
             for line in lines:
                 name, index, own_id, url, inner = json.loads(line)
                 split, first_row = splits[name]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
-from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
@@ -36,12 +35,15 @@ from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
+from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
+from forebay.storage.store import FolderStore, Store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
 
 MODEL_FILE = "model.arpa"
+_VERSION = 1  # Changed when the same documents would give other files.
 
 
 class _MarkedOutput(Output):
@@ -51,25 +53,25 @@ class _MarkedOutput(Output):
         if document_ids:
             raise UsageError(f"document ids: expected a dataset of tokens, got {self.name}; see --write-ids.")
 
-    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
-        data = (out / self.marker).read_bytes()
+    def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
+        data = store.read(self.marker)
         try:
             content = json.loads(data)
             return content["name"], hashlib.sha256(data).hexdigest(), content["lineage"]
         except (ValueError, KeyError, TypeError) as error:
             raise PrepareError(
-                f"{out / self.marker}: damaged. Choose another directory, or remove this one."
+                f"{store.url}/{self.marker}: damaged. Choose another directory, or remove this one."
             ) from error
 
     def write(
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
-        examine_kept(corpus, run.recipe.dedup)
+        examine_kept(corpus, run.recipe.dedup, run.map)
         content = self.write_content(run, corpus)
         counts = counts_of(corpus, corpus.stats.last.documents_out)
         content |= {"name": run.recipe.name, "lineage": {**lineage, "counts": counts}}
         data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
-        commit = partial(atomic_write, run.out / self.marker, data)
+        commit = partial(run.store.write, self.marker, data)
         return conclude(run, corpus, hashlib.sha256(data).hexdigest(), counts, commit)
 
     @abstractmethod
@@ -96,16 +98,21 @@ class LanguageModelOutput(_MarkedOutput):
     def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
-        settings, path = run.recipe.lm or LanguageModel(), run.out / MODEL_FILE
-        model = train_lm(_texts(run, corpus), path, order=settings.order, vocab_limit=settings.vocab_limit)
-        return {"model": {**asdict(model), "sha256": hash_file(path)}}
+        run.end_of_tasks()
+        settings = run.recipe.lm or LanguageModel()
+        with run.work.scratch() as folder:
+            path = folder / MODEL_FILE
+            model = train_lm(_texts(run, corpus), path, order=settings.order, vocab_limit=settings.vocab_limit)
+            sha256 = hash_file(path)
+            run.store.put(MODEL_FILE, path)
+        return {"model": {**asdict(model), "sha256": sha256}}
 
 
 def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
     for index in range(len(corpus.texts)):
         codes = corpus.drop_codes(index)
         _, cut, _ = corpus.duplicates(index)
-        for start, batch in part_batches(corpus.arrow(index), ["text", COPIES]):
+        for start, batch in part_batches(corpus.store, corpus.arrow(index), ["text", COPIES]):
             texts = cut.cut(batch.column("text"), start) if cut is not None else batch.column("text")
             rows = np.flatnonzero(codes[start : start + batch.num_rows] == 0)
             if COPIES in batch.schema.names:
@@ -118,6 +125,7 @@ class ExportTask:
     """The kept documents of one split to `out/text/INDEX.parquet`; `first_row` is `source_ids.first_rows`.
 
     With `subsets` each has a folder: `out/text/SUBSET/INDEX.parquet`. `recorded` says what made the columns of scores.
+    `dedup_name` is a hash of all that `drop` and `cut` depend on.
     """
 
     arrow: str
@@ -126,7 +134,9 @@ class ExportTask:
     first_row: int
     drop: Flags | None
     cut: Cutter | None
-    out: str
+    dedup_name: str
+    work: Store
+    out: Store
     index: int
     subsets: tuple[str, ...] = ()
     recorded: str = "{}"
@@ -138,10 +148,16 @@ class ExportTask:
     def file(self, subset: str) -> str:
         return f"text/{subset}{'/' if subset else ''}{self.index:06d}.parquet"
 
+    @cached_property
+    def name(self) -> str:
+        """A hash of all that the result depends on."""
+        fields = [_VERSION, self.arrow, self.first_row, self.dedup_name, self.index, self.subsets, self.recorded]
+        return hash_json(fields)
+
     @property
-    def left_out(self) -> Path:
-        """The file of the rows, u32, that are no duplicates and yet have no text."""
-        return Path(self.arrow).with_name(f"{self.index:06d}.left")
+    def left_out(self) -> str:
+        """The name of the rows, u32, that are no duplicates and yet have no text."""
+        return f"text/{self.name}.left"
 
 
 @dataclass(frozen=True)
@@ -158,25 +174,28 @@ def export_files(run: PrepareRun, corpus: Corpus) -> list[ExportedFile]:
     """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
     names = dict.fromkeys(stage.subset for stage in run.recipe.stages if isinstance(stage, Subset))
     subsets = tuple(dict.fromkeys([*names, "rest"])) if names else ()
-    for subset in subsets or ("",):
-        (run.out / "text" / subset).mkdir(parents=True, exist_ok=True)
+    if isinstance(run.store, FolderStore):  # also of a subset without documents
+        for subset in subsets:
+            run.store.directory(f"text/{subset}")
     recorded = json.dumps({**run.recorded, **recorded_scores(run.recipe.stages)}, sort_keys=True)
     tasks = []
     for index, (text, first_row) in enumerate(zip(corpus.texts, corpus.first_rows)):
-        drop, cut, _ = corpus.duplicates(index)
+        drop, cut, name = corpus.duplicates(index)
         tasks.append(
             ExportTask(
-                corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, str(run.out),
-                index, subsets, recorded,
+                corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, name, run.work,
+                run.store, index, subsets, recorded,
             )
         )  # fmt: skip
     on_result = run.count_tasks("text out", len(tasks), " files")
-    results = run.map(export_split, tasks, on_result=on_result)
+    sizes = run.store.sizes("text/")
+    is_valid = lambda result: all(sizes.get(file.file) == file.bytes for file in result[0])  # noqa: E731
+    results = run.map(export_split, tasks, on_result, is_valid=is_valid)
+    run.end_of_tasks()
     files = [file for exported, _, _ in results for file in exported]
     write_ids(run.write_ids, corpus, [task.left_out for task in tasks])
-    for path in (run.out / "text").rglob("*"):
-        if path.is_file() and str(path.relative_to(run.out)) not in {file.file for file in files}:
-            path.unlink()
+    current = {file.file for file in files}
+    run.store.remove(name for name in run.store.sizes("text/") if name not in current)  # of another recipe
     written, empty = sum(file.documents for file in files), sum(left_out for _, left_out, _ in results)
     if corpus.stats.last.documents_out != written or empty:
         count = corpus.stats.following("text")
@@ -195,9 +214,10 @@ def export_split(task: ExportTask, scale: int = 0) -> tuple[list[ExportedFile], 
     documents: Counter[str] = Counter()
     text_bytes = 0
     writers: dict[str, pq.ParquetWriter] = {}
+    opened: dict[str, BinaryIO] = {}
     left_out = [np.empty(0, np.int64)]
     with ExitStack() as stack:
-        for start, batch in part_batches(task.arrow):
+        for start, batch in part_batches(task.work, task.arrow):
             ids = [source_id(task.split, batch, row, task.first_row) for row in range(batch.num_rows)]
             texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
             retained = drop[start : start + batch.num_rows] == 0
@@ -215,16 +235,18 @@ def export_split(task: ExportTask, scale: int = 0) -> tuple[list[ExportedFile], 
                 if not len(chosen := rows[of_rows == subset]):
                     continue
                 if subset not in writers:
-                    file = stack.enter_context(open_atomic(Path(task.out) / task.file(subset)))
+                    file = stack.enter_context(task.out.open(task.file(subset), replace=True))
+                    opened[subset] = file
                     writers[subset] = stack.enter_context(pq.ParquetWriter(file, table.schema, compression="zstd"))
                 writers[subset].write_table(table.take(pa.array(chosen)))
                 documents[subset] += len(chosen)
                 text_bytes += int(lengths[chosen].sum())
-    atomic_write(task.left_out, np.concatenate(left_out).astype("<u4").tobytes())
-    files = []
-    for subset, number in documents.items():
-        path = Path(task.out) / task.file(subset)
-        files.append(ExportedFile(task.file(subset), number, path.stat().st_size, hash_file(path)))
+        files = []
+        for subset, number in documents.items():
+            writers[subset].close()
+            size = opened[subset].seek(0, os.SEEK_END)
+            files.append(ExportedFile(task.file(subset), number, size, hash_file(opened[subset])))
+    task.work.write(task.left_out, np.concatenate(left_out).astype("<u4").tobytes())
     return files, sum(map(len, left_out)), text_bytes
 
 

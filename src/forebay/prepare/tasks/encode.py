@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +21,12 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
-from forebay.files import atomic_write, commit_files, temporary_directory
 from forebay.prepare.documents import part_batches
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, sort_part
 from forebay.prepare.tokenize.encoders import LONG_CHARS, EncoderSpec, encode_column, encode_long
 from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
+from forebay.storage.store import FolderStore, Store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
@@ -42,7 +41,7 @@ _CHANGES = ("truncated", "fill_in_the_middle")  # What a rendering counts of doc
 
 @dataclass(frozen=True)
 class TextPart:
-    """Kept documents of a split: an Arrow file of `documents` rows.
+    """Kept documents of a split: an Arrow file of `documents` rows, by its name in the store.
 
     `name` is the key of random choices: a hash of the input and the recipe, without library versions.
     """
@@ -67,7 +66,7 @@ class EncodeTask:
 
     part: TextPart
     spec: EncoderSpec
-    folder: str
+    store: Store
     drop: Flags | None = None
     cut: Cutter | None = None
     dedup_name: str = ""
@@ -86,7 +85,7 @@ class EncodeTask:
         library = version("tokenizers") if self.spec.kind != "bytes" else ""
         rendering = self.rendering.fields if self.rendering else None
         fields = [
-            TASK_VERSION, library, self.part.name, Path(self.part.arrow).name, self.spec.fields, self.dedup_name,
+            TASK_VERSION, library, self.part.name, self.part.arrow, self.spec.fields, self.dedup_name,
             asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering,
         ]  # fmt: skip
         return hash_json(fields)
@@ -112,11 +111,9 @@ class EncodeResult:
 
 
 def encode(task: EncodeTask, scale: int = 0) -> EncodeResult:
-    """Run the task unless it is finished. Memory is about 40 batches of 4 MiB, a quarter a scale."""
-    if (done := finished(task)) is not None:
-        return done
-    with temporary_directory(Path(task.folder) / task.name) as folder, ExitStack() as stack:
-        part = EncodedPart(str(folder), task.name, 0, 0, task.dtype, task.shuffle is not None, task.with_ids)
+    """Run the task. Memory is about 40 batches of 4 MiB, a quarter a scale."""
+    with ExitStack() as stack:
+        part = EncodedPart(f"tokens/{task.name}", 0, 0, task.dtype, task.shuffle is not None, task.with_ids)
         result, outputs = EncodeResult(part), _Outputs(task, part, stack)
         for batch, first_row in _batches(task, max(_BATCH_BYTES >> (2 * scale), 1 << 16)):
             _encode_batch(task, result, outputs, batch, first_row)
@@ -126,32 +123,16 @@ def encode(task: EncodeTask, scale: int = 0) -> EncodeResult:
                 f"{result.documents_in}. Remove .work and run again."
             )
         result.part = outputs.commit()
-    plain = asdict(result)
-    plain["part"]["folder"] = ""  # The directory may be moved.
-    atomic_write(_mark(task), json.dumps(plain).encode())
     return result
 
 
-def finished(task: EncodeTask) -> EncodeResult | None:
-    """The result of a task that an earlier run committed; None if there is none."""
-    try:
-        plain = json.loads(_mark(task).read_bytes())
-        return EncodeResult(**{**plain, "part": EncodedPart(**{**plain["part"], "folder": task.folder})})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def left_out_file(task: EncodeTask) -> Path:
-    """The file of the rows, u32, that are no duplicates and yet have no tokens."""
-    return Path(task.folder) / f"{task.name}.left"
-
-
-def _mark(task: EncodeTask) -> Path:
-    return Path(task.folder) / f"{task.name}.json"
+def left_out_rows(task: EncodeTask) -> str:
+    """The name of the rows, u32, that are no duplicates and yet have no tokens."""
+    return f"tokens/{task.name}.left"
 
 
 def _batches(task: EncodeTask, batch_bytes: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-    for row, batch in part_batches(task.part.arrow):
+    for row, batch in part_batches(task.store, task.part.arrow):
         sizes = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False))
         start = 0
         while start < len(batch):
@@ -167,9 +148,9 @@ def _encode_batch(
     rows = np.arange(first_row, first_row + len(batch))
     result.documents_in += len(batch)
     if task.drop is not None:
-        drop = np.fromfile(task.drop.path, np.uint8, count=len(batch), offset=task.drop.start + first_row)
+        drop = task.drop.load(first_row, len(batch))
         if len(drop) != len(batch):
-            raise PrepareError(f"{task.drop.path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
+            raise PrepareError(f"{task.drop.name}: expected {task.part.documents} bytes of an earlier run, got fewer.")
         _count(result.dropped, {"duplicate": int((drop != 0).sum())})
     texts = batch.column("text")
     if task.cut is not None:
@@ -223,7 +204,12 @@ def _count(counts: dict[str, int], more: dict[str, int]) -> None:
 class _Outputs:
     def __init__(self, task: EncodeTask, part: EncodedPart, stack: ExitStack) -> None:
         self._task, self._part, self._id_bytes = task, part, 0
-        self._files = {kind: stack.enter_context(part.file(kind).open("xb")) for kind in part.kinds}
+        # Those of a part that is still to be sorted are files of this task alone.
+        self._store: Store = task.store
+        if task.shuffle is not None:
+            self._store = FolderStore(str(stack.enter_context(task.store.scratch())))
+        self._stack = stack.enter_context(ExitStack())
+        self._files = {kind: self._stack.enter_context(self._store.open(part.object(kind))) for kind in part.kinds}
         self.left_out: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
 
     def write(
@@ -243,21 +229,18 @@ class _Outputs:
         self._part = replace(part, documents=part.documents + len(lengths), tokens=part.tokens + len(tokens))
 
     def commit(self) -> EncodedPart:
-        for file in self._files.values():
-            file.close()
-        written, part = self._part, replace(self._part, folder=self._task.folder)
-        if part.with_keys:
-            sort_part(written, part)
-        else:
-            commit_files({written.file(kind): part.file(kind) for kind in written.kinds})
-        atomic_write(left_out_file(self._task), np.concatenate(self.left_out).astype("<u4").tobytes())
-        return part
+        self._stack.close()
+        if self._part.with_keys:
+            sort_part(self._part, self._store, self._task.store)
+        left_out = np.concatenate(self.left_out).astype("<u4")
+        self._task.store.write(left_out_rows(self._task), left_out.tobytes())
+        return self._part
 
 
 _PART_BYTES = 4 << 20
 
 
-def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
+def sample_texts(store: Store, parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
     """Texts of at most `limit` bytes: parts in the order of a keyed hash, and of each the first 4 MiB, or an equal
     share of the limit if that is more. A function of the parts' names and contents, the seed and the limit.
     """
@@ -268,8 +251,8 @@ def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES
     share, remaining = max(_PART_BYTES, limit // max(1, len(parts))), limit
     for part in sorted(parts, key=key):
         here = min(share, remaining)
-        texts = (text for _, batch in part_batches(part.arrow, ["text"]) for text in batch.column("text").to_pylist())
-        for text in texts:
+        batches = part_batches(store, part.arrow, ["text"])
+        for text in (text for _, batch in batches for text in batch.column("text").to_pylist()):
             data = text.encode()[:here]
             excerpt = data.decode("utf-8", "ignore")
             here, remaining = here - len(data), remaining - len(data)

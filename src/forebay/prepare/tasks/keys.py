@@ -11,8 +11,14 @@ from typing import Any
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_stored
 from forebay.prepare.documents import Stage, without_paths
+from forebay.storage.base import BUCKET_SCHEMES
+from forebay.storage.digests import digest_of_read
+from forebay.storage.hub import HubReadError
+
+_SCHEMES = (*BUCKET_SCHEMES, "http", "https", "hf")
+_HUB_SHA256 = "sha256:"  # Begins the version of a large file of the hub.
 
 _LIBRARIES = {
     "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",),
@@ -47,14 +53,32 @@ def random_key(content: str, split: InputSplit, sha256s: Mapping[str, str]) -> s
     return hash_json([sources, [split.start, split.stop], content])
 
 
+def has_content(source: InputFile) -> bool:
+    """Whether a source is bytes at a path or URL: not rows of a library, nor a part of a source of the user's."""
+    scheme, separator, _ = source.path.partition("://")
+    return not separator or (scheme in _SCHEMES and source.format != "hub")
+
+
 def hash_source(source: InputFile) -> str:
-    """The SHA-256 of a local source; "" for one at a URL, and for one that cannot be read."""
-    if "://" in source.path:
+    """The SHA-256 of the bytes of a source; "" for one that has none or cannot be read.
+
+    A URL that this process has just read from its start to its end is not read again.
+    """
+    if not has_content(source):
         return ""
+    if source.version.startswith(_HUB_SHA256):
+        return source.version.removeprefix(_HUB_SHA256)
     try:
-        return hash_file(Path(source.path))
+        if "://" not in source.path:
+            return hash_file(Path(source.path))
+        if digest := digest_of_read(source.path, source.version):
+            return digest
+        with open_stored(source) as file:
+            return hash_file(file)
     except OSError:
         return ""
+    except HubReadError as failure:
+        raise failure.error from failure
 
 
 def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:

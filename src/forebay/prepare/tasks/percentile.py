@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forebay.errors import PrepareError
-from forebay.files import atomic_write
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, part_batches
@@ -29,13 +26,9 @@ from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.stages import Rejects, json_line, run_stages
-from forebay.prepare.tasks.text import (
-    TextResult,
-    commit_text,
-    finished_text,
-    open_documents,
-)
+from forebay.prepare.tasks.text import TextResult, open_documents, with_stats
 from forebay.prepare.thresholds import float_keys, float_of
+from forebay.storage.store import Store
 
 SEGMENT_VERSION = 2
 _MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.
@@ -46,10 +39,15 @@ Map = Callable[[Callable[["_CountTask", int], dict[int, int]], Sequence["_CountT
 
 @dataclass(frozen=True)
 class _CountTask:
+    store: Store
     arrows: tuple[str, ...]
     column: str
     shift: int
     prefixes: tuple[int, ...]  # of the bits above those that this pass counts
+
+    @cached_property
+    def name(self) -> str:
+        return hash_json([self.arrows, self.column, self.shift, self.prefixes])
 
     @property
     def label(self) -> str:
@@ -61,7 +59,7 @@ def _count(task: _CountTask, scale: int = 0) -> dict[int, int]:
     counts: Counter[int] = Counter()
     shift, prefixes = np.uint64(task.shift), np.array(task.prefixes, np.uint64)
     for arrow in task.arrows:
-        for _, batch in part_batches(arrow, [task.column]):
+        for _, batch in part_batches(task.store, arrow, [task.column]):
             if not batch.num_rows:
                 continue
             values = number_column(batch, task.column, "percentile")
@@ -75,7 +73,7 @@ def _count(task: _CountTask, scale: int = 0) -> dict[int, int]:
 
 
 def column_percentiles(
-    arrows: Sequence[str], column: str, percentiles: Sequence[float], map_tasks: Map
+    store: Store, arrows: Sequence[str], column: str, percentiles: Sequence[float], map_tasks: Map
 ) -> tuple[float, ...]:
     """The numbers at percentiles of a column: with n numbers in order that of index floor(n * percentile / 100).
 
@@ -87,7 +85,8 @@ def column_percentiles(
     prefixes, ranks = [0] * len(inner), [0] * len(inner)
     for shift in range(64 - _BITS, -1, -_BITS) if inner else ():
         counts: Counter[int] = Counter()
-        for part in map_tasks(_count, [_CountTask(g, column, shift, tuple(sorted(set(prefixes)))) for g in groups]):
+        before = tuple(sorted(set(prefixes)))
+        for part in map_tasks(_count, [_CountTask(store, group, column, shift, before) for group in groups]):
             counts.update(part)
         total = counts.pop(-1, 0)
         if not total:
@@ -117,7 +116,7 @@ class SegmentTask:
     stages: tuple[Stage, ...]
     earlier: tuple[str, ...]
     dedup: Dedup | None
-    folder: str
+    store: Store
     recipe_key: str
     limits: Limits = field(default_factory=Limits)
 
@@ -129,7 +128,7 @@ class SegmentTask:
 
     @property
     def prefix(self) -> str:
-        return f"{self.folder}/{self.name}"
+        return f"tasks/{self.name}"
 
     @property
     def label(self) -> str:
@@ -137,31 +136,30 @@ class SegmentTask:
 
 
 def process_segment(task: SegmentTask, scale: int) -> TextResult:
-    """Run the stages over the part, sign what is kept, and commit it. `scale` is not used: batches stay as they are."""
-    if (finished := finished_text(task.prefix)) is not None:
-        return finished
+    """Run the stages over the part, and sign what is kept. `scale` is not used: batches stay as they are."""
     stats, rejects = StageStats(), Rejects(task.split)
-    with open_documents(task.prefix, task.dedup) as out:
-        for _, batch in part_batches(task.part.arrow):
+    with open_documents(task.store, task.prefix, task.dedup) as out:
+        for _, batch in part_batches(task.store, task.part.arrow):
             for kept_rows in run_stages(task, batch, stats, rejects):
                 out.add(kept_rows)
     stats.usage.count("dedup", out.signing_s)
-    try:
-        before = Path(f"{task.folder}/{task.text.name}.rejects").read_bytes()
-    except OSError as error:
-        raise PrepareError(
-            f"{error.filename}: cannot read an earlier step's rejects: {error.strerror}. Remove .work and run again."
-        ) from error
-    atomic_write(Path(f"{task.prefix}.rejects"), [before, *map(json_line, rejects.rejects)])
     malformed = task.text.malformed + rejects.malformed
-    result = replace(task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes, malformed=malformed)
-    return commit_text(task.prefix, stats, result, task.split, rejects.rejects)
+    if malformed:
+        before = task.store.read(f"{task.text.prefix}.rejects") if task.text.malformed else b""
+        task.store.write(f"{task.prefix}.rejects", [before, *map(json_line, rejects.rejects)])
+    result = replace(
+        task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes, malformed=malformed, hits=0,
+        signed=out.signed,
+    )  # fmt: skip
+    return with_stats(task.store, stats, result, task.split, rejects.rejects)
 
 
-def thresholds_of(stage: Any, arrows: Sequence[str], map_tasks: Map) -> tuple[Stage, list[dict[str, Any]]]:
+def thresholds_of(
+    store: Store, stage: Any, arrows: Sequence[str], map_tasks: Map
+) -> tuple[Stage, list[dict[str, Any]]]:
     """The stage with the percentiles that it needs, and a description of each for the report."""
     column, percentiles = stage.percentiles
-    values = column_percentiles(arrows, column, percentiles, map_tasks)
+    values = column_percentiles(store, arrows, column, percentiles, map_tasks)
     chosen = [
         {"stage": stage.name, "column": column, "percentile": percentile, "value": value}
         for percentile, value in zip(percentiles, values)

@@ -2,29 +2,31 @@
 
 A document's key is a word of our counter-based generator under (seed, its part's name, its row). ENCODE sorts each part
 by key; a SHUFFLE task merges one range of keys of all parts. Ties are in the order of the parts, then of the rows.
-Costs: the tokens are written and read twice more; memory is 3 x 64 MiB by default; each part is opened once a bucket,
-so that 1 TiB of tokens in parts of 64 MiB is 10**8 reads of about 8 KiB, some tens of minutes over all processes.
+Costs: the tokens are written and read twice more; memory is 3 x 64 MiB by default; each part is read once a bucket, so
+that 1 TiB of tokens in parts of 64 MiB is 10**8 reads of about 8 KiB, some tens of minutes over all processes. As keys
+are uniform, where a bucket begins in a part is guessed, and the keys near there are read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
-from forebay.files import atomic_write
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.tasks.keys import hash_json
+from forebay.storage.store import Store
 
-TASK_VERSION = 2
+TASK_VERSION = 3
 BUCKET_BYTES = 64 << 20
 KINDS = ("tokens", "ends", "ids", "id_ends", "keys")
 _MEMORY_BYTES = 256 << 20
@@ -41,13 +43,12 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """Documents as tokens in files `folder/stem.KIND`, which ENCODE and SHUFFLE write and slicing reads.
+    """Documents as tokens in objects `STEM.KIND`, which ENCODE and SHUFFLE write and slicing reads.
 
     `tokens` (of `dtype`), `ends` (U64 [documents], exclusive); with ids `ids` (a JSON line a document) and `id_ends`
     (U64); in the order of keys, `keys` (U64, rising).
     """
 
-    folder: str
     stem: str
     documents: int
     tokens: int
@@ -55,13 +56,13 @@ class EncodedPart:
     with_keys: bool = False
     with_ids: bool = False
 
-    def file(self, kind: str) -> Path:
-        """The path of its `tokens`, `ends`, `ids`, `id_ends` or `keys`."""
-        return Path(self.folder) / f"{self.stem}.{kind}"
+    def object(self, kind: str) -> str:
+        """The name of its `tokens`, `ends`, `ids`, `id_ends` or `keys`."""
+        return f"{self.stem}.{kind}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The files that it has."""
+        """The objects that it has."""
         present = {"ids": self.with_ids, "id_ends": self.with_ids, "keys": self.with_keys}
         return tuple(kind for kind in KINDS if present.get(kind, True))
 
@@ -78,125 +79,148 @@ def document_keys(shuffle: Shuffle, part_name: str, rows: NDArray[np.int64]) -> 
 
 @dataclass(frozen=True)
 class ShuffleTask:
-    """All documents of `parts` with keys in [first_key, last_key], to one part. The parts are in the file `plan`."""
+    """All documents of `parts` with keys in [first_key, last_key], to one part. The object `plan` lists the parts."""
 
     plan: str
     index: int
     first_key: int
     last_key: int
-    folder: str
+    store: Store
 
     @property
     def name(self) -> str:
         """A hash of the parts and the range of keys."""
-        return hash_json([TASK_VERSION, Path(self.plan).stem, self.first_key, self.last_key])
+        return hash_json([TASK_VERSION, self.plan, self.first_key, self.last_key])
 
 
-def plan_shuffle(
-    parts: Sequence[EncodedPart], folder: Path | str, bucket_bytes: int = BUCKET_BYTES
-) -> list[ShuffleTask]:
+def plan_shuffle(parts: Sequence[EncodedPart], store: Store, bucket_bytes: int = BUCKET_BYTES) -> list[ShuffleTask]:
     """Tasks whose results, in this order, are the documents of all parts in the order of their keys.
 
-    Writes one small file, the list of the parts, into `folder`. All parts have keys, one dtype, ids all or none.
+    Writes one small object, the list of the parts. All parts have keys, one dtype, ids all or none.
     """
     if not parts:
         return []
-    # The name is without the folder, which may be moved between runs.
-    name = hash_json([{**asdict(part), "folder": ""} for part in parts])
-    path = Path(folder) / f"shuffle-{name}.plan"
-    data = json.dumps([asdict(part) for part in parts]).encode()
-    if not path.exists() or path.read_bytes() != data:
-        atomic_write(path, data)
+    plan = write_parts(store, "plans/shuffle", parts)
     size = sum(part.tokens * part.itemsize + 32 * part.documents for part in parts)
     count = max(1, -(-size // bucket_bytes))
     edges = [(index << 64) // count for index in range(count + 1)]
-    return [ShuffleTask(str(path), i, edges[i], edges[i + 1] - 1, str(folder)) for i in range(count)]
+    return [ShuffleTask(plan, i, edges[i], edges[i + 1] - 1, store) for i in range(count)]
+
+
+def write_parts(store: Store, stem: str, parts: Sequence[EncodedPart], settings: Any = None) -> str:
+    """Write a list of parts to an object whose name, which is returned, is a hash of it and of the settings."""
+    data = json.dumps([asdict(part) for part in parts]).encode()
+    name = f"{stem}-{hash_json([hashlib.sha256(data).hexdigest(), settings])}"
+    store.create(name, data)
+    return name
+
+
+@lru_cache(maxsize=2)
+def read_parts(store: Store, name: str) -> tuple[EncodedPart, ...]:
+    """A list of parts that `write_parts` wrote."""
+    return tuple(EncodedPart(**plain) for plain in json.loads(store.read(name)))
 
 
 def shuffle(task: ShuffleTask, scale: int = 0) -> EncodedPart:
-    """Run the task unless it is finished. At scale 1 and up no bucket is in memory at once."""
-    if (done := finished_shuffle(task)) is not None:
-        return done
-    parts = [EncodedPart(**plain) for plain in json.loads(Path(task.plan).read_bytes())]
-    sources = [run for part in parts if len((run := _Run.of(part, task.first_key, task.last_key)).keys)]
+    """Run the task. At scale 1 and up no bucket is in memory at once."""
+    parts = read_parts(task.store, task.plan)
+    runs = (_Run.of(task.store, part, task.first_key, task.last_key) for part in parts)
+    sources = [run for run in runs if len(run.keys)]
     keys = np.concatenate([np.empty(0, np.uint64), *[source.keys for source in sources]])
     order = np.argsort(keys, kind="stable")  # Parts stand in their order, rows in theirs: ties keep it.
     first = parts[0]
     tokens = sum(int(source.token_edges[-1] - source.token_edges[0]) for source in sources)
-    result = EncodedPart(task.folder, task.name, len(keys), tokens, first.dtype, True, first.with_ids)
-    _write_sorted(result, sources, keys[order], order, in_memory=scale == 0)
-    atomic_write(result.file("json"), json.dumps({**asdict(result), "folder": ""}).encode())
+    result = EncodedPart(f"tokens/{task.name}", len(keys), tokens, first.dtype, True, first.with_ids)
+    _write_sorted(task.store, result, sources, keys[order], order, in_memory=scale == 0)
     return result
 
 
-def finished_shuffle(task: ShuffleTask) -> EncodedPart | None:
-    """The result of a task that an earlier run committed; None if there is none."""
-    try:
-        plain = json.loads((Path(task.folder) / f"{task.name}.json").read_bytes())
-        return EncodedPart(**{**plain, "folder": task.folder})
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def sort_part(part: EncodedPart, result: EncodedPart) -> None:
-    """Write the documents of a part, as ENCODE appended them, to the files of `result`, in the order of their keys."""
-    source = _Run.of(part, 0, (1 << 64) - 1, is_sorted=False)
-    order = np.argsort(source.keys, kind="stable")
-    _write_sorted(result, [source], source.keys[order], order, in_memory=True)
+def sort_part(part: EncodedPart, source: Store, store: Store) -> None:
+    """Write the documents of a part, as ENCODE appended them to files, to the store, in the order of their keys."""
+    run = _Run.of(source, part, 0, (1 << 64) - 1, is_sorted=False)
+    order = np.argsort(run.keys, kind="stable")
+    _write_sorted(store, part, [run], run.keys[order], order, in_memory=True)
 
 
 @dataclass(frozen=True)
 class _Run:
     """Consecutive documents of a part: their keys, and where each begins and ends in its `tokens` and `ids`."""
 
+    store: Store
     part: EncodedPart
     keys: NDArray[np.uint64]
     token_edges: NDArray[np.int64]
     id_edges: NDArray[np.int64]
 
     @classmethod
-    def of(cls, part: EncodedPart, first_key: int, last_key: int, *, is_sorted: bool = True) -> _Run:
-        start, stop = 0, part.documents
+    def of(cls, store: Store, part: EncodedPart, first_key: int, last_key: int, *, is_sorted: bool = True) -> _Run:
         if is_sorted:
-            with part.file("keys").open("rb") as file:
-                start = _bisect(file, part.documents, first_key)
-                stop = _bisect(file, part.documents, last_key + 1)
-        keys = np.fromfile(part.file("keys"), "<u8", count=stop - start, offset=8 * start)
-        id_edges = np.zeros(stop - start + 1, np.int64)
+            start, keys = _keys_within(store, part, first_key, last_key)
+        else:
+            start, keys = 0, _read_keys(store, part, 0, part.documents)
+        stop = start + len(keys)
+        id_edges = np.zeros(len(keys) + 1, np.int64)
         if part.with_ids:
-            id_edges = _edges(part.file("id_ends"), start, stop)
-        edges = _edges(part.file("ends"), start, stop)
-        if len(keys) != stop - start or len(edges) != len(keys) + 1 or len(id_edges) != len(edges):
-            raise PrepareError(f"{part.file('keys')}: expected the documents of an earlier run, got fewer. "
-                               "Remove .work and run again.")  # fmt: skip
-        return cls(part, keys, edges, id_edges)
+            id_edges = _edges(store, part.object("id_ends"), start, stop)
+        edges = _edges(store, part.object("ends"), start, stop)
+        if len(edges) != len(keys) + 1 or len(id_edges) != len(edges):
+            raise _truncated(store, part, "ends")
+        return cls(store, part, keys, edges, id_edges)
 
     def edges(self, kind: str) -> NDArray[np.int64]:
         return self.id_edges if kind == "ids" else self.token_edges
 
-
-def _bisect(file: BinaryIO, documents: int, key: int) -> int:
-    """How many of the rising keys in a file are below `key`: 8 bytes at a time, about 20 reads."""
-    low, high = 0, documents
-    while low < high:
-        middle = (low + high) // 2
-        if int.from_bytes(os.pread(file.fileno(), 8, 8 * middle), "little") < key:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    def read(self, kind: str, item: np.dtype[Any], count: int, start: int) -> NDArray[Any]:
+        """Items of `tokens` or `ids`."""
+        data = self.store.read_array(self.part.object(kind), item, count, start)
+        if len(data) != count:
+            raise _truncated(self.store, self.part, kind)
+        return data
 
 
-def _edges(path: Path, start: int, stop: int) -> NDArray[np.int64]:
+def _truncated(store: Store, part: EncodedPart, kind: str) -> PrepareError:
+    name = f"{store.url}/{part.object(kind)}"
+    return PrepareError(f"{name}: expected what an earlier run wrote, got fewer bytes. Remove .work and run again.")
+
+
+def _read_keys(store: Store, part: EncodedPart, start: int, stop: int) -> NDArray[np.uint64]:
+    keys = store.read_array(part.object("keys"), "<u8", stop - start, start)
+    if len(keys) != stop - start:
+        raise _truncated(store, part, "keys")
+    return keys
+
+
+def _keys_within(store: Store, part: EncodedPart, first: int, last: int) -> tuple[int, NDArray[np.uint64]]:
+    """The rising keys of a part in [first, last], and the row of the first of them.
+
+    Of n uniform keys the row of a key is about n times its share of all, give or take the square root of n.
+    """
+    documents = part.documents
+    around = 4 * math.isqrt(documents) + 8
+    while True:
+        start = max(0, (documents * first >> 64) - around)
+        stop = min(documents, (documents * (last + 1) >> 64) + around)
+        keys = _read_keys(store, part, start, stop)
+        reaches_first = start == 0 or (len(keys) and int(keys[0]) < first)
+        reaches_last = stop == documents or (len(keys) and int(keys[-1]) > last)
+        if reaches_first and reaches_last:
+            low, high = np.searchsorted(keys, np.array([first, last], np.uint64), "left").tolist()
+            high += int(np.count_nonzero(keys[high:] == np.uint64(last)))
+            return start + low, keys[low:high]
+        around *= 4
+
+
+def _edges(store: Store, name: str, start: int, stop: int) -> NDArray[np.int64]:
     if start == 0:
-        return np.concatenate([[0], np.fromfile(path, "<u8", count=stop)]).astype(np.int64)
-    return np.fromfile(path, "<u8", count=stop - start + 1, offset=8 * (start - 1)).astype(np.int64)
+        return np.concatenate([[0], store.read_array(name, "<u8", stop)]).astype(np.int64)
+    return store.read_array(name, "<u8", stop - start + 1, start - 1).astype(np.int64)
 
 
 def _write_sorted(
-    result: EncodedPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *, in_memory: bool
-) -> None:
-    atomic_write(result.file("keys"), keys.astype("<u8").tobytes())
+    store: Store, result: EncodedPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *,
+    in_memory: bool,
+) -> None:  # fmt: skip
+    store.write(result.object("keys"), keys.astype("<u8").tobytes())
     owner = np.repeat(np.arange(len(sources)), [len(source.keys) for source in sources])[order]
     for kind, ends_kind in (("tokens", "ends"), ("ids", "id_ends")):
         if kind not in result.kinds:
@@ -206,10 +230,11 @@ def _write_sorted(
         none = np.empty(0, np.int64)
         starts = np.concatenate([none, *[run_edges[:-1] for run_edges in edges]])[order]
         lengths = np.concatenate([none, *[np.diff(run_edges) for run_edges in edges]])[order]
-        atomic_write(result.file(ends_kind), np.cumsum(lengths).astype("<u8").tobytes())
+        store.write(result.object(ends_kind), np.cumsum(lengths).astype("<u8").tobytes())
         total = int(lengths.sum()) * item.itemsize
         copy = _from_memory if in_memory and total <= _MEMORY_BYTES else _from_files
-        atomic_write(result.file(kind), copy(sources, kind, item, owner, starts, lengths))
+        with store.open(result.object(kind)) as file:
+            file.writelines(copy(sources, kind, item, owner, starts, lengths))
 
 
 def _from_memory(
@@ -218,11 +243,7 @@ def _from_memory(
     parts = []
     for source in sources:
         edges = source.edges(kind)
-        count = int(edges[-1] - edges[0])
-        data = np.fromfile(source.part.file(kind), item, count=count, offset=int(edges[0]) * item.itemsize)
-        if len(data) != count:
-            raise PrepareError(f"{source.part.file(kind)}: expected {count} more items, got {len(data)}. Run again.")
-        parts.append(data)
+        parts.append(source.read(kind, item, int(edges[-1] - edges[0]), int(edges[0])))
     first = np.array([int(source.edges(kind)[0]) for source in sources], np.int64)
     pending: list[NDArray[Any]] = []
     size = 0
@@ -240,21 +261,8 @@ def _from_memory(
 def _from_files(
     sources: list[_Run], kind: str, item: np.dtype[Any], owner: Any, starts: Any, lengths: Any
 ) -> Iterator[bytes]:
-    opened, opened_index = None, -1
-    try:
-        for index, start, length in zip(owner.tolist(), starts.tolist(), lengths.tolist()):
-            if opened is None or index != opened_index:
-                if opened is not None:
-                    opened.close()
-                opened, opened_index = sources[index].part.file(kind).open("rb", buffering=0), index
-            opened.seek(start * item.itemsize)
-            remaining = length * item.itemsize
-            while remaining:
-                chunk = opened.read(min(remaining, _WRITE_BYTES))
-                if not chunk:
-                    raise PrepareError(f"{opened.name}: expected {remaining} more bytes of an earlier run. Run again.")
-                remaining -= len(chunk)
-                yield chunk
-    finally:
-        if opened is not None:
-            opened.close()
+    for index, start, length in zip(owner.tolist(), starts.tolist(), lengths.tolist()):
+        source, step = sources[index], _WRITE_BYTES // item.itemsize
+        for first in range(start, start + length, step):
+            count = min(step, start + length - first)
+            yield source.read(kind, item, count, first).tobytes()

@@ -1,33 +1,28 @@
 """SLICE tasks: parts of tokens, one after the other, to slices of a dataset. Slices begin and end inside documents.
 
-The plan is one pass over the document ends; it is in two small files (32 bytes a slice, and the list of parts), so that
-a task is a path and a number. Writing a slice holds its tokens twice: slices of at most 256 MiB keep a process below
-1 GB.
+The plan is one pass over the document ends; it is in two small objects (16 bytes a slice, and the list of parts), so
+that a task is a name and a number. Writing a slice holds its tokens twice: slices of at most 256 MiB keep a process
+below 1 GB.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from forebay.dataset.chunks import root_of
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
-from forebay.files import atomic_write
 from forebay.prepare.settings import Settings
-from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.shuffle import EncodedPart
+from forebay.prepare.tasks.shuffle import EncodedPart, read_parts, write_parts
 from forebay.prepare.tokenize.conversations import TRAINED
+from forebay.storage.store import Store
 
 PLAN_VERSION = 1
 MIN_SLICE_BYTES = 4096
@@ -92,52 +87,53 @@ class RowShape(Settings):
 
 @dataclass(frozen=True)
 class SliceTask:
-    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`; of rows with a `shape`.
+    """Slice `index` of a plan, to `slices/` in `out`; of rows with a `shape`.
 
-    `first` is the number of the dataset's slices before the plan's.
+    `first` is the number of the dataset's slices before the plan's; `work` is the store of the plan.
     """
 
     plan: str
     index: int
-    out: str
+    work: Store
+    out: Store
     shape: RowShape | None = None
     chunk_bytes: int = 0
     first: int = 0
 
     @property
     def name(self) -> str:
+        """Of the plan and its number there, as its bytes depend on both."""
+        return f"{self.plan.rpartition('/')[2]}-{self.first}-{self.index:06d}"
+
+    @property
+    def slice_name(self) -> str:
         """The slice's path within the dataset."""
         return f"slices/{self.first + self.index:06d}.safetensors"
 
     @property
-    def mark(self) -> Path:
-        """The file that commits it."""
-        return Path(f"{self.plan}-{self.index:06d}.json")
-
-    @property
-    def leaves(self) -> Path:
-        """The file with the leaves of its tree, written before its mark."""
-        return self.mark.with_suffix(".chunks")
+    def leaves(self) -> str:
+        """The name of the leaves of its tree in `work`."""
+        return f"plans/{self.name}.chunks"
 
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """How parts are cut: the path of the plan's files without their ending, and how many slices it has."""
+    """How parts are cut: the name of the list of parts, beside which is `NAME.cuts`, and how many slices it has."""
 
-    path: str
+    name: str
     slices: int
 
     def tasks(
-        self, out: Path | str, shape: RowShape | None = None, chunk_bytes: int = 0, first: int = 0
+        self, work: Store, out: Store, shape: RowShape | None = None, chunk_bytes: int = 0, first: int = 0
     ) -> Sequence[SliceTask]:
         """One a slice, in order; into a dataset's directory, after its `first` slices."""
-        return [SliceTask(self.path, index, str(out), shape, chunk_bytes, first) for index in range(self.slices)]
+        return [SliceTask(self.name, index, work, out, shape, chunk_bytes, first) for index in range(self.slices)]
 
 
 def plan_slices(
-    parts: Sequence[EncodedPart], folder: Path | str, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
+    parts: Sequence[EncodedPart], store: Store, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
 ) -> SlicePlan:
-    """Cut the parts, as one stream, into slices; the plan is written to `folder` unless it exists.
+    """Cut the parts, as one stream, into slices; the plan is written to the store of the parts unless it exists.
 
     Each slice but the last has `slice_tokens`, or is as large as fits in `slice_bytes`: header, tokens, 8 bytes a
     document end.
@@ -158,19 +154,16 @@ def plan_slices(
         stop, inside = next_cut(near, start, 0, document_ends.total, itemsize, slice_bytes)
         return stop, document_ends.first + inside
 
-    return write_plan(parts, folder, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
+    return write_plan(parts, store, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
 
 
-def write_plan(parts: Sequence[EncodedPart], folder: Path | str, settings: list[Any], cut: Cutter) -> SlicePlan:
+def write_plan(parts: Sequence[EncodedPart], store: Store, settings: list[Any], cut: Cutter) -> SlicePlan:
     """Cut from 0 to the end by `cut(ends, start) -> (stop, index after the last document end until there)`."""
-    name = hash_json([PLAN_VERSION, settings, [{**asdict(part), "folder": ""} for part in parts]])
-    path = Path(folder) / f"slices-{name}"
-    data = json.dumps([asdict(part) for part in parts]).encode()
-    cuts = path.with_suffix(".cuts")
-    if not cuts.exists() or path.with_suffix(".parts").read_bytes() != data:
-        atomic_write(path.with_suffix(".parts"), data)
-        atomic_write(cuts, _cuts(DocumentEnds(parts), cut))
-    return SlicePlan(str(path), cuts.stat().st_size // 16 - 1)
+    name = write_parts(store, "plans/slices", parts, [PLAN_VERSION, *settings])
+    cuts = f"{name}.cuts"
+    if not store.exists(cuts):
+        store.write(cuts, _cuts(DocumentEnds(store, parts), cut))
+    return SlicePlan(name, store.size(cuts) // 16 - 1)
 
 
 def _cuts(document_ends: DocumentEnds, cut: Cutter) -> Iterator[bytes]:
@@ -188,24 +181,25 @@ class DocumentEnds:
     `first` is the index of the first end that is not discarded, `total` the tokens in all parts.
     """
 
-    def __init__(self, parts: Sequence[EncodedPart]) -> None:
+    def __init__(self, store: Store, parts: Sequence[EncodedPart]) -> None:
         self.first, self.total = 0, sum(part.tokens for part in parts)
         self._near = np.empty(0, np.int64)
-        self._unread = self._read(parts)
+        self._unread = self._read(store, parts)
 
     @staticmethod
-    def _read(parts: Sequence[EncodedPart]) -> Iterator[NDArray[np.int64]]:
+    def _read(store: Store, parts: Sequence[EncodedPart]) -> Iterator[NDArray[np.int64]]:
         base = 0
         for part in parts:
-            sizes = [part.file(kind).stat().st_size for kind in ("ends", "tokens")]
-            if sizes != [8 * part.documents, part.itemsize * part.tokens]:
-                raise PrepareError(
-                    f"{part.file('ends')}: expected {part.documents} documents of {part.tokens} tokens of an earlier "
-                    f"run, got files of {sizes} bytes. Remove .work and run again."
-                )
-            with part.file("ends").open("rb") as file:
-                while len(block := np.fromfile(file, "<u8", count=_ENDS_AT_ONCE)):
-                    yield block.astype(np.int64) + base
+            for start in range(0, part.documents, _ENDS_AT_ONCE):
+                count = min(_ENDS_AT_ONCE, part.documents - start)
+                block = store.read_array(part.object("ends"), "<u8", count, start).astype(np.int64)
+                is_last = start + count == part.documents
+                if len(block) != count or (is_last and block[-1] != part.tokens):
+                    raise PrepareError(
+                        f"{store.url}/{part.object('ends')}: expected {part.documents} documents of {part.tokens} "
+                        "tokens of an earlier run, got others. Remove .work and run again."
+                    )
+                yield block + base
             base += part.tokens
 
     def until(self, token: int, limit: int) -> NDArray[np.int64]:
@@ -237,63 +231,50 @@ def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tupl
 
 def read_range(task: SliceTask) -> tuple[NDArray[Any], NDArray[Any]]:
     """The slice's tokens, and the ends (U64, from its start) of the documents that end in it."""
-    parts, token_starts, document_starts = _parts(f"{task.plan}.parts")
-    edges = np.fromfile(f"{task.plan}.cuts", "<i8", count=4, offset=16 * task.index).tolist()
+    store = task.work
+    parts, token_starts, document_starts = _parts(store, task.plan)
+    edges = store.read_array(f"{task.plan}.cuts", "<i8", 4, 2 * task.index).tolist()
     start, first_end, stop, last_end = edges
     dtype = TOKEN_DTYPES[parts[0].dtype]
     tokens, document_ends = [np.empty(0, dtype)], [np.empty(0, "<u8")]
     for i, a, b in _overlaps(token_starts, start, stop):
-        tokens.append(np.fromfile(parts[i].file("tokens"), dtype, count=b - a, offset=a * parts[i].itemsize))
+        tokens.append(store.read_array(parts[i].object("tokens"), dtype, b - a, a))
     for i, a, b in _overlaps(document_starts, first_end, last_end):
-        part_ends = np.fromfile(parts[i].file("ends"), "<u8", count=b - a, offset=8 * a)
+        part_ends = store.read_array(parts[i].object("ends"), "<u8", b - a, a)
         document_ends.append((part_ends.astype(np.int64) + (int(token_starts[i]) - start)).astype("<u8"))
     if sum(map(len, tokens)) != stop - start or sum(map(len, document_ends)) != last_end - first_end:
         raise PrepareError(
-            f"{parts[0].folder}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
+            f"{store.url}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
         )
     # One part's tokens are not copied.
     return tokens[1] if len(tokens) == 2 else np.concatenate(tokens), np.concatenate(document_ends)
 
 
 @lru_cache(maxsize=2)
-def _parts(path: str) -> tuple[list[EncodedPart], NDArray[np.int64], NDArray[np.int64]]:
-    parts = [EncodedPart(**plain) for plain in json.loads(Path(path).read_bytes())]
+def _parts(store: Store, name: str) -> tuple[tuple[EncodedPart, ...], NDArray[np.int64], NDArray[np.int64]]:
+    parts = read_parts(store, name)
     tokens = np.cumsum([0, *[part.tokens for part in parts]], dtype=np.int64)
     return parts, tokens, np.cumsum([0, *[part.documents for part in parts]], dtype=np.int64)
 
 
 def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
-    """Write the slice unless it is finished. `scale` changes nothing: a slice is written at once."""
-    if (done := finished_slice(task)) is not None:
-        return done
-    path = Path(task.out) / task.name
+    """Write the slice. `scale` changes nothing: a slice is written at once."""
     tokens, document_ends = read_range(task)
-    if task.shape is None:
-        written = write_token_slice(path, tokens, document_ends, task.chunk_bytes)
-        count, documents = len(tokens), len(document_ends)
-    else:
-        tensors = task.shape.tensors(tokens, document_ends.astype(np.int64))
-        written = write_rows_slice(path, tensors, chunk_bytes=task.chunk_bytes)
-        count, documents = len(tensors["input_ids"]), 0
-    info = SliceInfo(task.first + task.index, task.name, written.size, written.sha256, count, documents)
-    atomic_write(task.leaves, written.leaves)
-    atomic_write(task.mark, json.dumps(asdict(info)).encode())
-    return info
-
-
-def finished_slice(task: SliceTask) -> SliceInfo | None:
-    """The slice if an earlier run of the same plan committed it, and its file has that size."""
-    with suppress(OSError, ValueError, TypeError, IndexError):
-        info = SliceInfo(**json.loads(task.mark.read_bytes()))
-        if root_of(task.leaves.read_bytes()) != info.sha256:
-            return None
-        return info if (Path(task.out) / task.name).stat().st_size == info.bytes else None
-    return None
+    with task.out.open(task.slice_name) as file:
+        if task.shape is None:
+            written = write_token_slice(file, tokens, document_ends, task.chunk_bytes)
+            count, documents = len(tokens), len(document_ends)
+        else:
+            tensors = task.shape.tensors(tokens, document_ends.astype(np.int64))
+            written = write_rows_slice(file, tensors, chunk_bytes=task.chunk_bytes)
+            count, documents = len(tensors["input_ids"]), 0
+    task.work.write(task.leaves, written.leaves)
+    return SliceInfo(task.first + task.index, task.slice_name, written.size, written.sha256, count, documents)
 
 
 def plan_row_slices(
     parts: Sequence[EncodedPart],
-    folder: Path | str,
+    store: Store,
     shape: RowShape,
     *,
     slice_bytes: int = 64 << 20,
@@ -316,7 +297,7 @@ def plan_row_slices(
         taken = len(near[:rows]) if not shape.packed else _pack(near, start, shape.max_tokens, rows)[1]
         return int(near[taken - 1]), document_ends.first + taken
 
-    return write_plan(parts, folder, ["rows", asdict(shape), rows], cut)
+    return write_plan(parts, store, ["rows", asdict(shape), rows], cut)
 
 
 def _pack(document_ends: NDArray[np.int64], start: int, width: int, rows: int) -> tuple[NDArray[np.int64], int]:

@@ -1,31 +1,28 @@
 """TEXT tasks: a split of raw input to the documents of it that pass every stage.
 
-A task leaves `NAME.arrow` (the documents, Arrow IPC, LZ4), their signatures, `NAME.stats`, `NAME.rejects` (malformed
-records, a JSON line each) and `NAME.json` (its result), written last. It depends on what its name hashes, and on
-nothing else. Memory: a few batches of 4 MiB, and the largest document.
+A task leaves `NAME.arrow` (the documents, Arrow IPC, LZ4), their signatures, `NAME.stats`, and if there are any
+`NAME.rejects` (malformed records, a JSON line each) and `NAME.hits`. It depends on what its name hashes, and on nothing
+else. Memory: a few batches of 4 MiB, and the largest document.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
 from forebay.prepare.compiled import work_time
-from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
 from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split
@@ -45,6 +42,8 @@ from forebay.prepare.tasks.stages import (
     run_stages,
     to_batch,
 )
+from forebay.prepare.tasks.statistics import write_stats
+from forebay.storage.store import Store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
@@ -66,7 +65,7 @@ class TextTask:
     stages: tuple[Stage, ...]
     dedup: Dedup | None
     sample: float
-    folder: str
+    store: Store
     recipe_key: str
     limits: Limits = field(default_factory=Limits)
     source: DocumentSource | None = None
@@ -88,7 +87,8 @@ class TextTask:
 
     @property
     def prefix(self) -> str:
-        return f"{self.folder}/{self.name}"
+        """Of the names of its objects."""
+        return f"tasks/{self.name}"
 
     def load(self) -> None:
         """Called before processes for such tasks are forked."""
@@ -114,7 +114,7 @@ class TextResult:
     """The result of a TextTask. `places` is how many lines, rows or records it read; bytes are UTF-8 of text.
 
     `key` is `random_key`'s, "" until all files are hashed. `sha256s` and `failed` are by the number of the split's
-    source: hashes of the files that begin in it, and why nothing could be read of one.
+    source: hashes of the files that begin in it, and why nothing could be read of one. `hits` counts what stages found.
     """
 
     name: str
@@ -126,30 +126,31 @@ class TextResult:
     bytes_out: int
     sha256s: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    hits: int = 0
+    signed: Signed | None = None
     counts: TaskCounts | None = None  # Of the call that ran it, for the record of its progress; not kept.
 
-    def part(self, folder: str) -> TextPart:
+    @property
+    def prefix(self) -> str:
+        """Of the names of its objects."""
+        return f"tasks/{self.name}"
+
+    @property
+    def part(self) -> TextPart:
         """The input of later tasks."""
-        return TextPart(f"{folder}/{self.name}.arrow", self.documents_out, self.key)
+        return TextPart(f"{self.prefix}.arrow", self.documents_out, self.key)
 
-    def stats(self, folder: str) -> StageStats:
-        return StageStats.from_json(json.loads(zlib.decompress(Path(f"{folder}/{self.name}.stats").read_bytes())))
-
-
-def finished_text(prefix: str) -> TextResult | None:
-    """The result that an earlier run committed at a prefix; None if there is none."""
-    try:
-        return TextResult(**json.loads(Path(f"{prefix}.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+    @property
+    def stats(self) -> str:
+        """The name of its statistics."""
+        return f"{self.prefix}.stats"
 
 
-def commit_text(
-    prefix: str, stats: StageStats, result: TextResult, split: InputSplit, rejects: list[Reject]
+def with_stats(
+    store: Store, stats: StageStats, result: TextResult, split: InputSplit, rejects: list[Reject]
 ) -> TextResult:
-    """Write the statistics, and last the result, which is returned with its counts."""
-    atomic_write(Path(f"{prefix}.stats"), zlib.compress(json.dumps(stats.to_json()).encode(), 1))
-    atomic_write(Path(f"{prefix}.json"), json.dumps(asdict(result)).encode())
+    """Write the statistics of a result, which is returned with its counts."""
+    write_stats(store, result.stats, stats)
     first = [
         {"where": describe_position(split, reject["place"], reject["where"]), "reason": reject["reason"]}
         for reject in rejects[:MAX_LISTED]
@@ -157,10 +158,12 @@ def commit_text(
     return replace(result, counts=TaskCounts.of(stats, first))
 
 
-def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> list[Reject]:
+def write_rejects(
+    store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store
+) -> list[Reject]:
     """Write all malformed records, a JSON line each with `where`, `reason` and the first of the text; returns three.
 
-    No file is left if there are none.
+    No object is left if there are none.
     """
     first: list[Reject] = []
 
@@ -168,55 +171,51 @@ def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[Text
         for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
             if not text.malformed:
                 continue
-            with Path(f"{folder}/{text.name}.rejects").open(encoding="utf-8") as file:
-                for line in file:
-                    record = json.loads(line)
-                    position = describe_position(split, record["place"], record["where"], first_row)
-                    reject = {"where": position, "reason": record["reason"], "text": record["text"]}
-                    if len(first) < 3:
-                        first.append(reject)
-                    yield json_line(reject)
+            for line in work.read(f"{text.prefix}.rejects").splitlines():
+                record = json.loads(line)
+                position = describe_position(split, record["place"], record["where"], first_row)
+                reject = {"where": position, "reason": record["reason"], "text": record["text"]}
+                if len(first) < 3:
+                    first.append(reject)
+                yield json_line(reject)
             if text.malformed > MAX_REJECTS:
                 more = f"{text.malformed - MAX_REJECTS} more"
                 yield json_line({"where": split.files[0].path, "reason": more, "text": ""})
 
     if any(text.malformed for text in texts):
-        atomic_write(path, lines())
+        store.write(name, lines())
     else:
-        path.unlink(missing_ok=True)
+        store.remove([name])
     return first
 
 
-def write_hits(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> None:
-    """Write what stages found in documents, a JSON line each with `where`; no file is left if there is nothing."""
+def write_hits(store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store) -> None:
+    """Write what stages found in documents, a JSON line each with `where`; no object is left if there is nothing."""
 
     def lines() -> Iterator[bytes]:
         for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
-            with suppress(FileNotFoundError), Path(f"{folder}/{text.name}.hits").open(encoding="utf-8") as file:
-                for line in file:
-                    hit = json.loads(line)
-                    location = describe_position(split, hit.pop("place"), hit.pop("where"), first_row)
-                    yield json_line({"where": location, **hit})
+            for line in work.read(f"{text.prefix}.hits").splitlines() if text.hits else ():
+                hit = json.loads(line)
+                location = describe_position(split, hit.pop("place"), hit.pop("where"), first_row)
+                yield json_line({"where": location, **hit})
 
-    if any(Path(f"{folder}/{text.name}.hits").exists() for text in texts):
-        atomic_write(path, lines())
+    if any(text.hits for text in texts):
+        store.write(name, lines())
     else:
-        path.unlink(missing_ok=True)
+        store.remove([name])
 
 
 def process_split(task: TextTask, scale: int) -> TextResult:
-    """Read the split, run the stages over its documents, sign what is kept, and commit it."""
-    if (finished := finished_text(task.prefix)) is not None:
-        return finished
-    with downloaded(task.split, Path(task.folder)) as split:
+    """Read the split, run the stages over its documents, and sign what is kept."""
+    with downloaded(task.split, task.store) as split:
         return _process(task if split is task.split else replace(task, downloaded=split), scale)
 
 
 def _process(task: TextTask, scale: int) -> TextResult:
     stats, started = StageStats(), work_time()
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
-    live = TaskProgress(task.folder, task.name, task.readable.files[0].path, task.split.start)
-    with open_documents(task.prefix, task.dedup) as out, closing(live):
+    live = TaskProgress(task.store, task.name, task.readable.files[0].path, task.split.start)
+    with open_documents(task.store, task.prefix, task.dedup) as out, closing(live):
         for batch in reader.batches(stats):
             for kept_rows in run_stages(task, batch, stats, reader):
                 out.add(kept_rows)
@@ -231,12 +230,12 @@ def _process(task: TextTask, scale: int) -> TextResult:
         check_unchanged(source)  # since it was read
     result = TextResult(
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
-        reader.failed,
+        reader.failed, len(stats.hits), out.signed,
     )  # fmt: skip
-    atomic_write(Path(f"{task.prefix}.rejects"), map(json_line, reader.rejects))
-    if stats.hits:
-        atomic_write(Path(f"{task.prefix}.hits"), map(json_line, stats.hits))
-    return commit_text(task.prefix, stats, result, task.split, reader.rejects)
+    for ending, lines in (("rejects", reader.rejects), ("hits", stats.hits)):
+        if lines:
+            task.store.write(f"{task.prefix}.{ending}", map(json_line, lines))
+    return with_stats(task.store, stats, result, task.split, reader.rejects)
 
 
 def _readable(task: TextTask, scale: int) -> tuple[int, str]:
@@ -340,6 +339,7 @@ class DocumentWriter:
         self.signing_s = 0.0  # CPU seconds
         self._file, self._signer = file, signer
         self._writer: Any = None
+        self.signed: Signed | None = None  # Once it is closed.
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Write the next documents; all batches that are not empty have one schema."""
@@ -359,14 +359,15 @@ class DocumentWriter:
 
 
 @contextmanager
-def open_documents(prefix: str, dedup: Dedup | None) -> Iterator[DocumentWriter]:
+def open_documents(store: Store, prefix: str, dedup: Dedup | None) -> Iterator[DocumentWriter]:
     """A writer of `PREFIX.arrow`, which appears once it is complete, and of its signatures for `dedup`."""
     with ExitStack() as stack:
-        file, signer = stack.enter_context(open_atomic(f"{prefix}.arrow")), None
+        file, signer = stack.enter_context(store.open(f"{prefix}.arrow")), None
         if dedup is not None:
             from forebay.prepare.dedup.deduplicate import Signer  # which needs numba
 
-            signer = stack.enter_context(Signer(Path(prefix), dedup))
+            signer = stack.enter_context(Signer(store, prefix, dedup))
         writer = DocumentWriter(file, signer)
         yield writer
         writer.writer(SCHEMA).close()
+    writer.signed = signer.signed if signer is not None else None

@@ -15,7 +15,6 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,7 +24,16 @@ from numpy.typing import NDArray
 from forebay.errors import PrepareError
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.engines.base import resident_bytes
-from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse, special_names
+from forebay.prepare.tokenize.tokenizers import (
+    OWN,
+    TOKENIZER_FILE,
+    Tokenizer,
+    TokenizerFile,
+    encode_batch,
+    parse,
+    special_names,
+)
+from forebay.storage.store import Store
 
 ENCODER_VERSION = 2  # Changed when a text would get other ids.
 LONG_CHARS = 2 << 20
@@ -48,12 +56,12 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What a worker needs to encode: a tokenizer.json by path and hash, its kind, and the ids around a document.
+    """What a worker needs to encode: a tokenizer.json by store and hash, its kind, and the ids around a document.
 
     `tokenizer` is an object of the user's, which encodes in place of a library.
     """
 
-    path: str
+    store: Store
     sha256: str
     kind: str
     dtype: str
@@ -62,31 +70,31 @@ class EncoderSpec:
     tokenizer: Tokenizer | None = None
 
     @classmethod
-    def of(cls, file: TokenizerFile, path: Path | str) -> EncoderSpec:
-        """Of a tokenizer whose bytes are at `path`."""
-        return cls(str(path), file.sha256, file.kind, file.dtype, file.eos_id, file.bos_id, file.tokenizer)
+    def of(cls, file: TokenizerFile, store: Store) -> EncoderSpec:
+        """Of a tokenizer whose bytes are the `tokenizer.json` of a store."""
+        return cls(store, file.sha256, file.kind, file.dtype, file.eos_id, file.bos_id, file.tokenizer)
 
     @property
     def fields(self) -> list[Any]:
-        """All that ids depend on, without the path: for the name of a task."""
+        """All that ids depend on, without the store: for the name of a task."""
         return [ENCODER_VERSION, self.sha256, self.kind, self.dtype, self.eos_id, self.bos_id]
 
     @property
     def has_tokenizer_json(self) -> bool:
-        """Whether the bytes at `path` are a tokenizer.json that defines the ids."""
+        """Whether the bytes in the store are a tokenizer.json that defines the ids."""
         return self.kind not in ("bytes", OWN)
 
 
 @lru_cache(maxsize=4)
-def _vocabulary(path: str, sha256: str) -> tuple[dict[str, int], dict[str, int]]:
-    data = Path(path).read_bytes()
-    ids = parse(data, path).get_vocab(with_added_tokens=True)
+def _vocabulary(store: Store, sha256: str) -> tuple[dict[str, int], dict[str, int]]:
+    data = store.read(TOKENIZER_FILE)
+    ids = parse(data, TOKENIZER_FILE).get_vocab(with_added_tokens=True)
     return ids, {name: ids[name] for name in special_names(data)}
 
 
 def vocabulary_of(spec: EncoderSpec) -> tuple[dict[str, int], dict[str, int]]:
     """The ids of all tokens by name, and those of the special ones; empty without a tokenizer.json."""
-    return _vocabulary(spec.path, spec.sha256) if spec.has_tokenizer_json else ({}, {})
+    return _vocabulary(spec.store, spec.sha256) if spec.has_tokenizer_json else ({}, {})
 
 
 class Encoder(Protocol):
@@ -102,12 +110,12 @@ def encoder_for(spec: EncoderSpec) -> Encoder:
     """The fastest installed encoder of these ids; two are kept in a process."""
     if spec.tokenizer is not None:
         return spec.tokenizer
-    return _encoder(spec.path, spec.sha256, spec.kind, os.environ.get("FOREBAY_CODER", ""))
+    return _encoder(spec.store, spec.sha256, spec.kind, os.environ.get("FOREBAY_CODER", ""))
 
 
 @lru_cache(maxsize=2)
-def _encoder(path: str, sha256: str, kind: str, choice: str) -> Encoder:
-    return make_encoder(b"" if kind == "bytes" else Path(path).read_bytes(), kind, choice)
+def _encoder(store: Store, sha256: str, kind: str, choice: str) -> Encoder:
+    return make_encoder(b"" if kind == "bytes" else store.read(TOKENIZER_FILE), kind, choice)
 
 
 def make_encoder(data: bytes, kind: str, choice: str = "") -> Encoder:

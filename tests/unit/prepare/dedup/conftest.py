@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from forebay.prepare.dedup.cutting import Cutter
 from forebay.prepare.dedup.deduplicate import DedupResult, deduplicate
-from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.tasks.text import open_documents
+from forebay.storage.store import open_store
 
 
 def serially(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -31,20 +33,22 @@ class Bench:
         self.folder = folder
         self._numbers = itertools.count()
 
-    def sign(self, texts: Any, config: Dedup, batch: int = 1000, **columns: pa.Array) -> str:
+    def sign(self, texts: Any, config: Dedup, batch: int = 1000, **columns: pa.Array) -> Signed:
         """One part of these texts (strings, or an Arrow array)."""
         column = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())
-        prefix = self.folder / f"part{next(self._numbers)}"
-        with open_documents(str(prefix), config) as documents:
+        prefix = f"part{next(self._numbers)}"
+        with open_documents(open_store(self.folder), prefix, config) as documents:
             for start in range(0, len(column), batch):
                 few = {name: values.slice(start, batch) for name, values in {"text": column, **columns}.items()}
                 documents.add(pa.record_batch(few))
-        return str(prefix)
+        assert documents.signed is not None
+        # An absolute path is a name in any folder.
+        return replace(documents.signed, prefix=str(self.folder / prefix))
 
-    def deduplicate(self, parts: Sequence[str], config: Dedup, memory_bytes: int = 64 << 20) -> DedupResult:
+    def deduplicate(self, parts: Sequence[Signed], config: Dedup, memory_bytes: int = 64 << 20) -> DedupResult:
         """In a fresh folder."""
         folder = self.folder / f"out{next(self._numbers)}"
-        return deduplicate(parts, config, folder, serially, memory_bytes=memory_bytes)
+        return deduplicate(parts, config, open_store(folder), serially, memory_bytes=memory_bytes)
 
     def codes(self, texts: Any, config: Dedup, memory_bytes: int = 64 << 20) -> list[int]:
         """What becomes of each text of one part."""

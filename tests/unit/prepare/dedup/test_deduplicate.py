@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -21,7 +22,9 @@ from forebay.errors import PrepareError
 from forebay.prepare.dedup.cutting import Cutter
 from forebay.prepare.dedup.deduplicate import DedupResult, deduplicate
 from forebay.prepare.dedup.methods import Dedup
+from forebay.storage.store import open_store
 from support.calibration import scaled
+from support.stores import contents, resuming
 
 WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
 TEXTS = st.lists(st.lists(WORDS, max_size=4).map(" ".join), max_size=40)
@@ -183,36 +186,39 @@ def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[
     def backwards_at_scale_2(run: Any, tasks: Any) -> list[Any]:
         return [run(task, 2) for task in reversed(tasks)][::-1]
 
-    again = deduplicate(parts, config, tmp_path / "again", backwards_at_scale_2, memory_bytes=1 << 16)
-    for path in Path(cut.drop[0].path).parent.iterdir():
-        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
-    assert len(list((tmp_path / "again").iterdir())) == 3
+    store = open_store(tmp_path / "again")
+    again = deduplicate(parts, config, store, backwards_at_scale_2, memory_bytes=1 << 16)
+    assert contents(store) == contents(cut.drop[0].store) and len(contents(store)) == 2
     assert codes_of(again) == codes_of(full)
 
 
 def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
     config = Dedup(exact=True, minhash=True)
     part = bench.sign(corpus, config)
-    contents = []
+    written = []
     for scale in (0, 3):
         current: dict[str, bytes] = {}
+        store = open_store(tmp_path / str(scale))
 
-        def keep(run: Any, tasks: Any, scale: int = scale, current: dict[str, bytes] = current) -> list[Any]:
+        def keep(
+            run: Any, tasks: Any, scale: int = scale, current: dict[str, bytes] = current, store: Any = store
+        ) -> list[Any]:
             names = [run(task, scale) for task in tasks]
-            current |= {p.name: p.read_bytes() for p in (tmp_path / str(scale)).iterdir()}
+            current |= contents(store)
             return names
 
-        deduplicate([part], config, tmp_path / str(scale), keep, memory_bytes=1 << 16)
-        contents.append(current)
-    assert contents[0] == contents[1] and len(contents[0]) > 10
+        deduplicate([part], config, store, keep, memory_bytes=1 << 16)
+        written.append(current)
+    assert written[0] == written[1] and len(written[0]) > 10
 
 
 KILLED = """
-import os, signal, sys, threading
-from pathlib import Path
+import os, pickle, signal, sys, threading
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.deduplicate import deduplicate
-left = int(sys.argv[3])
+from forebay.storage.store import FolderStore, open_store
+from support.stores import resuming
+left, store = int(sys.argv[3]), FolderStore(sys.argv[2])
 def map(run, tasks):
     global left
     done = []
@@ -220,9 +226,10 @@ def map(run, tasks):
         left -= 1
         if left == 0:
             threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
-        done.append(run(task, 0))
+        done += resuming(store)(run, [task])
     return done
-deduplicate([sys.argv[1]], Dedup(exact=True, minhash=True), Path(sys.argv[2]), map, memory_bytes=1 << 16)
+part = pickle.loads(bytes.fromhex(sys.argv[1]))
+deduplicate([part], Dedup(exact=True, minhash=True), store, map, memory_bytes=1 << 16)
 """
 
 
@@ -231,37 +238,41 @@ def test_killed_and_run_again(bench: Any, corpus: list[str], tmp_path: Path, tas
     config = Dedup(exact=True, minhash=True)
     part = bench.sign(corpus, config)
     folder = tmp_path / "killed"
-    arguments = [part, str(folder), str(task), str(delay_s)]
-    died = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=scaled(60), check=False)
+    arguments = [pickle.dumps(part).hex(), str(folder), str(task), str(delay_s)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    died = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=scaled(60), check=False, env=environment)
     assert died.returncode == -signal.SIGKILL
-    before = {path.name: path.stat().st_ino for path in folder.glob("*.run")}
+    finished = {path.stem for path in (folder / "done/sort_run").glob("*.json")}
+    before = {path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run") if path.stem in finished}
     assert before
     seen: dict[str, int] = {}
+    store = open_store(folder)
 
     def map(run: Any, tasks: Any) -> list[Any]:
-        names = [run(t, 0) for t in tasks]
-        seen.update({path.name: path.stat().st_ino for path in folder.glob("*.run")})
+        names = resuming(store)(run, tasks)
+        seen.update({path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run")})
         return names
 
-    deduplicate([part], config, folder, map, memory_bytes=1 << 16)
+    deduplicate([part], config, store, map, memory_bytes=1 << 16)
     assert {name: seen[name] for name in before} == before  # what was finished was not done again
     undisturbed = bench.deduplicate([part], config, 1 << 16)
-    expected = {path.name: path.read_bytes() for path in Path(undisturbed.drop[0].path).parent.iterdir()}
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+    store.remove_stale()
+    assert contents(store) == contents(undisturbed.drop[0].store)
 
 
 def test_a_finished_result_is_taken_up(bench: Any, corpus: list[str], tmp_path: Path) -> None:
     config = Dedup(exact=True, lines=True)
     part = bench.sign(corpus, config)
     steps: list[tuple[str, int, int]] = []
+    store = open_store(tmp_path / "out")
     first = deduplicate(
-        [part], config, tmp_path / "out", lambda run, tasks: [run(t, 0) for t in tasks], lambda *s: steps.append(s)
+        [part], config, store, lambda run, tasks: [run(t, 0) for t in tasks], lambda *s: steps.append(s)
     )
 
     def never(run: Any, tasks: Any) -> list[Any]:
         raise AssertionError("nothing is left to do")
 
-    assert deduplicate([part], config, tmp_path / "out", never) == first
+    assert deduplicate([part], config, store, never) == first
     assert steps[-1][1] == steps[-1][2] == len(steps) - 1
 
 
@@ -289,22 +300,23 @@ def test_texts_of_30_megabytes(bench: Any, filler: str) -> None:
 
 LARGE = """
 import resource, sys, tempfile
-from pathlib import Path
 import numpy as np, pyarrow as pa
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.deduplicate import Signer, deduplicate
+from forebay.storage.store import FolderStore, open_store
 config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")
 rng = np.random.default_rng(0)
 def peak(documents):
     with tempfile.TemporaryDirectory() as folder:
-        with Signer(Path(folder) / "p", config) as signer:
+        store = FolderStore(folder)
+        with Signer(store, "p", config) as signer:
             for start in range(0, documents, 1000):
                 chosen = rng.integers(0, documents, 1000).tolist()
                 texts = pa.array([f"{i} text {i % 977} of {i * i}" for i in chosen], pa.large_string())
                 signer.add(pa.record_batch({"text": texts}))
         def map(run, tasks):
             return [run(task, 0) for task in tasks]
-        result = deduplicate([f"{folder}/p"], config, Path(folder), map, memory_bytes=2 << 20)
+        result = deduplicate([signer.signed], config, store, map, memory_bytes=2 << 20)
         assert result.dropped[0] > documents // 4
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 peak(1000)

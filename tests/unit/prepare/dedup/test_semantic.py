@@ -17,6 +17,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
+from forebay.storage.store import open_store
 
 
 def vectors(rng: np.random.Generator, rows: int, width: int = 30) -> NDArray[np.float32]:
@@ -89,11 +90,10 @@ def test_the_same_bytes_for_any_parts_and_scale(bench: Any, tmp_path: Path) -> N
     parts = [bench.sign(texts[i : i + 250], config, embedding=column(values[i : i + 250])) for i in range(0, 900, 250)]
     contents = []
     for name, prefixes, scale in (("a", [whole], 0), ("b", [whole], 2), ("c", parts, 0)):
-        folder = tmp_path / name
         result = deduplicate(
             prefixes,
             config,
-            folder,
+            open_store(tmp_path / name),
             lambda run, tasks, scale=scale: [run(task, scale) for task in tasks],
             memory_bytes=1 << 16,
         )

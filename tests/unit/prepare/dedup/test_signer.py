@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare.dedup.deduplicate import Signer
 from forebay.prepare.dedup.kernels import hash128
 from forebay.prepare.dedup.methods import Dedup
+from forebay.storage.store import open_store
 
 
 def test_hash_has_the_published_vectors() -> None:
@@ -35,11 +35,14 @@ def test_the_same_bytes_however_batches_are_cut(
     config = Dedup(exact=True, minhash=True, lines=True, min_characters=2, keep="longest")
     folder = tmp_path_factory.mktemp("sign")
     column = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.large_string())
+    hashes = set()
     for name, step in (("whole", len(texts)), ("cut", cut)):
-        with Signer(folder / name, config) as signer:
+        with Signer(open_store(folder), name, config) as signer:
             for start in range(0, len(texts), step):
                 signer.add(pa.record_batch({"text": column.slice(start, step)}))
-    for ending in ("exact", "minhash", "units", "counts", "weight", "signatures"):
+        hashes.add(signer.signed.sha256)
+    assert len(hashes) == 1
+    for ending in ("exact", "minhash", "units", "counts", "weight"):
         assert (folder / f"whole.{ending}").read_bytes() == (folder / f"cut.{ending}").read_bytes()
     assert (folder / "cut.exact").stat().st_size == 16 * len(texts)
     assert (folder / "cut.minhash").stat().st_size == 112 * len(texts)
@@ -47,7 +50,7 @@ def test_the_same_bytes_however_batches_are_cut(
 
 def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
     def fail() -> None:
-        with Signer(tmp_path / "p", Dedup(exact=True, minhash=True)) as signer:
+        with Signer(open_store(tmp_path), "p", Dedup(exact=True, minhash=True)) as signer:
             signer.add(pa.record_batch({"text": pa.array(["a"], pa.large_string())}))
             raise RuntimeError("stop")
 
@@ -57,11 +60,10 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_the_files_appear_at_the_end(tmp_path: Path) -> None:
-    with Signer(tmp_path / "p", Dedup(exact=True, minhash=True)) as signer:
+    with Signer(open_store(tmp_path), "p", Dedup(exact=True, minhash=True)) as signer:
         signer.add(pa.record_batch({"text": pa.array(["a b", "c"], pa.large_string())}))
-    paths = [tmp_path / "p.exact", tmp_path / "p.minhash", tmp_path / "p.signatures"]
-    assert sorted(tmp_path.iterdir()) == paths
-    assert json.loads(paths[-1].read_bytes())["documents"] == 2
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "p.exact", tmp_path / "p.minhash"]
+    assert (signer.signed.prefix, signer.signed.documents) == ("p", 2)
 
 
 def test_a_part_without_documents(bench: Any) -> None:
@@ -97,13 +99,11 @@ def test_settings_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_signatures_that_do_not_serve(bench: Any, tmp_path: Path) -> None:
+def test_truncated_signatures_are_noticed(bench: Any) -> None:
     part = bench.sign(["a", "b"], Dedup(minhash=True, seed=2))
-    with pytest.raises(PrepareError, match="expected finished signatures"):
-        bench.deduplicate([str(tmp_path / "none")], Dedup(minhash=True))
-    path = Path(f"{part}.minhash")
+    path = Path(f"{part.prefix}.minhash")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(PrepareError, match="Sign it again"):
+    with pytest.raises(PrepareError, match="got fewer"):
         bench.deduplicate([part], Dedup(minhash=True, seed=2))
 
 
@@ -112,7 +112,7 @@ def test_signatures_are_those_of_version_2(bench: Any) -> None:
     config = Dedup(exact=True, minhash=True, lines=True, bands=2, rows=2, normalise="space")
     text = "The quick brown fox jumps over the lazy dog; Größe, 東京 and a-very-long-wordthatdoesnotend.\n"
     part = bench.sign([text], config)
-    result = {e: np.fromfile(f"{part}.{e}", "<u8").tolist() for e in ("exact", "minhash", "units")}
+    result = {e: np.fromfile(f"{part.prefix}.{e}", "<u8").tolist() for e in ("exact", "minhash", "units")}
     assert result == {
         "exact": [3859748195517182933, 17436956826617955823],
         "minhash": [11723086721257631480, 16709145831601349859],

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup, normalise_url
+from forebay.storage.store import Store, open_store
 from support.shared_data import shared_data
+from support.stores import contents, resuming
 
 SENTENCES = st.lists(
     st.sampled_from(["One a.", "Two b!", "三つ目。", 'He said "four."', "five", "Six?", "", "3.5 is no end."]),
@@ -171,18 +173,18 @@ def test_substrings_are_the_same_bytes_for_any_memory_scale_and_parts(bench: Any
     assert whole == bench.remaining([texts[i : i + 77] for i in range(0, 300, 77)], config, 1 << 14)
     assert sum(map(len, whole)) < 0.9 * sum(map(len, texts))
     part = bench.sign(texts, config)
-    contents = []
+    written = []
     for scale in (0, 2):
-        folder = tmp_path / str(scale)
+        store = open_store(tmp_path / str(scale))
         deduplicate(
             [part],
             config,
-            folder,
+            store,
             lambda run, tasks, scale=scale: [run(task, scale) for task in tasks],
             memory_bytes=1 << 16,
         )
-        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
-    assert contents[0] == contents[1]
+        written.append(contents(store))
+    assert written[0] == written[1]
 
 
 def test_stopped_at_any_task_and_run_again(bench: Any, tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_stopped_at_any_task_and_run_again(bench: Any, tmp_path: Path) -> None:
     )
     parts = [bench.sign(some, config) for some in (texts[:50], texts[50:])]
 
-    def run(folder: Path, stop: int) -> int:
+    def run(store: Store, stop: int) -> int:
         done = 0
 
         def map(function: Any, tasks: Any) -> list[Any]:
@@ -203,22 +205,22 @@ def test_stopped_at_any_task_and_run_again(bench: Any, tmp_path: Path) -> None:
             for task in tasks:
                 if done == stop:
                     raise InterruptedError
-                results.append(function(task, 0))
+                results += resuming(store)(function, [task])
                 done += 1
             return results
 
-        deduplicate(parts, config, folder, map, memory_bytes=1 << 17)
+        deduplicate(parts, config, store, map, memory_bytes=1 << 17)
         return done
 
-    tasks = run(tmp_path / "whole", -1)
-    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    whole = open_store(tmp_path / "whole")
+    tasks, expected = run(whole, -1), contents(whole)
     assert tasks > 20
     for stop in range(1, tasks, 4):
-        folder = tmp_path / str(stop)
+        store = open_store(tmp_path / str(stop))
         with pytest.raises(InterruptedError):
-            run(folder, stop)
-        run(folder, -1)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+            run(store, stop)
+        run(store, -1)
+        assert contents(store) == expected
 
 
 def test_documents_of_which_most_is_cut_are_dropped(bench: Any) -> None:

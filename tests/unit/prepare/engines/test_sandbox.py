@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -169,9 +170,12 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
         return plain(position, row, *more, **named)
 
     monkeypatch.setattr(lines, "to_record", to_record)
-    monkeypatch.setattr(
-        pipeline, "process_split", lambda task, scale: process_split(task, 1)
-    )  # as after the death of a worker
+
+    @functools.wraps(process_split)
+    def after_a_death(task: Any, scale: int) -> Any:
+        return process_split(task, 1)
+
+    monkeypatch.setattr(pipeline, "process_split", after_a_death)
     recipe = replace(load_recipe(), max_error_rate=0.1)
     summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
     assert (summary.documents_out, summary.dropped) == (203, {"malformed": 1})

@@ -25,6 +25,7 @@ from forebay.prepare.config import apply_settings
 from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subset
 from forebay.prepare.tasks.percentile import column_percentiles
+from forebay.storage.store import open_store
 from support.outputs import content
 
 GOLDEN = Path(__file__).parents[3] / "golden/fasttext"
@@ -135,7 +136,7 @@ def test_percentiles_are_exact(values: list[float], percentiles: list[float], pa
             paths.append(f"{folder}/{part}")
             with pa.OSFile(paths[-1], "wb") as sink, pa.ipc.new_file(sink, pa.schema([("x", pa.float64())])) as writer:
                 writer.write_batch(pa.record_batch([column], ["x"]))
-        found = column_percentiles(paths, "x", percentiles, count)
+        found = column_percentiles(open_store(folder), paths, "x", percentiles, count)
     ordered = sorted(value for value in values if not math.isnan(value))
     for percentile, threshold in zip(percentiles, found, strict=True):
         if percentile <= 0 or not ordered:

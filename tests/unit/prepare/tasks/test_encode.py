@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.cutting import Flags
 from forebay.prepare.tasks import encode as encoding
-from forebay.prepare.tasks.encode import EncodeTask, encode, finished
+from forebay.prepare.tasks.encode import EncodeTask, encode
 from forebay.prepare.tasks.shuffle import Shuffle
 from forebay.prepare.tokenize import encoders as coders
+from forebay.storage.store import FolderStore, open_store
 from support.token_parts import coder, documents, text_part
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
@@ -31,15 +32,15 @@ class Upper:
 
 
 def test_each_document_once_in_order(tmp_path: Path) -> None:
-    task = EncodeTask(text_part(tmp_path, TEXTS, 70), coder(tmp_path), str(tmp_path), with_ids=True)
+    task = EncodeTask(text_part(tmp_path, TEXTS, 70), coder(tmp_path), open_store(tmp_path), with_ids=True)
     result = encode(task)
     part = result.part
-    assert documents([part]) == [[*text.encode(), 256] for text in TEXTS]
+    assert documents(tmp_path, [part]) == [[*text.encode(), 256] for text in TEXTS]
     assert (result.documents_in, result.documents_out, result.dropped) == (300, 300, {})
     assert part.tokens == result.text_bytes + 300
-    lines = part.file("ids").read_bytes().splitlines(keepends=True)
+    lines = (tmp_path / part.object("ids")).read_bytes().splitlines(keepends=True)
     assert [json.loads(line) for line in lines] == [[task.part.name, i, f"id{i}", ""] for i in range(300)]
-    stops = np.fromfile(part.file("id_ends"), "<u8")
+    stops = np.fromfile(tmp_path / part.object("id_ends"), "<u8")
     assert stops.tolist() == np.cumsum([len(line) for line in lines]).tolist()
 
 
@@ -47,13 +48,16 @@ def test_duplicates_empties_and_cuts(tmp_path: Path) -> None:
     texts = ["a", "", "b", "c", "", "d"]
     (tmp_path / "drop").write_bytes(bytes([0, 0, 2, 0, 1, 0]))
     task = EncodeTask(
-        text_part(tmp_path, texts, 4), coder(tmp_path), str(tmp_path), drop=Flags(str(tmp_path / "drop"), 0, len(texts))
+        text_part(tmp_path, texts, 4),
+        coder(tmp_path),
+        open_store(tmp_path),
+        drop=Flags(open_store(tmp_path), "drop", 0, len(texts)),
     )
     result = encode(task)
-    assert documents([result.part]) == [[97, 256], [99, 256], [100, 256]]
+    assert documents(tmp_path, [result.part]) == [[97, 256], [99, 256], [100, 256]]
     assert result.dropped == {"duplicate": 2, "empty": 1}
     cut = encode(replace(task, cut=Upper(), dedup_name="x"))
-    assert bytes(t for d in documents([cut.part]) for t in d[:-1]) == b"0 A1 3 C5 D"
+    assert bytes(t for d in documents(tmp_path, [cut.part]) for t in d[:-1]) == b"0 A1 3 C5 D"
 
 
 @settings(max_examples=12, deadline=None)
@@ -66,46 +70,39 @@ def test_bytes_do_not_depend_on_batches(
     for batch_rows, here in ((1000, 0), (rows, scale)):
         folder = tmp_path_factory.mktemp("e")
         task = EncodeTask(
-            text_part(folder, texts, batch_rows), coder(folder), str(folder), with_ids=True,
+            text_part(folder, texts, batch_rows), coder(folder), open_store(folder), with_ids=True,
             shuffle=Shuffle(7) if shuffled else None,
         )  # fmt: skip
         result = encode(task, here)
         assert result.documents_out + result.dropped.get("empty", 0) == len(texts)
-        actual.append({kind: result.part.file(kind).read_bytes() for kind in result.part.kinds})
+        actual.append({kind: (folder / result.part.object(kind)).read_bytes() for kind in result.part.kinds})
     assert actual[0] == actual[1]
 
 
 def test_a_giant_document_is_encoded_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["one", "some words and more " * 300_000, "two", "x" * 5_000_000]
-    task = EncodeTask(text_part(tmp_path, texts), coder(tmp_path), str(tmp_path), with_ids=True, shuffle=Shuffle(3))
+    task = EncodeTask(
+        text_part(tmp_path, texts), coder(tmp_path), open_store(tmp_path), with_ids=True, shuffle=Shuffle(3)
+    )
     expected = encode(task).part
     monkeypatch.setattr(encoding, "LONG_CHARS", 1000)
     monkeypatch.setattr(coders, "LONG_CHARS", 1000)
     monkeypatch.setattr(coders, "_SLACK_CHARS", 100)
-    (tmp_path / "again").mkdir()
-    result = encode(replace(task, folder=str(tmp_path / "again"))).part
-    for kind in expected.kinds:
-        assert result.file(kind).read_bytes() == expected.file(kind).read_bytes()
+    first = {kind: (tmp_path / expected.object(kind)).read_bytes() for kind in expected.kinds}
+    result = encode(task).part
+    assert {kind: (tmp_path / result.object(kind)).read_bytes() for kind in expected.kinds} == first
 
 
-def test_a_finished_task_is_taken_up_and_a_moved_one_too(tmp_path: Path) -> None:
-    task = EncodeTask(text_part(tmp_path, TEXTS), coder(tmp_path), str(tmp_path), shuffle=Shuffle(1))
-    assert finished(task) is None
-    first = encode(task)
-    Path(task.part.arrow).unlink()
-    assert encode(pickle.loads(pickle.dumps(task))) == first == finished(task)
-    assert not [path.name for path in tmp_path.iterdir() if "tmp" in path.name]
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for path in tmp_path.glob(f"{task.name}*"):
-        path.rename(moved / path.name)
-    taken = encode(replace(task, folder=str(moved)))
-    assert documents([taken.part]) and taken.part.folder == str(moved)
+def test_nothing_is_left_beside_the_part(tmp_path: Path) -> None:
+    task = EncodeTask(text_part(tmp_path, TEXTS), coder(tmp_path), open_store(tmp_path), shuffle=Shuffle(1))
+    assert encode(pickle.loads(pickle.dumps(task))).documents_out == len(TEXTS)
+    endings = {path.name.partition(".")[2] for path in (tmp_path / "tokens").iterdir()}
+    assert endings == {"tokens", "ends", "keys", "left"} and not list(tmp_path.glob(".*"))
 
 
 def test_names_depend_on_all_that_the_result_does(tmp_path: Path) -> None:
     part = text_part(tmp_path, TEXTS)
-    task = EncodeTask(part, coder(tmp_path), str(tmp_path))
+    task = EncodeTask(part, coder(tmp_path), open_store(tmp_path))
     others = [
         replace(task, spec=coder(tmp_path, eos=False)),
         replace(task, dedup_name="d"),
@@ -113,14 +110,15 @@ def test_names_depend_on_all_that_the_result_does(tmp_path: Path) -> None:
         replace(task, part=replace(part, name="other")),
     ]  # fmt: skip
     assert len({item.name for item in [task, *others]}) == 7
-    assert replace(task, folder="elsewhere", drop=Flags("somewhere", 0, 1)).name == task.name
+    elsewhere = FolderStore("elsewhere")
+    assert replace(task, store=elsewhere, drop=Flags(elsewhere, "somewhere", 0, 1)).name == task.name
 
 
 def test_a_part_that_lost_rows_is_noticed(tmp_path: Path) -> None:
     part = text_part(tmp_path, TEXTS)
     with pytest.raises(PrepareError, match="expected 301"):
-        encode(EncodeTask(replace(part, documents=301), coder(tmp_path), str(tmp_path)))
-    Path(part.arrow).write_bytes(Path(part.arrow).read_bytes()[:500])
+        encode(EncodeTask(replace(part, documents=301), coder(tmp_path), open_store(tmp_path)))
+    (tmp_path / part.arrow).write_bytes((tmp_path / part.arrow).read_bytes()[:500])
     with pytest.raises(PrepareError, match="cannot read"):
-        encode(EncodeTask(part, coder(tmp_path), str(tmp_path)))
+        encode(EncodeTask(part, coder(tmp_path), open_store(tmp_path)))
     assert not list(tmp_path.glob(".*tmp*"))

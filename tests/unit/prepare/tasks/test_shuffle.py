@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from forebay.errors import PrepareError
 from forebay.prepare.tasks import shuffle as shuffling
 from forebay.prepare.tasks.encode import EncodeTask, encode
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, plan_shuffle, shuffle
+from forebay.storage.store import open_store
 from support.token_parts import coder, documents, text_part
 
 
@@ -23,13 +25,17 @@ def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: boo
     for texts in groups:
         part = text_part(folder, texts)
         occurrence = seen[part.name] = seen.get(part.name, -1) + 1
-        task = EncodeTask(part, coder(folder), str(folder), shuffle=Shuffle(seed, occurrence), with_ids=with_ids)
+        task = EncodeTask(part, coder(folder), open_store(folder), shuffle=Shuffle(seed, occurrence), with_ids=with_ids)
         parts.append(encode(task).part)
     return parts
 
 
-def texts_of(parts: list[EncodedPart]) -> list[str]:
-    return [bytes(tokens[:-1]).decode() for tokens in documents(parts)]
+def texts_of(folder: Path, parts: list[EncodedPart]) -> list[str]:
+    return [bytes(tokens[:-1]).decode() for tokens in documents(folder, parts)]
+
+
+def shuffled(folder: Path, parts: list[EncodedPart], *bucket: int, scale: int = 0) -> list[EncodedPart]:
+    return [shuffle(task, scale) for task in plan_shuffle(parts, open_store(folder), *bucket)]
 
 
 @settings(max_examples=10, deadline=None)
@@ -42,7 +48,7 @@ def test_equals_sorting_in_memory(
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
     parts = parts_of(folder, groups, seed)
-    result = [shuffle(task, scale) for task in plan_shuffle(parts, folder, bucket)]
+    result = shuffled(folder, parts, bucket, scale=scale)
     expected, seen = [], {}
     for texts in groups:
         name = text_part(folder / "names", texts).name
@@ -50,10 +56,10 @@ def test_equals_sorting_in_memory(
         keys = document_keys(Shuffle(seed, occurrence), name, np.arange(len(texts)))
         expected += list(zip(keys.tolist(), texts, [f"id{i}" for i in range(len(texts))]))
     expected.sort(key=lambda row: row[0])
-    assert texts_of(result) == [text for _, text, _ in expected]
-    ids = [json.loads(line) for part in result for line in part.file("ids").read_bytes().splitlines()]
+    assert texts_of(folder, result) == [text for _, text, _ in expected]
+    ids = [json.loads(line) for part in result for line in (folder / part.object("ids")).read_bytes().splitlines()]
     assert [line[2] for line in ids] == [name for _, _, name in expected]
-    assert sorted(texts_of(result)) == sorted(text for texts in groups for text in texts)
+    assert sorted(texts_of(folder, result)) == sorted(text for texts in groups for text in texts)
 
 
 def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Path) -> None:
@@ -61,7 +67,7 @@ def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Pat
     orders = {}
     for seed in (1, 2):
         parts = parts_of(tmp_path, groups, seed, with_ids=False)
-        orders[seed] = texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path)])
+        orders[seed] = texts_of(tmp_path, shuffled(tmp_path, parts))
     assert orders[1] != orders[2] and sorted(orders[1]) == sorted(orders[2])
     # Were their keys the same, copies would stand side by side.
     assert sum(a == b for a, b in zip(orders[1], orders[1][1:])) < 10
@@ -72,7 +78,7 @@ def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(encoding, "document_keys", lambda s, name, rows: (rows % 2).astype(np.uint64))
     parts = parts_of(tmp_path, [["a0", "a1", "a2"], ["b0", "b1", "b2"]])
-    assert texts_of([shuffle(t) for t in plan_shuffle(parts, tmp_path)]) == ["a0", "a2", "b0", "b2", "a1", "b1"]
+    assert texts_of(tmp_path, shuffled(tmp_path, parts)) == ["a0", "a2", "b0", "b2", "a1", "b1"]
 
 
 def test_positions_are_uniform(tmp_path: Path) -> None:
@@ -88,26 +94,47 @@ def test_positions_are_uniform(tmp_path: Path) -> None:
     assert counts.sum() == 40 * 64
 
 
-def test_a_finished_task_is_taken_up_and_a_lost_file_is_noticed(tmp_path: Path) -> None:
+def test_a_truncated_part_is_noticed(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, [["a", "b"], ["c"]])
-    (task,) = plan_shuffle(parts, tmp_path)
-    first = shuffle(task)
-    keys, tokens = parts[0].file("keys").read_bytes(), parts[0].file("tokens")
-    parts[0].file("keys").unlink()
-    assert shuffle(task) == first
-    first.file("json").unlink()
-    parts[0].file("keys").write_bytes(keys)
-    tokens.write_bytes(tokens.read_bytes()[:-2])
-    for scale in (0, 1):
-        with pytest.raises(PrepareError):
-            shuffle(task, scale)
-    assert plan_shuffle([], tmp_path) == []
+    (task,) = plan_shuffle(parts, open_store(tmp_path))
+    for kind in ("tokens", "keys"):
+        path = tmp_path / parts[0].object(kind)
+        data = path.read_bytes()
+        path.write_bytes(data[:-2])
+        for scale in (0, 1):
+            with pytest.raises(PrepareError, match="got fewer bytes"):
+                shuffle(task, scale)
+        path.write_bytes(data)
+    assert plan_shuffle([], open_store(tmp_path)) == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2000), st.integers(1, 300), st.integers(0, 3))
+def test_a_range_of_keys_is_all_of_it(
+    tmp_path_factory: pytest.TempPathFactory, documents: int, ranges: int, seed: int
+) -> None:
+    """Also where keys are not uniform, or equal."""
+    store = open_store(tmp_path_factory.mktemp("keys"))
+    rng = np.random.default_rng(seed)
+    keys = np.sort(rng.integers(0, 1 << 64, documents, dtype=np.uint64) >> np.uint64(20 * (seed % 3)))
+    keys[: documents // 3 * (seed % 2)] = keys[0] if documents else 0
+    part = EncodedPart("p", documents, 0, "U16", True)
+    store.write(part.object("keys"), keys.tobytes())
+    edges = [(index << 64) // ranges for index in range(ranges + 1)]
+    edges = sorted({*edges, *(int(key) for key in keys[:3])})
+    row = 0
+    for first, stop in pairwise(edges):
+        start, within = shuffling._keys_within(store, part, first, stop - 1)
+        expected = keys[(keys >= np.uint64(first)) & (keys <= np.uint64(stop - 1))]
+        assert within.tolist() == expected.tolist() and (start == row or not len(within))
+        row += len(within)
+    assert row == documents
 
 
 def test_a_giant_document_is_copied_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [["x" * 5000, "a", "b" * 300], ["y" * 9000, "c"]]
     parts = parts_of(tmp_path, groups)
-    expected = texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path)])
+    expected = texts_of(tmp_path, shuffled(tmp_path, parts))
     monkeypatch.setattr(shuffling, "_MEMORY_BYTES", 100)
     monkeypatch.setattr(shuffling, "_WRITE_BYTES", 64)
-    assert texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path, 4000)]) == expected
+    assert texts_of(tmp_path, shuffled(tmp_path, parts, 4000)) == expected

@@ -15,13 +15,14 @@ from forebay.dataset.slices import TOKEN_HEADER_BYTES, open_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tasks import slicing
 from forebay.prepare.tasks.shuffle import EncodedPart
-from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
+from forebay.prepare.tasks.slicing import plan_slices, write_slice
+from forebay.storage.store import open_store
 
 
 def part_of(folder: Path, stem: str, lengths: list[int], first: int) -> EncodedPart:
-    part = EncodedPart(str(folder), stem, len(lengths), sum(lengths), "U16")
-    ((np.arange(sum(lengths)) + first) % 60_000).astype("<u2").tofile(part.file("tokens"))
-    np.cumsum(lengths).astype("<u8").tofile(part.file("ends"))
+    part = EncodedPart(stem, len(lengths), sum(lengths), "U16")
+    ((np.arange(sum(lengths)) + first) % 60_000).astype("<u2").tofile(folder / part.object("tokens"))
+    np.cumsum(lengths).astype("<u8").tofile(folder / part.object("ends"))
     return part
 
 
@@ -32,9 +33,8 @@ def parts_of(folder: Path, groups: list[list[int]]) -> list[EncodedPart]:
 
 def whole(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
     """All tokens and document ends of the slices, put together again; and the slices' sizes."""
-    (out / "slices").mkdir(parents=True, exist_ok=True)
-    tokens, stops, sizes = [], [], []
-    for task in plan_slices(parts, out, **how).tasks(out):
+    tokens, stops, sizes, store = [], [], [], open_store(out)
+    for task in plan_slices(parts, store, **how).tasks(store, store):
         info = write_slice(task)
         result = open_slice(out / info.name)
         assert (info.count, info.documents) == (len(result.tokens), len(result.document_ends))
@@ -67,10 +67,11 @@ def test_the_cut_is_the_one_of_format_version_1(tmp_path: Path, monkeypatch: pyt
     parts = parts_of(tmp_path, groups)
     offsets = np.cumsum([n for group in groups for n in group]).astype(np.uint64)
     monkeypatch.setattr(slicing, "_ENDS_AT_ONCE", 100)
-    plan = plan_slices(parts, tmp_path, slice_bytes=5000)
+    store = open_store(tmp_path)
+    plan = plan_slices(parts, store, slice_bytes=5000)
     start = first = 0
-    for task in plan.tasks(tmp_path):
-        edges = np.fromfile(f"{task.plan}.cuts", "<i8", count=2, offset=16 * task.index)
+    for task in plan.tasks(store, store):
+        edges = np.fromfile(tmp_path / f"{task.plan}.cuts", "<i8", count=2, offset=16 * task.index)
         assert edges.tolist() == [start, first]
         stops = np.arange(start + 1, min(int(offsets[-1]), start + 2500) + 1)
         inside = np.searchsorted(offsets, stops.astype(np.uint64), "right") - first
@@ -86,34 +87,17 @@ def test_slices_of_so_many_tokens(tmp_path: Path) -> None:
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
 
 
-def test_resume_redoes_only_what_is_not_committed(tmp_path: Path) -> None:
-    parts = parts_of(tmp_path, [[3000] * 3])
-    whole(tmp_path, parts, slice_bytes=4096)
-    tasks = plan_slices(parts, tmp_path, slice_bytes=4096).tasks(tmp_path)
-    before = [(tmp_path / task.name).read_bytes() for task in tasks]
-    times = [(tmp_path / task.name).stat().st_mtime_ns for task in tasks]
-    (tmp_path / tasks[1].name).unlink()
-    tasks[2].mark.unlink()
-    assert [finished_slice(task) is None for task in tasks[:4]] == [False, True, True, False]
-    for task in tasks:
-        write_slice(task)
-    assert [(tmp_path / task.name).read_bytes() for task in tasks] == before
-    assert (tmp_path / tasks[0].name).stat().st_mtime_ns == times[0]
-    other = plan_slices(parts, tmp_path, slice_bytes=5000).tasks(tmp_path)
-    assert finished_slice(other[0]) is None
-
-
 def test_damage_and_misuse_are_noticed(tmp_path: Path) -> None:
-    parts = parts_of(tmp_path, [[10, 20], [30]])
+    parts, store = parts_of(tmp_path, [[10, 20], [30]]), open_store(tmp_path)
     with pytest.raises(UsageError):
-        plan_slices(parts, tmp_path, slice_bytes=100)
+        plan_slices(parts, store, slice_bytes=100)
     with pytest.raises(UsageError, match="one type"):
-        plan_slices([parts[0], replace(parts[1], dtype="U32")], tmp_path)
-    (task,) = plan_slices(parts, tmp_path).tasks(tmp_path)
-    parts[1].file("tokens").write_bytes(b"")
-    (tmp_path / "slices").mkdir()
-    with pytest.raises(PrepareError, match="fewer"):
-        write_slice(task)
-    with pytest.raises(PrepareError):
-        plan_slices(parts, tmp_path, slice_bytes=8192)
-    assert plan_slices([], tmp_path).slices == 0
+        plan_slices([parts[0], replace(parts[1], dtype="U32")], store)
+    (task,) = plan_slices(parts, store).tasks(store, store)
+    for kind in ("tokens", "ends"):
+        (tmp_path / parts[1].object(kind)).write_bytes(b"")
+        with pytest.raises(PrepareError, match="fewer"):
+            write_slice(task)
+    with pytest.raises(PrepareError, match="expected 1 documents"):
+        plan_slices(parts, store, slice_bytes=8192)
+    assert plan_slices([], store).slices == 0

@@ -26,6 +26,7 @@ from forebay.prepare.tokenize.conversations import (
     Template,
     split_turns,
 )
+from forebay.storage.store import open_store
 from support.token_parts import coder, text_part
 
 BARE = Template(prompt_suffix="")
@@ -33,14 +34,13 @@ BARE = Template(prompt_suffix="")
 
 def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> EncodeResult:
     rendering = Conversations(length, how.pop("template", BARE), **how)
-    return encode(EncodeTask(text_part(folder, texts), coder(folder), str(folder), rendering=rendering))
+    return encode(EncodeTask(text_part(folder, texts), coder(folder), open_store(folder), rendering=rendering))
 
 
 def dataset_of(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
     (folder / "out/slices").mkdir(parents=True)
-    plan = plan_row_slices([encoded.part], folder, shape, slice_bytes=slice_bytes)
-    infos = [write_slice(task) for task in plan.tasks(folder / "out", shape)]
-    assert [write_slice(task) for task in plan.tasks(folder / "out", shape)] == infos
+    plan = plan_row_slices([encoded.part], open_store(folder), shape, slice_bytes=slice_bytes)
+    infos = [write_slice(task) for task in plan.tasks(open_store(folder), open_store(folder / "out"), shape)]
     table = SliceTable.from_rows(infos)
     data = table.to_parquet()
     rows, size = sum(info.count for info in infos), sum(info.bytes for info in infos)
@@ -84,7 +84,7 @@ def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
     dropped = rows_of(tmp_path / "b", texts, 5, too_long="drop")
     assert dropped.changed == {} and dropped.dropped == {"empty": 1, "nothing_learnt": 1, "too_long": 2}
     assert cut.documents_out == 2 and dropped.documents_out == 1
-    tokens = [np.fromfile(cut.part.file("tokens"), "<u4")]
+    tokens = [np.fromfile(tmp_path / cut.part.object("tokens"), "<u4")]
     assert sum(int((some >= TRAINED).sum()) for some in tokens) == 3 + 3
 
 
@@ -132,8 +132,8 @@ def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path) -> N
     spec = coder(tmp_path, str(tmp_path / "t.json"))
     part = text_part(tmp_path, [f"{G}hi<|im_end|>{L}yo"])
     rendering = Conversations(100, TEMPLATES["chatml"])
-    encoded = encode(EncodeTask(part, spec, str(tmp_path), rendering=rendering))
-    tokens = np.fromfile(encoded.part.file("tokens"), "<u4")
+    encoded = encode(EncodeTask(part, spec, open_store(tmp_path), rendering=rendering))
+    tokens = np.fromfile(tmp_path / encoded.part.object("tokens"), "<u4")
     ids, learnt = tokens & 0x7FFFFFFF, tokens >> 31
     assert (ids == 1).sum() == 2 and (ids == 2).sum() == 2  # Two turns begin and end; what was said is no token.
     assert ids[-1] == 0 and learnt[-1] and ids[learnt == 1][-3] == 2
@@ -147,4 +147,4 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         RowShape(10, "U16", labels="I8")
     with pytest.raises(UsageError, match="at least a row"):
-        plan_row_slices([], tmp_path, RowShape(10_000, "U16"), slice_bytes=4096)
+        plan_row_slices([], open_store(tmp_path), RowShape(10_000, "U16"), slice_bytes=4096)

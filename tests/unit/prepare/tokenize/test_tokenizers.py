@@ -32,6 +32,7 @@ from forebay.prepare.tokenize.tokenizers import (
     parse,
     train_tokenizer,
 )
+from forebay.storage.store import open_store
 from support.shared_data import FOLDER as DATA
 from support.token_parts import coder, text_part
 
@@ -102,9 +103,8 @@ def test_long_texts_are_cut_where_nothing_changes(tmp_path: Path) -> None:
     assert "".join(cut_long(text)) == " ".join(cut_long(text, "at")) == text
     assert max(map(len, cut_long(text))) <= 150
     trained = train_tokenizer(iter([text]), 400)
-    path = tmp_path / "t.json"
-    path.write_bytes(trained.data)
-    ids = encode_column(EncoderSpec.of(trained, path), pa.array([text], "large_string"))[0]
+    (tmp_path / "tokenizer.json").write_bytes(trained.data)
+    ids = encode_column(EncoderSpec.of(trained, open_store(tmp_path)), pa.array([text], "large_string"))[0]
     assert ids[:-1].tolist() == LibraryEncoder(trained.data).encode([text])[0].tolist()
 
 
@@ -122,7 +122,8 @@ def test_long_texts_have_the_ids_of_the_real_tokenizers(name: str, tmp_path: Pat
         pytest.skip(f"needs {path}")
     result = load_tokenizer(str(path), eos=False)
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
-    spec = EncoderSpec.of(result, path)
+    (tmp_path / "tokenizer.json").write_bytes(path.read_bytes())
+    spec = EncoderSpec.of(result, open_store(tmp_path))
     assert len(list(cut_long(text, coders._safe_cut(result.data)))) > 10
     ids = encode_column(spec, pa.array([text], "large_string"))[0]
     assert ids.tolist() == LibraryEncoder(result.data).encode([text])[0].tolist()
@@ -154,9 +155,10 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
 
 def test_training_is_a_function_of_the_sample(tmp_path: Path) -> None:
     parts = [text_part(tmp_path, [f"the cat {i} sat on mat {j}" for j in range(50)]) for i in range(8)]
-    sample = list(sample_texts(parts, 1, 2000))
+    store = open_store(tmp_path)
+    sample = list(sample_texts(store, parts, 1, 2000))
     assert 1900 < sum(map(len, sample)) <= 2000
-    assert sample == list(sample_texts(parts[::-1], 1, 2000)) != list(sample_texts(parts, 2, 2000))
+    assert sample == list(sample_texts(store, parts[::-1], 1, 2000)) != list(sample_texts(store, parts, 2, 2000))
     item, two = (train_tokenizer(iter(sample), 300) for _ in range(2))
     assert item == two and item.vocab_size <= 300 and item.eos_id == 0
 

@@ -1,0 +1,89 @@
+"""The tokenizer of a run: the one that is named, the parent's, or one that is trained on the documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from forebay.dataset.reader import Dataset
+from forebay.errors import ForebayError, UsageError
+from forebay.prepare.extend import check_extension, is_parents_tokenizer, parent_tokenizer
+from forebay.prepare.outputs.base import Output
+from forebay.prepare.outputs.dataset import DatasetOutput
+from forebay.prepare.progress import Progress
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.run import PrepareRun
+from forebay.prepare.tasks import keys
+from forebay.prepare.tasks.encode import sample_texts
+from forebay.prepare.tasks.text import TextResult
+from forebay.prepare.tokenize import tokenizers
+
+
+def open_tokenizer(
+    recipe: Recipe,
+    own: tokenizers.Tokenizer | None,
+    output: Output,
+    document_ids: bool,
+    parent: Dataset | None,
+    notify: Callable[[str], None],
+) -> tuple[Recipe, tokenizers.TokenizerFile | None]:
+    """The recipe with the tokenizer that it takes, and that tokenizer, None if the run trains it.
+
+    Raises UsageError for settings that the output, or the dataset that is extended, does not have.
+    """
+    if output.name == "report" and not recipe.tokenize.tokenizer:
+        recipe = _counting_bytes(recipe)
+    of_parent = parent is not None and is_parents_tokenizer(parent, recipe.tokenize.tokenizer)
+    if parent is not None and of_parent:
+        policy = dataclasses.replace(recipe.tokenize, tokenizer=parent.manifest.tokenizer)
+        recipe = dataclasses.replace(recipe, tokenize=policy)
+    if output.needs_tokenizer and not recipe.tokenize.tokenizer:
+        raise UsageError(
+            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
+            "`bytes` or `train:VOCAB`; got none."
+        )
+    output.check(recipe, document_ids)
+    if parent is not None and not isinstance(output, DatasetOutput):
+        raise UsageError(f"prepare --extend: expected --to dataset, got {output.name}. Leave out --extend.")
+    if not output.needs_tokenizer:
+        recipe = _counting_bytes(recipe)
+    is_trained = own is None and tokenizers.vocab_to_train(recipe.tokenize.tokenizer) is not None
+    try:
+        loaded = parent_tokenizer(parent, recipe) if parent is not None and of_parent else None
+        if loaded is None and not is_trained:
+            loaded = _load_tokenizer(recipe, own)
+    except ForebayError as error:
+        if output.name != "report":
+            raise
+        notify(f"{error} Bytes are counted in place of tokens.")
+        recipe = _counting_bytes(recipe)
+        loaded = _load_tokenizer(recipe)
+    if parent is not None:
+        check_extension(parent, recipe, loaded, document_ids)
+    return recipe, loaded
+
+
+def _counting_bytes(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer="bytes"))
+
+
+def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = None) -> tokenizers.TokenizerFile:
+    policy = recipe.tokenize
+    return tokenizers.load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
+
+
+def train(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerFile:
+    seed, vocab = run.recipe.slice.seed, tokenizers.vocab_to_train(run.recipe.tokenize.tokenizer) or 0
+    parts = [result.part for result in texts]
+    key = keys.hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
+    name = f"trained-{key}/{tokenizers.TOKENIZER_FILE}"
+    if not run.work.exists(name):
+        run.progress.update(Progress("tokenizer", 0, 1, " trained"))
+        data = tokenizers.train_tokenizer(sample_texts(run.work, parts, seed), vocab).data
+        run.work.create(name, data)
+        run.progress.update(Progress("tokenizer", 1, 1, " trained"))
+    with run.work.scratch() as folder:
+        (path := folder / tokenizers.TOKENIZER_FILE).write_bytes(run.work.read(name))
+        loaded = _load_tokenizer(run.recipe, str(path))
+    return dataclasses.replace(loaded, description=run.recipe.tokenize.tokenizer)

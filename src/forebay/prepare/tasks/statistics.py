@@ -1,0 +1,146 @@
+"""STATISTICS tasks: what is kept of a split, and the sum of the statistics of many tasks.
+
+Each leaves an object of statistics. They are added in groups, so that no process reads those of all tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from forebay.formats.inputs import InputSplit
+from forebay.prepare.documents import file_batches
+from forebay.prepare.sources import row_position
+from forebay.prepare.stats import SAMPLES, StageStats, mix64
+from forebay.prepare.tasks.keys import hash_json
+from forebay.storage.store import Store
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup.cutting import Flags
+
+_VERSION = 1  # Changed when the same split would have other statistics.
+_GROUP = 256  # Tasks whose statistics are added by one.
+COLUMNS = ("place", "id", "where", "text_bytes", "language", "subset")
+Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class ExamineTask:
+    """The documents of a split that deduplication keeps: their distributions; and samples of these and of copies.
+
+    Args:
+        arrow, key: The documents, and the key of random choices.
+        first_row: As of `sources.first_rows`.
+        drop: A byte a document, 0 for those that stay, else the index in `reasons`.
+        dedup_name: A hash of all that `drop` depends on.
+        reasons: (stage, reason) by the byte of `drop`.
+        columns: Of numbers, that have distributions.
+    """
+
+    arrow: str
+    key: str
+    documents: int
+    split: InputSplit
+    first_row: int
+    drop: Flags | None
+    dedup_name: str
+    reasons: tuple[tuple[str, str], ...]
+    columns: tuple[str, ...]
+    store: Store
+
+    @cached_property
+    def name(self) -> str:
+        """A hash of all that the result depends on."""
+        paths = [file.path for file in self.split.files]
+        fields = [_VERSION, self.arrow, self.key, paths, self.first_row, self.dedup_name, self.reasons, self.columns]
+        return hash_json(fields)
+
+    @property
+    def label(self) -> str:
+        return f"what is kept of {self.split.files[0].path}"
+
+
+def examine(task: ExamineTask, scale: int = 0) -> int:
+    """Run the task. Returns the UTF-8 bytes of text that are kept."""
+    stats, kept_bytes = StageStats(), 0
+    codes = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
+    keys = mix64(np.arange(len(codes), dtype=np.uint64), np.uint64(int(task.key[:16], 16)))
+    with task.store.local(task.arrow) as path:
+        for start, batch in file_batches(path, [*COLUMNS, *task.columns]):
+            retained = batch.filter(pa.array(codes[start : start + batch.num_rows] == 0))
+            stats.add_batch("kept", retained)
+            kept_bytes += pc.sum(retained.column("text_bytes")).as_py() or 0
+        chosen = [_smallest(keys, codes == code) for code in range(len(task.reasons))]
+        rows = np.concatenate([np.empty(0, np.int64), *chosen])
+        for start, batch in file_batches(path) if len(rows) else ():
+            for (stage, reason), mine in zip(task.reasons, chosen):
+                here = mine[(mine >= start) & (mine < start + batch.num_rows)] - start
+                if len(here):
+
+                    def position(row: int, batch: pa.RecordBatch = batch) -> str:
+                        return row_position(task.split, batch, row, task.first_row)
+
+                    stats.add_samples(stage, reason, batch, here, keys[start : start + batch.num_rows], position)
+    write_stats(task.store, stats_name(task), stats)
+    return kept_bytes
+
+
+def _smallest(keys: NDArray[np.uint64], of: NDArray[np.bool_]) -> NDArray[np.int64]:
+    rows = np.flatnonzero(of)
+    return rows[np.argsort(keys[rows], kind="stable")[:SAMPLES]]
+
+
+def stats_name(task: ExamineTask | _AddTask) -> str:
+    """The name of the statistics that a task leaves."""
+    return f"stats/{task.name}.stats"
+
+
+def write_stats(store: Store, name: str, stats: StageStats) -> None:
+    """Write statistics to an object."""
+    store.write(name, zlib.compress(json.dumps(stats.to_json()).encode(), 1))
+
+
+def read_stats(store: Store, name: str) -> StageStats:
+    """The statistics of an object."""
+    return StageStats.from_json(json.loads(zlib.decompress(store.read(name))))
+
+
+@dataclass(frozen=True)
+class _AddTask:
+    store: Store
+    names: tuple[str, ...]
+
+    @cached_property
+    def name(self) -> str:
+        return hash_json([_VERSION, self.names])
+
+
+def _add(task: _AddTask, scale: int = 0) -> bool:
+    write_stats(task.store, stats_name(task), _sum(task.store, task.names))
+    return True
+
+
+def _sum(store: Store, names: Sequence[str]) -> StageStats:
+    total = StageStats()
+    for name in names:
+        total.add(read_stats(store, name))
+    return total
+
+
+def add_stats(store: Store, names: Sequence[str], map: Map) -> StageStats:
+    """The sum of the statistics of objects, in their order; those of many by tasks."""
+    while len(names) > _GROUP:
+        groups = [tuple(names[start : start + _GROUP]) for start in range(0, len(names), _GROUP)]
+        tasks = [_AddTask(store, group) for group in groups]
+        map(_add, tasks)
+        names = [stats_name(task) for task in tasks]
+    return _sum(store, names)

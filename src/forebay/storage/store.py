@@ -1,0 +1,514 @@
+"""The objects of a run by name, in a directory or below a prefix of a bucket: what its tasks read and write.
+
+An object is complete or absent. In a bucket it is put once, in one request that fails where the name exists
+(`If-None-Match: *`), so that of several machines that make the same object one wins and the others take it as theirs.
+Files on their way are in the scratch directory of this machine (TMPDIR), and gone afterwards: nothing is shared but the
+bucket. Memory: of one request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import threading
+import time
+import urllib.parse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.files import (
+    atomic_write,
+    commit_files,
+    open_atomic,
+    remove_stale,
+    sync_directory,
+    sync_file,
+    temporary_directory,
+    temporary_path,
+)
+from forebay.network.retry import EVERY_S, FIRST_S, backoff_s
+from forebay.storage.base import BUCKET_SCHEMES, PermanentError, TransientError
+from forebay.storage.buckets import BucketOrigin
+
+log = logging.getLogger("forebay.storage")
+_PIECE = 8 << 20
+_FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
+_MAX_PUT_BYTES = 4 << 30  # of one request; S3 takes 5 GiB
+_REMOVED_AT_ONCE = 1000
+_T = TypeVar("_T")
+
+
+class Store(ABC):
+    """Objects by name; names have `/`. Picklable, and used by any process. A missing object is a FileNotFoundError.
+
+    Raises:
+        OSError: If a directory cannot be read or written.
+        NetworkError: If a bucket does not answer.
+        DatasetError: If it refuses.
+    """
+
+    url: str  # of the directory or prefix, for messages: without a secret
+
+    @abstractmethod
+    def child(self, name: str) -> Store:
+        """The objects below a name."""
+
+    @abstractmethod
+    def open(self, name: str, *, replace: bool = False) -> AbstractContextManager[BinaryIO]:
+        """A file of this machine that becomes the object when the block ends without an exception.
+
+        In a bucket an object that exists must have the same bytes, unless it may be replaced.
+        """
+
+    @abstractmethod
+    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+        """Write an object, or replace it."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small object unless it exists; whether it is new."""
+
+    @abstractmethod
+    def put(self, name: str, path: Path) -> None:
+        """Move a file of this machine to an object."""
+
+    @abstractmethod
+    def copy(self, name: str, path: Path) -> bool:
+        """Make an object of a file that stays: a link to it where there are links; whether bytes were copied."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """The bytes of an object."""
+
+    @abstractmethod
+    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> NDArray[Any]:
+        """Items [start, start + count) of an object, -1 for all; fewer where it ends."""
+
+    @abstractmethod
+    def local(self, name: str) -> AbstractContextManager[Path]:
+        """A file of this machine with the bytes of the object, for the time of the block."""
+
+    @abstractmethod
+    def directory(self, name: str) -> Path:
+        """A directory of this machine for files that no other needs; it stays until the run ends."""
+
+    @abstractmethod
+    def scratch(self) -> AbstractContextManager[Path]:
+        """An empty directory of this machine, on the disk where objects are written; removed with the block."""
+
+    @abstractmethod
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """The objects whose names begin with `prefix` (`slices/`, `done/encode-`), and their bytes.
+
+        A listing of a bucket may be late; a request for one object is not.
+        """
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; one that is missing is none."""
+
+    def size(self, name: str) -> int:
+        """The bytes of an object."""
+        raise NotImplementedError
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            return self.size(name) >= 0
+        except FileNotFoundError:
+            return False
+
+    def remove_stale(self) -> None:
+        """Remove what killed processes of this machine left on their way."""
+        raise NotImplementedError
+
+    def remove_all(self) -> None:
+        """Remove all objects, and the directories of this machine."""
+        raise NotImplementedError
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """The store at a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`."""
+    text = os.fspath(url)
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    if scheme in BUCKET_SCHEMES:
+        return BucketStore(text)
+    if scheme == "file":
+        return FolderStore(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
+    if scheme:
+        raise UsageError(f"expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
+    return FolderStore(text)
+
+
+def is_bucket(url: str | os.PathLike[str]) -> bool:
+    """Whether `open_store` gives a bucket."""
+    return os.fspath(url).partition("://")[0].lower() in BUCKET_SCHEMES
+
+
+@dataclass(frozen=True)
+class FolderStore(Store):
+    """A directory, which is made with its first object."""
+
+    url: str
+
+    @property
+    def path(self) -> Path:
+        return Path(self.url)
+
+    def child(self, name: str) -> FolderStore:
+        return FolderStore(f"{self.url}/{name}")
+
+    @contextmanager
+    def open(self, name: str, *, replace: bool = False) -> Iterator[BinaryIO]:
+        with open_atomic(self._path(name)) as file:
+            yield file
+
+    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+        atomic_write(self._path(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        temporary = temporary_path(path)
+        try:
+            temporary.write_bytes(data)
+            sync_file(temporary)
+            _link(temporary, path)
+            sync_directory(path.parent)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def put(self, name: str, path: Path) -> None:
+        commit_files({path: self._path(name)})
+
+    def copy(self, name: str, path: Path) -> bool:
+        temporary = temporary_path(self._path(name))
+        try:
+            os.link(path, temporary)
+            commit_files({temporary: self.path / name})
+        except OSError:  # another file system, or one without links
+            with self.open(name) as file, path.open("rb") as source:
+                shutil.copyfileobj(source, file, _PIECE)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+        return False
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> NDArray[Any]:
+        return np.fromfile(self.path / name, dtype, count, offset=start * np.dtype(dtype).itemsize)
+
+    @contextmanager
+    def local(self, name: str) -> Iterator[Path]:
+        yield self.path / name
+
+    def directory(self, name: str) -> Path:
+        path = self.path / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        with temporary_directory(self._path("scratch")) as folder:
+            yield folder
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        folder, _, start = prefix.rpartition("/")
+        top = self.path / folder
+        sizes: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(top) as entries:
+            for entry in entries:
+                if not entry.name.startswith(start) or entry.name.endswith(".tmp"):
+                    continue
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir():
+                    sizes |= self.sizes(f"{name}/")
+                else:
+                    sizes[name] = entry.stat().st_size
+        return sizes
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+    def size(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def remove_stale(self) -> None:
+        for folder, _, _ in os.walk(self.path):
+            remove_stale(Path(folder))
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _path(self, name: str) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def _link(source: Path, path: Path) -> None:
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links, where the last of two writers wins
+        if path.exists():
+            raise FileExistsError(path) from None
+        source.replace(path)
+
+
+class _Bucket(BucketOrigin):
+    """The prefix of a store; the retries are the store's, which tells what it waits for."""
+
+    r2_right = "WRITE"
+
+    def call(self, name: str, request: Callable[[Any, Any, str], _T]) -> _T:
+        """The result of `request(obstore, store, key)`, again after a fault that another try may not have."""
+        began, tries = time.monotonic(), 0
+        while True:
+            try:
+                with _watch.request(f"{self.url}/{name}"), self._convert_errors(name) as (obstore, store):
+                    return request(obstore, store, self._prefix + name)
+            except TransientError as error:
+                tries, elapsed_s = tries + 1, time.monotonic() - began
+                pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
+                if elapsed_s + pause_s > _PATIENCE_S:
+                    raise NetworkError(
+                        f"{self.url}/{name}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
+                        "Check the network and the endpoint, then run the same command again."
+                    ) from error
+                if elapsed_s + pause_s > FIRST_S:
+                    log.warning("waiting for %s (%.0f s so far): %s", f"{self.url}/{name}", elapsed_s, error)
+                time.sleep(pause_s)
+            except PermanentError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.url}/{name}") from error
+                raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
+
+    def key(self, name: str) -> str:
+        return self._prefix + name
+
+
+class _Watch:
+    """Logs requests that take long, by a thread that runs while this process makes requests."""
+
+    def __init__(self) -> None:
+        self._requests: dict[object, tuple[str, float]] = {}
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def request(self, what: str) -> Iterator[None]:
+        token = object()
+        self._requests[token] = (what, time.monotonic())
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
+            self._thread.start()
+        try:
+            yield
+        finally:
+            del self._requests[token]
+
+    def _run(self) -> None:
+        logged: dict[object, float] = {}
+        while True:
+            time.sleep(0.5)
+            now, requests = time.monotonic(), dict(self._requests)
+            logged = {token: logged_at for token, logged_at in logged.items() if token in requests}
+            for token, (what, began) in requests.items():
+                if now - began > FIRST_S and now - logged.get(token, -EVERY_S) >= EVERY_S:
+                    logged[token] = now
+                    log.warning("waiting for %s (%.0f s so far)", what, now - began)
+
+
+_watch = _Watch()
+
+
+@lru_cache(maxsize=16)
+def _bucket(url: str, pid: int) -> _Bucket:
+    return _Bucket(url)
+
+
+@dataclass(frozen=True)
+class BucketStore(Store):
+    """A prefix of a bucket. `address` is its URL with the options of the query; credentials are the environment's."""
+
+    address: str
+
+    @property
+    def url(self) -> str:  # type: ignore[override]
+        return self.address.partition("?")[0]
+
+    def child(self, name: str) -> BucketStore:
+        path, mark, query = self.address.partition("?")
+        return BucketStore(f"{path.rstrip('/')}/{name}{mark}{query}")
+
+    def check(self) -> None:
+        """Raise UsageError for a bucket that overwrites what exists: two runs could destroy each other's work there."""
+        name = f"probe-{secrets.token_hex(8)}"
+        try:
+            self.write(name, b"")
+            if self.create(name, b""):
+                raise UsageError(
+                    f"{self.url}: expected a bucket that refuses to overwrite (If-None-Match: *), got one that does "
+                    "not. Update its server, or write to a directory and copy that with `forebay mirror`."
+                )
+        finally:
+            self.remove([name])
+
+    @contextmanager
+    def open(self, name: str, *, replace: bool = False) -> Iterator[BinaryIO]:
+        with tempfile.TemporaryFile(dir=self.directory("")) as file:
+            yield file
+            file.flush()
+            with _mapped(file) as data:
+                is_ours = self._put(name, data, "overwrite" if replace else "create")
+                if not is_ours and self._digest(name) != hashlib.sha256(data).digest():
+                    raise DatasetError(
+                        f"{self.url}/{name}: expected what this run writes, got other bytes: another run writes here. "
+                        "Wait until it ends, then run the same command again."
+                    )
+
+    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+        if isinstance(data, bytes):
+            self._put(name, data, "overwrite")
+            return
+        with self.open(name, replace=True) as file:
+            file.writelines(data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._put(name, data)
+
+    def put(self, name: str, path: Path) -> None:
+        with path.open("rb") as file, _mapped(file) as data:
+            self._put(name, data, "overwrite")
+        path.unlink()
+
+    def copy(self, name: str, path: Path) -> bool:
+        with self.open(name) as file, path.open("rb") as source:
+            shutil.copyfileobj(source, file, _PIECE)
+        return True
+
+    def read(self, name: str) -> bytes:
+        return self._bucket.call(name, lambda obstore, store, key: bytes(obstore.get(store, key).bytes()))
+
+    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> NDArray[Any]:
+        size = np.dtype(dtype).itemsize
+        if count == 0:
+            return np.empty(0, dtype)
+        if count < 0 and not start:
+            return np.frombuffer(self.read(name), dtype).copy()
+        if count < 0:
+            count = self.size(name) // size - start
+
+        def request(obstore: Any, store: Any, key: str) -> Any:
+            return obstore.get_range(store, key, start=start * size, length=count * size)
+
+        return np.frombuffer(memoryview(self._bucket.call(name, request)), dtype).copy()
+
+    @contextmanager
+    def local(self, name: str) -> Iterator[Path]:
+        def request(obstore: Any, store: Any, key: str) -> None:
+            file.seek(0)
+            file.truncate()
+            for chunk in obstore.get(store, key).stream(min_chunk_size=_PIECE):
+                file.write(chunk)
+            file.flush()
+
+        with tempfile.NamedTemporaryFile(dir=self.directory("")) as file:
+            self._bucket.call(name, request)
+            yield Path(file.name)
+
+    def directory(self, name: str) -> Path:
+        root = Path(tempfile.gettempdir(), f"forebay-{os.getuid()}")
+        root.mkdir(mode=0o700, exist_ok=True)
+        if (status := root.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise UsageError(f"{root}: expected a directory of this user, got another's. Set TMPDIR to one of yours.")
+        path = root / hashlib.sha256(self.url.encode()).hexdigest()[:16] / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir=self.directory("")) as folder:
+            yield Path(folder)
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        folder = prefix.rpartition("/")[0]
+
+        def request(obstore: Any, store: Any, key: str) -> dict[str, int]:
+            skipped = len(self._bucket.key(""))
+            listed = obstore.list(store, key.rstrip("/") or None)
+            return {str(entry["path"])[skipped:]: int(entry["size"]) for part in listed for entry in part}
+
+        return {name: size for name, size in self._bucket.call(folder, request).items() if name.startswith(prefix)}
+
+    def remove(self, names: Iterable[str]) -> None:
+        names = list(names)
+        for start in range(0, len(names), _REMOVED_AT_ONCE):
+            keys = [self._bucket.key(name) for name in names[start : start + _REMOVED_AT_ONCE]]
+            with contextlib.suppress(FileNotFoundError):
+                self._bucket.call(names[start], partial(_delete, keys))
+
+    def size(self, name: str) -> int:
+        return self._bucket.call(name, lambda obstore, store, key: int(obstore.head(store, key)["size"]))
+
+    def remove_stale(self) -> None:
+        """None: files on their way have no name."""
+
+    def remove_all(self) -> None:
+        self.remove(self.sizes())
+        shutil.rmtree(self.directory(""), ignore_errors=True)
+
+    @property
+    def _bucket(self) -> _Bucket:
+        return _bucket(self.address, os.getpid())
+
+    def _put(self, name: str, data: Any, mode: str = "create") -> bool:
+        def request(obstore: Any, store: Any, key: str) -> bool:
+            try:
+                obstore.put(store, key, data, mode=mode, use_multipart=len(data) > _MAX_PUT_BYTES)
+            except obstore.exceptions.AlreadyExistsError:
+                return False
+            return True
+
+        return self._bucket.call(name, request)
+
+    def _digest(self, name: str) -> bytes:
+        with self.local(name) as path, path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
+
+def _delete(keys: list[str], obstore: Any, store: Any, _: str) -> None:
+    obstore.delete(store, keys)
+
+
+@contextmanager
+def _mapped(file: BinaryIO) -> Iterator[Any]:
+    size = os.fstat(file.fileno()).st_size
+    if not size:  # which cannot be mapped
+        yield b""
+        return
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+        yield data
