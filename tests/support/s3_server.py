@@ -58,6 +58,7 @@ class Faults:
         black_hole: Requests are read and never answered, bodies under way stop.
         refuse: New connections are closed, those under way are cut.
         busy: Part of the requests that are answered with 503.
+        overwrites: `If-None-Match: *` is ignored.
         stale: Objects that are younger, in seconds, are missing in listings.
         bytes_per_s, connection_bytes_per_s: Of all connections together, and of each. 0: no limit.
     """
@@ -69,6 +70,7 @@ class Faults:
     black_hole: bool = False
     refuse: bool = False
     busy: float = 0.0
+    overwrites: bool = False
     stale: float = 0.0
     bytes_per_s: float = 0.0
     connection_bytes_per_s: float = 0.0
@@ -193,7 +195,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(503, "SlowDown")
             return
         with owner.creating if self.command == "PUT" else contextlib.nullcontext():
-            if self.headers.get("If-None-Match") == "*" and self._object().exists():
+            is_new = self.headers.get("If-None-Match") == "*" and not faults.overwrites
+            if is_new and self._object().exists():
                 self._refuse(412, "PreconditionFailed")
                 return
             if self.command == "PUT":

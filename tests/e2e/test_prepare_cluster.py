@@ -1,0 +1,212 @@
+"""A preparation from and to a bucket, by processes that share nothing else, killed and hindered: the same dataset."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.dataset.reader import open_dataset, verify_dataset
+from support import cluster
+from support.calibration import scaled
+from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+
+KILLS = int(os.environ.get("FOREBAY_KILLS", "6"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    directory = tmp_path_factory.mktemp("s3")
+    cluster.write_corpus(directory / "bucket" / "source")
+    with S3Server(directory) as server:
+        yield server
+
+
+@pytest.fixture
+def environment(server: S3Server, tmp_path: Path) -> dict[str, str]:
+    """Of a machine with a disk of its own."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": server.endpoint, "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
+    """The dataset of a local run of one process: its id and its files."""
+    out = tmp_path_factory.mktemp("local") / "out"
+    id = finish(cluster.start(str(server.directory / "bucket/source"), str(out), 1, {}))
+    assert verify_dataset(out).ok and open_dataset(out).id == id and open_dataset(out).num_slices > 5
+    return id, files(out)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    """The id that a preparation prints, or all that it prints if it fails."""
+    output = process.communicate(timeout=scaled(120))[0]
+    assert process.returncode == code, output
+    return output.rpartition("id ")[2].strip() if code == 0 else output
+
+
+def files(out: Path) -> dict[str, bytes]:
+    """What belongs to a dataset."""
+    names = ["manifest.json", "slices.parquet", "chunks.sha256", "tokenizer.json"]
+    paths = [*(out / name for name in names), *sorted((out / "slices").iterdir())]
+    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+
+
+def bucket(server: S3Server, name: str) -> Path:
+    """Where the server has the objects of an output."""
+    return server.directory / "bucket" / name
+
+
+@pytest.mark.parametrize("workers", [2, 7])
+def test_any_number_of_processes_makes_the_same(
+    server: S3Server, tmp_path: Path, workers: int, expected: tuple[str, dict[str, bytes]]
+) -> None:
+    out = tmp_path / "out"
+    assert finish(cluster.start(str(bucket(server, "source")), str(out), workers, {})) == expected[0]
+    assert files(out) == expected[1]
+
+
+def test_a_bucket_has_the_same_bytes(
+    server: S3Server, environment: dict[str, str], tmp_path: Path, expected: tuple[str, dict[str, bytes]]
+) -> None:
+    first = finish(cluster.start("s3://bucket/source", "s3://bucket/out", 2, environment))
+    assert first == expected[0] and files(bucket(server, "out")) == expected[1]
+    assert not (bucket(server, "out") / ".work").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing stays on the machine"
+    server.requests.clear()
+    again = finish(cluster.start("s3://bucket/source", "s3://bucket/out", 2, environment))
+    puts = [path for (method, path) in server.requests if method == "PUT" and "probe" not in path]
+    assert again == first and not puts
+
+
+def test_jobs_of_an_array_share_the_tasks(
+    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]]
+) -> None:
+    """One of the jobs is killed, one begins late, and the call that writes the output is there from the start."""
+    out = bucket(server, "array")
+    jobs = [
+        cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task=task)
+        for task in ("0/4", "1/4", "finish")
+    ]
+    while len(list(out.glob(".work/done/process_split/*"))) < 3:
+        assert jobs[2].poll() is None
+        time.sleep(0.01)
+    os.killpg(jobs[0].pid, signal.SIGKILL)
+    jobs[0].communicate()
+    assert finish(cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task="3/4")) in (
+        "",
+        expected[0],
+    )
+    assert finish(jobs[1]) in ("", expected[0]) and finish(jobs[2]) == expected[0]
+    assert files(out) == expected[1]
+
+
+def test_an_array_over_a_shared_directory(
+    server: S3Server, tmp_path: Path, expected: tuple[str, dict[str, bytes]]
+) -> None:
+    source, out = str(bucket(server, "source")), tmp_path / "out"
+    jobs = [cluster.start(source, str(out), 1, {}, task=f"{index}/3") for index in range(3)]
+    assert [finish(job) for job in jobs] == ["", "", ""] and not (out / "manifest.json").exists()
+    assert "expected I/N" in finish(cluster.start(source, str(out), 1, {}, task="3/3"), code=1)
+    assert finish(cluster.start(source, str(out), 1, {}, task="finish")) == expected[0]
+    assert files(out) == expected[1]
+
+
+def test_killed_at_any_moment_it_goes_on(
+    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]]
+) -> None:
+    """Drivers, with all their workers, and workers alone."""
+    rng, out, kills = random.Random(os.urandom(8)), bucket(server, "killed"), 0
+    while kills < KILLS:
+        process = cluster.start("s3://bucket/source", "s3://bucket/killed", 2, environment)
+        written = _count(out)
+        steps = rng.randint(1, 25)
+        while process.poll() is None and _count(out) < written + steps:
+            time.sleep(0.01)
+        if process.poll() is not None:
+            break
+        kills += 1
+        workers = _children(process.pid)
+        if workers and rng.random() < 0.5:
+            os.kill(rng.choice(workers), signal.SIGKILL)
+            time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert kills >= 3
+    assert finish(cluster.start("s3://bucket/source", "s3://bucket/killed", 2, environment)) == expected[0]
+    assert files(out) == expected[1] and not (out / ".work").exists()
+
+
+def _count(out: Path) -> int:
+    return sum(len(names) for _, _, names in os.walk(out))
+
+
+def _children(pid: int) -> list[int]:
+    """The workers of a driver: the processes of its session."""
+    result = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and int(path.name) != pid:
+            try:
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == pid:
+                result.append(int(path.name))
+    return result
+
+
+def test_a_server_that_is_busy_and_late_costs_few_requests(
+    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def requests() -> int:
+        counts: Counter[str] = Counter()
+        for (method, _), number in server.requests.items():
+            counts[method] += number
+        server.requests.clear()
+        return counts.total() - counts["DELETE"]
+
+    requests()
+    assert finish(cluster.start("s3://bucket/source", "s3://bucket/calm", 2, environment)) == expected[0]
+    calm = requests()
+    monkeypatch.setattr(server.faults, "busy", 0.1)
+    monkeypatch.setattr(server.faults, "stale", scaled(30))
+    monkeypatch.setattr(server.faults, "bytes_per_s", 4e6)
+    # A second run that begins in the middle sees a listing that lacks what the first has just finished.
+    first = cluster.start("s3://bucket/source", "s3://bucket/busy", 2, environment)
+    assert finish(first) == expected[0]
+    busy = requests()
+    assert files(bucket(server, "busy")) == expected[1]
+    print(f"{busy} requests of a busy server, {calm} of a calm one")
+    assert busy <= 1.2 * calm
+
+
+def test_an_input_that_is_replaced_is_named(server: S3Server, environment: dict[str, str], tmp_path: Path) -> None:
+    source = bucket(server, "changing")
+    cluster.write_corpus(source, 40)
+    process = cluster.start("s3://bucket/changing", "s3://bucket/mixed", 1, environment)
+    while not (bucket(server, "mixed") / ".work/run.json").exists():
+        assert process.poll() is None
+        time.sleep(0.002)
+    (source / "0039.txt").write_text("another text")
+    output = finish(process, code=1)
+    assert "s3://bucket/changing/0039.txt: the input changed while it was read" in output
+    assert not (bucket(server, "mixed") / "manifest.json").exists()
+
+
+def test_a_server_that_overwrites_is_refused(
+    server: S3Server, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.faults, "overwrites", True)
+    output = finish(cluster.start("s3://bucket/source", "s3://bucket/over", 1, environment), code=1)
+    assert "expected a bucket that refuses to overwrite" in output
+    assert not list(bucket(server, "over").glob("*"))
