@@ -102,12 +102,9 @@ def test_jobs_of_an_array_share_the_tasks(
         time.sleep(0.01)
     os.killpg(jobs[0].pid, signal.SIGKILL)
     jobs[0].communicate()
-    assert finish(cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task="3/4")) in (
-        "",
-        expected[0],
-    )
-    assert finish(jobs[1]) in ("", expected[0]) and finish(jobs[2]) == expected[0]
-    assert files(out) == expected[1]
+    jobs[0] = cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task="3/4")
+    # A job that sees the output complete has its id.
+    assert {finish(job) for job in jobs} <= {"", expected[0]} and files(out) == expected[1]
 
 
 def test_an_array_over_a_shared_directory(
@@ -122,9 +119,11 @@ def test_an_array_over_a_shared_directory(
 
 
 def test_killed_at_any_moment_it_goes_on(
-    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]]
-) -> None:
-    """Drivers, with all their workers, and workers alone."""
+    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Drivers, with all their workers, and workers alone; with listings that lack what has just been written."""
+    monkeypatch.setattr(server.faults, "stale", 2.0)
     rng, out, kills = random.Random(os.urandom(8)), bucket(server, "killed"), 0
     while kills < KILLS:
         process = cluster.start("s3://bucket/source", "s3://bucket/killed", 2, environment)
@@ -181,9 +180,7 @@ def test_a_server_that_is_busy_and_late_costs_few_requests(
     monkeypatch.setattr(server.faults, "busy", 0.1)
     monkeypatch.setattr(server.faults, "stale", scaled(30))
     monkeypatch.setattr(server.faults, "bytes_per_s", 4e6)
-    # A second run that begins in the middle sees a listing that lacks what the first has just finished.
-    first = cluster.start("s3://bucket/source", "s3://bucket/busy", 2, environment)
-    assert finish(first) == expected[0]
+    assert finish(cluster.start("s3://bucket/source", "s3://bucket/busy", 2, environment)) == expected[0]
     busy = requests()
     assert files(bucket(server, "busy")) == expected[1]
     print(f"{busy} requests of a busy server, {calm} of a calm one")

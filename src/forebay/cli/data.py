@@ -106,17 +106,16 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _show_report(args: argparse.Namespace) -> None:
-    from forebay.prepare.report import load_report, load_times, render_text
+    from forebay.prepare.report import load_report, load_times, page_of, render_text
 
-    path = Path(args.dataset)
+    path = args.dataset
     report = load_report(path)
     if args.second is not None:
         return _compare(args, report)
     if args.ids or args.html:
         raise UsageError("report: expected two datasets with --ids or --html, got one. Name the second.")
-    page = path / "report.html" if path.is_dir() else path
     text = json.dumps(report) if args.json else render_text(report, load_times(path))
-    print(text if args.json else f"{text}\nFull report: {page.resolve().as_uri()}")
+    print(text if args.json else f"{text}\nFull report: {page_of(path)}")
 
 
 def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
@@ -127,7 +126,7 @@ def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     comparison = compare.compare_reports(report, load_report(args.second))
     if args.ids:
         comparison["documents"] = compare.compare_ids(*args.ids)
-    times = [load_times(Path(path)) for path in (args.dataset, args.second)]
+    times = [load_times(path) for path in (args.dataset, args.second)]
     if times[0] and times[1]:
         comparison["times"] = compare.compare_times(times[0], times[1])
     if args.html is not None:

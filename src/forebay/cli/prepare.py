@@ -39,7 +39,7 @@ def _prepare(args: argparse.Namespace) -> None:
         print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
         return
     if args.out is None and recipe.sample < 1 and args.to in (None, "report") and not args.annotate:
-        args.out, args.to = Path("sample-report"), "report"
+        args.out, args.to = "sample-report", "report"
     if args.out is None:
         raise UsageError(
             "prepare: expected --out DIR, got none. Give the dataset's directory, or --sample 1% for a report alone."
@@ -48,12 +48,31 @@ def _prepare(args: argparse.Namespace) -> None:
     inputs = [_fetched(path, args) if path.endswith(".api.toml") else path for path in args.inputs]
     if not inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
-    names = ("workers", "engine", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids", "extend")
+    if args.finish and args.task:
+        raise UsageError("prepare: expected --task or --finish, got both. Leave out one.")
+    args.task = "finish" if args.finish else args.task
+    names = (
+        "workers",
+        "engine",
+        "task",
+        "document_ids",
+        "to",
+        "annotate",
+        "follow_links",
+        "strict",
+        "write_ids",
+        "extend",
+    )
     options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         notify = partial(print, "forebay:", file=sys.stderr)
         output = prepare_dataset(inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=notify, **options)
     result = output.to_json()
+    if not output.id and args.task:
+        print(
+            f"task {args.task}: all tasks of {args.out} are finished. `--finish` in place of --task writes the output."
+        )
+        return
     if args.json:
         print(json.dumps(result))
         return
@@ -76,11 +95,10 @@ def _prepare(args: argparse.Namespace) -> None:
     )
 
 
-def _show_report(folder: Path) -> None:
-    from forebay.prepare.report import load_report, load_times, render_text
+def _show_report(out: str) -> None:
+    from forebay.prepare.report import load_report, load_times, page_of, render_text
 
-    page = (folder / "report.html").resolve().as_uri()
-    print(f"{render_text(load_report(folder), load_times(folder))}\nFull report: {page}")
+    print(f"{render_text(load_report(out), load_times(out))}\nFull report: {page_of(out)}")
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -90,7 +108,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     from forebay.prepare.dedup.methods import KINDS
 
     options = {
-        "name": args.name, "max_error_rate": args.max_error_rate, "sample": args.sample,
+        "name": args.name, "sample": args.sample,
         "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
         "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
@@ -118,8 +136,10 @@ def _fetched(spec: str, args: argparse.Namespace) -> str:
     """Download the API that a file describes to JSON lines beside the dataset; an earlier run continues."""
     from forebay.observe.progress import bar
     from forebay.prepare.api import acquire
+    from forebay.storage.store import is_bucket
 
-    folder = args.out.with_name(f"{args.out.name}.inputs") / Path(spec).name.removesuffix(".api.toml")
+    out = Path(args.out.rpartition("/")[2] if is_bucket(args.out) else args.out)
+    folder = out.with_name(f"{out.name}.inputs") / Path(spec).name.removesuffix(".api.toml")
     with bar("fetch", None, " items", enabled=not args.quiet) as advance:
         num_items = 0
 
@@ -176,7 +196,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add(
         "inputs", nargs="*", metavar="INPUT", help="paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)"
     )
-    p.add("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
+    p.add("--out", metavar="DIR", help="the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)")
     p.add("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
     p.add("--recipe", metavar="NAME", help="fineweb, dclm, dolma …; --explain lists them (default: none)")
     p.add("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
@@ -189,12 +209,13 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--seed", type=int, metavar="N", help="of the shuffle and of train: (default: the recipe's, or 0)")
     p.add("--workers", type=positive, metavar="N", help="processes (default: one per core)")
     p.add("--engine", default="local", metavar="NAME", help="local, ray (RAY_ADDRESS), or a plug-in's name")
+    p.add("--task", default="", metavar="I/N", help="run the I-th of N jobs that share the tasks (default: one run)")
+    p.add("--finish", action="store_true", help="write the output of such jobs; run it beside or after them")
     p.add("--sample", metavar="SHARE", help="a share of the input; without --out the report alone (default: 100%%)")
     p.add("--dry-run", action="store_true", help="print what would run, on how much, and stop")
     p.add("--write-ids", type=Path, metavar="FILE", help="write the source id of each kept document (default: no)")
     p.add("--document-ids", action="store_true", help="store the source id of each document beside the slices")
     p.add("--extend", metavar="DIR", help="keep the slices of this dataset and add to them (default: none)")
-    p.add("--max-error-rate", type=float, metavar="SHARE", help="largest share of bad records (default: 0.05)")
     p.add("--strict", action="store_true", help="stop if an input is left out or cannot be read")
     p.add("--follow-links", action="store_true", help="follow links in input folders to other places")
     p.add("--allow-code", action="store_true", help="allow the recipe to run code: what its `use` names")

@@ -13,6 +13,7 @@ from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
 from forebay.observe.views import View
 from forebay.prepare.progress import read_progress
+from forebay.storage.store import is_bucket
 from forebay.stream.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -120,11 +121,11 @@ class RecordSource(LiveSource):
 class PreparationSource(LiveSource):
     """The output of `forebay prepare`, while it runs and afterwards."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, out: str) -> None:
+        self._out = out
 
     def poll(self) -> View:
-        return views.preparation_view(read_progress(self._folder))
+        return views.preparation_view(read_progress(self._out))
 
 
 class LoaderSource(LiveSource):
@@ -158,7 +159,7 @@ class LoaderSource(LiveSource):
 
 
 def open_source(target: str, client: Callable[[], Client]) -> Source:
-    """The source of a target: HOST:PORT, http://HOST:PORT, or a folder with a record or a preparation.
+    """The source of a target: HOST:PORT, http://HOST:PORT, a folder with a record, or the output of a preparation.
 
     Args:
         client: Makes the client for HOST:PORT, with the identity that asks.
@@ -169,15 +170,15 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
     folder = Path(target)
     if folder.is_dir() and is_record(folder):
         return RecordSource(folder)
-    if folder.is_dir():
+    if folder.is_dir() or is_bucket(target):
         try:
-            read_progress(folder)
+            read_progress(target)
         except PrepareError as error:
             raise UsageError(
                 f"{target}: expected the record of a run (*.views.jsonl), or the output of `forebay prepare`, got a "
                 f"folder with neither ({error})."
             ) from error
-        return PreparationSource(folder)
+        return PreparationSource(target)
     address, is_plain = target.removeprefix("http://").rstrip("/"), target.startswith("http://")
     if folder.exists() or ":" not in address or "/" in address:
         raise UsageError(

@@ -385,7 +385,7 @@ def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
         raise PrepareError(
             f"prepare: expected at most {run.recipe.max_error_rate:.1%} malformed documents, got {malformed} of "
             f"{corpus.documents_in}: {examples}. They are listed in {run.store.url}/{REJECTS_FILE}. "
-            "Fix them, or raise --max-error-rate."
+            "Fix them, or allow more: --set max_error_rate=0.2."
         )
     if not sum(result.documents_out for result in corpus.texts):
         raise no_documents(run, corpus)
