@@ -99,7 +99,7 @@ def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path) -> None
     assert fields["squares"] == fields["local"] == [i * i for i in range(50)]
     assert fields["unlucky"] == [0, 0, 0, 1, 2, 0]
     assert [text.split(":")[0] for text in fields["unlucky_said"]] == [
-        "task 3 (warc/x.gz) died with its worker (out of memory?)",
+        *["task 3 (warc/x.gz) died with its worker"] * 3,
         "task 4 (warc/x.gz) ran out of memory",
         "task 4 (warc/x.gz) ran out of memory",
     ]

@@ -85,8 +85,8 @@ class S3Server:
         at_once, most_at_once: Requests under way now, and the most together.
     """
 
-    def __init__(self, directory: Path, *, seed: int = 1) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, seed: int = 1, host: str = "127.0.0.1") -> None:
+        self.directory, self.host = directory, host
         self.faults = Faults()
         self.requests: Counter[tuple[str, str]] = Counter()
         self.bytes_sent: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class S3Server:
             assert self._process.poll() is None and time.monotonic() < until, "rclone did not start"
             time.sleep(0.02)
         handler = type("Handler", (_Handler,), {"owner": self})
-        self._server = CuttableServer(("127.0.0.1", 0), handler)
+        self._server = CuttableServer((self.host, 0), handler)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
@@ -129,7 +129,7 @@ class S3Server:
     @property
     def endpoint(self) -> str:
         """What clients are told."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def environment(self, prefix: str) -> dict[str, str]:
         """The variables that make `r2://` mean the bucket `dataset` of this server, and `prefix` the directory."""

@@ -51,27 +51,14 @@ def _prepare(args: argparse.Namespace) -> None:
     if args.finish and args.task:
         raise UsageError("prepare: expected --task or --finish, got both. Leave out one.")
     args.task = "finish" if args.finish else args.task
-    names = (
-        "workers",
-        "engine",
-        "task",
-        "document_ids",
-        "to",
-        "annotate",
-        "follow_links",
-        "strict",
-        "write_ids",
-        "extend",
-    )
-    options = {name: getattr(args, name) for name in names}
+    names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
+    options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
         notify = partial(print, "forebay:", file=sys.stderr)
         output = prepare_dataset(inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=notify, **options)
     result = output.to_json()
     if not output.id and args.task:
-        print(
-            f"task {args.task}: all tasks of {args.out} are finished. `--finish` in place of --task writes the output."
-        )
+        print(f"all tasks of {args.out} are finished; --finish in place of --task writes the output")
         return
     if args.json:
         print(json.dumps(result))
