@@ -34,6 +34,7 @@ from forebay.storage.listing import Skipped, list_files
 
 _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
+_WITH_COLUMNS = ("arrow", "mds", "litdata")  # Formats of tokens that hold other columns beside them, text too.
 
 
 @contextmanager
@@ -56,14 +57,14 @@ def _open_source(path: str | Path, options: ConvertOptions, to: str | None) -> T
     prefers_table = needs_table(to, options)
     table: TableSource | None = None
     tokens, problem = _try_tokens(path, options)
-    if tokens is None or (prefers_table and tokens.format == "arrow"):
+    if tokens is None or (prefers_table and tokens.format in _WITH_COLUMNS):
         table = open_table(path, options)
     if prefers_table and table is not None:
         return table
     if tokens is not None:
         return tokens
     if table is not None:
-        as_rows = to is None or (get_format(to).supports("write_rows") and _holds_more(table, options.column))
+        as_rows = to is None or (get_format(to).supports("write_rows") and _holds_more(table, to, options.column))
         return table if as_rows else tokens_of_table(table, options.column)
     if problem is not None:
         raise problem
@@ -82,9 +83,11 @@ def needs_table(to: str | None, options: ConvertOptions) -> bool:
     return not get_format(to).supports("write_tokens") or bool(options.tensors)
 
 
-def _holds_more(table: TableSource, column: str | None) -> bool:
+def _holds_more(table: TableSource, to: str, column: str | None) -> bool:
     name = token_column(table.schema, column)
     others = [field.type for field in table.schema if field.name != name]
+    if to in _WITH_COLUMNS and others and column is None:
+        return True
     return name is None or (
         column is None and any(is_number(getattr(leaf := leaf_type(kind), "value_type", leaf)) for kind in others)
     )
@@ -97,8 +100,6 @@ def _try_tokens(path: str | Path, options: ConvertOptions) -> tuple[TokenSource 
         target = Path(path)
         if any((target if target.is_dir() else target.parent).glob(f"{IDS_PREFIX}*")):
             raise  # Tokens that contradict their sample ids are no table of numbers.
-        if target.is_dir() and dataset_format(target) == "mds":
-            raise  # Its index is no table of rows.
         return None, error
 
 
