@@ -68,9 +68,7 @@ def read_litdata(folder: Path) -> Iterator[Any]:
 
     index = json.loads((folder / "index.json").read_text())
     loader = TokensLoader(block_size=BLOCK) if index["config"]["item_loader"] == "TokensLoader" else None
-    # Chunks that are compressed are unpacked into a cache beside those that are not.
-    cache = {"cache_dir": str(folder.parent / f"{folder.name}-cache")} if index["config"]["compression"] else {}
-    dataset = StreamingDataset(str(folder), item_loader=loader, **cache)
+    dataset = StreamingDataset(str(folder), item_loader=loader)
     yield from (dataset[i] for i in range(len(dataset)))
 
 
@@ -81,6 +79,14 @@ def read_webdataset(folder: Path) -> Iterator[dict[str, Any]]:
     for sample in webdataset.WebDataset(files, shardshuffle=False).decode():
         in_json = sample.pop("json", {})
         yield {"__key__": sample["__key__"], **in_json, **{k: v for k, v in sample.items() if not k.startswith("__")}}
+
+
+def read_megatron(folder: Path) -> Iterator[Any]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (index,) = folder.glob("*.idx")
+    dataset = IndexedDataset(str(index.with_suffix("")))
+    yield from (dataset[i] for i in range(len(dataset)))
 
 
 def read_datasets(folder: Path) -> Iterator[dict[str, Any]]:
@@ -109,6 +115,7 @@ def main() -> Any:
     if command == "read":
         readers: dict[str, Callable[[Path], Iterator[Any]]] = {
             "mds": read_mds, "litdata": read_litdata, "webdataset": read_webdataset, "datasets": read_datasets,
+            "megatron": read_megatron,
         }  # fmt: skip
         return [plain(row) for row in readers[words[0]](Path(words[1]))]
     missing = []
