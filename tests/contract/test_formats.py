@@ -122,6 +122,10 @@ def wikipedia() -> bytes:
     return f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">\n{pages}</mediawiki>\n'.encode()
 
 
+def mail() -> bytes:
+    return b"".join(b"From a@b Sat Jan  3 01:05:34 2004\nSubject: a\n\n" + text.encode() + b"\n\n" for text in TEXTS)
+
+
 def posts() -> bytes:
     rows = "".join(f'<row Id="{i}" PostTypeId="1" Body="{text}" />\n' for i, text in enumerate(TEXTS))
     return f'<?xml version="1.0"?>\n<posts>\n{rows}</posts>\n'.encode()
@@ -185,6 +189,8 @@ PLAIN: dict[str, Sample] = {
     "warc": Sample({"a.warc": warc("response")}, TEXTS, is_exact=False, hostile={"a.warc": warc("response", BIG)}),
     "wet": Sample({"a.wet": warc("conversion")}, TEXTS, is_exact=False, hostile={"a.wet": warc("conversion", BIG)}),
     "wikipedia": Sample({"a-articles.xml": wikipedia()}, [f"T{i}\n\n{text}" for i, text in enumerate(TEXTS)]),
+    "mbox": Sample({"a.mbox": mail()}, TEXTS, is_exact=False),
+    "code": Sample({"a.py": TEXTS[0].encode()}, TEXTS[:1], is_exact=False),
     "stackexchange": Sample({"posts.xml": posts()}, TEXTS),
     "reddit": Sample(
         {
@@ -262,7 +268,7 @@ def test_it_is_detected_by_content_or_suffix(name: str, samples: dict[str, Sampl
         nameless.write_bytes(path.read_bytes())
         assert detect(nameless).format == name
     else:
-        assert name in ("lines", "bin", "ds", "wet") or detect(path).format == name
+        assert name in ("lines", "code", "bin", "ds", "wet") or detect(path).format == name
     for suffix in get_format(name).suffixes:
         empty = tmp_path / f"empty{suffix}"
         empty.touch()
@@ -351,7 +357,7 @@ def test_an_empty_file_holds_nothing(name: str, samples: dict[str, Sample], tmp_
     for changed in sample.files:
         path = sample.write(tmp_path / "a", {changed: b""})
         for operation, got in contents(path, name, sample):
-            if operation == "read_text" and name not in ("text", "html"):
+            if operation == "read_text" and name not in ("text", "code", "html"):
                 assert not got
             if operation == "check" and len(sample.files) == 1:
                 assert not got
