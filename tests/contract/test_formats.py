@@ -8,6 +8,7 @@ import resource
 import shutil
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,6 +127,26 @@ def mail() -> bytes:
     return b"".join(b"From a@b Sat Jan  3 01:05:34 2004\nSubject: a\n\n" + text.encode() + b"\n\n" for text in TEXTS)
 
 
+def epub() -> bytes:
+    opf = "http://www.idpf.org/2007/opf"
+    spine = (
+        '<manifest><item id="a" href="a.xhtml" media-type="text/html"/></manifest><spine><itemref idref="a"/></spine>'
+    )
+    members = {
+        "mimetype": "application/epub+zip",
+        "META-INF/container.xml": '<container><rootfile full-path="content.opf"/></container>',
+        "content.opf": f'<package xmlns="{opf}">{spine}</package>',
+        "a.xhtml": f"<html><p>{TEXTS[0]}</p></html>",
+    }
+
+    def write(file: io.BytesIO) -> None:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, text in members.items():
+                archive.writestr(zipfile.ZipInfo(name), text)
+
+    return buffered(write)
+
+
 def posts() -> bytes:
     rows = "".join(f'<row Id="{i}" PostTypeId="1" Body="{text}" />\n' for i, text in enumerate(TEXTS))
     return f'<?xml version="1.0"?>\n<posts>\n{rows}</posts>\n'.encode()
@@ -175,6 +196,7 @@ def rows() -> TableSource:
 
 
 BIG = 1 << 44
+PDF = Path(__file__).parents[1] / "golden" / "books" / "sample.pdf"
 PLAIN: dict[str, Sample] = {
     "jsonl": Sample({"a.jsonl": LINES}, TEXTS),
     "json": Sample({"a.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode()}, TEXTS),
@@ -190,6 +212,8 @@ PLAIN: dict[str, Sample] = {
     "wet": Sample({"a.wet": warc("conversion")}, TEXTS, is_exact=False, hostile={"a.wet": warc("conversion", BIG)}),
     "wikipedia": Sample({"a-articles.xml": wikipedia()}, [f"T{i}\n\n{text}" for i, text in enumerate(TEXTS)]),
     "mbox": Sample({"a.mbox": mail()}, TEXTS, is_exact=False),
+    "pdf": Sample({"a.pdf": PDF.read_bytes()}, is_exact=False, step=17),
+    "epub": Sample({"a.epub": epub()}, TEXTS[:1], is_exact=False),
     "code": Sample({"a.py": TEXTS[0].encode()}, TEXTS[:1], is_exact=False),
     "stackexchange": Sample({"posts.xml": posts()}, TEXTS),
     "reddit": Sample(

@@ -35,6 +35,8 @@ BUILT_IN = {
     "wet": "warc:Wet",
     "wikipedia": "wikipedia:Wikipedia",
     "mbox": "mbox:Mbox",
+    "pdf": "books:Pdf",
+    "epub": "books:Epub",
     "stackexchange": "stackexchange:StackExchange",
     "reddit": "reddit:Reddit",
     "api": "json:ApiRequest",

@@ -29,7 +29,9 @@ _HEADER_CHARS = 4096
 _MIN_SIMILARITY = 0.9
 _LICENCE_FILE = re.compile(r"(un)?licen[cs]e([.-].*)?|copying([.-].*)?|\w+-licen[cs]e([.].*)?", re.IGNORECASE)
 _SPDX = re.compile(r"SPDX-License-Identifier:[ \t]*([A-Za-z0-9.+() -]+)")
-_COPYRIGHT = re.compile(r"^\W*(copyright|\(c\)|all rights reserved).*$", re.IGNORECASE | re.MULTILINE)
+_COPYRIGHT = re.compile(
+    r"^\W*(copyright\s*(\(c\)|©|[\d\[<{]|by ).*|(\(c\)|©).*|all rights reserved.*)$", re.IGNORECASE | re.MULTILINE
+)
 _WORDS = re.compile(r"[a-z0-9]+")
 _KINDS = ("text", "binary", "header", "plain-text", "executable", "non-executable", "file")
 _LANGUAGES = {".h": "c", ".ipynb": "jupyter", ".mm": "objective-c++"}
