@@ -28,8 +28,8 @@ from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
-from forebay.formats.jsonl import parse_line
-from forebay.formats.records import SHOWN_CHARS, Record, batched
+from forebay.formats.jsonl import parse_json, parse_line
+from forebay.formats.records import SHOWN_CHARS, Record, batched, values_of
 from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, document_of
@@ -143,12 +143,15 @@ def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
     else:
         name, url = (metadata.id or chosen.key, metadata.url) if metadata is not None else (chosen.key, "")
         record = document_of(0, chosen.data, chosen.name, chosen.kind in ("html", "htm"))
-        yield replace(record, id=name, url="" if record.problem else url, location=chosen.name)
+        record = replace(record, id=name, location=chosen.name)
+        fields = parse_json(by_kind["json"].data.removeprefix(BOM))[0] if "json" in by_kind else None
+        values = values_of(fields, options) if isinstance(fields, dict) else ()
+        yield record if record.problem else replace(record, url=url, values=values)
 
 
 def _named(record: Record, name: str, location: str) -> Record:
     problem = "an empty member" if record.problem == "blank" else record.problem
-    return Record(0, record.id or name, record.text, record.url, problem=problem, location=location)
+    return replace(record, index=0, id=record.id or name, problem=problem, location=location, start=-1)
 
 
 def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, tables.Rows, int]]:
