@@ -13,9 +13,9 @@ from typing import Any
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import formats, get_format
+from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import detect
 from forebay.formats.external import ExternalDataset, reading
-from forebay.formats.mds import INDEX_FILE
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
 from forebay.formats.saved_arrow import STATE_FILE
 from forebay.formats.vectors import (

@@ -29,6 +29,7 @@ from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
 from forebay.formats.report import Report, check_external
 
+INDEX_FILE = "index.json"
 MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
 I64 = NDArray[np.int64]
 
@@ -191,6 +192,36 @@ def _block(samples: list[bytes], settings: bytes) -> bytes:
     if int(offsets[-1]) > MAX_BLOCK_BYTES:
         raise DatasetError(f"expected samples below 4 GiB, got one of {len(samples[-1])} bytes. Leave it out.")
     return b"".join([struct.pack("<I", len(samples)), offsets.astype("<u4").tobytes(), settings, *samples])
+
+
+def merge_indexes(folder: Path, parts: Sequence[str]) -> Path:
+    """Write the index.json of directories below a folder, in this order, as one dataset; return its path.
+
+    The parts were written with the same schema, without gaps, each by `write_rows` or `write_tokens` of MDS or LitData.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        index = orjson.loads((folder / part / INDEX_FILE).read_bytes())
+        for shard in index.get("shards", ()):
+            for file in filter(None, (shard["raw_data"], shard["zip_data"])):
+                file["basename"] = f"{part}/{file['basename']}"
+        for chunk in index.get("chunks", ()):
+            chunk["filename"] = f"{part}/{chunk['filename']}"
+        merged = merged or {**index, "shards": [], "chunks": []}
+        if _settings(index) != _settings(merged) and (merged["shards"] or merged["chunks"]):
+            raise DatasetError(
+                f"{folder / part}: expected the columns of {folder / parts[0]}, got others. Write them alike."
+            )
+        for name in ("shards", "chunks"):
+            merged[name] += index.get(name, ())
+    merged = {name: value for name, value in merged.items() if value}
+    (folder / INDEX_FILE).write_bytes(orjson.dumps(merged, option=orjson.OPT_SORT_KEYS))
+    return folder / INDEX_FILE
+
+
+def _settings(index: dict[str, Any]) -> Any:
+    shards = index.get("shards") or [{}]
+    return index.get("config") or [shards[0].get(f"column_{name}") for name in ("names", "encodings", "sizes")]
 
 
 def read_offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:

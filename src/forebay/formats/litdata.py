@@ -27,9 +27,9 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from forebay.errors import DatasetError
 from forebay.formats import blocks, external, tables
 from forebay.formats.base import Format
-from forebay.formats.blocks import I64, Encoding, damaged, read_offsets
+from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.mds import INDEX_FILE, inside_directory
+from forebay.formats.mds import inside_directory
 from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, limit_large_blocks

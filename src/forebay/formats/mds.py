@@ -27,13 +27,12 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import blocks, external, tables
 from forebay.formats.base import Format
-from forebay.formats.blocks import I64, damaged, read_offsets
+from forebay.formats.blocks import I64, INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
-INDEX_FILE = "index.json"
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
