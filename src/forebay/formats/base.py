@@ -47,7 +47,7 @@ BUILT_IN = {
     "csv": "csv:Csv",
     "text": "text:Text",
     "lines": "text:Lines",
-    "code": "code:Code",
+    "code": "code:SourceCode",
     "bin": "raw_tokens:Bin",
     "ds": "raw_tokens:Ds",
     "forebay": "safetensors:ForebayDataset",

@@ -35,7 +35,7 @@ I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ColumnKind:
     """What a column holds: `text`, `bytes`, a `number`, a `vector` of numbers (`shape` None if of any length), `json`.
 
     `dtype` is NumPy's name of the type of the numbers.
@@ -62,7 +62,7 @@ def uses_zstd(options: ConvertOptions, what: str) -> bool:
     return options.compress == "zstd"
 
 
-def kinds_of(source: TableSource, what: str) -> dict[str, Kind]:
+def kinds_of(source: TableSource, what: str) -> dict[str, ColumnKind]:
     """Return what each column of a table holds. Raises UsageError for columns that a format of blocks cannot hold."""
     advice = "Write --to parquet, or leave the column out."
     tables.refuse_columns(source.schema, lambda kind: not tables.contains(kind, tables.is_beyond_json), what, advice)
@@ -91,20 +91,20 @@ def _has_gaps(column: pa.Array) -> bool:
     return bool(tables.flatten(column)[1].null_count)
 
 
-def _kind(kind: Any, has_gaps: bool) -> Kind:
+def _kind(kind: Any, has_gaps: bool) -> ColumnKind:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if has_gaps:
-        return Kind("json")
+        return ColumnKind("json")
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return Kind("text")
+        return ColumnKind("text")
     if tables.is_bytes(kind):
-        return Kind("bytes")
+        return ColumnKind("bytes")
     if tables.is_number(kind):
-        return Kind("number", np.dtype(kind.to_pandas_dtype()).name)
+        return ColumnKind("number", np.dtype(kind.to_pandas_dtype()).name)
     leaf, shape = tables.leaf_type(kind), tables.tensor_shape(kind)
     if tables.is_number(leaf) and (shape is not None or (tables.is_list(kind) and kind.value_type == leaf)):
-        return Kind("vector", np.dtype(leaf.to_pandas_dtype()).name, shape)
-    return Kind("json")
+        return ColumnKind("vector", np.dtype(leaf.to_pandas_dtype()).name, shape)
+    return ColumnKind("json")
 
 
 def encode_bytes(column: pa.Array) -> list[bytes]:

@@ -38,7 +38,7 @@ _LANGUAGES = {".h": "c", ".ipynb": "jupyter", ".mm": "objective-c++"}
 """Where the most common of several tags is not the language."""
 
 
-class Code(Format):
+class SourceCode(Format):
     """Files of a source tree, each a document; only used where a user forces it. Binary files are left out."""
 
     name = "code"
@@ -73,8 +73,8 @@ def language_of(name: str, text: str = "") -> str:
     """Return the language of a file by its name, else by its `#!` line; "" if neither tells."""
     from identify.identify import parse_shebang, tags_from_filename, tags_from_interpreter
 
-    if known := _LANGUAGES.get(PurePosixPath(name).suffix.lower()):
-        return known
+    if language := _LANGUAGES.get(PurePosixPath(name).suffix.lower()):
+        return language
     tags = tags_from_filename(name)
     if not tags and text.startswith("#!") and (words := parse_shebang(io.BytesIO(text[:1000].encode()))):
         tags = tags_from_interpreter(words[0])
@@ -108,25 +108,26 @@ def _licence_at(file: InputFile, licences: dict[Path, str]) -> str:
 
 
 def _licence_of_folder(folder: Path) -> str:
-    found: set[str] = set()
+    ids: set[str] = set()
     try:
         names = [path.name for path in folder.iterdir() if _LICENCE_FILE.fullmatch(path.name)]
         for path in (folder / name for name in names if language_of(name) in ("", "markdown", "rst")):
             with path.open("rb") as stream:
-                found.add(licence_of(stream.read(_MAX_LICENCE_BYTES).decode("utf-8", "replace")) or "NOASSERTION")
+                ids.add(licence_of(stream.read(_MAX_LICENCE_BYTES).decode("utf-8", "replace")) or "NOASSERTION")
     except OSError:
         return ""
-    return " AND ".join(sorted(found))
+    return " AND ".join(sorted(ids))
 
 
 def licence_of(text: str) -> str:
     """Return the SPDX id of the licence that a text is, with those of others in it; "" if it is none that is known."""
     runs = _runs(text)
-    similarity, best, known = max((_similarity(runs, known), name, known) for name, known in _licences().items())
+    similarity, best = max((_similarity(runs, licence), name) for name, licence in _licences().items())
     if similarity < _MIN_SIMILARITY:
         return ""
-    rest = runs - known
-    own = {name: other - known for name, other in _licences().items()}
+    first = _licences()[best]
+    rest = runs - first
+    own = {name: other - first for name, other in _licences().items()}
     others = (name for name, other in own.items() if other and len(rest & other) >= _MIN_SIMILARITY * len(other))
     return " AND ".join(sorted({best, *others}))
 

@@ -211,7 +211,7 @@ class LitDataset(external.ExternalDataset):
         return begins, stops
 
 
-def _encoding(kind: blocks.Kind) -> Encoding:
+def _encoding(kind: blocks.ColumnKind) -> Encoding:
     dtype = np.dtype(kind.dtype or "u1")
     match kind.name:
         case "text" | "bytes":
@@ -306,8 +306,8 @@ def _leaf_names(spec: Any, name: str) -> Iterator[str]:
 
 def _token_leaves(names: Sequence[str], leaves: Sequence[str], column: str | None = None) -> list[int]:
     candidates = [i for i, leaf in enumerate(leaves) if _number_type(leaf)[1:2] in ("i", "u")]
-    wanted = external.TOKEN_COLUMNS if column is None else (column,)
-    named = [i for name in wanted for i in candidates if names[i] == name]
+    expected = external.TOKEN_COLUMNS if column is None else (column,)
+    named = [i for name in expected for i in candidates if names[i] == name]
     return named or (candidates if column is None and len(candidates) == 1 else [])
 
 

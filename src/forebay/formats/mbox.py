@@ -55,7 +55,7 @@ class Mbox(LineFormat):
 def _messages(file: BinaryIO, options: ReadOptions, start: int, stop: int) -> Iterator[tuple[int, bytes, str]]:
     """The offset and bytes of each message that begins in `[start, stop)`, without its first line, and a problem."""
     offset, is_after_blank = _first_line(file, start)
-    begun, size, lines, problem = -1, 0, list[bytes](), ""
+    message_start, size, lines, problem = -1, 0, list[bytes](), ""
     is_first = True
     while not problem:
         try:
@@ -63,21 +63,21 @@ def _messages(file: BinaryIO, options: ReadOptions, start: int, stop: int) -> It
         except CorruptInputError as error:
             line, problem = b"", str(error)
         if not line or (is_after_blank and is_first and _START.match(line)):
-            if begun >= 0:
+            if message_start >= 0:
                 is_large = size > options.max_document_bytes
                 large = f"a message of {size} bytes is longer than max_document_bytes, {options.max_document_bytes}"
-                yield begun, b"".join(lines), large if is_large else problem
+                yield message_start, b"".join(lines), large if is_large else problem
             elif problem:
                 yield offset, b"", problem
             if not line or (stop and offset >= stop):
                 return
-            begun, size, lines = offset, 0, []
-        elif begun >= 0:
+            message_start, size, lines = offset, 0, []
+        elif message_start >= 0:
             size += len(line)
             if size <= options.max_document_bytes:
                 lines.append(line)
         elif not start and line.strip():
-            begun, lines, size = offset, [line], len(line)  # What stands before the first message is none.
+            message_start, lines, size = offset, [line], len(line)  # What stands before the first message is none.
         is_after_blank = is_first and line in (b"\n", b"\r\n")
         is_first = line.endswith(b"\n")
         offset += len(line)

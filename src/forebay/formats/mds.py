@@ -266,7 +266,7 @@ class MdsDataset(external.ExternalDataset):
         return begins, stops
 
 
-def _encoding(kind: blocks.Kind) -> blocks.Encoding:
+def _encoding(kind: blocks.ColumnKind) -> blocks.Encoding:
     match kind.name:
         case "text":
             return blocks.Encoding("str", None, blocks.encode_bytes)
