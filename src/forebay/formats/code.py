@@ -108,14 +108,18 @@ def _licence_at(file: InputFile, licences: dict[Path, str]) -> str:
 
 
 def _licence_of_folder(folder: Path) -> str:
-    ids: set[str] = set()
     try:
-        names = [path.name for path in folder.iterdir() if _LICENCE_FILE.fullmatch(path.name)]
-        for path in (folder / name for name in names if language_of(name) in ("", "markdown", "rst")):
-            with path.open("rb") as stream:
-                ids.add(licence_of(stream.read(_MAX_LICENCE_BYTES).decode("utf-8", "replace")) or "NOASSERTION")
+        paths = [path for path in folder.iterdir() if _LICENCE_FILE.fullmatch(path.name) and path.is_file()]
     except OSError:
         return ""
+    ids: set[str] = set()
+    for path in (path for path in paths if language_of(path.name) in ("", "markdown", "rst")):
+        try:
+            with path.open("rb") as stream:
+                text = stream.read(_MAX_LICENCE_BYTES).decode("utf-8", "replace")
+        except OSError:
+            text = ""
+        ids.update((licence_of(text) or "NOASSERTION").split(" AND "))
     return " AND ".join(sorted(ids))
 
 

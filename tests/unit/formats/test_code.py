@@ -89,7 +89,11 @@ def test_a_licence_above_what_the_user_named_is_not_looked_at(tmp_path: Path) ->
     (tmp_path / "tree" / "a.py").write_text("x = 1\n")
     assert records(tmp_path / "tree")["tree/a.py"].values == ("python", "", "")
     (tmp_path / "tree" / "LICENSE").symlink_to(tmp_path / "absent")
+    (tmp_path / "tree" / "licence").mkdir()
     assert records(tmp_path / "tree")["tree/a.py"].values[1] == ""
+    (tmp_path / "tree" / "COPYING").write_text(MIT + APACHE.read_text())
+    (tmp_path / "tree" / "LICENSE.txt").write_text(MIT)
+    assert records(tmp_path / "tree")["tree/a.py"].values[1] == "Apache-2.0 AND MIT"
 
 
 @pytest.mark.parametrize(
