@@ -34,7 +34,7 @@ test: setup
 test-all: lint
 	@PYTHON="$(PYTHON)" VENV=.venv-all bash scripts/setup.sh all
 	FOREBAY_HOSTS=all FOREBAY_SCHEMATHESIS=.venv-all/bin/python \
-	  FOREBAY_FORMAT_PEERS=$(CURDIR)/.venv-all/bin/python:$(CURDIR)/.venv-all/peers/bin/python \
+	  FOREBAY_FORMAT_PEERS=$(CURDIR)/.venv-all/peers/bin/python:$(CURDIR)/.venv-all/peers-formats/bin/python \
 	  .venv-all/bin/python -m pytest -n 3 --dist loadgroup $(TESTS)
 
 # Laws with random examples, twenty times as many; what is found comes with the line that repeats it.

@@ -88,7 +88,7 @@ def main() -> None:
         prompts = [list(range(index % 13 + 1)) for index in range(INPUTS)]
         lines = "".join(json.dumps({"input_ids": prompt}) + "\n" for prompt in prompts)
         (folder / "prompts.jsonl").write_text(lines)
-        rows = ["--to", "safetensors", "--seq-len", 16, "--set", "tensors.input_ids=u16", "--slice-bytes", 2000]
+        rows = ["--to", "forebay", "--seq-len", 16, "--set", "tensors.input_ids=u16", "--slice-bytes", 2000]
         call("convert", folder / "prompts.jsonl", folder / "prompts", *rows)
 
         scheduler = start_network(stack, folder, folder / "prompts")

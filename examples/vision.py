@@ -16,7 +16,7 @@ import numpy as np
 
 import forebay
 
-CONVERT = [sys.executable, "-m", "forebay", "convert", "--to", "safetensors", "--slice-bytes", "128KiB"]
+CONVERT = [sys.executable, "-m", "forebay", "convert", "--to", "forebay", "--slice-bytes", "128KiB"]
 CONVERT += ["--set", "tensors.images=f16", "--set", "tensors.labels=i64"]
 
 

@@ -26,7 +26,7 @@ for extra in ray lm; do
     echo "setup: $name did not install; its tests are skipped" >&2
 done
 
-# `setup.sh all`: what `make test-all` runs besides. Their pins exclude one another, so two environments.
+# `setup.sh all`: what `make test-all` runs besides. Their pins exclude one another, so three environments.
 if [ "${1:-}" = all ]; then
   retry install -c scripts/constraints.txt -e '.[dev,docs,torch,hf,otel]' accelerate axe-playwright-python \
     grafana-foundation-sdk ipykernel jax lightning mlflow mwparserfromhell nbclient playwright schemathesis tensorboard \
@@ -34,6 +34,10 @@ if [ "${1:-}" = all ]; then
   (
     make_venv "$VENV/peers"
     retry install -c scripts/constraints.txt 'mosaicml-streaming>=0.13' torch zstd
+  )
+  (
+    make_venv "$VENV/peers-formats"
+    retry install -c scripts/constraints.txt datasets 'litdata>=0.2.76' 'megatron-core>=0.16' torch webdataset zstd
   )
   missing=()
   PATH="$PATH:/usr/sbin" command -v nft >/dev/null || missing+=(nftables iproute2)

@@ -102,7 +102,7 @@ PEERS = {
         "megatron-core, IndexedDatasetBuilder", "megatron", "megatron-core", write_megatron, read_megatron
     ),
     "parquet": Peer("pyarrow, write_table", "", "pyarrow", write_parquet, None),
-    "safetensors": Peer("safetensors, save_file", "", "safetensors", write_safetensors, None),
+    "forebay": Peer("safetensors, save_file", "", "safetensors", write_safetensors, None),
 }
 
 

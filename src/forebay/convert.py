@@ -91,8 +91,11 @@ def convert(
                     f"{target.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
                     "Free some space, or choose another directory."
                 )
-            if options.compress:
-                raise UsageError(f"--set compress: expected it for a table, got tokens, to write {to}. Leave it out.")
+            if options.compress and options.compress not in (codecs := get_format(to).token_codecs):
+                expected = f"one of {', '.join(codecs)}" if codecs else "it for a table"
+                raise UsageError(
+                    f"--set compress: expected {expected}, got {options.compress} for tokens to write {to}."
+                )
             written = get_format(to).write_tokens(source, staged, options)
             _verify_tokens(staged, written, options, options.dtype or source.dtype)
         else:

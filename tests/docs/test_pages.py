@@ -89,6 +89,13 @@ def preparing(page: Page, made: Corpora) -> None:
     page.environment |= made.hub_environment
 
 
+def programming(page: Page, made: Corpora) -> None:
+    for folder in ("src/forebay/formats", "LICENSE"):
+        target = page.directory / "projects" / "forebay" / folder
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / folder).is_dir() else shutil.copy)(ROOT / folder, target)
+
+
 def crawling(page: Page, made: Corpora) -> None:
     mirror = page.directory / "mirror"
     paths = crawl.write_mirror(mirror)
@@ -222,6 +229,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "README.md": readme,
     "compat/README.md": dataset_guide,
     "docs/explanation/loader.md": loader_explained,
+    "docs/how-to/code-mail-books.md": programming,
     "docs/how-to/commoncrawl.md": crawling,
     "docs/how-to/convert.md": rows,
     "docs/how-to/coordinate.md": dataset_guide,

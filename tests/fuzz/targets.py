@@ -19,6 +19,7 @@ import socket
 import tarfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -475,7 +476,7 @@ def _reader(format: str, suffix: str, *seeds: bytes) -> None:
                         with contextlib.suppress(HtmlError):
                             extract_html(record.text)
 
-        return Target(_in_a_child(run) if format == "parquet" else run, seeds)
+        return Target(_in_a_child(run) if format in ("parquet", "pdf") else run, seeds)
 
     TARGETS[f"read_{format}"] = make
 
@@ -537,6 +538,32 @@ _PAGE = b"<html><body><ul><li>one<li>two</ul><p class='a' id=b>words</p><form><p
 _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\n\r\n" + gzip.compress(_PAGE)
 _WARC = b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n" % (len(_ANSWER), _ANSWER)
 _LINE = b'{"text": "some words", "id": "a", "x": [1, {"y": "z"}]}\n'
+_MAIL = b"""From a@b Sat Jan  3 01:05:34 2004
+Subject: =?utf-8?q?=C3=9C?=
+Date: Mon, 5 Jan 2004 10:30:00 +0200
+Content-Type: multipart/mixed; boundary=b
+
+--b
+Content-Type: text/plain; charset=utf-8; format=flowed
+Content-Transfer-Encoding: base64
+
+R3LDvMOfZSAK
+--b--
+
+"""
+
+
+def _book() -> bytes:
+    spine = '<manifest><item id="a" href="a" media-type="text/html"/></manifest><spine><itemref idref="a"/></spine>'
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("mimetype", "application/epub+zip")
+        archive.writestr("META-INF/container.xml", '<container><rootfile full-path="b"/></container>')
+        archive.writestr("b", f'<package xmlns="http://www.idpf.org/2007/opf">{spine}</package>')
+        archive.writestr("a", "<html><p>words</p></html>")
+    return out.getvalue()
+
+
 _reader("arrow", "arrow", _ipc(True), _ipc(False), gzip.compress(_ipc(True)))
 _reader("parquet", "parquet", _table())
 _reader("warc", "warc", _WARC * 2, gzip.compress(_WARC) * 2)
@@ -544,6 +571,9 @@ _reader("webdataset", "tar", _archive(), gzip.compress(_archive()))
 _reader("jsonl", "jsonl", _LINE * 3, gzip.compress(_LINE), zstandard.compress(_LINE))
 _reader("json", "json", b"[" + _LINE + b"," + _LINE + b"]")
 _reader("html", "html", _PAGE)
+_reader("mbox", "mbox", _MAIL * 2, gzip.compress(_MAIL))
+_reader("pdf", "pdf", (Path(__file__).parents[1] / "golden" / "books" / "sample.pdf").read_bytes())
+_reader("epub", "epub", _book())
 
 
 def _file_format(format: str) -> None:

@@ -1,7 +1,7 @@
-"""What the real libraries write, read by us.
+"""What the real libraries write, read by us; and what we write, read by them.
 
 Needs interpreters that have them, one or several: FOREBAY_FORMAT_PEERS=/path/to/python:/path/to/another (pip install
-mosaicml-streaming datasets torch zstd).
+mosaicml-streaming zstd; litdata webdataset datasets megatron-core zstd).
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from forebay.formats.conversion import ConvertOptions
-from forebay.formats.sources import open_source
+from forebay.convert import convert
+from forebay.formats.base import get_format
+from forebay.formats.blocks import merge_indexes
+from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
+from forebay.formats.sources import open_source, table_of_stream
 from forebay.formats.token_stream import documents
+from peers.formats_peer import BLOCK
 from support.calibration import scaled
 
 PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
@@ -28,6 +33,10 @@ PLAIN = json.loads((GOLDEN / "stream.json").read_text())
 DOCUMENTS = [one.tolist() for one in np.split(np.array(PLAIN["tokens"]), np.cumsum(PLAIN["lengths"])[:-1])]
 
 pytestmark = pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no interpreter with others' libraries")
+
+
+STREAM, ENDS = np.array(PLAIN["tokens"], np.uint16), np.cumsum(PLAIN["lengths"]).astype(np.uint64)
+TOKENS = TokenSource("made", "U16", len(STREAM), len(ENDS), lambda: iter([TokenPart(STREAM, ENDS)]))
 
 
 def ask(peer: str, *words: str) -> Any:
@@ -53,3 +62,76 @@ def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
         source = open_source(path, ConvertOptions(), "megatron")
         assert [one.tolist() for one in documents(source.parts())] == DOCUMENTS, str(path)
         assert source.num_documents == len(DOCUMENTS)
+
+
+def rows_of(library: str, folder: Path) -> list[Any]:
+    """The rows that a library reads, by the first interpreter that has it."""
+    for peer in PEERS:
+        answer = ask(peer, "read", library, str(folder))
+        if isinstance(answer, list):
+            return answer
+    return pytest.skip(f"no interpreter of FOREBAY_FORMAT_PEERS has what reads {library}")
+
+
+def texts() -> pa.Table:
+    """Text with columns of every kind that a preparation or a conversion gives it."""
+    columns: dict[str, Any] = {
+        "text": [f"row {i} “ä”\n" * (i % 3) for i in range(200)],
+        "url": [f"http://a/{i}" for i in range(200)],
+        "language": [None if i % 5 == 0 else "en" for i in range(200)],
+        "score": [i / 7 for i in range(200)],
+        "count": list(range(200)),
+        "flag": [i % 2 == 0 for i in range(200)],
+        "tags": [["a", "ä"][: i % 3] for i in range(200)],
+    }
+    columns["ids"] = pa.array([list(range(1 + i % 7)) for i in range(200)], pa.list_(pa.uint16()))
+    return pa.table(columns)
+
+
+@pytest.mark.parametrize(
+    ("to", "library", "compress"),
+    [
+        ("mds", "mds", ""), ("mds", "mds", "zstd"),
+        ("litdata", "litdata", ""), ("litdata", "litdata", "zstd"),
+        ("webdataset", "webdataset", ""), ("webdataset", "webdataset", "gzip"),
+        ("jsonl", "datasets", ""), ("jsonl", "datasets", "gzip"), ("jsonl", "datasets", "zstd"),
+        ("parquet", "datasets", "snappy"), ("parquet", "datasets", "zstd"),
+        ("arrow", "datasets", ""), ("arrow", "datasets", "zstd"),
+    ],
+)  # fmt: skip
+def test_their_libraries_read_text_with_its_columns(tmp_path: Path, to: str, library: str, compress: str) -> None:
+    table = texts()
+    source = TableSource("made", table.schema, len(table), lambda: iter(table.to_batches(64)))
+    convert(source, tmp_path / "out", to, ConvertOptions(slice_bytes=8000, compress=compress))
+    rows = [{name.removesuffix(".txt").removesuffix(".npy"): value for name, value in row.items()} for row in
+            rows_of(library, tmp_path / "out")]  # fmt: skip
+    expected = table.to_pylist()
+    if library == "webdataset":
+        rows = [{"text": row.pop("txt"), **row} for row in rows]
+        expected = [{"__key__": f"{i:09d}", **row} for i, row in enumerate(expected)]
+    assert rows == expected
+
+
+@pytest.mark.parametrize(
+    ("to", "compress"), [("mds", ""), ("mds", "zstd"), ("litdata", ""), ("litdata", "zstd"), ("megatron", "")]
+)
+def test_their_libraries_read_tokens(tmp_path: Path, to: str, compress: str) -> None:
+    settings = ConvertOptions(slice_bytes=1 << 20 if to == "litdata" else 3000, compress=compress)
+    convert(TOKENS, tmp_path / "out", to, settings)
+    rows = rows_of(to, tmp_path / "out")
+    if to == "litdata":  # Blocks of equal length, across documents; the tokens after a chunk's last are left out.
+        assert [token for row in rows for token in row] == STREAM[: len(STREAM) // BLOCK * BLOCK].tolist()
+    else:
+        assert [row["tokens"] if to == "mds" else row for row in rows] == DOCUMENTS
+
+
+@pytest.mark.parametrize("to", ["mds", "litdata"])
+def test_their_libraries_read_directories_that_were_written_apart(tmp_path: Path, to: str) -> None:
+    table = texts().drop_columns(["language"])
+    (tmp_path / "out").mkdir()
+    for i in range(2):
+        batches = table.slice(100 * i, 100).to_batches(30)
+        source = table_of_stream(table.schema, batches, to)
+        get_format(to).write_rows(source, tmp_path / "out" / f"{i:06d}", ConvertOptions(slice_bytes=3000))
+    merge_indexes(tmp_path / "out", ["000000", "000001"])
+    assert rows_of(to, tmp_path / "out") == table.to_pylist()

@@ -224,7 +224,7 @@ class Convert(Scenario):
         from forebay.cli import main
 
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
-            code = main(["convert", str(folder / f"{name}.npy"), str(folder / "out"), "--to", "safetensors", *more])
+            code = main(["convert", str(folder / f"{name}.npy"), str(folder / "out"), "--to", "forebay", *more])
         if code:
             raise OSError(errors.getvalue())
 

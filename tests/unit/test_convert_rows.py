@@ -66,7 +66,7 @@ def read(path: Path) -> pa.Table:
     return pa.Table.from_batches(list(source.batches()), source.schema)
 
 
-@pytest.mark.parametrize("to", ["parquet", "feather", "jsonl", "tfrecord", "webdataset"])
+@pytest.mark.parametrize("to", ["parquet", "arrow", "jsonl", "tfrecord", "webdataset", "mds", "litdata"])
 def test_every_value_comes_back_from_every_format(tmp_path: Path, to: str) -> None:
     source = a_table(mixed())
     report = convert(source, tmp_path / "out", to, ConvertOptions(slice_bytes=20_000))
@@ -79,9 +79,11 @@ def test_every_value_comes_back_from_every_format(tmp_path: Path, to: str) -> No
     assert ids == mixed()["ids"].to_pylist()
 
 
-@pytest.mark.parametrize(("name", "start"), [("t.jsonl.gz", b"\x1f\x8b"), ("t.jsonl.zst", b"\x28\xb5\x2f\xfd")])
-def test_lines_are_packed_as_the_name_says(tmp_path: Path, name: str, start: bytes) -> None:
-    convert(a_table({"a": [1, 2, 3]}), tmp_path / name, "jsonl", ConvertOptions())
+@pytest.mark.parametrize("to", ["jsonl", "webdataset"])
+@pytest.mark.parametrize(("suffix", "start"), [(".gz", b"\x1f\x8b"), (".zst", b"\x28\xb5\x2f\xfd")])
+def test_lines_and_archives_are_packed_as_the_name_says(tmp_path: Path, to: str, suffix: str, start: bytes) -> None:
+    name = f"t.{ {'jsonl': 'jsonl', 'webdataset': 'tar'}[to] }{suffix}"
+    convert(a_table({"a": [1, 2, 3]}), tmp_path / name, to, ConvertOptions())
     assert (tmp_path / name).read_bytes().startswith(start)
     assert read(tmp_path / name).column("a").to_pylist() == [1, 2, 3]
 
@@ -90,7 +92,7 @@ def test_parquet_with_snappy_and_feather_of_others(tmp_path: Path) -> None:
     table = pa.table({"x": pa.array([1.5, 2.5]), "y": ["a", "b"]})
     pq.write_table(table, tmp_path / "a.parquet", compression="snappy")
     assert read(tmp_path / "a.parquet").equals(table)
-    convert(tmp_path / "a.parquet", tmp_path / "b.arrow", "feather", ConvertOptions(compress="zstd"))
+    convert(tmp_path / "a.parquet", tmp_path / "b.arrow", "arrow", ConvertOptions(compress="zstd"))
     assert read(tmp_path / "b.arrow").equals(table)
 
 
@@ -144,7 +146,7 @@ def test_rows_are_the_tensors_that_a_loader_gives(tmp_path: Path) -> None:
     options = ConvertOptions(
         slice_bytes=30_000, name="m", tensors={"label": "u16", "pixels": "f16", "ids": "int64"}, seq_len=8
     )
-    report = convert(a_table(columns), tmp_path / "ds", "safetensors", options)
+    report = convert(a_table(columns), tmp_path / "ds", "forebay", options)
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.verify().ok and dataset.manifest.slices > 1 and dataset.manifest.rows == ROWS
     assert report.written.notes == ("left out, being no numbers: text; --to parquet or jsonl keeps them",)
@@ -167,7 +169,7 @@ def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
     rows = [{"input_ids": [5, 6, 7][: n + 1], "labels": [-100, 6, 7][: n + 1]} for n in range(3)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ConvertOptions(seq_len=4, eos_id=2, tensors={"input_ids": "u16", "labels": "i32"})
-    convert(tmp_path / "chat.jsonl", tmp_path / "ds", "safetensors", options)
+    convert(tmp_path / "chat.jsonl", tmp_path / "ds", "forebay", options)
     item = open_dataset(tmp_path / "ds").open_slice(0)
     assert item.tensors["input_ids"].tolist() == [[5, 2, 2, 2], [5, 6, 2, 2], [5, 6, 7, 2]]
     assert item.tensors["labels"].tolist() == [[-100] * 4, [-100, 6, -100, -100], [-100, 6, 7, -100]]
@@ -175,7 +177,7 @@ def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
     assert item.dtypes == {"input_ids": "U16", "labels": "I32", "attention_mask": "U8"}
     with pytest.raises(DatasetError, match=r"at most 2 values in a row, got 3 \(row 2\)"):
         convert(
-            tmp_path / "chat.jsonl", tmp_path / "b", "safetensors", ConvertOptions(seq_len=2, tensors={"labels": "i32"})
+            tmp_path / "chat.jsonl", tmp_path / "b", "forebay", ConvertOptions(seq_len=2, tensors={"labels": "i32"})
         )
 
 
@@ -185,9 +187,7 @@ def test_tensors_of_every_integer_type_survive_bit_by_bit(tmp_path: Path, kind: 
     rng = np.random.default_rng(7)
     ids = rng.integers(info.min, info.max, (500, 16), dtype=kind, endpoint=True)
     source = a_table({"input_ids": tensors(ids), "labels": tensors(ids[:, ::-1].copy())})
-    convert(
-        source, tmp_path / "ds", "safetensors", ConvertOptions(slice_bytes=20_000, tensors={"labels": info.dtype.name})
-    )
+    convert(source, tmp_path / "ds", "forebay", ConvertOptions(slice_bytes=20_000, tensors={"labels": info.dtype.name}))
     for batch in Loader(tmp_path / "ds", batch_size=50):
         assert batch.tensors["input_ids"].dtype == np.dtype(kind)
         assert (batch.tensors["input_ids"] == ids[batch.sample_ids]).all()
@@ -201,14 +201,14 @@ def test_a_slice_made_with_plain_safetensors_code(tmp_path: Path) -> None:
     for index in range(2):
         numpy.save_file(arrays, tmp_path / "in" / f"part-{index}.safetensors")
     convert(tmp_path / "in", tmp_path / "t.parquet", "parquet", ConvertOptions())
-    convert(tmp_path / "t.parquet", tmp_path / "ds", "safetensors", ConvertOptions())
+    convert(tmp_path / "t.parquet", tmp_path / "ds", "forebay", ConvertOptions())
     item = open_dataset(tmp_path / "ds").open_slice(0)
     assert (item.tensors["images"] == np.concatenate([arrays["images"]] * 2)).all()
     assert numpy.load_file(item.path)["labels"].tolist() == [*range(5), *range(5)]
 
 
 def test_rows_of_a_slice(tmp_path: Path) -> None:
-    convert(a_table({"x": list(range(100))}), tmp_path / "f", "safetensors", ConvertOptions(slice_bytes=4096 + 8 * 40))
+    convert(a_table({"x": list(range(100))}), tmp_path / "f", "forebay", ConvertOptions(slice_bytes=4096 + 8 * 40))
     sizes = [open_slice(path).num_rows for path in sorted((tmp_path / "f" / "slices").iterdir())]
     assert sizes == [40, 40, 20]
 
@@ -221,7 +221,7 @@ def test_arrays_of_npz_and_npy(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
     with pytest.raises(UsageError, match="--set column=x_train,y_train"):
         open_table(tmp_path / "d.npz")
-    report = convert(tmp_path / "d.npz", tmp_path / "ds", "safetensors", ConvertOptions(column="x_train,y_train"))
+    report = convert(tmp_path / "d.npz", tmp_path / "ds", "forebay", ConvertOptions(column="x_train,y_train"))
     assert report.written.num_rows == 10
     assert (open_dataset(tmp_path / "ds").open_slice(0).tensors["x_train"] == x).all()
     (tmp_path / "n").mkdir()
@@ -273,7 +273,7 @@ def test_what_hugging_face_saved(tmp_path: Path) -> None:
 # Damage, and what does not fit.
 
 
-@pytest.mark.parametrize("to", ["parquet", "feather", "jsonl", "tfrecord", "webdataset"])
+@pytest.mark.parametrize("to", ["parquet", "arrow", "jsonl", "tfrecord", "webdataset"])
 def test_a_file_that_is_cut_is_an_error(tmp_path: Path, to: str) -> None:
     convert(a_table({"text": ["word"] * 300, "n": list(range(300))}), tmp_path / "t.x", to, ConvertOptions())
     data = (tmp_path / "t.x").read_bytes()
@@ -308,7 +308,7 @@ def test_a_column_that_comes_late_is_no_silent_loss(tmp_path: Path, monkeypatch:
 def test_what_a_format_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"JSONL: expected columns that it can hold, got b: binary"):
         convert(a_table({"b": [b"x"]}), tmp_path / "o", "jsonl", ConvertOptions())
-    with pytest.raises(DatasetError, match=r"JSONL: expected finite numbers, got another \(x, row 1\)"):
+    with pytest.raises(DatasetError, match=r"JSON: expected finite numbers, got another \(x, row 1\)"):
         convert(a_table({"x": [1.0, float("nan")]}), tmp_path / "o", "jsonl", ConvertOptions())
     with pytest.raises(DatasetError, match=r"TFRecord: expected floats that fit F32, got 0.1 \(x, value 0"):
         convert(a_table({"x": [0.1]}), tmp_path / "o", "tfrecord", ConvertOptions())
@@ -340,11 +340,11 @@ def addresses(path: Path) -> list[range]:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_columns_lie_in_the_map_of_their_file(tmp_path: Path) -> None:
     values = np.arange(300_000, dtype=np.int64)
-    for to, name in (("feather", "t.arrow"), ("safetensors", "ds")):
+    for to, name in (("arrow", "t.arrow"), ("forebay", "ds")):
         convert(a_table({"x": values}, batch=300_000), tmp_path / name, to, ConvertOptions())
         source = open_table(tmp_path / name)
         assert source is not None
-        path = tmp_path / name if to == "feather" else open_dataset(tmp_path / name).slice_path(0)
+        path = tmp_path / name if to == "arrow" else open_dataset(tmp_path / name).slice_path(0)
         for batch in source.batches():
             address = batch.column("x").buffers()[1].address
             assert any(address in item for item in addresses(path))
@@ -372,13 +372,13 @@ def test_members_of_a_tar_of_others(tmp_path: Path) -> None:
 
 def test_what_cannot_be_rows_is_said(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"column 'some': expected a value in every row, got none \(row 0\)"):
-        convert(a_table({"some": mixed()["some"]}), tmp_path / "a", "safetensors", ConvertOptions())
+        convert(a_table({"some": mixed()["some"]}), tmp_path / "a", "forebay", ConvertOptions())
     with pytest.raises(DatasetError, match=r"column 'ids': expected rows of one shape.*--seq-len N"):
-        convert(a_table({"ids": mixed()["ids"]}), tmp_path / "a", "safetensors", ConvertOptions())
+        convert(a_table({"ids": mixed()["ids"]}), tmp_path / "a", "forebay", ConvertOptions())
     with pytest.raises(UsageError, match=r"expected columns of numbers, got text: string"):
-        convert(a_table({"text": ["a"]}), tmp_path / "a", "safetensors", ConvertOptions())
+        convert(a_table({"text": ["a"]}), tmp_path / "a", "forebay", ConvertOptions())
     with pytest.raises(UsageError, match=r"numbers called absent, got label"):
-        convert(a_table({"label": [1]}), tmp_path / "a", "safetensors", ConvertOptions(tensors={"absent": "u8"}))
+        convert(a_table({"label": [1]}), tmp_path / "a", "forebay", ConvertOptions(tensors={"absent": "u8"}))
     assert not list(tmp_path.iterdir())
 
 
@@ -388,12 +388,12 @@ def test_labels_beside_tokens_are_kept_or_said_to_be_left_out(tmp_path: Path) ->
     path.write_text(
         "".join(json.dumps({"input_ids": [i, 2, 3], "labels": [-100, 2, 3], "url": "x"}) + "\n" for i in range(5))
     )
-    report = convert(path, tmp_path / "rows", "safetensors", ConvertOptions())
+    report = convert(path, tmp_path / "rows", "forebay", ConvertOptions())
     assert open_dataset(tmp_path / "rows").manifest.layout == "rows" and report.written.num_rows == 5
     assert open_dataset(tmp_path / "rows").open_slice(0).tensors["labels"][0].tolist() == [-100, 2, 3]
     report = convert(path, tmp_path / "pairs", "megatron", ConvertOptions())
     assert "columns left out: labels, url" in report.written.notes
-    report = convert(path, tmp_path / "tokens", "safetensors", ConvertOptions(column="input_ids"))
+    report = convert(path, tmp_path / "tokens", "forebay", ConvertOptions(column="input_ids"))
     assert open_dataset(tmp_path / "tokens").manifest.layout == "tokens"
 
 

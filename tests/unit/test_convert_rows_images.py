@@ -48,7 +48,7 @@ def rows_of(path: Path) -> dict[str, np.ndarray]:
 
 def test_a_folder_of_classes(tmp_path: Path) -> None:
     a_folder(tmp_path / "in")
-    report = convert(tmp_path / "in", tmp_path / "ds", "safetensors", ConvertOptions(tensors={"labels": "u8"}))
+    report = convert(tmp_path / "in", tmp_path / "ds", "forebay", ConvertOptions(tensors={"labels": "u8"}))
     result = rows_of(tmp_path / "ds")
     assert result["labels"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 and result["labels"].dtype == np.uint8
     order = [i for label in range(3) for i in range(12) if i % 3 == label]
@@ -57,12 +57,12 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
     assert report.written.notes == ("left out, being no numbers: path; --to parquet or jsonl keeps them",)
 
 
-@pytest.mark.parametrize("via", ["webdataset", "parquet", "tfrecord", "feather"])
+@pytest.mark.parametrize("via", ["webdataset", "parquet", "tfrecord", "arrow"])
 def test_images_go_through_other_formats_as_they_are(tmp_path: Path, via: str) -> None:
     a_folder(tmp_path / "in")
-    convert(tmp_path / "in", tmp_path / "direct", "safetensors", NONE)
+    convert(tmp_path / "in", tmp_path / "direct", "forebay", NONE)
     convert(tmp_path / "in", tmp_path / "via", via, ConvertOptions(slice_bytes=1000))
-    convert(tmp_path / "via", tmp_path / "ds", "safetensors", NONE)
+    convert(tmp_path / "via", tmp_path / "ds", "forebay", NONE)
     direct, result = rows_of(tmp_path / "direct"), rows_of(tmp_path / "ds")
     assert direct.keys() == result.keys() and all((direct[name] == result[name]).all() for name in direct)
 
@@ -70,7 +70,7 @@ def test_images_go_through_other_formats_as_they_are(tmp_path: Path, via: str) -
 def test_parquet_as_hugging_face_stores_images(tmp_path: Path) -> None:
     images = [{"bytes": encoded(pixels), "path": f"{i}.png"} for i, pixels in enumerate(PIXELS)]
     pq.write_table(pa.table({"image": images, "label": list(range(12))}), tmp_path / "train-00000-of-00001.parquet")
-    convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-ds", "safetensors", NONE)
+    convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-ds", "forebay", NONE)
     result = rows_of(tmp_path.parent / f"{tmp_path.name}-ds")
     assert (result["images"] == PIXELS.transpose(0, 3, 1, 2)).all() and result["labels"].tolist() == list(range(12))
 
@@ -79,7 +79,7 @@ def test_what_is_damaged_is_kept_aside(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "in")
     (folder / "cat" / "000.png").write_bytes(encoded(PIXELS[0])[:60])
     (folder / "dog" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    report = convert(folder, tmp_path / "ds", "safetensors", NONE)
+    report = convert(folder, tmp_path / "ds", "forebay", NONE)
     assert report.written.num_rows == 10
     aside = [json.loads(line) for line in (tmp_path / "ds" / "rejects.jsonl").read_text().splitlines()]
     assert [(row["row"], row["name"]) for row in aside] == [(0, "cat/000.png"), (5, "dog/004.png")]
@@ -94,8 +94,8 @@ def test_sizes_are_equal_or_made_so(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "in")
     (folder / "owl" / "z.jpg").write_bytes(encoded(np.zeros((20, 30, 3), np.uint8), "JPEG"))
     with pytest.raises(DatasetError, match=r"owl/z.jpg: expected an image of 8 x 10 .* got 20 x 30.*resize"):
-        convert(folder, tmp_path / "ds", "safetensors", NONE)
-    convert(folder, tmp_path / "ds2", "safetensors", ConvertOptions(resize=(5, 7)))
+        convert(folder, tmp_path / "ds", "forebay", NONE)
+    convert(folder, tmp_path / "ds2", "forebay", ConvertOptions(resize=(5, 7)))
     assert rows_of(tmp_path / "ds2")["images"].shape == (13, 3, 5, 7)
 
 

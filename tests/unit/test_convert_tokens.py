@@ -80,7 +80,7 @@ def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int
 
 
 @settings(max_examples=60, deadline=None)
-@given(streams(), st.sampled_from(["megatron", "safetensors"]), st.integers(60, 400))
+@given(streams(), st.sampled_from(["megatron", "forebay"]), st.integers(60, 400))
 def test_every_sink_keeps_every_document(
     tmp_path_factory: pytest.TempPathFactory, source: TokenSource, to: str, size: int
 ) -> None:
@@ -109,13 +109,13 @@ def test_from_any_format_to_any_other(came: str, to: str, tmp_path: Path) -> Non
 
 
 def test_a_dataset_of_ours_is_whole_and_says_where_it_came_from(tmp_path: Path) -> None:
-    convert(GOLDEN / "megatron_u16", tmp_path / "wide", "safetensors", replace(SMALL, dtype="U32", eos_id=9, name="n"))
+    convert(GOLDEN / "megatron_u16", tmp_path / "wide", "forebay", replace(SMALL, dtype="U32", eos_id=9, name="n"))
     dataset = open_dataset(tmp_path / "wide")
     assert dataset.verify().ok
     m = dataset.manifest
     assert (m.name, m.dtype, m.eos_id, m.tokens, m.documents) == ("n", "U32", 9, len(STREAM), len(DOCUMENTS))
     assert m.lineage["converted"]["format"] == "megatron"
-    convert(tmp_path / "wide", tmp_path / "narrow", "safetensors", replace(SMALL, dtype="U16", slice_bytes=600))
+    convert(tmp_path / "wide", tmp_path / "narrow", "forebay", replace(SMALL, dtype="U16", slice_bytes=600))
     again = open_dataset(tmp_path / "narrow")
     assert (again.manifest.dtype, again.num_slices, again.manifest.eos_id) == ("U16", 5, 9)
     assert again.manifest.lineage["converted"]["id"] == dataset.id
@@ -123,7 +123,7 @@ def test_a_dataset_of_ours_is_whole_and_says_where_it_came_from(tmp_path: Path) 
 
 
 def test_plain_safetensors_are_read(tmp_path: Path) -> None:
-    convert(GOLDEN / "megatron_u16", tmp_path / "ds", "safetensors", SMALL)
+    convert(GOLDEN / "megatron_u16", tmp_path / "ds", "forebay", SMALL)
     with pytest.raises(DatasetError, match=r"forebay import DIR"):
         open_source(tmp_path / "ds" / "slices", ConvertOptions(), "bin")
     import_slices(tmp_path / "ds" / "slices")
@@ -144,7 +144,7 @@ def test_files_of_one_vector(tmp_path: Path) -> None:
     assert rows(open_tokens(tmp_path / "c", ConvertOptions(input_dtype="u32"))) == [STREAM.tolist()]
 
 
-@pytest.mark.parametrize("to", ["bin", "safetensors", "parquet"])
+@pytest.mark.parametrize("to", ["bin", "forebay", "parquet"])
 def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path: Path) -> None:
     write_shards(open_external(GOLDEN / "templar"), tmp_path / "in", seq_len=512)
     file = tmp_path / "in" / "train_000000.npy"
@@ -162,7 +162,7 @@ def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> No
     high = held([1, 1 << 31], [2], [], "U32")
     with pytest.raises(UsageError, match="2147483648 at token 1"):
         convert(high, tmp_path / "out", "megatron", ConvertOptions())
-    assert convert(high, tmp_path / "out", "safetensors", ConvertOptions()).num_bytes
+    assert convert(high, tmp_path / "out", "forebay", ConvertOptions()).num_bytes
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -178,7 +178,7 @@ def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
     report = convert(open_end, tmp_path / "end", "megatron", ConvertOptions())
     assert rows(open_tokens(tmp_path / "end", ConvertOptions())) == [[1, 2, 3], [4]]
     assert report.written.notes == ("the last 1 tokens end no document of the source: they were given an end",)
-    assert convert(open_end, tmp_path / "ours", "safetensors", ConvertOptions()).written.num_documents == 1
+    assert convert(open_end, tmp_path / "ours", "forebay", ConvertOptions()).written.num_documents == 1
 
 
 def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
     script = (
         "import os, sys; from forebay.convert import convert\n"
         "from forebay.formats.conversion import ConvertOptions\n"
-        f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'safetensors',"
+        f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'forebay',"
         " ConvertOptions(on_progress=lambda n: os.kill(os.getpid(), 9)))"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, timeout=scaled(60))
     assert done.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".out.converting"]
-    assert convert(GOLDEN / "mds_zstd", tmp_path / "out", "safetensors", SMALL).num_bytes
+    assert convert(GOLDEN / "mds_zstd", tmp_path / "out", "forebay", SMALL).num_bytes
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -239,7 +239,7 @@ def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path: Path) -> 
         os.truncate(file.fileno(), 48 << 20)
     tracemalloc.start()
     report = convert(
-        tmp_path / "big.bin", tmp_path / "out", "safetensors", ConvertOptions(input_dtype="u16", slice_bytes=1 << 20)
+        tmp_path / "big.bin", tmp_path / "out", "forebay", ConvertOptions(input_dtype="u16", slice_bytes=1 << 20)
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -168,7 +168,7 @@ def test_arrow(tmp_path: Path, make: Any) -> None:
 # Datasets with an index.
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir() and p.name != "litdata"))
+@pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
 def test_what_the_real_libraries_wrote_is_clean(name: str) -> None:
     assert not findings(GOLDEN / name, **({"dtype": np.dtype("<i8")} if name == "mds_bytes" else {}))
 

@@ -167,9 +167,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     values = (rng.standard_normal((10, 4, 3)) * np.exp(rng.standard_normal((10, 1, 1)))).astype(np.float32)
     source = a_table(features=values, labels=np.arange(10))
-    convert(
-        source, tmp_path / "ds", "safetensors", ConvertOptions(tensors={"features": "q8"}, slice_bytes=4096 + 3 * 24)
-    )
+    convert(source, tmp_path / "ds", "forebay", ConvertOptions(tensors={"features": "q8"}, slice_bytes=4096 + 3 * 24))
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.manifest.slices > 1
     assert dataset.manifest.lineage["converted"]["changed"]["features"] == ["F32", "q8"]
@@ -182,7 +180,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
 
 def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     values = np.array([[1.0, 2.5], [3.0e38, -0.1]], np.float32)
-    convert(a_table(x=values), tmp_path / "ds", "safetensors", ConvertOptions(tensors={"x": "bf16"}))
+    convert(a_table(x=values), tmp_path / "ds", "forebay", ConvertOptions(tensors={"x": "bf16"}))
     dataset = open_dataset(tmp_path / "ds")
     item = dataset.open_slice(0)
     assert item.dtypes == {"x": "BF16"} and tensor_dtypes(dataset) == {"x": "BF16"}
@@ -193,17 +191,15 @@ def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     result = dequantize(batch.tensors, tensor_dtypes(dataset))["x"]
     assert result.dtype == np.float32 and np.allclose(result, values, rtol=2**-8)
     # And once more, as BF16 and as F32 again.
-    convert(tmp_path / "ds", tmp_path / "same", "safetensors", ConvertOptions())
+    convert(tmp_path / "ds", tmp_path / "same", "forebay", ConvertOptions())
     assert open_dataset(tmp_path / "same").open_slice(0).dtypes == {"x": "BF16"}
-    convert(tmp_path / "ds", tmp_path / "wide", "safetensors", ConvertOptions(tensors={"x": "f32"}))
+    convert(tmp_path / "ds", tmp_path / "wide", "forebay", ConvertOptions(tensors={"x": "f32"}))
     assert (open_dataset(tmp_path / "wide").open_slice(0).tensors["x"] == result).all()
 
 
 def test_a_refused_value_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"tensor 'n' to u8: .* got 300 \(row 4\)\. Keep it wider"):
-        convert(
-            a_table(n=np.array([1, 2, 3, 4, 300])), tmp_path / "ds", "safetensors", ConvertOptions(tensors={"n": "u8"})
-        )
+        convert(a_table(n=np.array([1, 2, 3, 4, 300])), tmp_path / "ds", "forebay", ConvertOptions(tensors={"n": "u8"}))
     assert not list(tmp_path.iterdir())
 
 

@@ -162,7 +162,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
     p.add("source", metavar="SRC", help="file, directory, or pattern in quotes")
     p.add("out", metavar="OUT", type=Path, help="file or directory to write")
-    p.add("--to", metavar="FORMAT", help="safetensors, megatron, bin, parquet, tfrecord, webdataset … (required)")
+    p.add("--to", metavar="FORMAT", help="forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)")
     p.add("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
     p.add("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")
     p.add("--slice-bytes", type=size, default=64 << 20, metavar="BYTES", help="largest file (default: 64MiB)")

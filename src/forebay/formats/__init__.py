@@ -13,9 +13,9 @@ from typing import Any
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import formats, get_format
+from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import detect
 from forebay.formats.external import ExternalDataset, reading
-from forebay.formats.mds import INDEX_FILE
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
 from forebay.formats.saved_arrow import STATE_FILE
 from forebay.formats.vectors import (
@@ -56,7 +56,8 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
     path = Path(path)
     if re.search(r"[*?\[]", path.name) and not path.exists():
         return _open_files(path.parent, sorted(p for p in path.parent.glob(path.name) if p.is_file()), dtype)
-    check_no_chunks(path if path.is_dir() else path.parent)
+    if not path.is_dir():
+        check_no_chunks(path.parent)
     pair = None if path.is_dir() else pair_of(path)
     if pair is not None:
         return MegatronDataset(path.parent, [pair])

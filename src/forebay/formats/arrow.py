@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.ipc
 
-from forebay.errors import CorruptInputError
+from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.arrow_ipc import check_blocks, check_stream, checked_stream
 from forebay.formats.base import Format
 from forebay.formats.columns import ColumnFormat, checked_rows, with_lists
@@ -56,15 +56,12 @@ class Arrow(ColumnFormat):
         for start, batch in ((i, reader.get_batch(i)) for i in groups) if is_file else ((-1, b) for b in reader):
             yield from ((-1 if i else start, row) for i, row in enumerate(checked_rows(batch, keys, checked)))
 
-
-class Feather(Format):
-    """Arrow IPC files under the name of what is written of a table; they are read as `arrow`."""
-
-    name = "feather"
-
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
-        """Arrow IPC files; `compress`: zstd or nothing."""
-        table, settings = with_lists(source), pa.ipc.IpcWriteOptions(compression=options.compress or None)
+        """IPC files, which are Feather 2; `compress`: zstd, lz4 or nothing."""
+        codec = {"none": ""}.get(options.compress, options.compress)
+        if codec not in ("", "zstd", "lz4"):
+            raise UsageError(f"--set compress: expected zstd, lz4 or none for Arrow, got {codec!r}.")
+        table, settings = with_lists(source), pa.ipc.IpcWriteOptions(compression=codec or None)
         return write_parts(
             table, out, options, ".arrow", lambda file, _: pa.ipc.new_file(file, table.schema, options=settings)
         )

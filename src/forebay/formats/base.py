@@ -34,6 +34,9 @@ BUILT_IN = {
     "warc": "warc:Warc",
     "wet": "warc:Wet",
     "wikipedia": "wikipedia:Wikipedia",
+    "mbox": "mbox:Mbox",
+    "pdf": "books:Pdf",
+    "epub": "books:Epub",
     "stackexchange": "stackexchange:StackExchange",
     "reddit": "reddit:Reddit",
     "api": "json:ApiRequest",
@@ -44,11 +47,12 @@ BUILT_IN = {
     "csv": "csv:Csv",
     "text": "text:Text",
     "lines": "text:Lines",
+    "code": "code:SourceCode",
     "bin": "raw_tokens:Bin",
     "ds": "raw_tokens:Ds",
-    "feather": "arrow:Feather",
     "forebay": "safetensors:ForebayDataset",
     "mds": "mds:Mds",
+    "litdata": "litdata:LitData",
     "saved arrow": "arrow:SavedArrow",
 }
 """Module (of this package) and class of each built-in format."""
@@ -63,6 +67,7 @@ class Format:
         is_plain_text: Whether its files are text that nowhere says its encoding.
         is_grouped: Whether small files share a split; `Record.index` is then the number of the file in it.
         is_divisible: Whether `divide` works.
+        token_codecs: Values of `ConvertOptions.compress` that `write_tokens` takes.
     """
 
     name: ClassVar[str]
@@ -70,6 +75,7 @@ class Format:
     is_plain_text: ClassVar[bool] = False
     is_grouped: ClassVar[bool] = False
     is_divisible: ClassVar[bool] = False
+    token_codecs: ClassVar[tuple[str, ...]] = ()
 
     def sniff(self, head: bytes) -> bool:
         """Return whether a file is of this format, by its first 4 KiB (unpacked)."""

@@ -5,12 +5,11 @@ names the line, never left out; bytes and numbers that are not finite are refuse
 by `json`, which also reads NaN and integers of any length, and whose messages are better.
 """
 
-import gzip
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -18,9 +17,8 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import orjson
 import pyarrow as pa
-import zstandard
 
-from forebay.errors import CorruptInputError, DatasetError, ForebayError, UsageError
+from forebay.errors import CorruptInputError, DatasetError, ForebayError
 from forebay.formats import tables
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
@@ -78,7 +76,7 @@ class Jsonl(LineFormat):
             return not (tables.contains(kind, tables.is_bytes) or tables.contains(kind, tables.is_beyond_json))
 
         tables.refuse_columns(source.schema, fits, "JSONL", _ADVICE)
-        compressor, suffix = _compressor(out, options)
+        compressor, suffix = tables.compressor_of(out, options, "lines")
         encoded = partial(tables.Encoded, encode=_json_lines)
         return tables.write_parts(source, out, options, ".jsonl" + suffix, encoded, compressor=compressor)
 
@@ -177,32 +175,20 @@ def _parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _compressor(out: Path, options: ConvertOptions) -> tuple[Callable[[BinaryIO], Any], str]:
-    name = options.compress or {".gz": "gzip", ".zst": "zstd"}.get(out.suffix, "none")
-    if name == "gzip":
-        return lambda file: gzip.GzipFile("", "wb", 6, file, mtime=0), ".gz"
-    if name == "zstd":
-        return lambda file: zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False), ".zst"
-    if name == "none":
-        return nullcontext, ""
-    raise UsageError(f"--set compress: expected zstd, gzip or none for lines, got {name!r}.")
-
-
 def _json_lines(batch: pa.RecordBatch, first_row: int) -> bytes:
     names = batch.schema.names
-    columns = [_json_values(name, column, first_row) for name, column in zip(names, batch.columns)]
+    columns = [json_values(name, column, first_row) for name, column in zip(names, batch.columns)]
     return b"".join(orjson.dumps(dict(zip(names, row))) + b"\n" for row in zip(*columns))
 
 
-def _json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
+def json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
+    """Return the values of a column that JSON has. Raises DatasetError for numbers that are not finite."""
     counts, leaves = tables.flatten(column)
     if pa.types.is_floating(leaves.type):
         infinite = np.flatnonzero(~np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)))
         if len(infinite):
             row = int(np.searchsorted(np.cumsum(np.maximum(counts, 0)), infinite[0], "right"))
-            raise DatasetError(
-                f"JSONL: expected finite numbers, got another ({name}, row {first_row + row}). {_ADVICE}"
-            )
+            raise DatasetError(f"JSON: expected finite numbers, got another ({name}, row {first_row + row}). {_ADVICE}")
     shape = tables.tensor_shape(column.type)
     if shape is not None and not column.null_count and not leaves.null_count:
         nested: list[Any] = leaves.to_numpy(zero_copy_only=False).reshape(len(column), *shape).tolist()

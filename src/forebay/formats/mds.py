@@ -1,39 +1,57 @@
-"""MosaicML's MDS, version 2: index.json and shards, raw or compressed, of which one column is tokens.
+"""MosaicML's MDS, version 2: index.json and shards, raw or compressed: tokens in one column, or rows.
 
-A shard, little endian: u32 n samples, u32 offsets [n + 1] from its first byte, settings in JSON, the samples. A sample:
-u32 size of each column that has no fixed size, then the columns. A column of tokens is `bytes`, or an `ndarray` whose
-encoding names its type: u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless named, the values.
-Source: mosaicml-streaming 0.10, streaming/base/format/mds.
+A shard is a block of samples (see `blocks`), with its settings in JSON before them. A column of tokens is `bytes`, or
+an `ndarray` whose encoding names its type: u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless named,
+the values. Source: mosaicml-streaming 0.13, streaming/base/format/mds.
 One sample is one document; one shard one slice. A raw shard whose only column is an `ndarray` of fixed type and shape
 is a view of the map; any other is copied, and its hash checked. Every offset and size is checked before it is used.
 """
 
 import hashlib
+import json
 import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import external
+from forebay.formats import blocks, external, tables
 from forebay.formats.base import Format
-from forebay.formats.report import Report, check_external
+from forebay.formats.blocks import I64, INDEX_FILE, damaged, read_offsets
+from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.report import Report
+from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
-INDEX_FILE = "index.json"
 _MAX_INDEX_BYTES = 1 << 30
-_MAX_SHARD_BYTES = (1 << 32) - 1  # Offsets are u32.
 _MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-I64 = NDArray[np.int64]
+_LEVEL = 3
+_KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
+_TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **{name: blocks.decode_number(kind) for name, kind in _TYPES.items()},
+    **dict.fromkeys(("bytes", "jpeg", "png"), bytes),
+    "str": blocks.decode_text,
+    "json": blocks.decode_json,
+    "int": blocks.decode_number("<i8"),
+    "str_int": int,
+    "str_float": float,
+}
 
 
-def _inside(name: str) -> str:
+def inside_directory(name: str) -> str:
+    """Return the name of a file of an index. Raises ValueError if it leads out of the directory."""
     if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(f"a file inside the directory, not {name!r}")
     return name
@@ -42,8 +60,8 @@ def _inside(name: str) -> str:
 class ShardFile(BaseModel, strict=True, defer_build=True):
     """A shard's file, raw or compressed, as the index lists it."""
 
-    basename: Annotated[str, AfterValidator(_inside)]
-    bytes: Annotated[int, Field(ge=0, le=_MAX_SHARD_BYTES)]
+    basename: Annotated[str, AfterValidator(inside_directory)]
+    bytes: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)]
     hashes: dict[str, str] | None = None
 
     @property
@@ -60,8 +78,8 @@ class MdsShard(BaseModel, strict=True, defer_build=True):
     version: Literal[2]
     column_names: list[str]
     column_encodings: list[str]
-    column_sizes: list[Annotated[int, Field(ge=0, le=_MAX_SHARD_BYTES)] | None]
-    samples: Annotated[int, Field(ge=0, le=_MAX_SHARD_BYTES // 4)]
+    column_sizes: list[Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)] | None]
+    samples: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES // 4)]
     raw_data: ShardFile
     zip_data: ShardFile | None = None
     compression: str | None = None
@@ -95,6 +113,7 @@ class Mds(Format):
     """Directories of MDS shards."""
 
     name = "mds"
+    token_codecs = ("zstd",)
 
     def is_dataset(self, folder: Path) -> bool:
         """By the first 4 KiB and the last 64 of index.json."""
@@ -109,8 +128,52 @@ class Mds(Format):
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return MdsDataset(path, dtype, column)
 
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        """Every column but pickled ones; images as their bytes."""
+        folder = paths[0]
+        shards = _read_index(folder / INDEX_FILE)
+        columns = [_stored_column(folder / INDEX_FILE, shards, i) for i in range(len(shards[0].column_names))]
+        if not any(shard.samples for shard in shards):
+            return TableSource(self.name, pa.schema([]), 0, lambda: iter(()))
+
+        def read() -> Iterator[tuple[str, tables.Rows, int]]:
+            for shard in shards:
+                path, memory = _open_shard(folder, shard)
+                offsets = read_offsets(path, memory, shard.samples, len(memory))
+                yield from blocks.row_batches(blocks.read_rows(path, memory, offsets, columns), path)
+
+        return tables.open_samples(self.name, read, folder)
+
+    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
+        """Shards of a column `tokens`, or the one that the options name; `compress`: zstd or nothing."""
+        stream = build_stream(source, options, "rows")
+        name, kind = options.column or "tokens", "uint16" if stream.dtype == "U16" else "uint32"
+        values = (_shape_header(tokens.shape) + tokens.tobytes() for tokens in documents(stream.parts()))
+        samples = (len(value).to_bytes(4, "little") + value for value in values)
+        files = _write_shards(samples, out, options, {name: blocks.Encoding(f"ndarray:{kind}", None, list)})
+        return stream.written(list(map(Path, files)), stream.digest.num_documents)
+
+    def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        """Shards of all columns; `compress`: zstd or nothing."""
+        encodings = {name: _encoding(kind) for name, kind in blocks.kinds_of(source, "MDS").items()}
+        digest = tables.TableDigest()
+        samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
+        return blocks.written_rows(_write_shards(samples, out, options, encodings), digest)
+
     def check(self, path: Path, report: Report) -> None:
-        check_external(report, lambda: MdsDataset(path, report.options.dtype))
+        """Tokens as `MdsDataset` opens them; every value of shards that hold none."""
+
+        def holds_tokens() -> bool:
+            shard = _read_index(path / INDEX_FILE)[0]
+            has_text = any(encoding in ("str", "json") for encoding in shard.column_encodings)
+            return not has_text or any(name in shard.column_names for name in external.TOKEN_COLUMNS)
+
+        blocks.check_blocks(
+            report,
+            holds_tokens,
+            lambda: MdsDataset(path, report.options.dtype),
+            lambda: self.open_rows([path], ConvertOptions()),
+        )
 
 
 class MdsDataset(external.ExternalDataset):
@@ -135,11 +198,7 @@ class MdsDataset(external.ExternalDataset):
         super().__init__(path, "mds", external.common_dtype(path, [self._column.kind]), files, marks, parts, settings)
 
     def _find(self, shard: MdsShard) -> tuple[Path, ShardFile]:
-        for file in (shard.raw_data, shard.zip_data):
-            if file is not None and (path := self._folder / file.basename).is_file():
-                return path, file
-        path = self._folder / shard.raw_data.basename
-        raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
+        return _stored_file(self._folder, shard)
 
     def _exists(self, file: int) -> bool:
         shard = self._shards[file]
@@ -162,12 +221,7 @@ class MdsDataset(external.ExternalDataset):
         begins, stops = self._locate(path, shard, memory)
         if not is_raw or len(column.sizes) > 1 or column.length is None:
             _check_hash(path, stored)
-        if not len(begins):
-            values = memory[:0]
-        elif (begins[1:] == stops[:-1]).all():
-            values = memory[int(begins[0]) : int(stops[-1])]
-        else:
-            values = np.concatenate([memory[a:b] for a, b in zip(begins.tolist(), stops.tolist())])
+        values = blocks.join_values(memory, begins, stops)
         document_ends = np.cumsum((stops - begins) // column.kind.itemsize).astype(np.uint64)
         return external.as_tokens(values.view(column.kind), path), document_ends
 
@@ -188,40 +242,131 @@ class MdsDataset(external.ExternalDataset):
                 return int((stops - begins).sum()) // width
         head = external.read_head(path, 4 * (shard.samples + 2))
         values = (
-            np.diff(_offsets(path, head, shard.samples, stored.bytes)) - 4 - sum(size or 0 for size in column.sizes)
+            np.diff(read_offsets(path, head, shard.samples, stored.bytes)) - 4 - sum(size or 0 for size in column.sizes)
         )
         if column.has_header:
             values = _without_header(values, width)
         if len(values) and (int(values.min()) < 0 or bool((values % width).any())):
-            raise _damaged(path, f"whole tokens {column.kind} in every sample", "others")
+            raise damaged(path, f"whole tokens {column.kind} in every sample", "others")
         return int(values.sum()) // width
 
     def _locate(self, path: Path, shard: MdsShard, memory: external.Bytes8) -> tuple[I64, I64]:
         column = self._column
-        offsets = _offsets(path, memory, shard.samples, len(memory))
-        size_at, limits = offsets[:-1], offsets[1:]
-        begins = stops = size_at + 4 * column.sizes.count(None)
-        for size in column.sizes[: column.index + 1]:
-            begins = stops
-            if size is None:
-                if (size_at + 4 > limits).any():
-                    raise _damaged(path, "the sizes of its columns in every sample", "fewer bytes")
-                sizes = sum(memory[size_at + k].astype(np.int64) << 8 * k for k in range(4))
-                size_at, stops = size_at + 4, begins + sizes
-            else:
-                stops = begins + size
-        if (stops > limits).any():
-            raise _damaged(path, f"column {column.name} inside its sample", "one beyond")
+        offsets = read_offsets(path, memory, shard.samples, len(memory))
+        begins, stops = blocks.column_bounds(path, memory, offsets, column.sizes, column.index, column.name)
         if column.has_header and len(begins):
             if (begins >= stops).any():
-                raise _damaged(path, "a shape before the tokens of every sample", "none")
+                raise damaged(path, "a shape before the tokens of every sample", "none")
             shapes = memory[begins].astype(np.int64)
             if (shapes >> 2 != 1).any():
-                raise _damaged(path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
+                raise damaged(path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
             begins = begins + 1 + (1 << (shapes & 3))
         if (begins > stops).any() or ((stops - begins) % column.kind.itemsize).any():
-            raise _damaged(path, f"whole tokens {column.kind} in every sample", "others")
+            raise damaged(path, f"whole tokens {column.kind} in every sample", "others")
         return begins, stops
+
+
+def _encoding(kind: blocks.ColumnKind) -> blocks.Encoding:
+    match kind.name:
+        case "text":
+            return blocks.Encoding("str", None, blocks.encode_bytes)
+        case "bytes":
+            return blocks.Encoding("bytes", None, blocks.encode_bytes)
+        case "number" if kind.dtype in _TYPES:
+            name = "int" if kind.dtype == "int64" else kind.dtype
+            return blocks.Encoding(name, np.dtype(kind.dtype).itemsize, blocks.encode_numbers(_TYPES[kind.dtype]))
+        case "vector" if kind.dtype in _TYPES and kind.shape is not None and all(kind.shape):
+            name = f"ndarray:{kind.dtype}:{','.join(map(str, kind.shape))}"
+            size = math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
+            return blocks.Encoding(name, size, blocks.encode_vectors(lambda shape: b""))
+        case "vector" if kind.dtype in _TYPES:
+            return blocks.Encoding(f"ndarray:{kind.dtype}", None, blocks.encode_vectors(_shape_header))
+    return blocks.Encoding("json", None, blocks.encode_json)
+
+
+def _shape_header(shape: tuple[int, ...]) -> bytes:
+    code = int(np.searchsorted([1 << 8, 1 << 16, 1 << 32], max(shape), "right"))
+    return bytes([len(shape) << 2 | code]) + b"".join(n.to_bytes(1 << code, "little") for n in shape)
+
+
+def _write_shards(
+    samples: Iterable[bytes], out: Path, options: ConvertOptions, encodings: dict[str, blocks.Encoding]
+) -> list[str]:
+    is_packed = blocks.uses_zstd(options, "MDS")
+    settings: dict[str, Any] = {
+        "column_encodings": [encoding.name for encoding in encodings.values()],
+        "column_names": list(encodings),
+        "column_sizes": [encoding.size for encoding in encodings.values()],
+        "compression": f"zstd:{_LEVEL}" if is_packed else None,
+        "format": "mds",
+        "hashes": ["sha256"],
+        "size_limit": options.slice_bytes,
+        "version": 2,
+    }
+    out.mkdir()
+    shards, files = list[dict[str, Any]](), list[str]()
+    for num_samples, raw in blocks.build_blocks(
+        samples, options.slice_bytes, json.dumps(settings, sort_keys=True).encode()
+    ):
+        name = f"shard.{len(shards):05d}.mds"
+        raw_data, zip_data, stored = _described(name, raw), None, raw
+        if is_packed:
+            name, stored = f"{name}.zstd", zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+            zip_data = _described(name, stored)
+        (out / name).write_bytes(stored)
+        files.append(name)
+        shards.append({**settings, "samples": num_samples, "raw_data": raw_data, "zip_data": zip_data})
+    (out / INDEX_FILE).write_text(json.dumps({"shards": shards, "version": 2}, sort_keys=True))
+    return [*files, INDEX_FILE]
+
+
+def _described(name: str, data: bytes) -> dict[str, Any]:
+    return {"basename": name, "bytes": len(data), "hashes": {"sha256": hashlib.sha256(data).hexdigest()}}
+
+
+def _open_shard(folder: Path, shard: MdsShard) -> tuple[Path, external.Bytes8]:
+    path, stored = _stored_file(folder, shard)
+    if external.file_size(path) != stored.bytes:
+        raise DatasetError(f"{path}: expected {stored.bytes} bytes, got {external.file_size(path)}. Fetch it again.")
+    _check_hash(path, stored)
+    return path, external.map_file(path) if stored is shard.raw_data else _decompress(path, shard)
+
+
+def _stored_file(folder: Path, shard: MdsShard) -> tuple[Path, ShardFile]:
+    for file in (shard.raw_data, shard.zip_data):
+        if file is not None and (path := folder / file.basename).is_file():
+            return path, file
+    path = folder / shard.raw_data.basename
+    raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
+
+
+def _stored_column(path: Path, shards: list[MdsShard], index: int) -> blocks.StoredColumn:
+    _check_columns(path, shards)
+    name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
+    size = shards[0].column_sizes[index] or None
+    kind, _, rest = encoding.partition(":")
+    if kind == "ndarray" and rest.partition(":")[0] in _TYPES:
+        dtype, _, dims = rest.partition(":")
+        shape = tuple(map(int, dims.split(","))) if re.fullmatch(r"\d{1,9}(,\d{1,9})*", dims) else None
+        if shape is not None or not dims:
+            return blocks.StoredColumn(name, size, partial(_decode_array, np.dtype(_TYPES[dtype]), shape))
+    if rest or kind not in _DECODERS:
+        raise DatasetError(
+            f"{path}: expected columns that are read without running code, got {name}: {encoding!r}. Write them with "
+            "MosaicML's library as JSON or arrays."
+        )
+    return blocks.StoredColumn(name, size, _DECODERS[kind])
+
+
+def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> NDArray[Any]:
+    start = 0
+    if shape is None:
+        dims, width = data[0] >> 2, 1 << (data[0] & 3)
+        start = 1 + dims * width
+        shape = tuple(int.from_bytes(data[1 + i * width : 1 + (i + 1) * width], "little") for i in range(dims))
+    if len(data) != start + math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"an array {list(shape)[:8]} of {dtype} in {len(data)} bytes")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape)
 
 
 def _read_index(path: Path) -> list[MdsShard]:
@@ -237,13 +382,18 @@ def _read_index(path: Path) -> list[MdsShard]:
         ) from error
 
 
-def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | None) -> TokenColumn:
+def _check_columns(path: Path, shards: list[MdsShard]) -> None:
     names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
     if not len(names) == len(encodings) == len(sizes) or any(
         (shard.column_names, shard.column_encodings, shard.column_sizes) != (names, encodings, sizes)
         for shard in shards
     ):
         raise DatasetError(f"{path}: expected the same columns, with an encoding and size each, in every shard.")
+
+
+def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | None) -> TokenColumn:
+    _check_columns(path, shards)
+    names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
     arrays = [name for name, encoding in zip(names, encodings) if encoding.split(":")[0] == "ndarray"]
     candidates = [name for name in reversed(external.TOKEN_COLUMNS) if name in names] or (
         arrays if len(arrays) == 1 else []
@@ -252,8 +402,8 @@ def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | N
     if chosen not in names:
         raise DatasetError(
             f"{path}: expected a column of tokens ({column or ' or '.join(external.TOKEN_COLUMNS)}), got "
-            f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…; text is read by "
-            "MosaicML's library and prepared from there (docs/how-to/migrate.md)."
+            f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…; text is "
+            "converted to JSONL, and prepared (docs/how-to/migrate.md)."
         )
     index = names.index(chosen)
     kind, length = _parse_encoding(path, chosen, encodings[index], dtype)
@@ -293,7 +443,7 @@ def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:
         raise DatasetError(f"{path}: expected {packed} bytes, got {len(data)}. Fetch it again.")
     raw = bounded_unpack(data, (shard.compression or "").partition(":")[0], size + 1, path)
     if len(raw) != size:
-        raise _damaged(path, f"{size} bytes once decompressed", f"{len(raw)} or more")
+        raise damaged(path, f"{size} bytes once decompressed", f"{len(raw)} or more")
     return np.frombuffer(raw, np.uint8)
 
 
@@ -303,20 +453,6 @@ def _check_hash(path: Path, stored: ShardFile) -> None:
             digest = hashlib.file_digest(file, name).hexdigest()
         if digest != (stored.hashes or {})[name]:
             raise DatasetError(f"{path}: expected {name} {(stored.hashes or {})[name]}, got {digest}. Fetch it again.")
-
-
-def _offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:
-    """Where each sample of a shard begins, and the end: int64 [n + 1], rising from after the offsets to its end."""
-    begin = 4 * (samples + 2)
-    if len(head) < begin:
-        raise _damaged(path, f"offsets of {samples} samples", f"{len(head)} bytes")
-    numbers = np.frombuffer(head, "<u4", samples + 2).astype(np.int64)
-    offsets = numbers[1:]
-    if numbers[0] != samples:
-        raise _damaged(path, f"{samples} samples, as its index says", str(numbers[0]))
-    if offsets[0] < begin or offsets[-1] != num_bytes or (np.diff(offsets) < 0).any():
-        raise _damaged(path, f"samples from byte {begin} to {num_bytes}", f"{offsets[0]} to {offsets[-1]}")
-    return offsets
 
 
 def _without_header(values: I64, width: int) -> I64:
@@ -329,7 +465,3 @@ def _without_header(values: I64, width: int) -> I64:
         fits &= (count >= 1 << 4 * size_bytes) | (size_bytes == 1)
         sizes[fits & (sizes < 0)] = remaining[fits & (sizes < 0)]
     return sizes
-
-
-def _damaged(path: Path, expected: str, got: str) -> DatasetError:
-    return DatasetError(f"{path}: expected {expected}, got {got}. It is damaged; fetch it again.")

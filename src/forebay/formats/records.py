@@ -136,11 +136,14 @@ def to_record(
         problem = f"larger than max_document_bytes, {options.max_document_bytes}"
     if problem:
         return Record(index, name, text[:SHOWN_CHARS], problem=problem, location=location, start=start)
-    values = (
-        tuple(value_of(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
-    )
+    values = values_of(row, options)
     url = name_of(url) if isinstance(url, str) else ""
     return Record(index, name, text, url, location=location, start=start, values=values, fields=fields)
+
+
+def values_of(row: Mapping[str, object], options: ReadOptions) -> tuple[float | str, ...]:
+    """Return the values of the columns of `ReadOptions.columns` in a row."""
+    return tuple(value_of(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
 
 
 def value_of(value: object, kind: str) -> float | str:

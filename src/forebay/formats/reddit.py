@@ -14,7 +14,7 @@ import orjson
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.jsonl import Jsonl
-from forebay.formats.records import Record, has_surrogate, name_of, strip_turn_marks
+from forebay.formats.records import Record, has_surrogate, name_of, strip_turn_marks, values_of
 from forebay.formats.text import Lines
 
 REMOVED = frozenset(("[deleted]", "[removed]", "[ Removed by Reddit ]", "[deleted by user]"))
@@ -53,7 +53,8 @@ class Reddit(Jsonl):
                 yield replace(line, text=line.text[:200], problem=problem)
             elif text:
                 name = name_of(post.get("name")) or name_of(post.get("id"))
-                yield Record(line.index, name, text, url_of(post), location=line.location)
+                values = values_of(post, options)
+                yield Record(line.index, name, text, url_of(post), location=line.location, values=values)
 
 
 def text_of(post: object) -> tuple[str, str]:

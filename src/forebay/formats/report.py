@@ -21,7 +21,7 @@ _FETCH = "fetch or write it again"
 _CUT = "cut it there with truncate --size BYTES, or fetch it again"
 _ADVICE = {
     "header-as-tokens": "forebay convert FILE OUT --to bin, which goes by content",
-    "chunks-as-tokens": "write the tokens to a .npy file with LitData, or prepare the text again",
+    "chunks-as-tokens": "give the directory with their index.json",
     "no-header": "write it again with numpy.save",
     "appended": _CUT,
     "trailing-zeros": _CUT,

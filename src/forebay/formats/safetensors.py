@@ -45,7 +45,7 @@ _BITS = ("BF16", "F8_E4M3", "F8_E5M2")
 
 
 class SafeTensors(Format):
-    """SafeTensors files whose tensors share their first dimension; written, a dataset of Forebay."""
+    """SafeTensors files whose tensors share their first dimension."""
 
     name = "safetensors"
     suffixes = (".safetensors",)
@@ -82,6 +82,40 @@ class SafeTensors(Format):
                     )
         schema = pa.schema(list(fields.values()))
         return TableSource(self.name, schema, num_rows, lambda: _read_batches(paths, schema), metadata or {})
+
+    def check(self, path: Path, report: Report) -> None:
+        """Header against size, document ends, token columns."""
+        report.total_bytes = path.stat().st_size
+        try:
+            opened = open_slice(path)
+        except DatasetError as error:
+            report.add_finding("damaged", "header", str(error))
+            return
+        shapes = [f"{name} {opened.dtypes[name]} {list(array.shape)}" for name, array in opened.tensors.items()]
+        report.metadata.update(layout=opened.layout, tensors=", ".join(shapes[:16]))
+        if not any(array.size for array in opened.tensors.values()):
+            report.add_finding("empty", "header", "expected values, got tensors without any")
+            return
+        add_slice(report, opened)
+
+
+class ForebayDataset(Format):
+    """A directory with a manifest of Forebay."""
+
+    name = "forebay"
+
+    def is_dataset(self, folder: Path) -> bool:
+        return (folder / MANIFEST_FILE).is_file()
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        """The one dataset in `paths`, of layout `rows`."""
+        dataset = open_dataset(paths[0])
+        if dataset.manifest.layout != "rows":
+            raise UsageError(f"{paths[0]}: expected a dataset of layout rows, got {dataset.manifest.layout}.")
+        converted: Any = dataset.manifest.lineage.get("converted", {})
+        classes = converted.get("classes") if isinstance(converted, dict) else None
+        slices = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Compares the hashes.
+        return SafeTensors().open_rows(slices, options, {"classes": classes} if classes else {})
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """A dataset of layout `tokens`."""
@@ -148,40 +182,6 @@ class SafeTensors(Format):
         atomic_write(out / MANIFEST_FILE, manifest.to_json())
         files += map(Path, (CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE))
         return Written(tuple(files), None, writer.digest.num_rows, 0, writer.digest.text(), tuple(notes))
-
-    def check(self, path: Path, report: Report) -> None:
-        """Header against size, document ends, token columns."""
-        report.total_bytes = path.stat().st_size
-        try:
-            opened = open_slice(path)
-        except DatasetError as error:
-            report.add_finding("damaged", "header", str(error))
-            return
-        shapes = [f"{name} {opened.dtypes[name]} {list(array.shape)}" for name, array in opened.tensors.items()]
-        report.metadata.update(layout=opened.layout, tensors=", ".join(shapes[:16]))
-        if not any(array.size for array in opened.tensors.values()):
-            report.add_finding("empty", "header", "expected values, got tensors without any")
-            return
-        add_slice(report, opened)
-
-
-class ForebayDataset(Format):
-    """A directory with a manifest of Forebay."""
-
-    name = "forebay"
-
-    def is_dataset(self, folder: Path) -> bool:
-        return (folder / MANIFEST_FILE).is_file()
-
-    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        """The one dataset in `paths`, of layout `rows`."""
-        dataset = open_dataset(paths[0])
-        if dataset.manifest.layout != "rows":
-            raise UsageError(f"{paths[0]}: expected a dataset of layout rows, got {dataset.manifest.layout}.")
-        converted: Any = dataset.manifest.lineage.get("converted", {})
-        classes = converted.get("classes") if isinstance(converted, dict) else None
-        slices = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Compares the hashes.
-        return SafeTensors().open_rows(slices, options, {"classes": classes} if classes else {})
 
     def check(self, path: Path, report: Report) -> None:
         """Every hash if the dataset is small or everything is asked for, then the contents of the slices."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
@@ -34,6 +35,8 @@ from forebay.storage.listing import Skipped, list_files
 
 _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
+_JSON_NUMBERS = ("jsonl", "webdataset")
+_WITH_COLUMNS = ("arrow", "mds", "litdata")  # Formats of tokens that hold other columns beside them, text too.
 
 
 @contextmanager
@@ -56,14 +59,14 @@ def _open_source(path: str | Path, options: ConvertOptions, to: str | None) -> T
     prefers_table = needs_table(to, options)
     table: TableSource | None = None
     tokens, problem = _try_tokens(path, options)
-    if tokens is None or (prefers_table and tokens.format == "arrow"):
+    if tokens is None or (prefers_table and tokens.format in _WITH_COLUMNS):
         table = open_table(path, options)
     if prefers_table and table is not None:
         return table
     if tokens is not None:
         return tokens
     if table is not None:
-        as_rows = to is None or (get_format(to).supports("write_rows") and _holds_more(table, options.column))
+        as_rows = to is None or (get_format(to).supports("write_rows") and _holds_more(table, to, options.column))
         return table if as_rows else tokens_of_table(table, options.column)
     if problem is not None:
         raise problem
@@ -82,9 +85,11 @@ def needs_table(to: str | None, options: ConvertOptions) -> bool:
     return not get_format(to).supports("write_tokens") or bool(options.tensors)
 
 
-def _holds_more(table: TableSource, column: str | None) -> bool:
+def _holds_more(table: TableSource, to: str, column: str | None) -> bool:
     name = token_column(table.schema, column)
     others = [field.type for field in table.schema if field.name != name]
+    if to in _WITH_COLUMNS and others and column is None:
+        return True
     return name is None or (
         column is None and any(is_number(getattr(leaf := leaf_type(kind), "value_type", leaf)) for kind in others)
     )
@@ -97,8 +102,6 @@ def _try_tokens(path: str | Path, options: ConvertOptions) -> tuple[TokenSource 
         target = Path(path)
         if any((target if target.is_dir() else target.parent).glob(f"{IDS_PREFIX}*")):
             raise  # Tokens that contradict their sample ids are no table of numbers.
-        if target.is_dir() and dataset_format(target) == "mds":
-            raise  # Its index is no table of rows.
         return None, error
 
 
@@ -179,6 +182,26 @@ def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSour
             yield pa.record_batch([lists], schema=schema)
 
     return TableSource(source.format, schema, None, read)
+
+
+def table_of_stream(schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: str) -> TableSource:
+    """Return rows that are there only once, and have no gaps, as a table for `write_rows` of the format `to`.
+
+    A number that is missing is NaN: where a format keeps numbers in JSON, which has none, it becomes null.
+    """
+    floats = [field.name for field in schema if pa.types.is_floating(field.type)] if to in _JSON_NUMBERS else []
+    fields = [field if field.name in floats else field.with_nullable(False) for field in schema]
+    table = pa.schema(fields, schema.metadata)
+
+    def read() -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            columns = [
+                pc.if_else(pc.is_nan(column), None, column) if name in floats else column
+                for name, column in zip(schema.names, batch.columns)
+            ]
+            yield pa.record_batch(columns, schema=table)
+
+    return TableSource("stream", table, None, read)
 
 
 def token_column(schema: pa.Schema, column: str | None = None) -> str | None:

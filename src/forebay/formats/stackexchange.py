@@ -1,7 +1,8 @@
 """StackExchange dumps: `Posts.xml`, plain or compressed, a document a post.
 
 Questions and answers are documents: joining them would need the whole site in memory. An answer's id and address say
-where it belongs; addresses come from the name of the file or folder, if it is that of a site.
+where it belongs; addresses come from the name of the file or folder, if it is that of a site. `[read.columns]` may name
+attributes of a post: `Score`, `Tags`, `CreationDate` …
 """
 
 import html
@@ -13,7 +14,7 @@ from typing import BinaryIO
 from forebay.formats.base import Format
 from forebay.formats.html import HtmlError, html_to_text
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record, strip_turn_marks
+from forebay.formats.records import Record, strip_turn_marks, values_of
 from forebay.formats.text import lines_of
 
 _ATTRIBUTE = re.compile(r'([A-Za-z]{1,40})="([^"]*)"')
@@ -58,16 +59,18 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
         else:
             is_post = post.get("PostTypeId", "") in ("1", "2")  # Questions and answers.
             try:
-                yield _document(post, site, location) if is_post else None
+                yield _document(post, site, location, options) if is_post else None
             except HtmlError as error:
                 yield Record(0, post["Id"], start, problem=str(error), location=location)
 
 
-def _document(post: dict[str, str], site: str, location: str) -> Record | None:
+def _document(post: dict[str, str], site: str, location: str, options: ReadOptions) -> Record | None:
     text = html_to_text(html.unescape(post["Body"]))
     if title := strip_turn_marks(html.unescape(post.get("Title", ""))).strip():
         text = f"{title}\n\n{text}"
     if not text:
         return None
     kind = "a" if post.get("PostTypeId") == "2" else "q"
-    return Record(0, post["Id"], text, f"https://{site}/{kind}/{post['Id']}" if site else "", location=location)
+    values = values_of({name: html.unescape(post.get(name, "")) for name in options.columns}, options)
+    url = f"https://{site}/{kind}/{post['Id']}" if site else ""
+    return Record(0, post["Id"], text, url, location=location, values=values)

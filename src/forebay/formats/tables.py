@@ -7,10 +7,12 @@ inferred from the first 64 MiB; and where a part ends: `out` with a suffix is on
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -18,6 +20,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import zstandard
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
@@ -230,6 +233,73 @@ def _merge(first: pa.Schema, second: pa.Schema, location: str) -> pa.Schema:
         raise DatasetError(f"{location} and after: expected fields of the types before, got: {error}.") from error
 
 
+def open_samples(name: str, batches: Callable[[], Iterator[tuple[str, Rows, int]]], path: Path) -> TableSource:
+    """Return the table of (place, rows, bytes) whose values may be NumPy arrays; reads the first 64 MiB for its types.
+
+    Arrays `name` of one type and shape are a column of tensors, vectors of one type a column of lists.
+    """
+    arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+
+    def plain_batches() -> Iterator[tuple[str, Rows, int]]:
+        for location, rows, size in batches():
+            for column, value in itertools.chain.from_iterable(row.items() for row in rows):
+                if isinstance(value, np.ndarray):
+                    arrays.setdefault(column, set()).add((value.dtype.str, value.shape))
+            yield location, [_without_arrays(row) for row in rows], size
+
+    plain = infer_schema(plain_batches())
+    if plain is None:
+        raise DatasetError(f"{path}: expected samples, got none.")
+    columns = pa.schema([field for field in plain if field.name not in arrays])
+    tensors = [_array_field(column, kinds, path) for column, kinds in sorted(arrays.items())]
+    schema = pa.schema([*columns, *tensors])
+    return TableSource(name, schema, None, lambda: _read_samples(batches(), columns, tensors, schema))
+
+
+def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
+
+
+def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path) -> pa.Field:
+    types, shapes = {kind for kind, _ in kinds}, {shape for _, shape in kinds}
+    if len(types) == 1 and len(shapes) == 1:
+        return field_of(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
+    if len(types) == 1 and all(len(shape) == 1 for shape in shapes):
+        return pa.field(name, pa.list_(pa.from_numpy_dtype(np.dtype(types.pop()).newbyteorder("="))))
+    raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
+
+
+def _read_samples(
+    batches: Iterable[tuple[str, Rows, int]], plain: pa.Schema, tensors: list[pa.Field], schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    names = {field.name for field in tensors}
+    for location, rows, _ in batches:
+        extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
+        if extra:
+            raise DatasetError(f"{location} and after: expected columns {schema.names}, got arrays {sorted(extra)}.")
+        columns = [_array_column([row.get(field.name) for row in rows], field, location) for field in tensors]
+        if plain.names:
+            first = rows_batch([_without_arrays(row, names) for row in rows], plain, location)
+            columns = [*first.columns, *columns]
+        yield pa.record_batch(columns, schema=schema)
+
+
+def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array:
+    if any(value is None for value in values) and not pa.types.is_list(field.type):
+        raise DatasetError(f"{location} and after: expected an array {field.name!r} in every sample, got none in some.")
+    try:
+        if not pa.types.is_list(field.type):
+            stacked = np.stack(values)
+            if field_of(field.name, stacked.dtype.newbyteorder("="), stacked.shape[1:]).type != field.type:
+                raise ValueError(f"{stacked.dtype} {list(stacked.shape[1:])}")
+            return column_of(stacked.astype(stacked.dtype.newbyteorder("="), copy=False), field)
+        return list_column(values, field.type)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DatasetError(
+            f"{location} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
+        ) from error
+
+
 class Encoded:
     """A part to which a function turns batches, given the place of their first row in the whole table."""
 
@@ -243,6 +313,18 @@ class Encoded:
 
     def close(self) -> None:
         pass
+
+
+def compressor_of(out: Path, options: ConvertOptions, what: str) -> tuple[Callable[[BinaryIO], Any], str]:
+    """Return what packs a file, by the options or the suffix of `out`, and the suffix that parts get."""
+    name = options.compress or {".gz": "gzip", ".zst": "zstd"}.get(out.suffix, "none")
+    if name == "gzip":
+        return lambda file: gzip.GzipFile("", "wb", 6, file, mtime=0), ".gz"
+    if name == "zstd":
+        return lambda file: zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False), ".zst"
+    if name == "none":
+        return nullcontext, ""
+    raise UsageError(f"--set compress: expected zstd, gzip or none for {what}, got {name!r}.")
 
 
 def write_parts(

@@ -127,6 +127,12 @@ def _skip_line(file: BinaryIO) -> int:
 
 def read_document(index: int, file: InputFile, options: ReadOptions, html: bool = False) -> tuple[bytes, Record]:
     """Return the bytes of a file that is one document, and its record; no bytes where they cannot be read."""
+    data, fault = read_data(index, file, options)
+    return data, fault or document_of(index, data, "", html)
+
+
+def read_data(index: int, file: InputFile, options: ReadOptions) -> tuple[bytes, Record | None]:
+    """Return the bytes of a file that is one document, or no bytes and a record that says what is wrong."""
     limit = options.max_document_bytes
     try:
         with open_input(file, options) as stream:
@@ -137,9 +143,10 @@ def read_document(index: int, file: InputFile, options: ReadOptions, html: bool 
         failed = isinstance(error, UnreadableInputError)
         return b"", Record(index, problem=str(error), location=file.name, failed=failed)
     if len(data) > limit:
-        problem = f"larger than max_document_bytes, {limit}. For one document a line force the format `lines`"
+        problem = f"larger than max_document_bytes, {limit}"
+        problem += ". For one document a line force the format `lines`" if file.format == "text" else ""
         return b"", Record(index, text=shown(data), problem=problem, location=file.name)
-    return data, document_of(index, data, "", html)
+    return data, None
 
 
 def document_of(index: int, data: bytes, location: str = "", html: bool = False, start: int = -1) -> Record:

@@ -179,8 +179,8 @@ def parse_example(data: bytes) -> dict[str, object]:
         if kind == _BYTES:
             text = b"\n".join(values)
             row[name] = text.decode() if _is_text(text) else text
-        elif kind == _INTEGERS and len(values):
-            row[name] = int(values[0])
+        elif len(values):
+            row[name] = int(values[0]) if kind == _INTEGERS else float(values[0])
     return row
 
 

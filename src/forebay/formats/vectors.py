@@ -56,8 +56,7 @@ def check_no_chunks(folder: Path) -> None:
     size = external.file_size(index)
     if b'"data_format"' in external.read_head(index, 1 << 16, max(0, size - (1 << 16))):
         raise UsageError(
-            f"{folder}: expected files of tokens, got LitData's chunks, which only its library reads. Write the tokens "
-            "to a .npy file with it (docs/how-to/migrate.md), or prepare the text again."
+            f"{folder}: expected files of tokens, got LitData's chunks. Give the directory with their index.json."
         )
 
 

@@ -71,6 +71,8 @@ class Warc(Format):
             if not has_document:
                 others = "; ".join(f"{n:,} × {reason}" for reason, n in reasons.most_common(5)) or "no records at all"
                 problem = f"expected responses of HTML or plain text, got none: {others}"
+                if reasons["metadata record"] and reasons.keys() <= {"metadata record", "warcinfo record"}:
+                    problem += ". A WAT file has no text of its pages: name the crawl's WARC or WET file of that number"
                 yield Record(index, problem=problem, failed=True)
 
 

@@ -12,7 +12,7 @@ import io
 import itertools
 import math
 import tarfile
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,8 @@ from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
-from forebay.formats.jsonl import parse_line
-from forebay.formats.records import SHOWN_CHARS, Record, batched
+from forebay.formats.jsonl import parse_json, parse_line
+from forebay.formats.records import SHOWN_CHARS, Record, batched, values_of
 from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, document_of
@@ -68,9 +68,10 @@ class WebDataset(Format):
                     yield replace(record, index=next(numbers), start=-1 if index else sample[0].start)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        return _open_samples(paths)
+        return tables.open_samples(self.name, lambda: _batches(paths), paths[0])
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        """`compress`: gzip, zstd or nothing, or as the suffix of `out` says."""
         source = unwrap_images(source)
         invalid = [name for name in source.schema.names if "/" in name or not name.isprintable() or name == "json"]
         if invalid:
@@ -82,7 +83,8 @@ class WebDataset(Format):
             return not tables.contains(kind, tables.is_beyond_json)
 
         tables.refuse_columns(source.schema, fits, "WebDataset", "Write --to parquet instead.")
-        return tables.write_parts(source, out, options, ".tar", _TarPart)
+        compressor, suffix = tables.compressor_of(out, options, "tar files")
+        return tables.write_parts(source, out, options, ".tar" + suffix, _TarPart, compressor=compressor)
 
     def check(self, path: Path, report: Report) -> None:
         """Read every header, or as many as the options allow."""
@@ -141,71 +143,15 @@ def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
     else:
         name, url = (metadata.id or chosen.key, metadata.url) if metadata is not None else (chosen.key, "")
         record = document_of(0, chosen.data, chosen.name, chosen.kind in ("html", "htm"))
-        yield replace(record, id=name, url="" if record.problem else url, location=chosen.name)
+        record = replace(record, id=name, location=chosen.name)
+        fields = parse_json(by_kind["json"].data.removeprefix(BOM))[0] if "json" in by_kind else None
+        values = values_of(fields, options) if isinstance(fields, dict) else ()
+        yield record if record.problem else replace(record, url=url, values=values)
 
 
 def _named(record: Record, name: str, location: str) -> Record:
     problem = "an empty member" if record.problem == "blank" else record.problem
-    return Record(0, record.id or name, record.text, record.url, problem=problem, location=location)
-
-
-def _open_samples(paths: Sequence[Path]) -> TableSource:
-    arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
-
-    def plain_batches() -> Iterator[tuple[str, tables.Rows, int]]:
-        for location, rows, size in _batches(paths):
-            for name, value in itertools.chain.from_iterable(row.items() for row in rows):
-                if isinstance(value, np.ndarray):
-                    arrays.setdefault(name, set()).add((value.dtype.str, value.shape))
-            yield location, [_without_arrays(row) for row in rows], size
-
-    plain = tables.infer_schema(plain_batches())
-    if plain is None:
-        raise DatasetError(f"{paths[0]}: expected samples, got none.")
-    columns = pa.schema([field for field in plain if field.name not in arrays])
-    tensors = [_array_field(name, kinds, paths[0]) for name, kinds in sorted(arrays.items())]
-    return TableSource("webdataset", pa.schema([*columns, *tensors]), None, lambda: _read(paths, columns, tensors))
-
-
-def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
-
-
-def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path) -> pa.Field:
-    types, shapes = {kind for kind, _ in kinds}, {shape for _, shape in kinds}
-    if len(types) == 1 and len(shapes) == 1:
-        return tables.field_of(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
-    if len(types) == 1 and all(len(shape) == 1 for shape in shapes):
-        return pa.field(name, pa.list_(pa.from_numpy_dtype(np.dtype(types.pop()).newbyteorder("="))))
-    raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
-
-
-def _read(paths: Sequence[Path], plain: pa.Schema, tensors: list[pa.Field]) -> Iterator[pa.RecordBatch]:
-    schema = pa.schema([*plain, *tensors])
-    for location, rows, _ in _batches(paths):
-        names = {field.name for field in tensors}
-        first = tables.rows_batch([_without_arrays(row, names) for row in rows], plain, location)
-        extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
-        if extra:
-            raise DatasetError(f"{location} and after: expected columns {schema.names}, got arrays {sorted(extra)}.")
-        columns = [_array_column([row.get(field.name) for row in rows], field, location) for field in tensors]
-        yield pa.record_batch([*first.columns, *columns], schema=schema)
-
-
-def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array:
-    if any(value is None for value in values) and not pa.types.is_list(field.type):
-        raise DatasetError(f"{location} and after: expected an array {field.name!r} in every sample, got none in some.")
-    try:
-        if not pa.types.is_list(field.type):
-            stacked = np.stack(values)
-            if tables.field_of(field.name, stacked.dtype.newbyteorder("="), stacked.shape[1:]).type != field.type:
-                raise ValueError(f"{stacked.dtype} {list(stacked.shape[1:])}")
-            return tables.column_of(stacked.astype(stacked.dtype.newbyteorder("="), copy=False), field)
-        return tables.list_column(values, field.type)
-    except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DatasetError(
-            f"{location} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
-        ) from error
+    return replace(record, index=0, id=record.id or name, problem=problem, location=location, start=-1)
 
 
 def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, tables.Rows, int]]:

@@ -16,7 +16,7 @@ from xml.parsers import expat
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record
+from forebay.formats.records import Record, values_of
 from forebay.formats.text import split_bytes
 from forebay.formats.wikitext import FILES_AND_CATEGORIES, to_text
 
@@ -176,7 +176,11 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
     if "redirect" in fields or _REDIRECT.match(source):
         return None
     plain = to_text(source, site.dropped)
-    return Record(0, name.strip(), f"{title}\n\n{plain}", site.url(title), location=location) if plain else None
+    if not plain:
+        return None
+    columns = {column: fields.get(column, fields.get(f"revision/{column}", "")) for column in options.columns}
+    values = values_of(columns, options)
+    return Record(0, name.strip(), f"{title}\n\n{plain}", site.url(title), location=location, values=values)
 
 
 def _fields(xml: bytes) -> dict[str, str]:

@@ -38,9 +38,9 @@ def test_missing_values_and_text_columns(tmp_path: Path, capsys: pytest.CaptureF
     pq.write_table(pa.table({"n": [1, None], "s": ["a", "b"]}), tmp_path / "missing.parquet")
     pq.write_table(pa.table({"n": [1, 2], "s": ["a", "b"]}), tmp_path / "mixed.parquet")
     pq.write_table(pa.table({"s": ["a", "b"]}), tmp_path / "text.parquet")
-    code, _, err = converted(capsys, tmp_path / "missing.parquet", tmp_path / "a", "--to", "safetensors")
+    code, _, err = converted(capsys, tmp_path / "missing.parquet", tmp_path / "a", "--to", "forebay")
     assert code == 1 and "column 'n'" in err and "row 1" in err and "--to parquet" in err
-    code, _, err = converted(capsys, tmp_path / "text.parquet", tmp_path / "a", "--to", "safetensors")
+    code, _, err = converted(capsys, tmp_path / "text.parquet", tmp_path / "a", "--to", "forebay")
     assert code == 2 and "s: string" in err and "--to parquet" in err and "forebay prepare" in err
-    code, out, _ = converted(capsys, tmp_path / "mixed.parquet", tmp_path / "a", "--to", "safetensors")
+    code, out, _ = converted(capsys, tmp_path / "mixed.parquet", tmp_path / "a", "--to", "forebay")
     assert code == 0 and json.loads(out)["notes"] == ["left out, being no numbers: s; --to parquet or jsonl keeps them"]

@@ -32,7 +32,7 @@ def removed(path, ignore_errors=False):
 Path.rename = rename
 if moment == 0:
     module._remove = module.shutil.rmtree = removed
-module.convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
+module.convert(folder / "t.npy", folder / "out", "forebay", ConvertOptions(), force=True)
 """
 
 
@@ -54,7 +54,7 @@ def held(folder: Path) -> str:
 
 
 def test_the_old_output_is_replaced_and_removed(folder: Path) -> None:
-    convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
+    convert(folder / "t.npy", folder / "out", "forebay", ConvertOptions(), force=True)
     assert held(folder) == "new"
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
 
@@ -72,9 +72,9 @@ def test_each_rename_may_fail(folder: Path, failing: set[int], monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
         with pytest.raises(OSError, match="injected"):
-            convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
+            convert(folder / "t.npy", folder / "out", "forebay", ConvertOptions(), force=True)
     with pytest.raises(UsageError, match="path that is free"):  # The next run gives the old one its name again.
-        convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions())
+        convert(folder / "t.npy", folder / "out", "forebay", ConvertOptions())
     assert held(folder) == "old"
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
 
@@ -86,8 +86,8 @@ def test_a_kill_at_any_moment(folder: Path, moment: int, left: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
     with pytest.raises(UsageError, match="path that is free"):
-        convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions())
+        convert(folder / "t.npy", folder / "out", "forebay", ConvertOptions())
     assert held(folder) == left
-    convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
+    convert(folder / "t.npy", folder / "out", "forebay", ConvertOptions(), force=True)
     assert held(folder) == "new"
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]

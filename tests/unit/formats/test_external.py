@@ -73,6 +73,7 @@ def copied(tmp_path: Path, name: str) -> Path:
         ("mds_raw", {}, "U16", False, 3),
         ("mds_zstd", {}, "U32", False, 6),
         ("mds_bytes", {"dtype": "int64"}, "U32", False, 2),
+        ("litdata", {}, "U32", True, 3),
         ("arrow", {}, "U32", False, 2),
     ],
 )
@@ -114,17 +115,45 @@ def test_the_loader_takes_what_names_several_files(tmp_path: Path) -> None:
 
 
 def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_text('{"chunks": [], "config": {"data_format": ["no_header_tensor:18"]}}')
-    chunk = tmp_path / "chunk-0-0.bin"
-    chunk.write_bytes(np.arange(1000, dtype=np.uint32).tobytes())
-    for path in (tmp_path, chunk):
-        with pytest.raises(UsageError, match="LitData"):
-            open_external(path, dtype="uint32")
+    chunk = copied(tmp_path, "litdata") / "chunk-0-0.bin"
+    with pytest.raises(UsageError, match="LitData"):
+        open_external(chunk, dtype="uint32")
     assert [finding.fault for finding in examine([chunk], CheckOptions())[0].findings] == ["chunks-as-tokens"]
 
 
 @pytest.mark.parametrize(
-    "name", ["megatron_u16", "megatron_i32", "mds_raw", "mds_zstd", "mds_fixed", "arrow", "templar"]
+    ("change", "match"),
+    [
+        ({"encryption": {"algorithm": "fernet"}}, "config.encryption"),
+        ({"compression_level": "batch"}, "config.compression_level"),
+        ({"item_loader": "TemporalArrayLoader"}, "config.item_loader"),
+        ({"data_format": ["pickle"]}, "config.data_format"),
+        ({"data_spec": '[1, {"children_spec": null, "context": null}, 2]', "data_format": ["str", "str"]}, "each of 2"),
+        ({"data_spec": "[" * 100_000}, "expected LitData's index"),
+    ],
+)
+def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    index = copied(tmp_path, "litdata") / "index.json"
+    content = json.loads(index.read_text())
+    content["config"] |= change
+    index.write_text(json.dumps(content))
+    with pytest.raises(DatasetError, match=match):
+        open_external(index.parent)
+
+
+@pytest.mark.parametrize("change", [{"dim": 7}, {"chunk_size": 3}, {"chunk_bytes": 9}, {"filename": "../a.bin"}])
+def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    index = copied(tmp_path, "litdata") / "index.json"
+    content = json.loads(index.read_text())
+    content["chunks"][1] |= change
+    index.write_text(json.dumps(content))
+    with pytest.raises(DatasetError):
+        whole(opened(index.parent))
+    assert examine([index.parent], CheckOptions())[0].findings
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron_u16", "megatron_i32", "mds_raw", "mds_zstd", "mds_fixed", "litdata", "arrow", "templar"]
 )
 def test_the_loader_reads_each_sample_once_and_resumes(name: str) -> None:
     dataset = opened(GOLDEN / name)

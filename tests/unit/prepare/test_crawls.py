@@ -283,3 +283,9 @@ def test_an_archive_without_documents_says_what_it_has(tmp_path: Path) -> None:
     (record,) = documents(path)
     assert record.failed and record.problem.startswith("expected responses of HTML or plain text, got none: 2 × ")
     assert all(part in record.problem for part in ("2 × image/png", "2 × HTTP status 404", "1 × request record"))
+
+
+def test_metadata_of_a_crawl_says_what_to_name_in_its_place() -> None:
+    """A WAT file of CommonCrawl, which holds links and headers of pages, and no text."""
+    (record,) = documents(shared_data("warc/whirlwind/whirlwind.warc.wat.gz"))
+    assert record.failed and "A WAT file has no text of its pages: name the crawl's WARC or WET file" in record.problem

@@ -58,7 +58,7 @@ def test_side_files_are_inputs_where_they_describe_nothing(tmp_path: Path) -> No
 
 
 def test_what_is_left_out_is_said_once_a_reason(tmp_path: Path) -> None:
-    for name in ("a.pdf", "b.docx", "c", "d\x1b[2J"):
+    for name in ("a.xls", "b.docx", "c", "d\x1b[2J"):
         (tmp_path / name).write_bytes(b"\x01\x02\x03\x04\0\0\1\2")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/x.txt").write_text("x")

@@ -1,0 +1,347 @@
+"""Samples behind a table of offsets, which MDS calls shards and LitData chunks: how rows become blocks and back.
+
+A block, little endian: u32 n samples, u32 offsets [n + 1] from its first byte, perhaps settings, the samples. A sample:
+u32 size of each column that has no fixed size, then the columns. A column without gaps has the encoding of its type;
+one with gaps, or of nested values, is JSON. Whether a column has gaps is found by reading the table once before it is
+written, unless its fields are declared as not nullable. Every offset and size is checked before it is used. Memory is
+two blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError, UsageError
+from forebay.formats import tables
+from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.external import ExternalDataset
+from forebay.formats.jsonl import json_values
+from forebay.formats.records import batched
+from forebay.formats.report import Report, check_external
+
+INDEX_FILE = "index.json"
+MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ColumnKind:
+    """What a column holds: `text`, `bytes`, a `number`, a `vector` of numbers (`shape` None if of any length), `json`.
+
+    `dtype` is NumPy's name of the type of the numbers.
+    """
+
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a format stores a column: its name there, the bytes of every value (None if they differ), and the encoder."""
+
+    name: str
+    size: int | None
+    encode: Callable[[pa.Array], list[bytes]]
+
+
+def uses_zstd(options: ConvertOptions, what: str) -> bool:
+    """Return whether blocks are to be compressed. Raises UsageError for another compression than zstd."""
+    if options.compress not in ("", "none", "zstd"):
+        raise UsageError(f"--set compress: expected zstd or none for {what}, got {options.compress!r}.")
+    return options.compress == "zstd"
+
+
+def kinds_of(source: TableSource, what: str) -> dict[str, ColumnKind]:
+    """Return what each column of a table holds. Raises UsageError for columns that a format of blocks cannot hold."""
+    advice = "Write --to parquet, or leave the column out."
+    tables.refuse_columns(source.schema, lambda kind: not tables.contains(kind, tables.is_beyond_json), what, advice)
+    if not source.schema.names:
+        raise UsageError(f"{what}: expected a table with columns, got none.")
+    gaps = _columns_with_gaps(source)
+    kinds = {field.name: _kind(field.type, field.name in gaps) for field in source.schema}
+    for name, kind in kinds.items():
+        if kind.name == "json" and tables.contains(source.schema.field(name).type, tables.is_bytes):
+            raise UsageError(f"{what}: expected bytes in every row of {name!r}, got gaps or nested bytes. {advice}")
+    return kinds
+
+
+def _columns_with_gaps(source: TableSource) -> set[str]:
+    unknown = {field.name for field in source.schema if field.nullable}
+    gaps: set[str] = set()
+    if unknown:
+        for batch in source.batches():
+            gaps |= {name for name in unknown - gaps if _has_gaps(batch.column(name))}
+    return gaps
+
+
+def _has_gaps(column: pa.Array) -> bool:
+    if column.null_count or not tables.is_list(column.type):
+        return bool(column.null_count)
+    return bool(tables.flatten(column)[1].null_count)
+
+
+def _kind(kind: Any, has_gaps: bool) -> ColumnKind:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if has_gaps:
+        return ColumnKind("json")
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return ColumnKind("text")
+    if tables.is_bytes(kind):
+        return ColumnKind("bytes")
+    if tables.is_number(kind):
+        return ColumnKind("number", np.dtype(kind.to_pandas_dtype()).name)
+    leaf, shape = tables.leaf_type(kind), tables.tensor_shape(kind)
+    if tables.is_number(leaf) and (shape is not None or (tables.is_list(kind) and kind.value_type == leaf)):
+        return ColumnKind("vector", np.dtype(leaf.to_pandas_dtype()).name, shape)
+    return ColumnKind("json")
+
+
+def encode_bytes(column: pa.Array) -> list[bytes]:
+    """Return the values of a column of text or bytes."""
+    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    binary = column if tables.is_bytes(column.type) else column.cast(pa.large_string()).cast(pa.large_binary())
+    values: list[bytes] = _without_gaps(binary).to_pylist()
+    return values
+
+
+def encode_numbers(dtype: str) -> Callable[[pa.Array], list[bytes]]:
+    """Return the encoder of numbers as one type."""
+    width = np.dtype(dtype).itemsize
+
+    def encode(column: pa.Array) -> list[bytes]:
+        data = _without_gaps(column).to_numpy(zero_copy_only=False).astype(dtype).tobytes()
+        return [data[i : i + width] for i in range(0, len(data), width)]
+
+    return encode
+
+
+def encode_vectors(header: Callable[[tuple[int, ...]], bytes]) -> Callable[[pa.Array], list[bytes]]:
+    """Return the encoder of vectors and tensors: a header made of the shape, then the numbers."""
+
+    def encode(column: pa.Array) -> list[bytes]:
+        counts, leaves = tables.flatten(_without_gaps(column))
+        shape = tables.tensor_shape(column.type)
+        values = _without_gaps(leaves).to_numpy(zero_copy_only=False)
+        numbers = values.astype(values.dtype.newbyteorder("<"), copy=False)
+        return [header(shape or (len(v),)) + v.tobytes() for v in tables.split_values(numbers, counts)]
+
+    return encode
+
+
+def encode_json(column: pa.Array) -> list[bytes]:
+    """Return the values of any column as JSON."""
+    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    return [orjson.dumps(value) for value in json_values("a column", column, 0)]
+
+
+def _without_gaps(column: pa.Array) -> pa.Array:
+    if column.null_count:
+        raise DatasetError("expected a value in every row of a column declared as not nullable, got none in some.")
+    return column
+
+
+def encode_rows(
+    source: TableSource, encodings: Sequence[Encoding], options: ConvertOptions, digest: tables.TableDigest
+) -> Iterator[bytes]:
+    """Yield each row of a table as a sample; the digest grows with it."""
+    variable = [i for i, encoding in enumerate(encodings) if encoding.size is None]
+    head = struct.Struct(f"<{len(variable)}I")
+    for batch in source.batches():
+        columns = [encoding.encode(column) for encoding, column in zip(encodings, batch.columns)]
+        for values in zip(*columns):
+            try:
+                yield head.pack(*(len(values[i]) for i in variable)) + b"".join(values)
+            except struct.error as error:
+                raise DatasetError(f"{source.format}: expected values below 4 GiB, got a larger one.") from error
+        digest.add(batch)
+        options.on_progress(batch.num_rows)
+
+
+def written_rows(files: Sequence[str], digest: tables.TableDigest) -> Written:
+    """Return the result of writing a table as the files of a directory."""
+    return Written(tuple(map(Path, files)), None, digest.num_rows, 0, digest.text())
+
+
+def build_blocks(samples: Iterable[bytes], max_bytes: int, settings: bytes = b"") -> Iterator[tuple[int, bytes]]:
+    """Yield blocks of at most so many bytes (or one sample), each with its number of samples; at least one block."""
+    waiting: list[bytes] = []
+    size = num_blocks = 0
+    for sample in samples:
+        if waiting and 8 + len(settings) + size + len(sample) + 4 > max_bytes:
+            yield len(waiting), _block(waiting, settings)
+            waiting, size, num_blocks = [], 0, num_blocks + 1
+        waiting.append(sample)
+        size += len(sample) + 4
+    if waiting or not num_blocks:
+        yield len(waiting), _block(waiting, settings)
+
+
+def _block(samples: list[bytes], settings: bytes) -> bytes:
+    offsets = np.cumsum([4 * (len(samples) + 2) + len(settings), *map(len, samples)])
+    if int(offsets[-1]) > MAX_BLOCK_BYTES:
+        raise DatasetError(f"expected samples below 4 GiB, got one of {len(samples[-1])} bytes. Leave it out.")
+    return b"".join([struct.pack("<I", len(samples)), offsets.astype("<u4").tobytes(), settings, *samples])
+
+
+def merge_indexes(folder: Path, parts: Sequence[str]) -> Path:
+    """Write the index.json of directories below a folder, in this order, as one dataset; return its path.
+
+    The parts were written with the same schema, without gaps, each by `write_rows` or `write_tokens` of MDS or LitData.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        index = orjson.loads((folder / part / INDEX_FILE).read_bytes())
+        for shard in index.get("shards", ()):
+            for file in filter(None, (shard["raw_data"], shard["zip_data"])):
+                file["basename"] = f"{part}/{file['basename']}"
+        for chunk in index.get("chunks", ()):
+            chunk["filename"] = f"{part}/{chunk['filename']}"
+        merged = merged or {**index, "shards": [], "chunks": []}
+        if _settings(index) != _settings(merged) and (merged["shards"] or merged["chunks"]):
+            raise DatasetError(
+                f"{folder / part}: expected the columns of {folder / parts[0]}, got others. Write them alike."
+            )
+        for name in ("shards", "chunks"):
+            merged[name] += index.get(name, ())
+    merged = {name: value for name, value in merged.items() if value}
+    (folder / INDEX_FILE).write_bytes(orjson.dumps(merged, option=orjson.OPT_SORT_KEYS))
+    return folder / INDEX_FILE
+
+
+def _settings(index: dict[str, Any]) -> Any:
+    shards = index.get("shards") or [{}]
+    return index.get("config") or [shards[0].get(f"column_{name}") for name in ("names", "encodings", "sizes")]
+
+
+def read_offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:
+    """Return where each sample of a block begins, and the end: int64 [n + 1], rising from after the offsets."""
+    begin = 4 * (samples + 2)
+    if len(head) < begin:
+        raise damaged(path, f"offsets of {samples} samples", f"{len(head)} bytes")
+    numbers = np.frombuffer(head, "<u4", samples + 2).astype(np.int64)
+    offsets = numbers[1:]
+    if numbers[0] != samples:
+        raise damaged(path, f"{samples} samples, as its index says", str(numbers[0]))
+    if offsets[0] < begin or offsets[-1] != num_bytes or (np.diff(offsets) < 0).any():
+        raise damaged(path, f"samples from byte {begin} to {num_bytes}", f"{offsets[0]} to {offsets[-1]}")
+    return offsets
+
+
+def column_bounds(
+    path: Path, memory: NDArray[np.uint8], offsets: I64, sizes: Sequence[int | None], index: int, name: str
+) -> tuple[I64, I64]:
+    """Return where a column of each sample begins and ends; a size of None is stored in each sample."""
+    size_at, limits = offsets[:-1], offsets[1:]
+    begins = stops = size_at + 4 * list(sizes).count(None)
+    for size in sizes[: index + 1]:
+        begins = stops
+        if size is None:
+            if (size_at + 4 > limits).any():
+                raise damaged(path, "the sizes of its columns in every sample", "fewer bytes")
+            own = sum(memory[size_at + k].astype(np.int64) << 8 * k for k in range(4))
+            size_at, stops = size_at + 4, begins + own
+        else:
+            stops = begins + size
+    if (stops > limits).any():
+        raise damaged(path, f"column {name} inside its sample", "one beyond")
+    return begins, stops
+
+
+def join_values(memory: NDArray[np.uint8], begins: I64, stops: I64) -> NDArray[np.uint8]:
+    """Return the bytes from each begin to its stop: a view where they follow one another, else a copy."""
+    if not len(begins):
+        return memory[:0]
+    if (begins[1:] == stops[:-1]).all():
+        return memory[int(begins[0]) : int(stops[-1])]
+    return np.concatenate([memory[a:b] for a, b in zip(begins.tolist(), stops.tolist())])
+
+
+@dataclass(frozen=True)
+class StoredColumn:
+    """A column as it is read: its name, the bytes of every value (None if each sample says them), and the decoder."""
+
+    name: str
+    size: int | None
+    decode: Callable[[bytes], Any]
+
+
+def read_rows(path: Path, memory: Any, offsets: I64, columns: Sequence[StoredColumn]) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a block as rows. Raises DatasetError where a value is not what its column says."""
+    head = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
+    data = memoryview(memory)
+    for number, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        if stop - start < head.size:
+            raise damaged(path, "the sizes of its columns in every sample", "fewer bytes")
+        own, position = iter(head.unpack_from(data, start)), start + head.size
+        row: dict[str, Any] = {}
+        for column in columns:
+            begin, position = position, position + (next(own) if column.size is None else column.size)
+            if position > stop:
+                raise damaged(path, f"column {column.name} inside its sample", "one beyond")
+            try:
+                row[column.name] = column.decode(bytes(data[begin:position]))
+            except (ValueError, IndexError, struct.error) as error:
+                raise damaged(path, f"a value of column {column.name} in sample {number}", str(error)) from error
+        if position != stop:
+            raise damaged(path, "samples as large as their columns", "others")
+        yield row
+
+
+def row_batches(rows: Iterable[dict[str, Any]], path: Path) -> Iterator[tuple[str, tables.Rows, int]]:
+    """Yield rows in batches, as `tables.open_samples` reads them."""
+    for batch in batched(rows, _weight, tables.BATCH_BYTES, tables.BATCH_ROWS):
+        yield str(path), batch, sum(map(_weight, batch))
+
+
+def _weight(row: dict[str, Any]) -> int:
+    return sum(len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 8) for value in row.values())
+
+
+def check_blocks(
+    report: Report,
+    holds_tokens: Callable[[], bool],
+    open_dataset: Callable[[], ExternalDataset],
+    open_rows: Callable[[], TableSource],
+) -> None:
+    """Add to a report what a dataset holds: its tokens, or if it has none every value of its rows."""
+    fault = "index-mismatch"
+    try:
+        if holds_tokens():
+            return check_external(report, open_dataset)
+        fault = "damaged"
+        for batch in open_rows().batches():
+            report.read_bytes += batch.nbytes
+            report.add_count("rows", batch.num_rows)
+    except (DatasetError, UsageError) as error:
+        report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
+
+
+def decode_json(data: bytes) -> Any:
+    """Return the value of JSON."""
+    return orjson.loads(data)
+
+
+def decode_text(data: bytes) -> str:
+    """Return a text."""
+    return data.decode()
+
+
+def decode_number(dtype: str) -> Callable[[bytes], Any]:
+    """Return the decoder of numbers of a type."""
+    return lambda data: np.frombuffer(data, dtype).item()
+
+
+def damaged(path: Path, expected: str, got: str) -> DatasetError:
+    """Return the error for a block that contradicts itself or its index."""
+    return DatasetError(f"{path}: expected {expected}, got {got[:200]}. It is damaged; fetch it again.")

@@ -1,0 +1,368 @@
+"""LitData's optimised datasets: index.json and chunks, tokens or rows.
+
+A chunk is a block of samples (see `blocks`), compressed as a whole by zstd or not at all. A sample for its TokensLoader
+is bare tokens; for its usual loader, PyTreeLoader, u32 sizes of all leaves of a dict, then the leaves. Rows that
+LitData stores as Arrow behind a chunk, and encrypted or framed chunks, are refused.
+Source: litdata 0.2.76, litdata/streaming/writer.py.
+
+One sample is one document; one chunk one slice. A raw chunk for the TokensLoader of 2- or 4-byte tokens is a view of
+the map; any other is copied when its slice opens. Opening reads the offsets and sizes of every sample unless the index
+counts the tokens; compressed chunks are decompressed for that.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import zstandard
+from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+
+from forebay.errors import DatasetError
+from forebay.formats import blocks, external, tables
+from forebay.formats.base import Format
+from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged, read_offsets
+from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.mds import inside_directory
+from forebay.formats.report import Report
+from forebay.formats.token_stream import build_stream, documents
+from forebay.storage.compression import bounded_unpack, limit_large_blocks
+
+_MAX_INDEX_BYTES = 1 << 30
+_MAX_SAMPLES = 1 << 20  # Of a compressed chunk of few bytes.
+_LEVEL = 3
+_ARROW_MAGIC = b"LDARW01\0"  # Behind rows that are stored as Arrow.
+_NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
+_NUMPY_NUMBERS = {np.dtype(kind).name: number for number, kind in enumerate(_NUMPY)}
+_TORCH = {0: "f4", 1: "f4", 2: "f8", 3: "f8", 8: "f2", 9: "f2", 11: "u1", 12: "i1", 13: "i2", 14: "i2", 15: "i4"}
+_TORCH |= {16: "i4", 17: "i8", 18: "i8", 19: "?", 20: "u2"}
+_TOKENS = {"U16": "no_header_numpy:5", "U32": "no_header_tensor:16"}  # uint16; int32.
+
+
+class Chunk(BaseModel, strict=True, defer_build=True):
+    """One entry of the index; `chunk_bytes` is its size once decompressed, `dim` counts its tokens."""
+
+    filename: Annotated[str, AfterValidator(inside_directory)]
+    chunk_bytes: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)]
+    chunk_size: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES // 4)]
+    dim: Annotated[int, Field(ge=0)] | None = None
+
+
+class ChunkConfig(BaseModel, strict=True, defer_build=True):
+    """The index's `config`: what is not listed is not read."""
+
+    data_format: Annotated[list[str], Field(min_length=1)]
+    data_spec: str | None = None
+    item_loader: Literal["PyTreeLoader", "TokensLoader"] = "PyTreeLoader"
+    compression: str | None = None
+    compression_level: Literal["chunk"] | None = None
+    encryption: None = None
+
+
+class LitDataIndex(BaseModel, strict=True, defer_build=True):
+    """index.json."""
+
+    chunks: list[Chunk]
+    config: ChunkConfig
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether each sample begins with the sizes of its leaves."""
+        return self.config.item_loader == "PyTreeLoader"
+
+
+class LitData(Format):
+    """Directories of LitData's chunks."""
+
+    name = "litdata"
+    token_codecs = ("zstd",)
+
+    def is_dataset(self, folder: Path) -> bool:
+        """By the first 4 KiB of index.json, or the last 64."""
+        index = folder / INDEX_FILE
+        if not index.is_file():
+            return False
+        tail = external.read_head(index, 1 << 16, max(0, external.file_size(index) - (1 << 16)))
+        return b'"data_format"' in tail or b'"chunk_bytes"' in external.read_head(index, 4096)
+
+    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
+        return LitDataset(path, column)
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        """Every leaf of samples that are dicts, or `tokens`."""
+        folder = paths[0]
+        index, names = _read_index(folder)
+        columns = [
+            blocks.StoredColumn(name or "tokens", None, _decoder(folder, name, leaf))
+            for name, leaf in zip(names, index.config.data_format)
+        ]
+        if not any(chunk.chunk_size for chunk in index.chunks):
+            return TableSource(self.name, pa.schema([]), 0, lambda: iter(()))
+
+        def read() -> Iterator[tuple[str, tables.Rows, int]]:
+            for chunk in index.chunks:
+                path, memory = _open_chunk(folder, index, chunk)
+                offsets = read_offsets(path, memory, chunk.chunk_size, len(memory))
+                if not index.has_sizes:
+                    bounds = zip(offsets.tolist(), offsets[1:].tolist())
+                    rows = ({columns[0].name: columns[0].decode(memory[a:b].tobytes())} for a, b in bounds)
+                    yield from blocks.row_batches(rows, path)
+                    continue
+                yield from blocks.row_batches(blocks.read_rows(path, memory, offsets, columns), path)
+
+        return tables.open_samples(self.name, read, folder)
+
+    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
+        """Chunks for the TokensLoader; U32 as int32. `compress`: zstd or nothing."""
+        stream = build_stream(source, options, "rows", signed=True)
+        samples = (tokens.tobytes() for tokens in documents(stream.parts()))
+        itemsize = 2 if stream.dtype == "U16" else 4
+        config = {"data_format": [_TOKENS[stream.dtype]], "data_spec": _spec(None), "item_loader": "TokensLoader"}
+        files = _write_chunks(samples, out, options, config, itemsize, lambda: stream.digest.tokens)
+        return stream.written(list(map(Path, files)), stream.digest.num_documents)
+
+    def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        """Chunks of dicts with all columns; `compress`: zstd or nothing."""
+        encodings = {name: _encoding(kind) for name, kind in blocks.kinds_of(source, "LitData").items()}
+        leaves = [encoding.name for encoding in encodings.values()]
+        config = {"data_format": leaves, "data_spec": _spec(list(encodings)), "item_loader": "PyTreeLoader"}
+        digest = tables.TableDigest()
+        samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
+        return blocks.written_rows(_write_chunks(samples, out, options, config, 0, digest.text), digest)
+
+    def check(self, path: Path, report: Report) -> None:
+        """Tokens as `LitDataset` opens them; every value of other samples."""
+
+        def holds_tokens() -> bool:
+            index, names = _read_index(path)
+            return bool(_token_leaves(names, index.config.data_format))
+
+        blocks.check_blocks(
+            report, holds_tokens, lambda: LitDataset(path), lambda: self.open_rows([path], ConvertOptions())
+        )
+
+
+class LitDataset(external.ExternalDataset):
+    """The chunks of one directory, in the index's order."""
+
+    def __init__(self, path: Path, column: str | None = None) -> None:
+        self._index, names = _read_index(path)
+        leaves = self._index.config.data_format
+        candidates = _token_leaves(names, leaves, column)
+        if not candidates:
+            raise DatasetError(
+                f"{path}: expected a leaf that is a vector of tokens ({column or ' or '.join(external.TOKEN_COLUMNS)}),"
+                f" got {', '.join(f'{n}: {leaf}' for n, leaf in zip(names, leaves))[:500]}. Say column=…, or convert "
+                "text to JSONL and prepare it."
+            )
+        self._leaf = candidates[0]
+        self._kind = np.dtype(_number_type(leaves[self._leaf]))
+        chunks = self._index.chunks
+        with ThreadPoolExecutor(4) as pool:
+            counts = list(pool.map(partial(self._count, path), chunks))
+        files = [path / chunk.filename for chunk in chunks]
+        parts = [
+            external.ExternalSlice(i, chunk.filename, 0, count, chunk.chunk_size, external.file_size(files[i]))
+            for i, (chunk, count) in enumerate(zip(chunks, counts))
+        ]
+        settings = {"column": names[self._leaf], "leaf": leaves[self._leaf]}
+        dtype = external.common_dtype(path, [self._kind])
+        super().__init__(path, "litdata", dtype, files, external.fingerprints(files), parts, settings)
+
+    def _count(self, folder: Path, chunk: Chunk) -> int:
+        width, index = self._kind.itemsize, self._index
+        if chunk.dim is not None and not index.has_sizes and not index.config.compression:
+            if 4 * (chunk.chunk_size + 2) + chunk.dim * width != chunk.chunk_bytes:
+                path = folder / chunk.filename
+                raise damaged(path, f"{chunk.dim} tokens {self._kind}, as its index says", f"{chunk.chunk_bytes} bytes")
+            if (size := external.file_size(folder / chunk.filename)) != chunk.chunk_bytes:
+                raise _wrong_size(folder / chunk.filename, chunk.chunk_bytes, size)
+            return chunk.dim
+        with limit_large_blocks(chunk.chunk_bytes if index.config.compression else 0):
+            begins, stops = self._locate(*_open_chunk(folder, index, chunk), chunk)
+        return int((stops - begins).sum()) // width
+
+    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
+        chunk, path = self._index.chunks[part.file], self.files[part.file]
+        is_raw = not self._index.config.compression
+        memory = self._map(path, chunk.chunk_bytes) if is_raw else _open_chunk(self.path, self._index, chunk)[1]
+        begins, stops = self._locate(path, memory, chunk)
+        document_ends = np.cumsum((stops - begins) // self._kind.itemsize).astype(np.uint64)
+        return external.as_tokens(blocks.join_values(memory, begins, stops).view(self._kind), path), document_ends
+
+    def _locate(self, path: Path, memory: external.Bytes8, chunk: Chunk) -> tuple[I64, I64]:
+        offsets = read_offsets(path, memory, chunk.chunk_size, len(memory))
+        begins, stops = offsets[:-1], offsets[1:]
+        if self._index.has_sizes:
+            sizes = [None] * len(self._index.config.data_format)
+            if (
+                blocks.column_bounds(path, memory, offsets, sizes, len(sizes) - 1, "of the last leaf")[1] != stops
+            ).any():
+                raise damaged(path, "samples as large as their leaves", "others")
+            begins, stops = blocks.column_bounds(path, memory, offsets, sizes, self._leaf, "of tokens")
+        if ((stops - begins) % self._kind.itemsize).any():
+            raise damaged(path, f"whole tokens {self._kind} in every sample", "others")
+        return begins, stops
+
+
+def _encoding(kind: blocks.ColumnKind) -> Encoding:
+    dtype = np.dtype(kind.dtype or "u1")
+    match kind.name:
+        case "text" | "bytes":
+            return Encoding("str" if kind.name == "text" else "bytes", None, blocks.encode_bytes)
+        case "number" if dtype.kind == "b":
+            return Encoding("bool", None, blocks.encode_numbers("?"))
+        case "number" if dtype.kind == "f":
+            return Encoding("float", None, blocks.encode_numbers("<f8"))
+        case "number" if dtype.name != "uint64":
+            return Encoding("int", None, blocks.encode_numbers("<i8"))
+        case "vector" if dtype.name in _NUMPY_NUMBERS:
+            number = _NUMPY_NUMBERS[dtype.name]
+            if kind.shape is None or len(kind.shape) == 1:
+                return Encoding(f"no_header_numpy:{number}", None, blocks.encode_vectors(lambda shape: b""))
+            return Encoding("numpy", None, blocks.encode_vectors(partial(_array_header, number)))
+    return Encoding("json", None, blocks.encode_json)
+
+
+def _array_header(number: int, shape: tuple[int, ...]) -> bytes:
+    return np.array([number, len(shape), *shape], "<u4").tobytes()
+
+
+def _spec(names: list[str] | None) -> str:
+    """LitData's spelling of a dict of leaves, or of one leaf."""
+    leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+    if names is None:
+        return orjson.dumps([1, leaf]).decode()
+    context, children = orjson.dumps(names).decode(), [leaf] * len(names)
+    return orjson.dumps([1, {"type": "builtins.dict", "context": context, "children_spec": children}]).decode()
+
+
+def _write_chunks(
+    samples: Iterable[bytes], out: Path, options: ConvertOptions, config: dict[str, Any], itemsize: int,
+    digest: Callable[[], str],
+) -> list[str]:  # fmt: skip
+    is_packed = blocks.uses_zstd(options, "LitData")
+    out.mkdir()
+    chunks: list[dict[str, Any]] = []
+    for num_samples, raw in blocks.build_blocks(samples, options.slice_bytes):
+        name = f"chunk-0-{len(chunks)}.{'zstd.' if is_packed else ''}bin"
+        (out / name).write_bytes(zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if is_packed else raw)
+        dim = (len(raw) - 4 * (num_samples + 2)) // itemsize if itemsize else None
+        chunks.append({"chunk_bytes": len(raw), "chunk_size": num_samples, "dim": dim, "filename": name})
+    settings = {"chunk_bytes": options.slice_bytes, "chunk_size": None, "encryption": None}
+    packed = {"compression": "zstd" if is_packed else None, "compression_level": "chunk" if is_packed else None}
+    # Readers keep their caches by `updated_at`: a number made of what was written.
+    updated_at = str(int(hashlib.sha256(digest().encode()).hexdigest()[:12], 16))
+    index = {"chunks": chunks, "config": {**settings, **packed, **config}, "updated_at": updated_at}
+    (out / INDEX_FILE).write_bytes(orjson.dumps(index, option=orjson.OPT_SORT_KEYS))
+    return [*(chunk["filename"] for chunk in chunks), INDEX_FILE]
+
+
+def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
+    """The index, and the name of each leaf: keys joined by dots, "" where a sample is one leaf."""
+    path = folder / INDEX_FILE
+    if external.file_size(path) > _MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
+    try:
+        index = LitDataIndex.model_validate_json(external.read_head(path, _MAX_INDEX_BYTES))
+        spec, leaves = index.config.data_spec, index.config.data_format
+        names = list(_leaf_names(orjson.loads(spec)[1], "")) if spec else [""] * len(leaves)
+        if len(names) != len(leaves) or len(set(names)) != len(names):
+            raise ValueError(f"config.data_spec: a name of its own for each of {len(leaves)} leaves expected")
+        if not index.has_sizes and (len(leaves) != 1 or not _number_type(leaves[0])):
+            raise ValueError("config.data_format: one vector for the TokensLoader expected")
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise _unreadable(path, f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise _unreadable(path, str(error)) from error
+    return index, names
+
+
+def _unreadable(path: Path, got: str) -> DatasetError:
+    return DatasetError(
+        f"{path}: expected LitData's index of chunks that are neither encrypted nor framed, got {got[:200]}. Write it "
+        "again so (compression_level='chunk')."
+    )
+
+
+def _leaf_names(spec: Any, name: str) -> Iterator[str]:
+    children, context = spec["children_spec"], spec["context"]
+    if not children:
+        yield name
+        return
+    keys = orjson.loads(context) if isinstance(context, str) else context
+    if not isinstance(keys, list) or len(keys) != len(children):
+        keys = range(len(children))
+    for key, child in zip(keys, children):
+        yield from _leaf_names(child, f"{name}.{key}" if name else str(key))
+
+
+def _token_leaves(names: Sequence[str], leaves: Sequence[str], column: str | None = None) -> list[int]:
+    candidates = [i for i, leaf in enumerate(leaves) if _number_type(leaf)[1:2] in ("i", "u")]
+    expected = external.TOKEN_COLUMNS if column is None else (column,)
+    named = [i for name in expected for i in candidates if names[i] == name]
+    return named or (candidates if column is None and len(candidates) == 1 else [])
+
+
+def _number_type(leaf: str) -> str:
+    """NumPy's type of the numbers of a leaf that is a vector; "" if it is none."""
+    name, _, code = leaf.partition(":")
+    number = int(code) if code.isascii() and code.isdigit() and len(code) < 4 else -1
+    if name == "no_header_numpy" and 0 <= number < len(_NUMPY):
+        return f"<{_NUMPY[number]}"
+    return f"<{_TORCH[number]}" if name == "no_header_tensor" and number in _TORCH else ""
+
+
+def _decoder(folder: Path, name: str, leaf: str) -> Callable[[bytes], Any]:
+    decoders: dict[str, Callable[[bytes], Any]] = {
+        "str": blocks.decode_text, "text": blocks.decode_text, "json": _decode_json, "numpy": _decode_array,
+        "int": blocks.decode_number("<i8"), "float": blocks.decode_number("<f8"), "bool": blocks.decode_number("?"),
+    }  # fmt: skip
+    if kind := _number_type(leaf):
+        return lambda data: np.frombuffer(data, kind)
+    if leaf not in decoders and leaf.partition(":")[0] not in ("bytes", "jpeg", "file", "image"):
+        raise DatasetError(
+            f"{folder}: expected leaves that are read without running code, got {name}: {leaf!r}. Write them with "
+            "LitData as text, numbers or arrays."
+        )
+    return decoders.get(leaf, bytes)
+
+
+def _decode_json(data: bytes) -> Any:
+    if data[:1] <= b"\x20":
+        raise ValueError("LitData's own encoding of nested values, which only its library reads")
+    return blocks.decode_json(data)
+
+
+def _decode_array(data: bytes) -> NDArray[Any]:
+    number, ndim = (int(n) for n in np.frombuffer(data, "<u4", 2))
+    shape = np.frombuffer(data, "<u4", ndim, offset=8).tolist()
+    return np.frombuffer(data, f"<{_NUMPY[number]}", offset=8 + 4 * ndim).reshape(shape)
+
+
+def _open_chunk(folder: Path, index: LitDataIndex, chunk: Chunk) -> tuple[Path, external.Bytes8]:
+    path, size = folder / chunk.filename, chunk.chunk_bytes
+    memory = external.map_file(path)
+    if codec := index.config.compression:
+        if chunk.chunk_size > max(_MAX_SAMPLES, len(memory)):  # Empty ones: each costs memory here.
+            raise DatasetError(f"{path}: expected at most {_MAX_SAMPLES} samples, got {chunk.chunk_size}.")
+        memory = np.frombuffer(bounded_unpack(memory.data, codec.partition(":")[0], size + 1, path), np.uint8)
+    if len(memory) != size:
+        raise _wrong_size(path, size, len(memory))
+    if memory[-8:].tobytes() == _ARROW_MAGIC:
+        raise DatasetError(
+            f"{path}: expected samples, got rows that LitData stores as Arrow. Read them with its library, and write "
+            "them as Parquet."
+        )
+    return path, memory
+
+
+def _wrong_size(path: Path, expected: int, got: int) -> DatasetError:
+    return DatasetError(f"{path}: expected {expected} bytes, got {got}. Fetch it again.")

@@ -1,0 +1,131 @@
+"""Source trees: languages by name and first line, licences by file and text, what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forebay.formats.code import language_of, licence_of, spdx_of
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.records import Record
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+
+MIT = """The MIT License (MIT)
+
+Copyright (c) 2026 Somebody and others
+
+Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
+rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit
+persons to whom the Software is furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+"""
+APACHE = Path(__file__).parents[3] / "LICENSE"
+
+
+def records(path: Path) -> dict[str, Record]:
+    options = ReadOptions(format="code", columns={"language": "text", "licence": "text", "other": "text"})
+    found = find_inputs(path, options)
+    read = [record for split in split_files(found.files, options) for record in read_split(split, options)]
+    return {record.id: record for record in read if record.problem != "blank"}
+
+
+def test_every_text_of_a_tree_is_a_document_with_language_and_licence(tmp_path: Path) -> None:
+    files = {
+        "one/LICENSE": MIT,
+        "one/src/a.py": "x = 1\n",
+        "one/src/page.html": "<html>as it lies</html>",
+        "one/data.json": '{"a": 1}',
+        "one/run": "#!/usr/bin/env perl\nprint 1;\n",
+        "one/vendor/b.cc": "// SPDX-License-Identifier: Apache-2.0 OR MIT\nint main() {}\n",
+        "one/vendor/COPYING": APACHE.read_text(),
+        "one/vendor/deep/er/c.h": "int a;\n",
+        "two/LICENSE-MIT": MIT,
+        "two/LICENSE-APACHE": APACHE.read_text(),
+        "two/license.py": "# No licence.\n",
+        "three/LICENCE.md": "All rights reserved. Do not copy.",
+        "three/Makefile": "all:\n",
+        "four/latin.c": "// Größe\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode("latin-1" if name == "four/latin.c" else "utf-8"))
+    (tmp_path / "one" / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0")
+    (tmp_path / "one" / "damaged.txt").write_bytes(b"words \xff\xfe\x9d words")
+    got = records(tmp_path)
+    damaged = next(record for record in got.values() if record.problem)
+    assert damaged.problem.startswith("not UTF-8")
+    read = {name.partition("/")[2]: record for name, record in got.items() if not record.problem}
+    assert {name: record.text for name, record in read.items()} == files
+    assert {name: record.values for name, record in read.items()} == {
+        "one/LICENSE": ("", "MIT", ""),
+        "one/src/a.py": ("python", "MIT", ""),
+        "one/src/page.html": ("html", "MIT", ""),
+        "one/data.json": ("json", "MIT", ""),
+        "one/run": ("perl", "MIT", ""),
+        "one/vendor/b.cc": ("c++", "Apache-2.0 OR MIT", ""),
+        "one/vendor/COPYING": ("", "Apache-2.0", ""),
+        "one/vendor/deep/er/c.h": ("c", "Apache-2.0", ""),
+        "two/LICENSE-MIT": ("", "Apache-2.0 AND MIT", ""),
+        "two/LICENSE-APACHE": ("", "Apache-2.0 AND MIT", ""),
+        "two/license.py": ("python", "Apache-2.0 AND MIT", ""),
+        "three/LICENCE.md": ("markdown", "NOASSERTION", ""),
+        "three/Makefile": ("makefile", "NOASSERTION", ""),
+        "four/latin.c": ("c", "", ""),
+    }
+
+
+def test_a_licence_above_what_the_user_named_is_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "LICENSE").write_text(MIT)
+    (tmp_path / "tree" / "a.py").write_text("x = 1\n")
+    assert records(tmp_path / "tree")["tree/a.py"].values == ("python", "", "")
+    (tmp_path / "tree" / "LICENSE").symlink_to(tmp_path / "absent")
+    (tmp_path / "tree" / "licence").mkdir()
+    assert records(tmp_path / "tree")["tree/a.py"].values[1] == ""
+    (tmp_path / "tree" / "COPYING").write_text(MIT + APACHE.read_text())
+    (tmp_path / "tree" / "LICENSE.txt").write_text(MIT)
+    assert records(tmp_path / "tree")["tree/a.py"].values[1] == "Apache-2.0 AND MIT"
+
+
+@pytest.mark.parametrize(
+    ("name", "language"),
+    [
+        ("a/b.RS", "rust"), ("a.tsx", "tsx"), ("a.ipynb", "jupyter"), ("a.mm", "objective-c++"), ("a.svg", "xml"),
+        ("Dockerfile", "dockerfile"), ("CMakeLists.txt", "cmake"), ("README", ""), ("a.jl", "julia"), ("a.sh", "shell"),
+        ("noname", ""),
+    ],
+)  # fmt: skip
+def test_a_name_tells_the_language(name: str, language: str) -> None:
+    assert language_of(name) == language
+
+
+def test_licence_texts_are_told_apart() -> None:
+    from identify.vendor.licenses import LICENSES
+
+    assert {name: licence_of(text) for name, text in LICENSES} == {name: name for name, _ in LICENSES}
+    assert licence_of(MIT.replace("\n", " ").upper()) == "MIT"
+    assert licence_of("") == licence_of(MIT[:400]) == ""
+    assert licence_of(MIT + APACHE.read_text()) == "Apache-2.0 AND MIT"
+
+
+@pytest.mark.parametrize(
+    ("text", "expression"),
+    [
+        ("/* SPDX-License-Identifier: GPL-2.0 WITH Linux-syscall-note */", "GPL-2.0 WITH Linux-syscall-note"),
+        ("<!-- SPDX-License-Identifier: MIT -->", "MIT"),
+        ("# SPDX-License-Identifier:   (MIT OR  Apache-2.0)\r\n", "(MIT OR Apache-2.0)"),
+        ("x" * 5000 + "SPDX-License-Identifier: MIT", ""),
+        ("SPDX-License-Identifier:\nMIT", ""),
+    ],
+)
+def test_identifiers_in_a_file(text: str, expression: str) -> None:
+    assert spdx_of(text) == expression

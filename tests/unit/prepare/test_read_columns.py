@@ -1,0 +1,95 @@
+"""`[read.columns]`: every format with fields passes those that it has, by kind; others are NaN or empty."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from forebay import prepare_dataset
+from forebay.convert import convert
+from forebay.formats.conversion import ConvertOptions
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.records import Record
+from forebay.prepare import load_recipe
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+
+COLUMNS = {"source": "text", "quality": "number", "absent": "number"}
+ROWS = [{"text": f"text {i}", "source": f"s{i}", "quality": i / 2} for i in range(3)]
+
+
+def records(path: Path, columns: dict[str, str]) -> list[Record]:
+    options = ReadOptions(columns=columns)
+    found = find_inputs(path, options)
+    read = [record for split in split_files(found.files, options) for record in read_split(split, options)]
+    return [record for record in read if record.problem != "blank"]
+
+
+def tar(path: Path, *, texts: bool) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for i, row in enumerate(ROWS):
+            fields = {name: value for name, value in row.items() if name != "text" or not texts}
+            members = {f"{i}.json": json.dumps(fields)} | ({f"{i}.txt": str(row["text"])} if texts else {})
+            for name, data in members.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data.encode()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["jsonl", "csv", "parquet", "arrow", "tfrecord", "tar of json", "tar of texts"])
+def test_fields_of_a_row_are_columns(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a"
+    if name.startswith("tar"):
+        tar(path, texts=name.endswith("texts"))
+    elif name == "csv":
+        path = tmp_path / "a.csv"
+        path.write_text("text,source,quality\n" + "".join(f"{r['text']},{r['source']},{r['quality']}\n" for r in ROWS))
+    else:
+        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "source.parquet")
+        convert(tmp_path / "source.parquet", path, name, ConvertOptions())
+    got = records(path, COLUMNS)
+    assert [record.text for record in got] == ["text 0", "text 1", "text 2"]
+    assert [record.values[:2] for record in got] == [("s0", 0.0), ("s1", 0.5), ("s2", 1.0)]
+    assert all(math.isnan(float(record.values[2])) for record in got)
+
+
+def test_fields_of_dumps_are_columns(tmp_path: Path) -> None:
+    posts = tmp_path / "Posts.xml"
+    row = '<row Id="1" PostTypeId="1" Score="7" Tags="&lt;a&gt;" CreationDate="2020-01-02" Body="words" />'
+    posts.write_text(f"<posts>\n{row}\n</posts>\n")
+    assert records(posts, {"Score": "number", "Tags": "text"})[0].values == (7.0, "<a>")
+    pages = tmp_path / "pages-articles.xml"
+    revision = "<revision><id>9</id><timestamp>2020-01-02T03:04:05Z</timestamp><text>Words.</text></revision>"
+    page = f"<page><title>A</title><ns>0</ns><id>3</id>{revision}</page>"
+    pages.write_text(f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">\n{page}\n</mediawiki>\n')
+    assert records(pages, {"title": "text", "timestamp": "text"})[0].values == ("A", "2020-01-02T03:04:05Z")
+    reddit = tmp_path / "comments"
+    reddit.write_text(json.dumps({"body": "words", "subreddit": "a", "link_id": "t3_1", "score": 5}) + "\n")
+    assert records(reddit, {"subreddit": "text", "score": "number"})[0].values == ("a", 5.0)
+
+
+def test_columns_are_filtered_and_written(tmp_path: Path) -> None:
+    """From a tree of code to Parquet: documents of one licence, with their language."""
+    for name, text in {
+        "a/x.py": "# SPDX-License-Identifier: MIT\n",
+        "a/y.c": "int a;\n",
+        "a/z.rs": "// words\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    settings = {
+        "read": {"format": "code", "columns": {"language": "text", "licence": "text"}},
+        "select": [{"column": "language", "one_of": ["python", "c"]}, {"column": "licence", "one_of": ["MIT"]}],
+    }
+    recipe = load_recipe(settings=settings)
+    prepare_dataset([str(tmp_path / "a")], tmp_path / "out", to="text", recipe=recipe, workers=1)
+    (path,) = (tmp_path / "out" / "text").glob("*.parquet")
+    (row,) = pq.read_table(path).to_pylist()
+    assert (row["id"], row["language"], row["licence"]) == ("a/x.py", "python", "MIT")
