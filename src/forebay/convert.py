@@ -1,32 +1,44 @@
 """Converts one format to another: opens the source, writes it, reads the result again, compares, and renames it.
 
+To a bucket it goes file by file (`BucketOutput`), so that at most two files of the output are on disk: one that is
+written and one that is uploaded. A run that was killed goes on behind the last file that it recorded.
+
 Hides that the output never exists half written: it is written in a directory beside it, `.<name>.converting`, under a
 lock; what a killed run left there is removed by the next. An output that is replaced is moved to `<name>.replaced-<id>`
 beside it, and back on failure; if a kill left only that, the next conversion restores it. A conversion is one pass of
 writing and one of verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
 """
 
+import errno
+import hashlib
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
 from forebay.formats.base import get_format, names_with
-from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.sources import naming_source, needs_table, open_source, open_table, open_tokens, table_of_tokens
-from forebay.formats.tables import TableDigest
+from forebay.formats.bucket_output import BucketOutput, plan_of
+from forebay.formats.conversion import (
+    ConvertOptions,
+    TableSource,
+    TokenSource,
+    Written,
+)
+from forebay.formats.sources import naming_source, needs_table, open_source, open_tokens, table_of_tokens, verify_table
 from forebay.formats.token_stream import TokenDigest, build_stream
+from forebay.storage.base import BUCKET_SCHEMES
 from forebay.storage.locks import try_acquire
+from forebay.storage.remote_path import is_url, url_name
+from forebay.storage.targets import BucketTarget
 
 
 def written_formats() -> tuple[str, ...]:
@@ -40,15 +52,17 @@ class ConversionReport:
 
     source: str  # A format, as `to`.
     to: str
-    out: Path  # What was written.
+    out: Path | str  # What was written; of a bucket its URL.
     written: Written  # Its files and counts.
     num_bytes: int  # Of the files.
+    id: str = ""  # Of a dataset.
 
     def to_json(self) -> dict[str, Any]:
         """As the attributes say."""
         written, names = self.written, ("tokens", "documents", "rows")
         counts = {name: getattr(written, f"num_{name}") for name in names}
         result = {"source": self.source, "to": self.to, "out": str(self.out), "files": len(written.files)}
+        result |= {"id": self.id} if self.id else {}
         return {**result, "bytes": self.num_bytes, **counts, "digest": written.digest, "notes": list(written.notes)}
 
 
@@ -66,7 +80,8 @@ def convert(
     """Write what is at a path, or an open source, in another format; read it again, and compare every value.
 
     Args:
-        out: A path that is free; an empty directory counts as free.
+        path: A path or a URL: `hf://`, `s3://`, `gs://`, `az://`, or `http(s)://` of one file, read by ranges.
+        out: A path that is free; an empty directory counts as free. Or a URL of a bucket, which has no `digest`.
         to: One of `written_formats()`.
         force: Overwrite `out` after a successful conversion.
 
@@ -76,45 +91,58 @@ def convert(
         OSError: If it cannot be written.
     """
     to = format_named(to)
-    target = Path(out)
+    check_output(path, out, force)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
-    check_output(path, target, force)
+    if is_url(out):
+        with naming_source(path if isinstance(path, (str, Path)) else source.format):
+            return _noting_columns(_convert_to_bucket(source, str(out), to, options), source)
+    target = Path(out)
     with naming_source(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
         check_output(path, target, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
         if isinstance(source, TokenSource) and needs_table(to, options):
             written = _write_as_table(source, staged, to, options)
         elif isinstance(source, TokenSource):
-            needed = source.num_tokens * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
+            needed = (source.num_tokens or 0) * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
             if needed > (free := shutil.disk_usage(target.parent).free):
                 raise UsageError(
                     f"{target.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
                     "Free some space, or choose another directory."
                 )
-            if options.compress:
-                raise UsageError(f"--set compress: expected it for a table, got tokens, to write {to}. Leave it out.")
+            _refuse_compression(to, options)
             written = get_format(to).write_tokens(source, staged, options)
             _verify_tokens(staged, written, options, options.dtype or source.dtype)
         else:
             written = get_format(to).write_rows(source, staged, options)
-            verify_table(source, staged, written, options)
+            verify_table(staged, written, options)
         for file in [staged, *staged.rglob("*")]:
             sync_file(file)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
+        manifest = staged / MANIFEST_FILE
+        id = dataset_id(manifest.read_bytes()) if manifest.is_file() else ""
         _commit(staged, target)
+    return _noting_columns(ConversionReport(source.format, to, target, written, num_bytes, id), source)
+
+
+def _noting_columns(report: ConversionReport, source: TokenSource | TableSource) -> ConversionReport:
     left_out = source.metadata.get("left_out", ()) if isinstance(source, TokenSource) else ()
-    if left_out:
-        written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
-    return ConversionReport(source.format, to, target, written, num_bytes)
+    notes = (*report.written.notes, *([f"columns left out: {', '.join(left_out)}"] if left_out else []))
+    return replace(report, written=replace(report.written, notes=notes))
+
+
+def _refuse_compression(to: str, options: ConvertOptions) -> None:
+    if options.compress:
+        raise UsageError(f"--set compress: expected it for a table, got tokens, to write {to}. Leave it out.")
 
 
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
     stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
     written = get_format(to).write_rows(table, staged, options)
-    verify_table(table, staged, written, options)
+    if not options.output.is_remote:
+        verify_table(staged, written, options)
     notes = (*written.notes, *stream.notes)
-    return replace(written, num_tokens=stream.source.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
+    return replace(written, num_tokens=stream.digest.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
 
 
 def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtype: str) -> None:
@@ -132,28 +160,15 @@ def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtyp
         )
 
 
-def verify_table(source: TableSource, out: Path, written: Written, options: ConvertOptions | None = None) -> None:
-    """Read the output again and compare the number of rows and every value of every column."""
-    options, output = options or ConvertOptions(), open_table(out)
-    if output is None and written.num_rows:
-        raise DatasetError(f"{out.name}: expected a table, got none. Nothing was written. Check the disk.")
-    digest = TableDigest()
-    for batch in output.batches() if output is not None else ():
-        digest.add(batch)
-        options.on_progress(batch.num_rows)
-    expected: dict[str, str] = orjson.loads(written.digest)
-    got = digest.columns()
-    differing = sorted(name for name in expected if got.get(name) != expected[name])
-    if digest.num_rows != written.num_rows or differing:
-        raise DatasetError(
-            f"{out.name}: expected {written.num_rows} rows as they were written, got {digest.num_rows}, with other "
-            f"values in {', '.join(differing)[:300] or 'no column'}, when reading them again. Nothing was written. "
-            "Write --to another format, or check the disk."
-        )
-
-
-def check_output(path: object, out: Path, force: bool) -> None:
+def check_output(path: object, out: str | Path, force: bool) -> None:
     """Raise UsageError unless `out` may be written: free, or to be replaced, and not what is converted."""
+    if is_url(out):
+        if str(out).partition("://")[0] not in BUCKET_SCHEMES:
+            raise UsageError(f"convert: expected a path, s3://, r2://, gs:// or az:// to write to, got {out}.")
+        if force:
+            raise UsageError(f"{out}: expected --overwrite for a path alone, got a bucket. Delete what is there first.")
+        return
+    out = Path(out)
     if isinstance(path, (str, Path)) and "://" not in str(path):
         source, target = Path(path).resolve(), out.resolve()
         if target == source or target in source.parents:
@@ -209,3 +224,49 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def _convert_to_bucket(
+    source: TokenSource | TableSource, url: str, to: str, options: ConvertOptions
+) -> ConversionReport:
+    name = url_name(url)
+    if not get_format(to).supports("write_rows") or Path(name).suffix:
+        several = ", ".join(sorted(names_with("write_rows")))
+        raise UsageError(
+            f"{url}: expected a format in several files below a prefix without a suffix ({several}), got {to}. Choose "
+            "one, or write to a directory."
+        )
+    is_table = isinstance(source, TokenSource) and needs_table(to, options)
+    temporary = Path(tempfile.gettempdir()) / f"forebay-convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    with closing(BucketTarget(url, temporary)) as target:
+        staged = temporary / name
+        shutil.rmtree(staged, ignore_errors=True)
+        if (free := shutil.disk_usage(temporary).free) < 2 * options.slice_bytes:
+            raise _no_space(temporary, options, f"{free} free")
+        output = BucketOutput(target, plan_of(source, to, options), options)
+        source = source if is_table else output.resume(source, to)
+        options = replace(options, output=output)
+        try:
+            if isinstance(source, TokenSource) and not is_table:
+                _refuse_compression(to, options)
+                written = get_format(to).write_tokens(source, staged, options)
+            elif isinstance(source, TokenSource):
+                written = _write_as_table(source, staged, to, options)
+            else:
+                written = get_format(to).write_rows(source, staged, options)
+            num_bytes, id = output.finish(staged, written)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _no_space(temporary, options, error.strerror or str(error)) from error
+        finally:
+            output.close()
+            shutil.rmtree(staged, ignore_errors=True)
+    return ConversionReport(source.format, to, url, replace(written, digest=""), num_bytes, id)
+
+
+def _no_space(temporary: Path, options: ConvertOptions, got: str) -> UsageError:
+    return UsageError(
+        f"{temporary.parent}: expected space for two files of --slice-bytes, {2 * options.slice_bytes} bytes, got "
+        f"{got}. What is in the bucket stays: free some space, or set TMPDIR, and run it again."
+    )
