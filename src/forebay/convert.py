@@ -91,14 +91,14 @@ def convert(
         OSError: If it cannot be written.
     """
     to = format_named(to)
-    check_output(path, out, force)
+    check_output(path, out, to, force)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     if is_url(out):
         with naming_source(path if isinstance(path, (str, Path)) else source.format):
             return _noting_columns(_convert_to_bucket(source, str(out), to, options), source)
     target = Path(out)
     with naming_source(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
-        check_output(path, target, force)  # Again: what a killed run moved away may be back.
+        check_output(path, target, to, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
         if isinstance(source, TokenSource) and needs_table(to, options):
             written = _write_as_table(source, staged, to, options)
@@ -160,13 +160,19 @@ def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtyp
         )
 
 
-def check_output(path: object, out: str | Path, force: bool) -> None:
+def check_output(path: object, out: str | Path, to: str, force: bool) -> None:
     """Raise UsageError unless `out` may be written: free, or to be replaced, and not what is converted."""
     if is_url(out):
         if str(out).partition("://")[0] not in BUCKET_SCHEMES:
             raise UsageError(f"convert: expected a path, s3://, r2://, gs:// or az:// to write to, got {out}.")
         if force:
             raise UsageError(f"{out}: expected --overwrite for a path alone, got a bucket. Delete what is there first.")
+        if not get_format(to).supports("write_rows") or Path(url_name(str(out))).suffix:
+            several = ", ".join(sorted(names_with("write_rows")))
+            raise UsageError(
+                f"{out}: expected a format in several files ({several}) below a prefix without a suffix, got {to}. "
+                "Choose one, or write to a directory."
+            )
         return
     out = Path(out)
     if isinstance(path, (str, Path)) and "://" not in str(path):
@@ -229,17 +235,10 @@ def _remove(path: Path) -> None:
 def _convert_to_bucket(
     source: TokenSource | TableSource, url: str, to: str, options: ConvertOptions
 ) -> ConversionReport:
-    name = url_name(url)
-    if not get_format(to).supports("write_rows") or Path(name).suffix:
-        several = ", ".join(sorted(names_with("write_rows")))
-        raise UsageError(
-            f"{url}: expected a format in several files below a prefix without a suffix ({several}), got {to}. Choose "
-            "one, or write to a directory."
-        )
     is_table = isinstance(source, TokenSource) and needs_table(to, options)
     temporary = Path(tempfile.gettempdir()) / f"forebay-convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
     with closing(BucketTarget(url, temporary)) as target:
-        staged = temporary / name
+        staged = temporary / url_name(url)
         shutil.rmtree(staged, ignore_errors=True)
         if (free := shutil.disk_usage(temporary).free) < 2 * options.slice_bytes:
             raise _no_space(temporary, options, f"{free} free")

@@ -32,8 +32,8 @@ def _convert(args: argparse.Namespace) -> None:
     options = _convert_options(args)
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
-    check_output(args.source, args.out, args.overwrite)
     to = format_named(args.to)
+    check_output(args.source, args.out, to, args.overwrite)
     skipped: list[Skipped] = []
     options = replace(options, on_skipped=skipped.extend)
     source = open_source(args.source, options, to)

@@ -29,6 +29,7 @@ from forebay.formats.inputs import InputFile, ReadOptions, open_input
 from forebay.formats.records import batched
 from forebay.formats.report import Report
 from forebay.storage.compression import sniff_compression
+from forebay.storage.remote_path import RemotePath
 
 Array: TypeAlias = NDArray[Any]
 Rows: TypeAlias = list[dict[str, Any]]
@@ -52,7 +53,8 @@ def open_unpacked(path: Path, max_unpacked_ratio: int = _MAX_UNPACKED_RATIO) -> 
 
 def input_of(path: Path, format: str = "") -> InputFile:
     """Return the file at a path, or at the URL of a RemotePath, as an input."""
-    return InputFile(str(path), path.name, format, "", path.stat().st_size, "", getattr(path, "version", ""))
+    file = InputFile(str(path), path.name, format, "", path.stat().st_size, "")
+    return replace(file, version=path.version, extent=path.extent) if isinstance(path, RemotePath) else file
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from forebay.errors import DatasetError, UsageError
 if TYPE_CHECKING:
     from forebay.storage.remote_file import RemoteFile
 
+_HEAD_BYTES = 64 << 10
 _HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
 
 
@@ -43,8 +44,13 @@ class RemotePath(PosixPath):
 
         if not self.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        stream: BinaryIO = open_url(self.url, self.num_bytes, self.version, is_random=True)
+        stream: BinaryIO = open_url(self.url, self.num_bytes, self.version, self.extent, is_random=True)
         return stream
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Bytes that are read in large blocks: all but the head, as that may be all that is needed."""
+        return _HEAD_BYTES, self.num_bytes
 
     def stat(self, **options: Any) -> os.stat_result:
         """Its size; the rest says nothing."""
