@@ -68,7 +68,7 @@ class World:
     environment: dict[str, str]
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "forebay", "convert", *words, "--quiet", "--json", "--slice-bytes", str(SLICE)]
+        command = [sys.executable, "-m", "forebay", "convert", "--slice-bytes", str(SLICE), *words, "--quiet", "--json"]
         return subprocess.Popen(
             command, env=self.environment, cwd=self.folder / "work", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True,
@@ -216,6 +216,40 @@ def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, 
     assert result.get("id") == expected.get("id")
     # A run reads the heads of files, of lines 64 MiB for their types, and again at most what was under way.
     assert sum(world.hub.bytes_sent.values()) <= calm_bytes * (1 + (1.0 if repo == "lines" else 0.6) * kills)
+
+
+def test_a_mirror_into_a_bucket_needs_a_disk_of_two_slices(world: World) -> None:
+    """A dataset of the hub, killed and resumed on the same machine; the same id, and no byte of a slice twice."""
+    hub_copy = world.folder / "hub/datasets/me/dataset"
+    words, size = ("--to", "safetensors", "--slice-bytes", str(SLICE // 4)), SLICE // 4
+    expected = world.run(str(world.folder / "hub/datasets/me/vectors"), str(hub_copy), *words)
+    write_repo(hub_copy)
+    command = [sys.executable, "-m", "forebay", "mirror", "hf://datasets/me/dataset", "s3://mine/copy", "--json", "-q"]
+    chance, kills = random.Random(5), 0
+    for _ in range(6):
+        world.s3.requests.clear()
+        with Peak(world) as peak:
+            process = subprocess.Popen(
+                command, env=world.environment, cwd=world.folder / "work", stdout=subprocess.PIPE, text=True
+            )
+            last = chance.randrange(20, 26)  # There is a request for each slice first.
+            while process.poll() is None and sum(world.s3.requests.values()) < last:
+                time.sleep(0.001)
+            time.sleep(chance.random() / 20)
+            process.kill()
+            out = process.communicate()[0]
+        kills += process.returncode == -signal.SIGKILL
+        assert peak.bytes <= 2 * (size + 32 * 1024)  # And which chunks of each are there.
+        if process.returncode == 0:
+            break
+    assert kills >= 3
+    while process.returncode:
+        process = subprocess.Popen(command, env=world.environment, stdout=subprocess.PIPE, text=True)
+        out = process.communicate()[0]
+    assert json.loads(out)["id"] == expected["id"] and json.loads(out)["complete"]
+    sizes = {path.name: path.stat().st_size for path in (hub_copy / "slices").iterdir()}
+    sent = sum(count for name, count in world.hub.bytes_sent.items() if Path(name).name in sizes)
+    assert len(sizes) > 16 and sent <= sum(sizes.values()) + kills * 2 * size
 
 
 def test_what_is_recorded_is_not_read_again(world: World) -> None:

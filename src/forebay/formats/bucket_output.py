@@ -84,7 +84,7 @@ class BucketOutput(Output):
         self._upload: Future[None] | None = None
         self._records: list[tuple[OutputFile, tuple[int, Position] | None]] = []
         self._num_files = self._count = self._num_bytes = 0
-        self._cursor: _Cursor | None = None
+        self._cursor: Cursor | None = None
         stored = target.load(_PLAN_FILE)
         if stored is None:
             if not target.is_empty():
@@ -93,7 +93,7 @@ class BucketOutput(Output):
                 )
             self._put(_PLAN_FILE, orjson.dumps(plan))
             return
-        _compare_plans(target.url, orjson.loads(stored), plan)
+        compare_plans(target.url, orjson.loads(stored), plan)
         while (batch := [*self._pool.map(self._load, range(len(self._records), len(self._records) + _NUM_READERS))])[0]:
             self._records += [record for record in takewhile(lambda record: record is not None, batch) if record]
 
@@ -112,10 +112,10 @@ class BucketOutput(Output):
         self._num_bytes = sum(file.num_bytes for file in self.committed)
         start, position = (records[-1][1] if records else None) or (0, None)
         size = (lambda part: len(part.tokens)) if is_tokens else (lambda batch: int(batch.num_rows))
-        self._cursor = cursor = _Cursor(read, size, start, position)
+        self._cursor = cursor = Cursor(read, size, start, position)
         if isinstance(source, TokenSource):
             num_skipped = self._count - start if records else -1
-            return replace(source, parts=lambda: _parts_behind(iter(cursor), num_skipped))
+            return replace(source, parts=lambda: parts_behind(iter(cursor), num_skipped))
         self.num_skipped_rows = self._count - start
         return replace(source, batches=lambda: iter(cursor))
 
@@ -204,7 +204,7 @@ def _record_name(index: int) -> str:
     return f"{_RECORDS}/{index:06d}"
 
 
-def _compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> None:
+def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> None:
     changed = sorted(name for name in stored.keys() | plan.keys() if stored.get(name) != plan.get(name))
     if not changed:
         return
@@ -221,7 +221,7 @@ def _compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> No
     )
 
 
-class _Cursor:
+class Cursor:
     """Items of a source from a position on; remembers where it can be read again."""
 
     def __init__(
@@ -245,7 +245,7 @@ class _Cursor:
         return self._marks[0] if self._marks else None
 
 
-def _parts_behind(parts: Iterator[TokenPart], num_tokens: int) -> Iterator[TokenPart]:
+def parts_behind(parts: Iterator[TokenPart], num_tokens: int) -> Iterator[TokenPart]:
     """Yield what follows so many tokens and all ends of documents there; -1: everything."""
     for part in parts:
         if num_tokens >= len(part.tokens):
