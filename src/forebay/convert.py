@@ -1,6 +1,6 @@
 """Converts one format to another: opens the source, writes it, reads the result again, compares, and renames it.
 
-To a bucket it goes file by file (`BucketOutput`), so that at most two files of the output are on disk: one that is
+To a bucket it goes file by file (`BucketSink`), so that at most two files of the output are on disk: one that is
 written and one that is uploaded. A run that was killed goes on behind the last file that it recorded.
 
 Hides that the output never exists half written: it is written in a directory beside it, `.<name>.converting`, under a
@@ -26,13 +26,14 @@ from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
 from forebay.formats.base import get_format, names_with
-from forebay.formats.bucket_output import BucketOutput, plan_of
+from forebay.formats.bucket_sink import BucketSink, plan_of
 from forebay.formats.conversion import (
     ConvertOptions,
     TableSource,
     TokenSource,
     Written,
 )
+from forebay.formats.detect import format_of_suffix
 from forebay.formats.sources import naming_source, needs_table, open_source, open_tokens, table_of_tokens, verify_table
 from forebay.formats.token_stream import TokenDigest, build_stream
 from forebay.storage.base import BUCKET_SCHEMES
@@ -139,7 +140,7 @@ def _write_as_table(source: TokenSource, staged: Path, to: str, options: Convert
     stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
     written = get_format(to).write_rows(table, staged, options)
-    if not options.output.is_remote:
+    if not options.sink.is_remote:
         verify_table(staged, written, options)
     notes = (*written.notes, *stream.notes)
     return replace(written, num_tokens=stream.digest.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
@@ -167,11 +168,11 @@ def check_output(path: object, out: str | Path, to: str, force: bool) -> None:
             raise UsageError(f"convert: expected a path, s3://, r2://, gs:// or az:// to write to, got {out}.")
         if force:
             raise UsageError(f"{out}: expected --overwrite for a path alone, got a bucket. Delete what is there first.")
-        if not get_format(to).supports("write_rows") or Path(url_name(str(out))).suffix:
+        if not get_format(to).supports("write_rows") or format_of_suffix(url_name(str(out))):
             several = ", ".join(sorted(names_with("write_rows")))
             raise UsageError(
-                f"{out}: expected a format in several files ({several}) below a prefix without a suffix, got {to}. "
-                "Choose one, or write to a directory."
+                f"{out}: expected a format in several files ({several}) below a prefix that is no file's name, got "
+                f"{to}. Choose one, or write to a directory."
             )
         return
     out = Path(out)
@@ -238,13 +239,15 @@ def _convert_to_bucket(
     is_table = isinstance(source, TokenSource) and needs_table(to, options)
     temporary = Path(tempfile.gettempdir()) / f"forebay-convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
     with closing(BucketTarget(url, temporary)) as target:
-        staged = temporary / url_name(url)
+        staged = temporary / "output"
         shutil.rmtree(staged, ignore_errors=True)
         if (free := shutil.disk_usage(temporary).free) < 2 * options.slice_bytes:
             raise _no_space(temporary, options, f"{free} free")
-        output = BucketOutput(target, plan_of(source, to, options), options)
-        source = source if is_table else output.resume(source, to)
-        options = replace(options, output=output)
+        own_name = source.metadata.get("name") if isinstance(source, TokenSource) else ""
+        options = replace(options, name=options.name or str(own_name or "") or url_name(target.url))
+        sink = BucketSink(target, plan_of(source, to, options), options)
+        source = source if is_table else sink.resume(source, to)
+        options = replace(options, sink=sink)
         try:
             if isinstance(source, TokenSource) and not is_table:
                 _refuse_compression(to, options)
@@ -253,13 +256,13 @@ def _convert_to_bucket(
                 written = _write_as_table(source, staged, to, options)
             else:
                 written = get_format(to).write_rows(source, staged, options)
-            num_bytes, id = output.finish(staged, written)
+            num_bytes, id = sink.finish(staged, written)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise _no_space(temporary, options, error.strerror or str(error)) from error
         finally:
-            output.close()
+            sink.close()
             shutil.rmtree(staged, ignore_errors=True)
     return ConversionReport(source.format, to, url, replace(written, digest=""), num_bytes, id)
 

@@ -341,7 +341,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(world: World) -> None:
         process = world.start(*words)
         with (disk / "fill").open("wb", buffering=0) as file:  # Another program takes the space.
             deadline = time.monotonic() + scaled(60)
-            while not list(disk.glob("forebay-convert-*/vectors/slices")) and time.monotonic() < deadline:
+            while not list(disk.glob("forebay-convert-*/output/slices")) and time.monotonic() < deadline:
                 time.sleep(0.005)
             try:
                 while True:

@@ -56,7 +56,7 @@ def _convert_options(args: argparse.Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
     settings = parse_settings(args.set)
-    names = {field.name for field in fields(ConvertOptions)} - {"dtype", "on_progress", "on_skipped", "output"}
+    names = {field.name for field in fields(ConvertOptions)} - {"dtype", "on_progress", "on_skipped", "sink"}
     if unknown := sorted(settings.keys() - names):
         raise UsageError(f"convert: --set: expected one of {', '.join(sorted(names))}, got {unknown[0]!r}.")
     if "resize" in settings:

@@ -2,7 +2,7 @@
 
 A source is read from the start by each call of `parts` or `batches`, in bounded memory: a part holds at most some 16 Mi
 tokens or is a view of a memory map. Where it can also be read from a position inside, a conversion to a bucket that was
-killed goes on there: `Output` is what it committed before.
+killed goes on there: its `FileSink` has what was committed before.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class OutputFile:
 
 
 @dataclass
-class Output:
+class FileSink:
     """Where the files of a format with several go: here they stay where they are written.
 
     Attributes:
@@ -172,7 +172,7 @@ class ConvertOptions:
         resize: (height, width) of images.
         on_progress: Called with tokens or rows written since the last call.
         on_skipped: Called with the files of a directory that are left out; by default they are logged.
-        output: Where the files written go; set by a conversion to a bucket.
+        sink: Takes the files of formats with several; set by a conversion to a bucket.
     """
 
     dtype: str | None = None
@@ -187,7 +187,7 @@ class ConvertOptions:
     resize: tuple[int, int] | None = None
     on_progress: Callable[[int], None] = lambda count: None
     on_skipped: Callable[[Sequence[Skipped]], None] = _log_skipped
-    output: Output = field(default_factory=Output)
+    sink: FileSink = field(default_factory=FileSink)
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,8 @@ def _line_batches(paths: Sequence[Path], position: Position | None = None) -> It
             for batch in batched(lines, lambda entry: len(entry[2]), tables.BATCH_BYTES, tables.BATCH_ROWS):
                 offset, number, _ = batch[0]
                 rows = [_parse_row(line, path, number) for _, number, line in batch]
-                place = [index, offset, number] if is_seekable or not offset else None
-                yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), place)
+                slot = [index, offset, number] if is_seekable or not offset else None
+                yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), slot)
 
 
 def _numbered_lines(file: BinaryIO, path: Path, offset: int, first: int) -> Iterator[tuple[int, int, bytes]]:

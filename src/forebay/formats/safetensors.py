@@ -85,20 +85,20 @@ class SafeTensors(Format):
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """A dataset of layout `tokens`."""
-        stream, output = build_stream(source, options, "keep"), options.output
+        stream, sink = build_stream(source, options, "keep"), options.sink
         (out / "slices").mkdir(parents=True)
-        slices = list(output.committed)
+        slices = list(sink.committed)
         stream.num_written = sum(file.count for file in slices), sum(file.num_documents for file in slices)
         for part in slices_of(stream, options.slice_bytes):
             name = f"slices/{len(slices):06d}.safetensors"
             written = write_token_slice(out / name, part.tokens, part.document_ends, chunk_size(options.slice_bytes))
-            if output.is_remote:
+            if sink.is_remote:
                 _check_slice(out / name, {"tokens": part.tokens, "document_ends": part.document_ends})
             file = OutputFile(name, *written[:2], len(part.tokens), len(part.document_ends), written.leaves)
-            slices.append(output.commit(file, out / name))
+            slices.append(sink.commit(file, out / name))
         files = _copy_tokenizer(source, out)
         table = _table(slices, options)
-        output.write(out / CHUNKS_FILE, output.leaves(slices))
+        sink.write(out / CHUNKS_FILE, sink.leaves(slices))
         atomic_write(out / TABLE_FILE, table.to_parquet())
         atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
         paths = (*(Path(file.name) for file in slices), *map(Path, (*files, CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE)))
@@ -111,12 +111,12 @@ class SafeTensors(Format):
         columns, left_out = _columns(table.schema, options)
         (out / "slices").mkdir(parents=True)
         kinds = {column.name: "I8" if column.to == QUANTIZED else column.to for column in columns}
-        writer = _Writer(out, options, kinds, list(options.output.committed))
-        skip = options.output.num_skipped_rows
+        writer = _Writer(out, options, kinds, list(options.sink.committed))
+        skip = options.sink.num_skipped_rows
         first_row = sum(file.count for file in writer.slices) - skip
-        for whole in table.batches():
-            first_row += min(skip, whole.num_rows)
-            batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
+        for complete in table.batches():
+            first_row += min(skip, complete.num_rows)
+            batch, skip = complete.slice(skip), max(0, skip - complete.num_rows)
             tensors = _tensors(batch, columns, first_row)
             first_row += batch.num_rows
             if batch.num_rows:
@@ -147,7 +147,7 @@ class SafeTensors(Format):
         lineage = {"converted": {key: value for key, value in converted.items() if value}}
         slices = _table(writer.slices, options)
         atomic_write(out / TABLE_FILE, slices.to_parquet())
-        options.output.write(out / CHUNKS_FILE, options.output.leaves(writer.slices))
+        options.sink.write(out / CHUNKS_FILE, options.sink.leaves(writer.slices))
         manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
         atomic_write(out / MANIFEST_FILE, manifest.to_json())
         files += map(Path, (CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE))
@@ -252,10 +252,10 @@ class _Writer:
         written = write_rows_slice(self.out / name, tensors, self.kinds, chunk_size(self.options.slice_bytes))
         opened = open_slice(self.out / name)
         self.tensors = {name: [opened.dtypes[name], *a.shape[1:]] for name, a in sorted(opened.tensors.items())}
-        if self.options.output.is_remote:
+        if self.options.sink.is_remote:
             _check_slice(self.out / name, tensors)
         file = OutputFile(name, *written[:2], self._rows, leaves=written.leaves)
-        self.slices.append(self.options.output.commit(file, self.out / name))
+        self.slices.append(self.options.sink.commit(file, self.out / name))
         fields = [tables.field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
         self.digest.add(tables.batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0

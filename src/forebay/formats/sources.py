@@ -212,8 +212,8 @@ def tokens_of_table(table: TableSource, options: ConvertOptions = _NO_OPTIONS) -
 
     def read(position: Position | None = None) -> Iterator[tuple[Position | None, TokenPart]]:
         return (
-            (place, TokenPart(values.astype(kind, copy=False), document_ends))
-            for place, values, document_ends in _lists(table, name, position)
+            (index, TokenPart(values.astype(kind, copy=False), document_ends))
+            for index, values, document_ends in _lists(table, name, position)
         )
 
     return TokenSource(
@@ -266,7 +266,7 @@ def _lists(
 ) -> Iterator[tuple[Position | None, NDArray[Any], U64]]:
     row = 0
     read = table.batches_from or (lambda _: ((None, batch) for batch in table.batches()))
-    for place, batch in read(position):
+    for index, batch in read(position):
         lengths, leaves = flatten(batch.column(batch.schema.get_field_index(column)))
         if (lengths < 0).any() or leaves.null_count:
             raise DatasetError(
@@ -278,7 +278,7 @@ def _lists(
                 f"column {column}: expected token ids in [0, 2**32), got {int(values.min())} to {int(values.max())} "
                 f"from row {row} on. Name the column of tokens with --set column=NAME."
             )
-        yield place, values, np.cumsum(lengths, dtype=np.uint64)
+        yield index, values, np.cumsum(lengths, dtype=np.uint64)
         row += len(batch)
 
 

@@ -267,17 +267,17 @@ def write_parts(
     number of its first row. About `group_bytes`, or
     65536 rows, are written at once.
     """
-    output = options.output
-    digest, files = TableDigest(), list(output.committed)
+    sink = options.sink
+    digest, files = TableDigest(), list(sink.committed)
     num_rows = sum(file.count for file in files)
-    pieces = _pieces(source, options.slice_bytes, group_bytes, output.num_skipped_rows)
+    pieces = _pieces(source, options.slice_bytes, group_bytes, sink.num_skipped_rows)
     pending = next(pieces, None)  # A part is begun only for rows that are there.
     single = bool(out.suffix)
     if not single:
         out.mkdir()
     while pending is not None or not files:  # An empty table is one empty part.
         path, first_row = out if single else out / f"part-{len(files):05d}{suffix}", num_rows
-        digest = TableDigest() if output.is_remote else digest
+        digest = TableDigest() if sink.is_remote else digest
         with path.open("xb") as file, compressor(file) as packed:
             part = open_part(packed, num_rows)
             try:
@@ -290,9 +290,9 @@ def write_parts(
                     pending = next(pieces, None)
             finally:
                 part.close()  # Also after an error: a writer that is deleted would write on.
-        name, own_digest = "." if single else path.name, digest.text() if output.is_remote else ""
+        name, own_digest = "." if single else path.name, digest.text() if sink.is_remote else ""
         entry = OutputFile(name, path.stat().st_size, "", num_rows - first_row, digest=own_digest)
-        files.append(output.commit(entry, path))
+        files.append(sink.commit(entry, path))
     return Written(tuple(Path(file.name) for file in files), None, num_rows, 0, digest.text())
 
 

@@ -211,7 +211,7 @@ def _lock(folder: Path) -> Lock:
         folder.mkdir(parents=True, exist_ok=True)
         lock = try_acquire(folder / _LOCK_FILE)
     except OSError as error:
-        raise UsageError(f"mirror: cannot write to {folder}: {error}. Choose another directory.") from error
+        raise UsageError(f"{folder}: cannot be written: {error}. Choose another directory.") from error
     if lock is None:
-        raise UsageError(f"mirror: another mirror writes to {folder}. Wait for it to end.")
+        raise UsageError(f"{folder}: expected no other mirror or conversion, got one that runs. Wait for it to end.")
     return lock

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import orjson
@@ -23,7 +23,7 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import (
     ConvertOptions,
-    Output,
+    FileSink,
     OutputFile,
     Position,
     TableSource,
@@ -42,6 +42,7 @@ _PLAN_FILE = f"{_RECORDS}/plan.json"
 _PLAN_VERSION = 1
 _RECORD_BYTES = 1 << 10  # What a record has before the hashes of chunks.
 _NUM_READERS = 16
+_NO_SETTINGS = ("on_progress", "on_skipped", "sink")
 
 
 def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions)
         [str(path), path.stat().st_size, path.version if isinstance(path, RemotePath) else str(path.stat().st_mtime_ns)]
         for path in source.files
     ]
-    names = (
+    names = [
         "dtype",
         "input_dtype",
         "column",
@@ -61,21 +62,21 @@ def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions)
         "compress",
         "tensors",
         "resize",
-    )
+    ]
     settings = {name: getattr(options, name) for name in names}
     dataset = source.dataset.id if isinstance(source, TokenSource) and source.dataset is not None else ""
     plan = {"version": _PLAN_VERSION, "format": source.format, "to": to, "dataset": dataset, **settings, "files": files}
     return dict(orjson.loads(orjson.dumps(plan)))
 
 
-class BucketOutput(Output):
+class BucketSink(FileSink):
     """Uploads each file while the next is written, reads it back, and records it.
 
     Memory: of each file its OutputFile without hashes. Raises UsageError or DatasetError if the target has something
     else, or began with other inputs or settings.
     """
 
-    is_remote = True
+    is_remote: ClassVar[bool] = True
 
     def __init__(self, target: BucketTarget, plan: dict[str, Any], options: ConvertOptions) -> None:
         super().__init__()
@@ -132,14 +133,19 @@ class BucketOutput(Output):
         return replace(file, leaves=b"")
 
     def leaves(self, files: Sequence[OutputFile]) -> Iterator[bytes]:
-        """As of Output, from the records."""
+        """As of FileSink, from the records."""
         self._join()
         for index in range(len(files)):
-            data = self._target.load(_record_name(index)) or b""
+            data = self._target.load(_record_name(index))
+            if data is None:
+                raise UsageError(
+                    f"{self._target.url}: expected the record of file {index}, got none: another conversion to it "
+                    "ended. See whether it is complete: forebay verify."
+                )
             yield data[8 + int.from_bytes(data[:8], "little") :]
 
     def write(self, path: Path, data: Iterable[bytes]) -> None:
-        """As of Output, without a file on disk."""
+        """As of FileSink, without a file on disk."""
 
         def pieces() -> Iterator[bytes]:
             for piece in data:
@@ -158,7 +164,8 @@ class BucketOutput(Output):
                 self._put(name, manifest)
                 self._num_bytes += len(manifest)
         is_dataset = MANIFEST_FILE in map(str, written.files)
-        self._target.delete([*map(_record_name, range(self._num_files)), _PLAN_FILE])
+        # The last first: what a kill leaves can still be gone on with.
+        self._target.delete([*map(_record_name, reversed(range(self._num_files))), _PLAN_FILE])
         return self._num_bytes, dataset_id(manifest) if is_dataset else ""
 
     def close(self) -> None:
@@ -196,8 +203,8 @@ class BucketOutput(Output):
         data = self._target.load_head(_record_name(index), _RECORD_BYTES)
         if data is None:
             return None
-        fields, mark = orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return OutputFile(**fields | {"leaves": b""}), None if mark is None else (int(mark[0]), mark[1])
+        entry, mark = orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return OutputFile(**entry | {"leaves": b""}), None if mark is None else (int(mark[0]), mark[1])
 
 
 def _record_name(index: int) -> str:
@@ -205,6 +212,7 @@ def _record_name(index: int) -> str:
 
 
 def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Raise DatasetError, which names it, if an input changed, and UsageError if a setting did."""
     changed = sorted(name for name in stored.keys() | plan.keys() if stored.get(name) != plan.get(name))
     if not changed:
         return
@@ -222,7 +230,7 @@ def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> Non
 
 
 class Cursor:
-    """Items of a source from a position on; remembers where it can be read again."""
+    """Items of a source from a position on, with `count` tokens or rows before it; remembers where to read again."""
 
     def __init__(
         self, read: Callable[[Position | None], Iterator[tuple[Position | None, Any]]], size: Callable[[Any], int],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats.bucket_output import Cursor, compare_plans, parts_behind, plan_of
+from forebay.formats.bucket_sink import Cursor, compare_plans, parts_behind, plan_of
 from forebay.formats.conversion import ConvertOptions, Position, TokenPart, TokenSource
 from forebay.formats.sources import open_source
 from forebay.formats.token_stream import build_stream, slices_of
