@@ -10,14 +10,12 @@ writing and one of verifying; its memory is that of a piece and, for formats wit
 """
 
 import errno
-import hashlib
 import os
 import re
 import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +34,9 @@ from forebay.formats.conversion import (
 from forebay.formats.detect import format_of_suffix
 from forebay.formats.sources import naming_source, needs_table, open_source, open_tokens, table_of_tokens, verify_table
 from forebay.formats.token_stream import TokenDigest, build_stream
-from forebay.storage.base import BUCKET_SCHEMES
 from forebay.storage.locks import try_acquire
 from forebay.storage.remote_path import is_url, url_name
-from forebay.storage.targets import BucketTarget
+from forebay.storage.store import BucketStore, is_bucket
 
 
 def written_formats() -> tuple[str, ...]:
@@ -101,21 +98,14 @@ def convert(
     with naming_source(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
         check_output(path, target, to, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
-        if isinstance(source, TokenSource) and needs_table(to, options):
-            written = _write_as_table(source, staged, to, options)
-        elif isinstance(source, TokenSource):
+        if isinstance(source, TokenSource) and not needs_table(to, options):
             needed = (source.num_tokens or 0) * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
             if needed > (free := shutil.disk_usage(target.parent).free):
                 raise UsageError(
                     f"{target.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
                     "Free some space, or choose another directory."
                 )
-            _refuse_compression(to, options)
-            written = get_format(to).write_tokens(source, staged, options)
-            _verify_tokens(staged, written, options, options.dtype or source.dtype)
-        else:
-            written = get_format(to).write_rows(source, staged, options)
-            verify_table(staged, written, options)
+        written = _write(source, staged, to, options)
         for file in [staged, *staged.rglob("*")]:
             sync_file(file)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
@@ -131,17 +121,27 @@ def _noting_columns(report: ConversionReport, source: TokenSource | TableSource)
     return replace(report, written=replace(report.written, notes=notes))
 
 
-def _refuse_compression(to: str, options: ConvertOptions) -> None:
-    if options.compress:
-        raise UsageError(f"--set compress: expected it for a table, got tokens, to write {to}. Leave it out.")
+def _write(source: TokenSource | TableSource, staged: Path, to: str, options: ConvertOptions) -> Written:
+    """Write a source, and compare what was written; a sink elsewhere has compared each file."""
+    if isinstance(source, TokenSource) and needs_table(to, options):
+        return _write_as_table(source, staged, to, options)
+    if isinstance(source, TokenSource):
+        if options.compress:
+            raise UsageError(f"--set compress: expected it for a table, got tokens, to write {to}. Leave it out.")
+        written = get_format(to).write_tokens(source, staged, options)
+        if not options.sink.is_remote:
+            _verify_tokens(staged, written, options, options.dtype or source.dtype)
+        return written
+    written = get_format(to).write_rows(source, staged, options)
+    if not options.sink.is_remote:
+        verify_table(staged, written, options)
+    return written
 
 
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
     stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
-    written = get_format(to).write_rows(table, staged, options)
-    if not options.sink.is_remote:
-        verify_table(staged, written, options)
+    written = _write(table, staged, to, options)
     notes = (*written.notes, *stream.notes)
     return replace(written, num_tokens=stream.digest.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
 
@@ -164,7 +164,7 @@ def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtyp
 def check_output(path: object, out: str | Path, to: str, force: bool) -> None:
     """Raise UsageError unless `out` may be written: free, or to be replaced, and not what is converted."""
     if is_url(out):
-        if str(out).partition("://")[0] not in BUCKET_SCHEMES:
+        if not is_bucket(out):
             raise UsageError(f"convert: expected a path, s3://, r2://, gs:// or az:// to write to, got {out}.")
         if force:
             raise UsageError(f"{out}: expected --overwrite for a path alone, got a bucket. Delete what is there first.")
@@ -237,38 +237,29 @@ def _convert_to_bucket(
     source: TokenSource | TableSource, url: str, to: str, options: ConvertOptions
 ) -> ConversionReport:
     is_table = isinstance(source, TokenSource) and needs_table(to, options)
-    temporary = Path(tempfile.gettempdir()) / f"forebay-convert-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
-    with closing(BucketTarget(url, temporary)) as target:
-        staged = temporary / "output"
-        shutil.rmtree(staged, ignore_errors=True)
-        if (free := shutil.disk_usage(temporary).free) < 2 * options.slice_bytes:
-            raise _no_space(temporary, options, f"{free} free")
-        own_name = source.metadata.get("name") if isinstance(source, TokenSource) else ""
-        options = replace(options, name=options.name or str(own_name or "") or url_name(target.url))
-        sink = BucketSink(target, plan_of(source, to, options), options)
-        source = source if is_table else sink.resume(source, to)
-        options = replace(options, sink=sink)
+    store = BucketStore(url)
+    own_name = source.metadata.get("name") if isinstance(source, TokenSource) else ""
+    options = replace(options, name=options.name or str(own_name or "") or url_name(store.url))
+    folder = store.directory("")
+    with _stage(folder / "convert") as stage:
+        if (free := shutil.disk_usage(folder).free) < 2 * options.slice_bytes:
+            raise _no_space(folder, options, f"{free} free")
+        sink = BucketSink(store, plan_of(source, to, options), options)
         try:
-            if isinstance(source, TokenSource) and not is_table:
-                _refuse_compression(to, options)
-                written = get_format(to).write_tokens(source, staged, options)
-            elif isinstance(source, TokenSource):
-                written = _write_as_table(source, staged, to, options)
-            else:
-                written = get_format(to).write_rows(source, staged, options)
-            num_bytes, id = sink.finish(staged, written)
+            source = source if is_table else sink.resume(source, to)
+            written = _write(source, stage / "output", to, replace(options, sink=sink))
+            num_bytes, id = sink.finish(stage / "output", written)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise _no_space(temporary, options, error.strerror or str(error)) from error
+            raise _no_space(folder, options, error.strerror or str(error)) from error
         finally:
             sink.close()
-            shutil.rmtree(staged, ignore_errors=True)
     return ConversionReport(source.format, to, url, replace(written, digest=""), num_bytes, id)
 
 
-def _no_space(temporary: Path, options: ConvertOptions, got: str) -> UsageError:
+def _no_space(folder: Path, options: ConvertOptions, got: str) -> UsageError:
     return UsageError(
-        f"{temporary.parent}: expected space for two files of --slice-bytes, {2 * options.slice_bytes} bytes, got "
+        f"{folder}: expected space for two files of --slice-bytes, {2 * options.slice_bytes} bytes, got "
         f"{got}. What is in the bucket stays: free some space, or set TMPDIR, and run it again."
     )

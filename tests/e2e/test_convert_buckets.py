@@ -279,6 +279,38 @@ def test_cut_connections_and_refusals(world: World) -> None:
     assert world.run("hf://datasets/me/vectors", "s3://mine/vectors", *words)["id"] == expected["id"]
 
 
+def test_a_busy_bucket_with_a_stale_listing(world: World) -> None:
+    """The requests that were refused are the only ones more."""
+    words = ("--to", "safetensors", "--set", "eos_id=7")
+    calm = world.run("hf://datasets/me/vectors", "s3://mine/calm", *words)
+    requests = sum(world.s3.requests.values())
+    world.s3.requests.clear()
+    world.s3.faults.busy, world.s3.faults.stale = 0.1, 60.0
+    assert world.run("hf://datasets/me/vectors", "s3://mine/vectors", *words)["id"] == calm["id"]
+    assert sum(world.s3.requests.values()) <= 1.5 * requests
+    world.s3.faults.busy = world.s3.faults.stale = 0.0
+    assert world.objects("vectors") == world.objects("calm")
+
+
+def test_two_at_once_make_one_dataset(world: World) -> None:
+    words = ("hf://datasets/me/vectors", "s3://mine/vectors", "--to", "safetensors")
+    expected = world.local("vectors", "--to", "safetensors")
+    processes = []
+    for name in ("tmp", "work"):  # As two machines.
+        world.environment["TMPDIR"] = str(world.folder / name)
+        processes.append(world.start(*words))
+    outputs = [process.communicate() for process in processes]
+    assert 0 in [process.returncode for process in processes]
+    assert not any("Traceback" in err for _, err in outputs)
+    assert {json.loads(out)["id"] for (out, _), process in zip(outputs, processes) if not process.returncode} == {
+        expected["id"]
+    }
+    local = world.folder / "local/vectors"
+    assert {name: data for name, data in world.objects("vectors").items() if not name.startswith(".converting")} == {
+        path.relative_to(local).as_posix(): path.read_bytes() for path in local.rglob("*") if path.is_file()
+    }
+
+
 def test_a_corrupted_read_back_is_an_error_and_nothing_is_recorded(world: World) -> None:
     words = ("--to", "safetensors")
     world.s3.faults.corrupt, world.s3.faults.corrupt_name = 1.0, "slices/"
@@ -341,7 +373,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(world: World) -> None:
         process = world.start(*words)
         with (disk / "fill").open("wb", buffering=0) as file:  # Another program takes the space.
             deadline = time.monotonic() + scaled(60)
-            while not list(disk.glob("forebay-convert-*/output/slices")) and time.monotonic() < deadline:
+            while not list(disk.glob("forebay-*/*/.convert.converting/output/slices")) and time.monotonic() < deadline:
                 time.sleep(0.005)
             try:
                 while True:

@@ -5,7 +5,6 @@ OutputFile, the hashes of its chunks, and from where the source is read to go on
 object a file, read by its number, so a stale listing does no harm. All are deleted when the output is complete.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,9 +32,9 @@ from forebay.formats.conversion import (
 )
 from forebay.formats.sources import verify_table
 from forebay.formats.tables import contains, is_bytes
-from forebay.storage.origins import object_state
+from forebay.storage.origins import object_state, open_origin
 from forebay.storage.remote_path import RemotePath
-from forebay.storage.targets import BucketTarget
+from forebay.storage.store import BucketStore
 
 _RECORDS = ".converting"
 _PLAN_FILE = f"{_RECORDS}/plan.json"
@@ -78,23 +77,22 @@ class BucketSink(FileSink):
 
     is_remote: ClassVar[bool] = True
 
-    def __init__(self, target: BucketTarget, plan: dict[str, Any], options: ConvertOptions) -> None:
+    def __init__(self, store: BucketStore, plan: dict[str, Any], options: ConvertOptions) -> None:
         super().__init__()
-        self._target, self._chunk_bytes = target, chunk_size(options.slice_bytes)
+        self._store, self._origin = store, open_origin(store.address)
+        self._chunk_bytes = chunk_size(options.slice_bytes)
         self._pool = ThreadPoolExecutor(_NUM_READERS)
         self._upload: Future[None] | None = None
         self._records: list[tuple[OutputFile, tuple[int, Position] | None]] = []
         self._num_files = self._count = self._num_bytes = 0
         self._cursor: Cursor | None = None
-        stored = target.load(_PLAN_FILE)
-        if stored is None:
-            if not target.is_empty():
+        if not store.exists(_PLAN_FILE):
+            if store.sizes():
                 raise UsageError(
-                    f"{target.url}: expected no objects, got some that no conversion left. Choose another prefix."
+                    f"{store.url}: expected no objects, got some that no conversion left. Choose another prefix."
                 )
-            self._put(_PLAN_FILE, orjson.dumps(plan))
-            return
-        compare_plans(target.url, orjson.loads(stored), plan)
+            store.create(_PLAN_FILE, orjson.dumps(plan))  # Or another run does: theirs is compared.
+        compare_plans(store.url, orjson.loads(store.read(_PLAN_FILE)), plan)
         while (batch := [*self._pool.map(self._load, range(len(self._records), len(self._records) + _NUM_READERS))])[0]:
             self._records += [record for record in takewhile(lambda record: record is not None, batch) if record]
 
@@ -128,7 +126,7 @@ class BucketSink(FileSink):
         self._count, self._num_bytes = self._count + file.count, self._num_bytes + file.num_bytes
         mark = self._cursor.mark(self._count) if self._cursor is not None else None
         self._join()
-        self._upload = self._pool.submit(self._store, self._num_files, file, path, mark)
+        self._upload = self._pool.submit(self._put, self._num_files, file, path, mark)
         self._num_files += 1
         return replace(file, leaves=b"")
 
@@ -136,23 +134,24 @@ class BucketSink(FileSink):
         """As of FileSink, from the records."""
         self._join()
         for index in range(len(files)):
-            data = self._target.load(_record_name(index))
-            if data is None:
+            try:
+                data = self._store.read(_record_name(index))
+            except FileNotFoundError as error:
                 raise UsageError(
-                    f"{self._target.url}: expected the record of file {index}, got none: another conversion to it "
+                    f"{self._store.url}: expected the record of file {index}, got none: another conversion to it "
                     "ended. See whether it is complete: forebay verify."
-                )
+                ) from error
             yield data[8 + int.from_bytes(data[:8], "little") :]
 
     def write(self, path: Path, data: Iterable[bytes]) -> None:
-        """As of FileSink, without a file on disk."""
+        """As of FileSink."""
 
         def pieces() -> Iterator[bytes]:
             for piece in data:
                 self._num_bytes += len(piece)
                 yield piece
 
-        self._target.write_all(path.name, pieces())
+        self._store.write(path.name, pieces())
 
     def finish(self, staged: Path, written: Written) -> tuple[int, str]:
         """Upload the remaining files, the manifest last; return the bytes of all, and the id of a dataset."""
@@ -161,11 +160,11 @@ class BucketSink(FileSink):
         for name in map(str, written.files):
             if (staged / name).is_file():
                 manifest = (staged / name).read_bytes()
-                self._put(name, manifest)
+                self._store.write(name, manifest)
                 self._num_bytes += len(manifest)
         is_dataset = MANIFEST_FILE in map(str, written.files)
         # The last first: what a kill leaves can still be gone on with.
-        self._target.delete([*map(_record_name, reversed(range(self._num_files))), _PLAN_FILE])
+        self._store.remove([*map(_record_name, reversed(range(self._num_files))), _PLAN_FILE])
         return self._num_bytes, dataset_id(manifest) if is_dataset else ""
 
     def close(self) -> None:
@@ -177,31 +176,28 @@ class BucketSink(FileSink):
             self._upload.result()
         self._upload = None
 
-    def _store(self, index: int, file: OutputFile, path: Path, mark: tuple[int, Position] | None) -> None:
+    def _put(self, index: int, file: OutputFile, path: Path, mark: tuple[int, Position] | None) -> None:
         if index < len(self._records):
             if self._records[index][0] != replace(file, leaves=b""):
                 raise DatasetError(
-                    f"{self._target.url}/{file.name}: expected the bytes that an earlier run wrote, got others. Its "
+                    f"{self._store.url}/{file.name}: expected the bytes that an earlier run wrote, got others. Its "
                     "inputs or the program changed: choose another prefix."
                 )
             path.unlink()
             return
-        self._target.put_file(file.name, path, file.sha256)
+        self._store.put(file.name, path)
         chunk_bytes = self._chunk_bytes if file.leaves else 0
-        if state := object_state(self._target, file.name, file.num_bytes, file.sha256, chunk_bytes):
+        if state := object_state(self._origin, file.name, file.num_bytes, file.sha256, chunk_bytes):
             raise DatasetError(
-                f"{self._target.url}/{file.name}: expected what was uploaded, got it {state}. Run it again."
+                f"{self._store.url}/{file.name}: expected what was uploaded, got it {state}. Run it again."
             )
         header = orjson.dumps([asdict(replace(file, leaves=b"")) | {"leaves": ""}, mark])
-        self._put(_record_name(index), len(header).to_bytes(8, "little") + header + file.leaves)
-        path.unlink()
-
-    def _put(self, name: str, data: bytes) -> None:
-        self._target.write(name, data, hashlib.sha256(data).hexdigest())
+        self._store.create(_record_name(index), len(header).to_bytes(8, "little") + header + file.leaves)
 
     def _load(self, index: int) -> tuple[OutputFile, tuple[int, Position] | None] | None:
-        data = self._target.load_head(_record_name(index), _RECORD_BYTES)
-        if data is None:
+        try:
+            data = self._store.read_array(_record_name(index), np.uint8, _RECORD_BYTES).tobytes()
+        except FileNotFoundError:
             return None
         entry, mark = orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return OutputFile(**entry | {"leaves": b""}), None if mark is None else (int(mark[0]), mark[1])

@@ -1,4 +1,4 @@
-"""The target of a mirror or conversion: a directory, or a prefix of a bucket. A file with its final name is complete.
+"""The target of a mirror: a directory, or a prefix of a bucket. A file with its final name is complete.
 
 A file of a directory is renamed; an object of a bucket is visible after its last byte. An upload that a kill breaks off
 is never visible, but takes space until the bucket's lifecycle rule deletes it.
@@ -6,7 +6,7 @@ is never visible, but takes space until the bucket's lifecycle rule deletes it.
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -109,50 +109,11 @@ class BucketTarget(BucketOrigin):
         return self._temporary / f"{name.replace('/', '_')}.part"
 
     def commit(self, name: str, part: Path, sha256: str) -> None:
-        self.put_file(name, part, sha256)
+        self._put(name, part, part.stat().st_size, sha256)
         part.unlink()
-
-    def put_file(self, name: str, path: Path, sha256: str) -> None:
-        """Upload a file, which is kept."""
-        self._put(name, path, path.stat().st_size, sha256)
 
     def write(self, name: str, data: bytes, sha256: str) -> None:
         self._put(name, data, len(data), sha256)
-
-    def is_empty(self) -> bool:
-        """Return whether there is no object below the prefix."""
-
-        def list_first(obstore: Any, store: Any) -> bool:
-            listed = obstore.list(store, self._prefix.rstrip("/") or None, chunk_size=1)
-            return not next(iter(listed), [])
-
-        return self._call("", list_first) is not False
-
-    def load_head(self, name: str, num_bytes: int) -> bytes | None:
-        """Return the first bytes of an object, or all of a smaller one; None if it does not exist."""
-        options = {"range": (0, num_bytes)}
-        return self._call(
-            name, lambda obstore, store: bytes(obstore.get(store, self._prefix + name, options=options).bytes())
-        )
-
-    def write_all(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Write an object whose bytes come one after another, through a buffer of 32 MiB."""
-
-        def write(obstore: Any, store: Any) -> bool:
-            settings = {"buffer_size": _CHUNK_BYTES, "max_concurrency": _CONCURRENT_CHUNKS}
-            writer = obstore.open_writer(store, self._prefix + name, **settings)
-            for piece in pieces:
-                writer.write(piece)
-            writer.close()  # Only now: what was broken off is never visible.
-            return True
-
-        if self._call(name, write) is None:
-            raise self._unwritten(name)
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; those that do not exist count as deleted."""
-        if names:
-            self._call("", lambda obstore, store: obstore.delete(store, [self._prefix + name for name in names]))
 
     def free_bytes(self) -> None:
         """As of FolderTarget: unlimited."""
@@ -167,10 +128,7 @@ class BucketTarget(BucketOrigin):
         options = {"attributes": {_HASH_KEY: sha256}, "chunk_size": chunk, "max_concurrency": _CONCURRENT_CHUNKS}
         key = self._prefix + name
         if self._call(name, lambda obstore, store: obstore.put(store, key, content, **options)) is None:
-            raise self._unwritten(name)
-
-    def _unwritten(self, name: str) -> UsageError:
-        return UsageError(f"{self.url}/{name}: cannot be written. Check the bucket and the credentials.")
+            raise UsageError(f"{self.url}/{name}: cannot be written. Check the bucket and the credentials.")
 
     def _call(self, name: str, function: Callable[[Any, Any], _T]) -> _T | None:
         """Call a function of obstore, which retries transient faults; None if object or bucket do not exist."""
@@ -211,7 +169,7 @@ def _lock(folder: Path) -> Lock:
         folder.mkdir(parents=True, exist_ok=True)
         lock = try_acquire(folder / _LOCK_FILE)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error}. Choose another directory.") from error
+        raise UsageError(f"mirror: cannot write to {folder}: {error}. Choose another directory.") from error
     if lock is None:
-        raise UsageError(f"{folder}: expected no other mirror or conversion, got one that runs. Wait for it to end.")
+        raise UsageError(f"mirror: another mirror writes to {folder}. Wait for it to end.")
     return lock
