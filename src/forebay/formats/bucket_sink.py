@@ -91,7 +91,8 @@ class BucketSink(FileSink):
                 raise UsageError(
                     f"{store.url}: expected no objects, got some that no conversion left. Choose another prefix."
                 )
-            store.create(_PLAN_FILE, orjson.dumps(plan))  # Or another run does: theirs is compared.
+            if store.create(_PLAN_FILE, orjson.dumps(plan)):  # Else another run did.
+                return
         compare_plans(store.url, orjson.loads(store.read(_PLAN_FILE)), plan)
         while (batch := [*self._pool.map(self._load, range(len(self._records), len(self._records) + _NUM_READERS))])[0]:
             self._records += [record for record in takewhile(lambda record: record is not None, batch) if record]
