@@ -13,6 +13,7 @@ import pytest
 from forebay.cli import main
 from forebay.convert import convert
 from forebay.dataset.reader import open_dataset
+from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, UnknownDatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.detect import detect
@@ -101,6 +102,27 @@ def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path: P
     assert report.id == open_dataset(tmp_path / "d").id and report.written.num_documents == 900
     with pytest.raises(UsageError, match=r"at most 65535 to write uint16, got 70000"):
         convert("hf://datasets/me/mixed/more", tmp_path / "e", "safetensors", ConvertOptions(dtype="U16"))
+
+
+def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path: Path) -> None:
+    repo = write_repo(hub.directory / "datasets/me/archive")
+    np.savez(repo / "a.npz", x=np.arange(100.0))
+    with pytest.raises(UsageError, match=r"a.npz: expected a format that is read by ranges, .* Download it"):
+        convert("hf://datasets/me/archive", tmp_path / "x", "jsonl", ConvertOptions())
+    (repo / "a.npz").unlink()
+    np.save(repo / "a.npy", np.arange(60.0).reshape(20, 3))
+    convert("hf://datasets/me/archive", tmp_path / "rows.jsonl", "jsonl", ConvertOptions())
+    assert (tmp_path / "rows.jsonl").read_text().splitlines()[1] == '{"a":[3.0,4.0,5.0]}'
+    (repo / "a.npy").unlink()
+    write_rows_slice(repo / "a.safetensors", {"x": np.arange(10)})
+    with pytest.raises(UsageError, match=r"a.safetensors: expected a format that is read by ranges"):
+        convert("hf://datasets/me/archive", tmp_path / "x", "jsonl", ConvertOptions())
+    (repo / "a.safetensors").unlink()
+    (repo / "a.bin").write_bytes(TOKENS.tobytes())
+    with pytest.raises(DatasetError, match=r"expected a dataset, token files or a table, .* --set input_dtype=uint16"):
+        convert("hf://datasets/me/archive", tmp_path / "x", "safetensors", ConvertOptions())
+    convert("hf://datasets/me/archive", tmp_path / "x", "safetensors", ConvertOptions(input_dtype="uint16"))
+    assert open_dataset(tmp_path / "x").num_tokens == len(TOKENS)
 
 
 def test_a_file_of_a_web_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

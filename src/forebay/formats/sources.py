@@ -88,8 +88,8 @@ def _open_source(
         return table if as_rows else tokens_of_table(table, options)
     if problem is not None:
         raise problem
-    first = path.paths[0] if isinstance(path, _RemoteFolder) else Path(path)
-    detection = detect(first) if first.is_file() else None
+    shown = max(path.paths, key=lambda file: file.num_bytes) if isinstance(path, _RemoteFolder) else Path(path)
+    detection = detect(shown) if shown.is_file() else None
     got = (detection.format or detection.reason) if detection is not None else "nothing of these"
     raise DatasetError(
         f"{path}: expected a dataset, token files or a table, got {got}. Tokens without header need --set "
@@ -115,11 +115,14 @@ def _holds_more(table: TableSource, column: str | None) -> bool:
 def _try_tokens(
     path: str | Path | _RemoteFolder, options: ConvertOptions
 ) -> tuple[TokenSource | None, ForebayError | None]:
-    if isinstance(path, _RemoteFolder):
-        return _open_remote_tokens(path, options), None
     try:
-        return open_tokens(path, options), None
+        read = _open_remote_tokens(path, options) if isinstance(path, _RemoteFolder) else open_tokens(path, options)
+        return read, None
     except (DatasetError, UsageError) as error:
+        if isinstance(path, _RemoteFolder):
+            if any(file.name == MANIFEST_FILE or file.name.startswith(IDS_PREFIX) for file in path.paths):
+                raise
+            return None, error
         target = Path(path)
         if any((target if target.is_dir() else target.parent).glob(f"{IDS_PREFIX}*")):
             raise  # Tokens that contradict their sample ids are no table of numbers.
@@ -303,7 +306,10 @@ def open_table(path: str | Path | _RemoteFolder, options: ConvertOptions = _NO_O
     for name, files in groups.items():
         options.on_skipped(skipped)
         if name == Images.name:
-            return Images().open_rows(files, options, target if target.is_dir() else None)
+            folder = (
+                Path(url_name(path.url)) if isinstance(path, _RemoteFolder) else target if target.is_dir() else None
+            )
+            return replace(Images().open_rows(files, options, folder), files=files)
         return replace(get_format(name).open_rows(files, options), files=files)
     return None
 

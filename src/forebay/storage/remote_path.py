@@ -38,6 +38,12 @@ class RemotePath(PosixPath):
     def __str__(self) -> str:
         return self.url or super().__str__()
 
+    def __fspath__(self) -> str:
+        raise UsageError(
+            f"{self}: expected a format that is read by ranges, got one that needs the file on this machine. Download "
+            "it and name its path."
+        )
+
     def open(self, *args: Any, **options: Any) -> Any:
         """A buffered, seekable stream of its bytes. A read raises HubReadError if it changed or cannot be read."""
         from forebay.storage.remote_file import open_url
