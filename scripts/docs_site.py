@@ -222,7 +222,9 @@ def recipe() -> Iterator[str]:
 def convert() -> Iterator[str]:
     from forebay.formats.conversion import ConvertOptions
 
-    yield from _fields(ConvertOptions, without=("dtype", "seq_len", "slice_bytes", "name", "on_progress", "on_skipped"))
+    yield from _fields(
+        ConvertOptions, without=("dtype", "seq_len", "slice_bytes", "name", "on_progress", "on_skipped", "sink")
+    )
 
 
 def worker() -> Iterator[str]:

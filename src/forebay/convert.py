@@ -1,11 +1,15 @@
 """Converts one format to another: opens the source, writes it, reads the result again, compares, and renames it.
 
+To a bucket it goes file by file (`BucketSink`), so that at most two files of the output are on disk: one that is
+written and one that is uploaded. A run that was killed goes on behind the last file that it recorded.
+
 Hides that the output never exists half written: it is written in a directory beside it, `.<name>.converting`, under a
 lock; what a killed run left there is removed by the next. An output that is replaced is moved to `<name>.replaced-<id>`
 beside it, and back on failure; if a kill left only that, the next conversion restores it. A conversion is one pass of
 writing and one of verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -16,17 +20,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
 from forebay.formats.base import get_format, names_with
-from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.sources import naming_source, needs_table, open_source, open_table, open_tokens, table_of_tokens
-from forebay.formats.tables import TableDigest
+from forebay.formats.bucket_sink import BucketSink, plan_of
+from forebay.formats.conversion import (
+    ConvertOptions,
+    TableSource,
+    TokenSource,
+    Written,
+)
+from forebay.formats.detect import format_of_suffix
+from forebay.formats.sources import naming_source, needs_table, open_source, open_tokens, table_of_tokens, verify_table
 from forebay.formats.token_stream import TokenDigest, build_stream
 from forebay.storage.locks import try_acquire
+from forebay.storage.remote_path import is_url, url_name
+from forebay.storage.store import BucketStore, is_bucket
+
+_WITH_INDEX = ("litdata", "mds")  # Formats of several files that are written with one index of all.
 
 
 def written_formats() -> tuple[str, ...]:
@@ -40,15 +52,17 @@ class ConversionReport:
 
     source: str  # A format, as `to`.
     to: str
-    out: Path  # What was written.
+    out: Path | str  # What was written; of a bucket its URL.
     written: Written  # Its files and counts.
     num_bytes: int  # Of the files.
+    id: str = ""  # Of a dataset.
 
     def to_json(self) -> dict[str, Any]:
         """As the attributes say."""
         written, names = self.written, ("tokens", "documents", "rows")
         counts = {name: getattr(written, f"num_{name}") for name in names}
         result = {"source": self.source, "to": self.to, "out": str(self.out), "files": len(written.files)}
+        result |= {"id": self.id} if self.id else {}
         return {**result, "bytes": self.num_bytes, **counts, "digest": written.digest, "notes": list(written.notes)}
 
 
@@ -66,7 +80,8 @@ def convert(
     """Write what is at a path, or an open source, in another format; read it again, and compare every value.
 
     Args:
-        out: A path that is free; an empty directory counts as free.
+        path: A path or a URL: `hf://`, `s3://`, `gs://`, `az://`, or `http(s)://` of one file, read by ranges.
+        out: A path that is free; an empty directory counts as free. Or a URL of a bucket, which has no `digest`.
         to: One of `written_formats()`.
         force: Overwrite `out` after a successful conversion.
 
@@ -76,48 +91,62 @@ def convert(
         OSError: If it cannot be written.
     """
     to = format_named(to)
-    target = Path(out)
+    check_output(path, out, to, force)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
-    check_output(path, target, force)
+    if is_url(out):
+        with naming_source(path if isinstance(path, (str, Path)) else source.format):
+            return _noting_columns(_convert_to_bucket(source, str(out), to, options), source)
+    target = Path(out)
     with naming_source(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
-        check_output(path, target, force)  # Again: what a killed run moved away may be back.
+        check_output(path, target, to, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
-        if isinstance(source, TokenSource) and needs_table(to, options):
-            written = _write_as_table(source, staged, to, options)
-        elif isinstance(source, TokenSource):
-            needed = source.num_tokens * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
+        if isinstance(source, TokenSource) and not needs_table(to, options):
+            needed = (source.num_tokens or 0) * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
             if needed > (free := shutil.disk_usage(target.parent).free):
                 raise UsageError(
                     f"{target.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
                     "Free some space, or choose another directory."
                 )
-            if options.compress and options.compress not in (codecs := get_format(to).token_codecs):
-                expected = f"one of {', '.join(codecs)}" if codecs else "it for a table"
-                raise UsageError(
-                    f"--set compress: expected {expected}, got {options.compress} for tokens to write {to}."
-                )
-            written = get_format(to).write_tokens(source, staged, options)
-            _verify_tokens(staged, written, options, options.dtype or source.dtype)
-        else:
-            written = get_format(to).write_rows(source, staged, options)
-            verify_table(source, staged, written, options)
+        written = _write(source, staged, to, options)
         for file in [staged, *staged.rglob("*")]:
             sync_file(file)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
+        manifest = staged / MANIFEST_FILE
+        id = dataset_id(manifest.read_bytes()) if manifest.is_file() else ""
         _commit(staged, target)
+    return _noting_columns(ConversionReport(source.format, to, target, written, num_bytes, id), source)
+
+
+def _noting_columns(report: ConversionReport, source: TokenSource | TableSource) -> ConversionReport:
     left_out = source.metadata.get("left_out", ()) if isinstance(source, TokenSource) else ()
-    if left_out:
-        written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
-    return ConversionReport(source.format, to, target, written, num_bytes)
+    notes = (*report.written.notes, *([f"columns left out: {', '.join(left_out)}"] if left_out else []))
+    return replace(report, written=replace(report.written, notes=notes))
+
+
+def _write(source: TokenSource | TableSource, staged: Path, to: str, options: ConvertOptions) -> Written:
+    """Write a source, and compare what was written; a sink elsewhere has compared each file."""
+    if isinstance(source, TokenSource) and needs_table(to, options):
+        return _write_as_table(source, staged, to, options)
+    if isinstance(source, TokenSource):
+        if options.compress and options.compress not in (codecs := get_format(to).token_codecs):
+            expected = f"one of {', '.join(codecs)}" if codecs else "it for a table"
+            raise UsageError(f"--set compress: expected {expected}, got {options.compress} for tokens to write {to}.")
+        written = get_format(to).write_tokens(source, staged, options)
+        if not options.sink.is_remote:
+            _verify_tokens(staged, written, options, options.dtype or source.dtype)
+        return written
+    written = get_format(to).write_rows(source, staged, options)
+    if not options.sink.is_remote:
+        verify_table(staged, written, options)
+    return written
 
 
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
     stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
-    written = get_format(to).write_rows(table, staged, options)
-    verify_table(table, staged, written, options)
+    written = _write(table, staged, to, options)
     notes = (*written.notes, *stream.notes)
-    return replace(written, num_tokens=stream.source.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
+    return replace(written, num_tokens=stream.digest.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
 
 
 def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtype: str) -> None:
@@ -135,28 +164,21 @@ def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtyp
         )
 
 
-def verify_table(source: TableSource, out: Path, written: Written, options: ConvertOptions | None = None) -> None:
-    """Read the output again and compare the number of rows and every value of every column."""
-    options, output = options or ConvertOptions(), open_table(out)
-    if output is None and written.num_rows:
-        raise DatasetError(f"{out.name}: expected a table, got none. Nothing was written. Check the disk.")
-    digest = TableDigest()
-    for batch in output.batches() if output is not None else ():
-        digest.add(batch)
-        options.on_progress(batch.num_rows)
-    expected: dict[str, str] = orjson.loads(written.digest)
-    got = digest.columns()
-    differing = sorted(name for name in expected if got.get(name) != expected[name])
-    if digest.num_rows != written.num_rows or differing:
-        raise DatasetError(
-            f"{out.name}: expected {written.num_rows} rows as they were written, got {digest.num_rows}, with other "
-            f"values in {', '.join(differing)[:300] or 'no column'}, when reading them again. Nothing was written. "
-            "Write --to another format, or check the disk."
-        )
-
-
-def check_output(path: object, out: Path, force: bool) -> None:
+def check_output(path: object, out: str | Path, to: str, force: bool) -> None:
     """Raise UsageError unless `out` may be written: free, or to be replaced, and not what is converted."""
+    if is_url(out):
+        if not is_bucket(out):
+            raise UsageError(f"convert: expected a path, s3://, r2://, gs:// or az:// to write to, got {out}.")
+        if force:
+            raise UsageError(f"{out}: expected --overwrite for a path alone, got a bucket. Delete what is there first.")
+        several = [name for name in sorted(names_with("write_rows")) if name not in _WITH_INDEX]
+        if to not in several or format_of_suffix(url_name(str(out))):
+            raise UsageError(
+                f"{out}: expected a format in several files ({', '.join(several)}) below a prefix that is no file's name, got "
+                f"{to}. Choose one, or write to a directory."
+            )
+        return
+    out = Path(out)
     if isinstance(path, (str, Path)) and "://" not in str(path):
         source, target = Path(path).resolve(), out.resolve()
         if target == source or target in source.parents:
@@ -212,3 +234,35 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def _convert_to_bucket(
+    source: TokenSource | TableSource, url: str, to: str, options: ConvertOptions
+) -> ConversionReport:
+    is_table = isinstance(source, TokenSource) and needs_table(to, options)
+    store = BucketStore(url)
+    own_name = source.metadata.get("name") if isinstance(source, TokenSource) else ""
+    options = replace(options, name=options.name or str(own_name or "") or url_name(store.url))
+    folder = store.directory("")
+    with _stage(folder / "convert") as stage:
+        if (free := shutil.disk_usage(folder).free) < 2 * options.slice_bytes:
+            raise _no_space(folder, options, f"{free} free")
+        sink = BucketSink(store, plan_of(source, to, options), options)
+        try:
+            source = source if is_table else sink.resume(source, to)
+            written = _write(source, stage / "output", to, replace(options, sink=sink))
+            num_bytes, id = sink.finish(stage / "output", written)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _no_space(folder, options, error.strerror or str(error)) from error
+        finally:
+            sink.close()
+    return ConversionReport(source.format, to, url, replace(written, digest=""), num_bytes, id)
+
+
+def _no_space(folder: Path, options: ConvertOptions, got: str) -> UsageError:
+    return UsageError(
+        f"{folder}: expected space for two files of --slice-bytes, {2 * options.slice_bytes} bytes, got "
+        f"{got}. What is in the bucket stays: free some space, or set TMPDIR, and run it again."
+    )

@@ -5,8 +5,9 @@ verified before they get their final names. Existing slices are hashed (in a buc
 and skipped; one that a kill broke off resumes with its complete pieces. A mirror may join the swarm and serve its
 slices meanwhile. Of an existing shard every sample is compared with its id; in a bucket its size counts.
 
-Disk: the slices being downloaded (four and 1 GiB at most, or one larger) or one shard, beside the target or in a
-temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload to a bucket.
+Disk: the slices being downloaded (four and 1 GiB at most, or one larger; to a bucket two) or one shard, beside the
+target or in a temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload to a
+bucket.
 """
 
 import contextlib
@@ -37,9 +38,10 @@ from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import RemoteDataset, open_origin
 from forebay.storage.ranged_download import Workers
 from forebay.storage.targets import FolderTarget, Target
-from forebay.storage.transfers import FileTransfer, Transfer
+from forebay.storage.transfers import FileTransfer, Transfer, map_path_of
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
+_MAX_BUCKET_SLICES = 2  # One is downloaded while another is uploaded; four were as fast.
 _MAX_SWARM_SLICES = 1024  # requested from the trackers at once
 _POLL_S = 0.1
 _IDLE_S = 5.0  # a mirror that served nothing for so long ends
@@ -94,7 +96,8 @@ def mirror(
             fetch: Fetch = lambda row, part: FileTransfer(  # noqa: E731
                 fetcher, row, part, [dataset.origin], read_leaves=lambda: dataset.leaves(row.index)
             ).start()
-            _copy_slices(target, absent, fetch, lambda row: None, _MAX_SLICES, _MAX_BYTES, on_progress)
+            max_slices = _MAX_SLICES if isinstance(target, FolderTarget) else _MAX_BUCKET_SLICES
+            _copy_slices(target, absent, fetch, lambda row: None, max_slices, _MAX_BYTES, on_progress)
 
     return _mirror(dataset, target, start, stop, on_progress, copy, {})
 
@@ -159,6 +162,9 @@ def _mirror(
     skipped: list[SliceInfo] = []
     for row, is_present in _check_slices(target, map(dataset.table.row, range(start, stop)), verify=True):
         (skipped if is_present else absent).append(row)
+        if is_present:  # A kill between an upload and the deletion leaves its part.
+            for part in (target.part_path(row.name), map_path_of(target.part_path(row.name))):
+                part.unlink(missing_ok=True)
         on_progress(row.bytes if is_present else 0)
     if (free := target.free_bytes()) is not None:
         parts = [target.part_path(row.name) for row in absent]

@@ -106,6 +106,7 @@ def crawling(page: Page, made: Corpora) -> None:
 
 def rows(page: Page, made: Corpora) -> None:
     corpora.write_rows(page.directory)
+    page.environment |= made.s3_environment | made.hub_environment
 
 
 def formats(page: Page, made: Corpora) -> None:

@@ -267,5 +267,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "what").write_bytes(b"\x00\x01\x02 nothing known")
     assert main(["convert", str(tmp_path / "what"), str(tmp_path / "x"), "--to", "bin"]) == 1
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "bin"]) == 1
-    assert main(["convert", "s3://bucket/data", str(tmp_path / "x"), "--to", "bin"]) == 2
-    assert "forebay mirror s3://bucket/data DIR" in capsys.readouterr().err
+    assert main(["convert", "ftp://host/data", str(tmp_path / "x"), "--to", "bin"]) == 1
+    assert "expected a URL of http, https" in capsys.readouterr().err
+    assert main(["convert", str(GOLDEN / "arrow"), "s3://bucket/data", "--to", "bin"]) == 2
+    assert "expected a format in several files" in capsys.readouterr().err
+    assert main(["convert", str(GOLDEN / "arrow"), "https://host/data", "--to", "safetensors"]) == 2
+    assert main(["convert", str(GOLDEN / "arrow"), "s3://bucket/data", "--to", "safetensors", "--overwrite"]) == 2

@@ -32,8 +32,8 @@ def _convert(args: argparse.Namespace) -> None:
     options = _convert_options(args)
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
-    check_output(args.source, args.out, args.overwrite)
     to = format_named(args.to)
+    check_output(args.source, args.out, to, args.overwrite)
     skipped: list[Skipped] = []
     options = replace(options, on_skipped=skipped.extend)
     source = open_source(args.source, options, to)
@@ -47,7 +47,7 @@ def _convert(args: argparse.Namespace) -> None:
         show(report.to_json() | {"skipped": count_reasons(skipped)}, True)
     else:
         omitted = ("notes", "documents", "digest") if unit == "rows" else ("notes",)
-        show({key: x for key, x in report.to_json().items() if x is not None and key not in omitted}, False)
+        show({key: x for key, x in report.to_json().items() if x not in (None, "") and key not in omitted}, False)
     for text in report.written.notes:
         print(f"note: {text}", file=sys.stderr)
 
@@ -56,7 +56,7 @@ def _convert_options(args: argparse.Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
     settings = parse_settings(args.set)
-    names = {field.name for field in fields(ConvertOptions)} - {"dtype", "on_progress", "on_skipped"}
+    names = {field.name for field in fields(ConvertOptions)} - {"dtype", "on_progress", "on_skipped", "sink"}
     if unknown := sorted(settings.keys() - names):
         raise UsageError(f"convert: --set: expected one of {', '.join(sorted(names))}, got {unknown[0]!r}.")
     if "resize" in settings:
@@ -160,8 +160,10 @@ def _mirror(args: argparse.Namespace) -> None:
 
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
-    p.add("source", metavar="SRC", help="file, directory, or pattern in quotes")
-    p.add("out", metavar="OUT", type=Path, help="file or directory to write")
+    p.add(
+        "source", metavar="SRC", help="file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://"
+    )
+    p.add("out", metavar="OUT", help="file or directory to write, or s3://, r2://, gs:// or az:// and a prefix")
     p.add("--to", metavar="FORMAT", help="forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)")
     p.add("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
     p.add("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")

@@ -83,7 +83,7 @@ def open_slice(path: Path | str) -> Slice:
     Raises:
         DatasetError: If the file is missing or not valid SafeTensors.
     """
-    path = Path(path)
+    path = Path(os.fspath(path))  # A path of a file elsewhere refuses.
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

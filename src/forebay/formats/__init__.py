@@ -5,7 +5,7 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from forebay.formats.vectors import (
     ids_of,
 )
 
-__all__ = ["ExternalDataset", "dataset_format", "open_external"]
+__all__ = ["ExternalDataset", "dataset_format", "open_external", "open_token_files"]
 
 _MAX_SNIFFED = 1000  # Files of a directory that are examined before it counts as unknown.
 
@@ -55,7 +55,7 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
     """
     path = Path(path)
     if re.search(r"[*?\[]", path.name) and not path.exists():
-        return _open_files(path.parent, sorted(p for p in path.parent.glob(path.name) if p.is_file()), dtype)
+        return open_token_files(path.parent, sorted(p for p in path.parent.glob(path.name) if p.is_file()), dtype)
     if not path.is_dir():
         check_no_chunks(path.parent)
     pair = None if path.is_dir() else pair_of(path)
@@ -77,10 +77,11 @@ def _open_directory(path: Path, dtype: Any) -> ExternalDataset | None:
     pairs = [pair for file in files if is_index(file) and (pair := pair_of(file))]
     if pairs:
         return MegatronDataset(path, pairs)
-    return _open_files(path, [file for file in files if file.parent == path], dtype)
+    return open_token_files(path, [file for file in files if file.parent == path], dtype)
 
 
-def _open_files(folder: Path, files: list[Path], dtype: Any) -> ExternalDataset | None:
+def open_token_files(folder: Path, files: Sequence[Path], dtype: Any = None) -> ExternalDataset | None:
+    """Open those of the files of a folder that hold a vector of tokens each; None if none does. Errors as above."""
     tokens = [file for file in files if not file.name.startswith(IDS_PREFIX)]
     chosen = [file for file in tokens if has_header(file) or ids_of(file) is not None]
     if dtype is not None:

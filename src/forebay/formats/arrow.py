@@ -43,10 +43,10 @@ class Arrow(ColumnFormat):
     def num_groups(self, reader: Any) -> int:
         return int(getattr(reader, "num_record_batches", 0))  # A stream does not say.
 
-    def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
+    def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
         if isinstance(reader, pa.ipc.RecordBatchFileReader):
-            return (reader.get_batch(index) for index in range(reader.num_record_batches))
-        return iter(reader)
+            return ((index, reader.get_batch(index)) for index in range(first, reader.num_record_batches))
+        return ((-1 if index else 0, batch) for index, batch in enumerate(reader))
 
     def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
         """Of a stream, which is read from its beginning, no row begins a group."""

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +18,12 @@ import pyarrow.compute
 
 from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
-from forebay.formats.conversion import ConvertOptions, TableSource
+from forebay.formats.conversion import ConvertOptions, Position, TableSource
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.inputs import ALL_FIELDS, SPLIT_BYTES, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, keys_of, to_record
 from forebay.formats.report import Report
-from forebay.formats.tables import contains, is_list, rows_at_once, tensor_shape
+from forebay.formats.tables import contains, input_of, is_list, rows_at_once, tensor_shape
 
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, CorruptInputError)
 """What pyarrow raises for damaged files."""
@@ -44,16 +45,16 @@ class ColumnFormat(Format):
         """Yield the rows of a split, each with the number of its group if it is its first, else -1; or damage."""
 
     @abstractmethod
-    def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
-        """Yield all batches of a file."""
+    def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yield the batches of a file from group `first` on, each with the number of the group that it begins or -1."""
 
     @abstractmethod
     def num_groups(self, reader: Any) -> int:
         """Return the number of groups; 0 if only reading tells."""
 
     def open_path(self, path: Path) -> AbstractContextManager[Any]:
-        """Open pyarrow's reader of a local file, all groups of which are validated."""
-        file = InputFile(str(path), path.name, self.name, "", path.stat().st_size, "")
+        """Open pyarrow's reader of a file, all groups of which are validated."""
+        file = input_of(path, self.name)
         return self.open_file(file, ReadOptions(), InputSplit((file,)))
 
     def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
@@ -95,7 +96,8 @@ class ColumnFormat(Format):
             except READ_ERRORS as error:
                 raise damaged_table(path, self.title, error) from error
         schema = common_schema(paths, schemas)
-        return TableSource(self.name, schema, None, lambda: self._read_batches(paths, schema))
+        read = partial(self._read_batches, paths, schema)
+        return TableSource(self.name, schema, None, lambda: (batch for _, batch in read(None)), batches_from=read)
 
     def check(self, path: Path, report: Report) -> None:
         """Read every batch, or as many as the options allow."""
@@ -104,7 +106,7 @@ class ColumnFormat(Format):
             with self.open_path(path) as reader:
                 schema = _schema_of(reader)
                 report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
-                for batch in self.batches(reader):
+                for _, batch in self.batches(reader):
                     batch.validate(full=True)
                     _check_tokens(report, batch, num_rows)
                     num_rows += batch.num_rows
@@ -116,15 +118,20 @@ class ColumnFormat(Format):
             report.add_finding("damaged", f"row {num_rows} or after", evidence)
         report.add_count("rows", num_rows)
 
-    def _read_batches(self, paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for path in paths:
+    def _read_batches(
+        self, paths: Sequence[Path], schema: pa.Schema, position: Position | None
+    ) -> Iterator[tuple[Position | None, pa.RecordBatch]]:
+        """A position is the number of a file and of a group in it."""
+        first_file, first = position or (0, 0)
+        for number, path in enumerate(paths[first_file:], first_file):
             try:
                 with self.open_path(path) as reader:
-                    for batch in self.batches(reader):
+                    for group, batch in self.batches(reader, first if number == first_file else 0):
                         batch.validate(full=True)  # A damaged file's offsets could point anywhere.
                         step = rows_at_once(batch.nbytes / max(1, batch.num_rows))
                         for start in range(0, batch.num_rows, step):
-                            yield pa.RecordBatch.from_arrays(batch.slice(start, step).columns, schema=schema)
+                            rows = pa.RecordBatch.from_arrays(batch.slice(start, step).columns, schema=schema)
+                            yield ([number, group] if group >= 0 and not start else None), rows
             except READ_ERRORS as error:
                 raise damaged_table(path, self.title, error) from error
 

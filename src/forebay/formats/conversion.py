@@ -1,25 +1,29 @@
 """What formats exchange: streams of tokens, tables, the options of a conversion, and the result of writing.
 
 A source is read from the start by each call of `parts` or `batches`, in bounded memory: a part holds at most some 16 Mi
-tokens or is a view of a memory map.
+tokens or is a view of a memory map. Where it can also be read from a position inside, a conversion to a bucket that was
+killed goes on there: its `FileSink` has what was committed before.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset
+from forebay.files import atomic_write
 from forebay.storage.listing import Skipped, describe_skipped
 
 U64 = NDArray[np.uint64]
+Position: TypeAlias = list[int]
+"""Where in its files a source may be read from: numbers whose meaning its format knows."""
 _log = logging.getLogger("forebay.convert")
 
 
@@ -49,20 +53,24 @@ class TokenSource:
     Attributes:
         format: Its format's name.
         dtype: `U16` or `U32`.
-        num_tokens: In all parts.
-        num_documents: Documents that end in it; 0 where the format does not tell.
+        num_tokens: In all parts; None where only reading tells.
+        num_documents: Documents that end in it; 0 where the format does not tell; None where only reading tells.
         parts: Reads the stream, in order; raises DatasetError where it is damaged.
         metadata: `tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table.
         dataset: The open dataset that the tokens are of, if any.
+        parts_from: Yields each part with its position, None where reading cannot begin; from a position, or the start.
+        files: Paths or URLs that it reads.
     """
 
     format: str
     dtype: str
-    num_tokens: int
-    num_documents: int
+    num_tokens: int | None
+    num_documents: int | None
     parts: Callable[[], Iterator[TokenPart]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dataset: Dataset | None = None
+    parts_from: Callable[[Position | None], Iterator[tuple[Position | None, TokenPart]]] | None = None
+    files: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class TableSource:
         num_rows: None where only reading tells.
         batches: Reads the rows, in order; raises DatasetError where they are damaged.
         metadata: `classes`, the names behind integer labels.
+        batches_from, files: As `parts_from` and `files` of TokenSource.
     """
 
     format: str
@@ -84,6 +93,8 @@ class TableSource:
     num_rows: int | None
     batches: Callable[[], Iterator[pa.RecordBatch]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    batches_from: Callable[[Position | None], Iterator[tuple[Position | None, pa.RecordBatch]]] | None = None
+    files: Sequence[Path] = ()
 
     def with_columns(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
         """Return the table with other columns, made of each batch's."""
@@ -92,6 +103,56 @@ class TableSource:
             return (pa.record_batch(columns(batch), schema=schema) for batch in self.batches())
 
         return replace(self, schema=schema, batches=read)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A complete file of an output that has several.
+
+    Attributes:
+        name: Its path below the output, with slashes.
+        num_bytes: Its size.
+        sha256: Of a slice its id, else of the file.
+        count: Tokens or rows.
+        num_documents: Documents that end in it.
+        leaves: Of a slice the hashes of its chunks.
+        digest: Of a part of a table, as of `Written`.
+    """
+
+    name: str
+    num_bytes: int
+    sha256: str
+    count: int
+    num_documents: int = 0
+    leaves: bytes = b""
+    digest: str = ""
+
+
+@dataclass
+class FileSink:
+    """Where the files of a format with several go: here they stay where they are written.
+
+    Attributes:
+        is_remote: Files go elsewhere one by one, so each is verified and has a digest of its own.
+        committed: Files that an earlier run wrote. The source begins behind them, and so does the writer.
+        num_skipped_rows: Rows at the beginning of the source that are in `committed`.
+    """
+
+    is_remote: ClassVar[bool] = False
+    committed: Sequence[OutputFile] = ()
+    num_skipped_rows: int = 0
+
+    def commit(self, file: OutputFile, path: Path) -> OutputFile:
+        """Take over a complete file at `path`; returns what the writer keeps of it."""
+        return file
+
+    def leaves(self, files: Sequence[OutputFile]) -> Iterable[bytes]:
+        """Return the hashes of the chunks of all files."""
+        return (file.leaves for file in files)
+
+    def write(self, path: Path, data: Iterable[bytes]) -> None:
+        """Write a file that belongs to all others."""
+        atomic_write(path, data)
 
 
 @dataclass(frozen=True)
@@ -111,6 +172,7 @@ class ConvertOptions:
         resize: (height, width) of images.
         on_progress: Called with tokens or rows written since the last call.
         on_skipped: Called with the files of a directory that are left out; by default they are logged.
+        sink: Takes the files of formats with several; set by a conversion to a bucket.
     """
 
     dtype: str | None = None
@@ -125,6 +187,7 @@ class ConvertOptions:
     resize: tuple[int, int] | None = None
     on_progress: Callable[[int], None] = lambda count: None
     on_skipped: Callable[[Sequence[Skipped]], None] = _log_skipped
+    sink: FileSink = field(default_factory=FileSink)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends, release_pages
 from forebay.errors import DatasetError, UsageError
 from forebay.storage.compression import limit_large_blocks
+from forebay.storage.remote_path import RemotePath
 
 Bytes8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
@@ -262,7 +263,12 @@ def file_size(path: Path) -> int:
 
 
 def fingerprint(path: Path, num_files: int) -> bytes:
-    """Return 32 bytes that identify a file's content by its size and pieces; all of it where it is small."""
+    """Return 32 bytes that identify a file's content by its size and pieces; all of it where it is small.
+
+    Of a file at a URL by its version.
+    """
+    if isinstance(path, RemotePath):
+        return hashlib.sha256(f"{path.num_bytes} {path.version}".encode()).digest()
     pieces = max(2, min(_MAX_PIECES, _ALL_PIECES // max(num_files, 1)))
     with reading(path), path.open("rb") as file:
         size = file_size(path)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 import orjson
@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from forebay.errors import CorruptInputError, DatasetError, ForebayError
 from forebay.formats import tables
-from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.conversion import ConvertOptions, Position, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record, batched, has_surrogate, shown, shown_text, to_record
@@ -59,15 +59,16 @@ class Jsonl(LineFormat):
                 yield parse_line(index, line, options, offset, offset)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        schema = tables.infer_schema(_line_batches(paths))
+        schema = tables.infer_schema((lines.location, lines.rows, lines.num_bytes) for lines in _line_batches(paths))
         if schema is None:
             raise DatasetError(f"{paths[0]}: expected lines of JSON, got none.")
         columns = schema
 
-        def read() -> Iterator[pa.RecordBatch]:
-            return (tables.rows_batch(rows, columns, location) for location, rows, _ in _line_batches(paths))
+        def read(position: Position | None) -> Iterator[tuple[Position | None, pa.RecordBatch]]:
+            for lines in _line_batches(paths, position):
+                yield lines.position, tables.rows_batch(lines.rows, columns, lines.location)
 
-        return TableSource(self.name, columns, None, read)
+        return TableSource(self.name, columns, None, lambda: (batch for _, batch in read(None)), batches_from=read)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """`compress`: zstd, gzip or nothing, or as the suffix of `out` says."""
@@ -146,21 +147,35 @@ def object_record(index: int, value: object, options: ReadOptions, location: str
     return record
 
 
-def _line_batches(paths: Sequence[Path]) -> Iterator[tuple[str, tables.Rows, int]]:
-    for path in paths:
+class _Lines(NamedTuple):
+    location: str
+    rows: tables.Rows
+    num_bytes: int
+    position: Position | None  # The number of the file, a byte in it, and the number of the line that begins there.
+
+
+def _line_batches(paths: Sequence[Path], position: Position | None = None) -> Iterator[_Lines]:
+    first_file, first_byte, first_line = position or (0, 0, 1)
+    for index, path in enumerate(paths[first_file:], first_file):
+        start, line = (first_byte, first_line) if index == first_file else (0, 1)
         with closing(tables.open_unpacked(path)) as file:
-            for batch in batched(
-                _numbered_lines(file, path), lambda entry: len(entry[1]), tables.BATCH_BYTES, tables.BATCH_ROWS
-            ):
-                rows = [_parse_row(line, path, number) for number, line in batch]
-                yield f"{path}, line {batch[0][0]}", rows, sum(len(line) for _, line in batch)
+            is_seekable = file.seekable()
+            if start:
+                file.seek(start)
+            lines = _numbered_lines(file, path, start, line)
+            for batch in batched(lines, lambda entry: len(entry[2]), tables.BATCH_BYTES, tables.BATCH_ROWS):
+                offset, number, _ = batch[0]
+                rows = [_parse_row(line, path, number) for _, number, line in batch]
+                slot = [index, offset, number] if is_seekable or not offset else None
+                yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), slot)
 
 
-def _numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(file: BinaryIO, path: Path, offset: int, first: int) -> Iterator[tuple[int, int, bytes]]:
     try:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(file, first):
             if line.strip():
-                yield number, line.removeprefix(BOM) if number == 1 else line
+                yield offset, number, line.removeprefix(BOM) if number == 1 else line
+            offset += len(line)
     except CorruptInputError as error:
         raise DatasetError(f"{path}: expected complete lines, got: {error}.") from error
 

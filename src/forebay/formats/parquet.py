@@ -49,13 +49,13 @@ class Parquet(ColumnFormat):
     def num_groups(self, reader: Any) -> int:
         return int(reader.num_row_groups)
 
-    def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
+    def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
         metadata = reader.metadata
         size = sum(max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))
-        for group in range(metadata.num_row_groups):
-            yield from reader.iter_batches(
-                rows_at_once(size / max(1, metadata.num_rows)), row_groups=[group], use_threads=False
-            )
+        num_rows = rows_at_once(size / max(1, metadata.num_rows))
+        for group in range(first, metadata.num_row_groups):
+            for index, batch in enumerate(reader.iter_batches(num_rows, row_groups=[group], use_threads=False)):
+                yield -1 if index else group, batch
 
     def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
         try:

@@ -31,7 +31,7 @@ from forebay.files import atomic_write
 from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
-from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, TokenSource, Written
 from forebay.formats.images import with_images
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.token_stream import TokenStream, build_stream, slices_of
@@ -119,21 +119,23 @@ class ForebayDataset(Format):
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """A dataset of layout `tokens`."""
-        stream = build_stream(source, options, "keep")
+        stream, sink = build_stream(source, options, "keep"), options.sink
         (out / "slices").mkdir(parents=True)
-        rows: list[SliceInfo] = []
-        leaves: list[bytes] = []
-        for index, part in enumerate(slices_of(stream, options.slice_bytes)):
-            name = f"slices/{index:06d}.safetensors"
+        slices = list(sink.committed)
+        stream.num_written = sum(file.count for file in slices), sum(file.num_documents for file in slices)
+        for part in slices_of(stream, options.slice_bytes):
+            name = f"slices/{len(slices):06d}.safetensors"
             written = write_token_slice(out / name, part.tokens, part.document_ends, chunk_size(options.slice_bytes))
-            rows.append(SliceInfo(index, name, *written[:2], len(part.tokens), len(part.document_ends)))
-            leaves.append(written.leaves)
+            if sink.is_remote:
+                _check_slice(out / name, {"tokens": part.tokens, "document_ends": part.document_ends})
+            file = OutputFile(name, *written[:2], len(part.tokens), len(part.document_ends), written.leaves)
+            slices.append(sink.commit(file, out / name))
         files = _copy_tokenizer(source, out)
-        table = SliceTable.from_rows(rows, chunk_size(options.slice_bytes))
-        atomic_write(out / CHUNKS_FILE, leaves)
+        table = _table(slices, options)
+        sink.write(out / CHUNKS_FILE, sink.leaves(slices))
         atomic_write(out / TABLE_FILE, table.to_parquet())
         atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
-        paths = (*(Path(row.name) for row in rows), *map(Path, (*files, CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE)))
+        paths = (*(Path(file.name) for file in slices), *map(Path, (*files, CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE)))
         return stream.written(paths)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
@@ -143,21 +145,24 @@ class ForebayDataset(Format):
         columns, left_out = _columns(table.schema, options)
         (out / "slices").mkdir(parents=True)
         kinds = {column.name: "I8" if column.to == QUANTIZED else column.to for column in columns}
-        writer = _Writer(out, options, kinds)
-        first_row = 0
-        for batch in table.batches():
+        writer = _Writer(out, options, kinds, list(options.sink.committed))
+        skip = options.sink.num_skipped_rows
+        first_row = sum(file.count for file in writer.slices) - skip
+        for complete in table.batches():
+            first_row += min(skip, complete.num_rows)
+            batch, skip = complete.slice(skip), max(0, skip - complete.num_rows)
             tensors = _tensors(batch, columns, first_row)
             first_row += batch.num_rows
             if batch.num_rows:
                 writer.add(tensors)
                 options.on_progress(batch.num_rows)
         writer.flush()
-        if not writer.infos:
+        if not writer.slices:
             raise DatasetError(f"{source.format}: expected rows, got none.")
         notes = []
         if left_out:
             notes.append(f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them")
-        files = [Path(info.name) for info in writer.infos]
+        files = [Path(file.name) for file in writer.slices]
         if rejected:
             atomic_write(out / REJECTS_FILE, b"".join(orjson.dumps(row) + b"\n" for row in rejected))
             notes.append(
@@ -165,23 +170,22 @@ class ForebayDataset(Format):
                 f"{rejected[0]['reason']}"
             )
             files.append(Path(REJECTS_FILE))
-        first = open_slice(out / writer.infos[0].name)
         converted = {
             "format": table.format,
-            "tensors": {name: [first.dtypes[name], *a.shape[1:]] for name, a in sorted(first.tensors.items())},
+            "tensors": writer.tensors,
             "changed": {c.name: [c.kind, c.to] for c in columns if c.kind != c.to},
             "left_out": left_out,
             "rejected": len(rejected),
             "classes": table.metadata.get("classes"),
         }
         lineage = {"converted": {key: value for key, value in converted.items() if value}}
-        slices = SliceTable.from_rows(writer.infos, chunk_size(options.slice_bytes))
+        slices = _table(writer.slices, options)
         atomic_write(out / TABLE_FILE, slices.to_parquet())
-        atomic_write(out / CHUNKS_FILE, writer.leaves)
+        options.sink.write(out / CHUNKS_FILE, options.sink.leaves(writer.slices))
         manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
         atomic_write(out / MANIFEST_FILE, manifest.to_json())
         files += map(Path, (CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE))
-        return Written(tuple(files), None, writer.digest.num_rows, 0, writer.digest.text(), tuple(notes))
+        return Written(tuple(files), None, int(slices.count.sum()), 0, writer.digest.text(), tuple(notes))
 
     def check(self, path: Path, report: Report) -> None:
         """Every hash if the dataset is small or everything is asked for, then the contents of the slices."""
@@ -221,8 +225,8 @@ class _Writer:
     out: Path
     options: ConvertOptions
     kinds: dict[str, str]
-    infos: list[SliceInfo] = field(default_factory=list)
-    leaves: list[bytes] = field(default_factory=list)
+    slices: list[OutputFile]
+    tensors: dict[str, list[Any]] = field(default_factory=dict)
     digest: tables.TableDigest = field(default_factory=tables.TableDigest)
     _waiting: list[dict[str, Array]] = field(default_factory=list)
     _rows: int = 0
@@ -244,13 +248,35 @@ class _Writer:
         if not self._waiting:
             return
         tensors = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
-        name = f"slices/{len(self.infos):06d}.safetensors"
+        name = f"slices/{len(self.slices):06d}.safetensors"
         written = write_rows_slice(self.out / name, tensors, self.kinds, chunk_size(self.options.slice_bytes))
-        self.infos.append(SliceInfo(len(self.infos), name, *written[:2], self._rows, 0))
-        self.leaves.append(written.leaves)
+        opened = open_slice(self.out / name)
+        self.tensors = {name: [opened.dtypes[name], *a.shape[1:]] for name, a in sorted(opened.tensors.items())}
+        if self.options.sink.is_remote:
+            _check_slice(self.out / name, tensors)
+        file = OutputFile(name, *written[:2], self._rows, leaves=written.leaves)
+        self.slices.append(self.options.sink.commit(file, self.out / name))
         fields = [tables.field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
         self.digest.add(tables.batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0
+
+
+def _table(slices: Sequence[OutputFile], options: ConvertOptions) -> SliceTable:
+    rows = (
+        SliceInfo(index, file.name, file.num_bytes, file.sha256, file.count, file.num_documents)
+        for index, file in enumerate(slices)
+    )
+    return SliceTable.from_rows(list(rows), chunk_size(options.slice_bytes))
+
+
+def _check_slice(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Compare a slice with what was written to it, bit by bit."""
+    opened = open_slice(path).tensors
+    for name, array in tensors.items():
+        written, expected = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (opened[name], array))
+        pieces = range(0, max(len(written), len(expected)), 1 << 20)
+        if not all(np.array_equal(written[i : i + (1 << 20)], expected[i : i + (1 << 20)]) for i in pieces):
+            raise DatasetError(f"{path.name}: expected {name} as it was written, got other values. Check the disk.")
 
 
 def _columns(schema: pa.Schema, options: ConvertOptions) -> tuple[list[_Column], list[str]]:

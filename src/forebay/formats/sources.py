@@ -1,7 +1,8 @@
-"""What is to be converted: the tokens or the table at a path, and the one as the other.
+"""What is to be converted: the tokens or the table at a path or URL, and the one as the other.
 
 Hides which files of a directory belong together: all of one format, as `formats.detect` says, in the order of their
-names. Files that hold no table are left out.
+names. Files that hold no table are left out. Files at a URL are read by ranges; of those with one suffix the first
+says the format. A dataset of Forebay at a URL is read slice by slice through a temporary file.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
@@ -20,18 +23,20 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import release_pages
-from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.formats import ExternalDataset, dataset_format, open_external
+from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
+from forebay.formats import ExternalDataset, dataset_format, open_external, open_token_files
 from forebay.formats.base import get_format, names_with
-from forebay.formats.conversion import U64, ConvertOptions, TableSource, TokenPart, TokenSource
-from forebay.formats.detect import detect
+from forebay.formats.conversion import U64, ConvertOptions, Position, TableSource, TokenPart, TokenSource, Written
+from forebay.formats.detect import Detection, detect
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.images import Images
 from forebay.formats.records import batched
-from forebay.formats.tables import flatten, is_list, is_number, leaf_type
+from forebay.formats.tables import TableDigest, flatten, is_list, is_number, leaf_type
 from forebay.formats.token_stream import documents
-from forebay.formats.vectors import IDS_PREFIX
+from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
 from forebay.storage.listing import Skipped, list_files
+from forebay.storage.origins import open_remote
+from forebay.storage.remote_path import RemotePath, find_paths, is_url, url_name
 
 _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
@@ -44,6 +49,8 @@ def naming_source(path: object) -> Iterator[None]:
     """Raise errors of the libraries that read and write as one that names the source."""
     try:
         yield
+    except PrepareError as failure:
+        raise getattr(failure, "error", failure) from failure  # A HubReadError has the one to show.
     except (pa.ArrowException, MemoryError, OverflowError) as error:
         what = "more than fits into memory" if isinstance(error, MemoryError) else str(error).strip().rstrip(".")
         raise DatasetError(f"{path}: expected data that can be converted, got {what[:300]}. Check the file.") from error
@@ -52,10 +59,24 @@ def naming_source(path: object) -> Iterator[None]:
 def open_source(path: str | Path, options: ConvertOptions, to: str | None = None) -> TokenSource | TableSource:
     """Open what is at a path, as format `to` needs it: tokens or a table. Without `to`, tokens if there are any."""
     with naming_source(path):
+        if is_url(path):
+            return _open_source(_RemoteFolder(str(path), find_paths(str(path))), options, to)
         return _open_source(path, options, to)
 
 
-def _open_source(path: str | Path, options: ConvertOptions, to: str | None) -> TokenSource | TableSource:
+class _RemoteFolder(NamedTuple):
+    """The files at a URL, listed once."""
+
+    url: str
+    paths: list[RemotePath]
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def _open_source(
+    path: str | Path | _RemoteFolder, options: ConvertOptions, to: str | None
+) -> TokenSource | TableSource:
     prefers_table = needs_table(to, options)
     table: TableSource | None = None
     tokens, problem = _try_tokens(path, options)
@@ -67,10 +88,11 @@ def _open_source(path: str | Path, options: ConvertOptions, to: str | None) -> T
         return tokens
     if table is not None:
         as_rows = to is None or (get_format(to).supports("write_rows") and _holds_more(table, to, options.column))
-        return table if as_rows else tokens_of_table(table, options.column)
+        return table if as_rows else tokens_of_table(table, options)
     if problem is not None:
         raise problem
-    detection = detect(Path(path)) if Path(path).is_file() else None
+    shown = max(path.paths, key=lambda file: file.num_bytes) if isinstance(path, _RemoteFolder) else Path(path)
+    detection = detect(shown) if shown.is_file() else None
     got = (detection.format or detection.reason) if detection is not None else "nothing of these"
     raise DatasetError(
         f"{path}: expected a dataset, token files or a table, got {got}. Tokens without header need --set "
@@ -95,10 +117,17 @@ def _holds_more(table: TableSource, to: str, column: str | None) -> bool:
     )
 
 
-def _try_tokens(path: str | Path, options: ConvertOptions) -> tuple[TokenSource | None, ForebayError | None]:
+def _try_tokens(
+    path: str | Path | _RemoteFolder, options: ConvertOptions
+) -> tuple[TokenSource | None, ForebayError | None]:
     try:
-        return open_tokens(path, options), None
+        read = _open_remote_tokens(path, options) if isinstance(path, _RemoteFolder) else open_tokens(path, options)
+        return read, None
     except (DatasetError, UsageError) as error:
+        if isinstance(path, _RemoteFolder):
+            if any(file.name == MANIFEST_FILE or file.name.startswith(IDS_PREFIX) for file in path.paths):
+                raise
+            return None, error
         target = Path(path)
         if any((target if target.is_dir() else target.parent).glob(f"{IDS_PREFIX}*")):
             raise  # Tokens that contradict their sample ids are no table of numbers.
@@ -107,12 +136,7 @@ def _try_tokens(path: str | Path, options: ConvertOptions) -> tuple[TokenSource 
 
 def open_tokens(path: str | Path, options: ConvertOptions) -> TokenSource | None:
     """Open the tokens at a path or a pattern; None if it is of another kind."""
-    text = str(path)
-    if "://" in text and not text.startswith("file://"):
-        raise UsageError(
-            f"{text}: expected a path on this machine, got a URL. Copy it here first: forebay mirror {text} DIR."
-        )
-    target = Path(text.removeprefix("file://"))
+    target = Path(str(path).removeprefix("file://"))
     if (target / MANIFEST_FILE).is_file():
         dataset = open_dataset(target)
         return tokens_of_dataset(dataset) if dataset.manifest.layout == "tokens" else None
@@ -131,21 +155,46 @@ def tokens_of_dataset(dataset: Dataset) -> TokenSource:
         properties |= {"tokenizer": m.tokenizer, "vocab_size": m.vocab_size, "eos_id": m.eos_id, "id": dataset.id}
     metadata = {key: value for key, value in properties.items() if value or (key == "eos_id" and value is not None)}
 
-    def read() -> Iterator[TokenPart]:
-        for index in range(dataset.num_slices):
+    def read(position: Position | None) -> Iterator[tuple[Position | None, TokenPart]]:
+        for index in range(position[0] if position else 0, dataset.num_slices):
             opened = dataset.read_slice(index)
-            yield TokenPart(opened.tokens, opened.document_ends)
+            yield [index], TokenPart(opened.tokens, opened.document_ends)
             if isinstance(dataset, ExternalDataset):
                 dataset.release(index)
             else:
                 release_pages(opened.tokens)
 
     name = dataset.kind if isinstance(dataset, ExternalDataset) else "safetensors"
-    return TokenSource(name, m.dtype, dataset.num_tokens, m.documents, read, metadata, dataset)
+    files = dataset.files if isinstance(dataset, ExternalDataset) else ()
+    return TokenSource(
+        name, m.dtype, dataset.num_tokens, m.documents, lambda: (part for _, part in read(None)), metadata, dataset,
+        parts_from=read, files=files,
+    )  # fmt: skip
 
 
-def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:
-    """Return the list column of a table as tokens; each row is a document. Reads the table once, to count."""
+def _open_remote_tokens(source: _RemoteFolder, options: ConvertOptions) -> TokenSource | None:
+    folder = Path(url_name(source.url))
+    if any(path.name == MANIFEST_FILE and len(path.parts) == 2 for path in source.paths):
+        dataset = open_remote(source.url)
+        if dataset.manifest.layout != "tokens":
+            raise UsageError(
+                f"{source.url}: expected a dataset of layout tokens, got {dataset.manifest.layout}. Copy it here "
+                f"first: forebay mirror {source.url} DIR."
+            )
+        return tokens_of_dataset(dataset)
+    suffixes = {path.suffix: path for path in source.paths if not path.name.startswith(IDS_PREFIX)}
+    chosen = {suffix for suffix, path in suffixes.items() if suffix in RAW_SUFFIXES or detect(path).format in HEADERS}
+    files = [path for path in source.paths if path.suffix in chosen]
+    external = open_token_files(folder, files, options.input_dtype)
+    return None if external is None else tokens_of_dataset(external)
+
+
+def tokens_of_table(table: TableSource, options: ConvertOptions = _NO_OPTIONS) -> TokenSource:
+    """Return the list column of a table as tokens; each row is a document.
+
+    Reads a local table once, to count; of one at a URL the column or the options tell the type.
+    """
+    column = options.column
     name = token_column(table.schema, column)
     if name is None:
         raise UsageError(
@@ -153,21 +202,41 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
             f"{', '.join(f'{f.name}: {f.type}' for f in table.schema)[:500]}. Name one with --set column=NAME, or "
             "tokenize text with `forebay prepare`."
         )
-    total, rows, largest = 0, 0, 0
-    for values, document_ends in _lists(table, name):
-        total, rows = total + len(values), rows + len(document_ends)
-        largest = max(largest, int(values.max()) if len(values) else 0)
+    total: int | None = None
+    rows: int | None = None
+    if any(isinstance(path, RemotePath) for path in table.files):
+        dtype = _stated_dtype(table.schema.field(name), options)
+    else:
+        total, rows, largest = 0, 0, 0
+        for _, values, document_ends in _lists(table, name):
+            total, rows = total + len(values), rows + len(document_ends)
+            largest = max(largest, int(values.max()) if len(values) else 0)
+        dtype = "U16" if largest < 1 << 16 else "U32"
     others = [field.name for field in table.schema if field.name != name]
     metadata = {"left_out": others} if others else {}
-    dtype = "U16" if largest < 1 << 16 else "U32"
+    kind = TOKEN_DTYPES[dtype]
 
-    def read() -> Iterator[TokenPart]:
+    def read(position: Position | None = None) -> Iterator[tuple[Position | None, TokenPart]]:
         return (
-            TokenPart(values.astype(TOKEN_DTYPES[dtype]), document_ends)
-            for values, document_ends in _lists(table, name)
+            (index, TokenPart(values.astype(kind, copy=False), document_ends))
+            for index, values, document_ends in _lists(table, name, position)
         )
 
-    return TokenSource(table.format, dtype, total, rows, read, metadata)
+    return TokenSource(
+        table.format, dtype, total, rows, lambda: (part for _, part in read()), metadata,
+        parts_from=read if table.batches_from is not None else None, files=table.files,
+    )  # fmt: skip
+
+
+def _stated_dtype(field: pa.Field, options: ConvertOptions) -> str:
+    if leaf_type(field.type) in (pa.uint8(), pa.uint16()):
+        return "U16"
+    if options.dtype is None:
+        raise UsageError(
+            f"column {field.name}: expected --dtype uint16 (all tokens are below 65536) or uint32, got none and "
+            f"{field.type}: only reading all files at the URL would tell the largest token. Give one."
+        )
+    return "U32"
 
 
 def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:
@@ -218,9 +287,12 @@ def _is_token_list(kind: Any) -> bool:
     return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
 
 
-def _lists(table: TableSource, column: str) -> Iterator[tuple[NDArray[Any], U64]]:
+def _lists(
+    table: TableSource, column: str, position: Position | None = None
+) -> Iterator[tuple[Position | None, NDArray[Any], U64]]:
     row = 0
-    for batch in table.batches():
+    read = table.batches_from or (lambda _: ((None, batch) for batch in table.batches()))
+    for index, batch in read(position):
         lengths, leaves = flatten(batch.column(batch.schema.get_field_index(column)))
         if (lengths < 0).any() or leaves.null_count:
             raise DatasetError(
@@ -232,18 +304,16 @@ def _lists(table: TableSource, column: str) -> Iterator[tuple[NDArray[Any], U64]
                 f"column {column}: expected token ids in [0, 2**32), got {int(values.min())} to {int(values.max())} "
                 f"from row {row} on. Name the column of tokens with --set column=NAME."
             )
-        yield values, np.cumsum(lengths, dtype=np.uint64)
+        yield index, values, np.cumsum(lengths, dtype=np.uint64)
         row += len(batch)
 
 
-def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> TableSource | None:
+def open_table(path: str | Path | _RemoteFolder, options: ConvertOptions = _NO_OPTIONS) -> TableSource | None:
     """Open the table in a file, a directory, or the files of a pattern (`train-*.parquet`); None if there is none.
 
     The option `column` chooses arrays of .npz and .npy by name: `x_train,y_train`.
     """
-    if "://" in str(path):
-        return None
-    target = Path(path)
+    target = Path(str(path))
     if target.is_dir():
         name = dataset_format(target)
         if name == "forebay" and open_dataset(target).manifest.layout != "rows":
@@ -252,15 +322,18 @@ def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> Table
             return get_format(name).open_rows([target], options)
         if (target / "dataset_dict.json").is_file():
             raise UsageError(f"{target}: expected one dataset, got several splits. Name the directory of one.")
-    groups, skipped = _by_format(table_files(target))
+    groups, skipped = _by_format(path.paths if isinstance(path, _RemoteFolder) else table_files(target))
     if len(groups) > 1:
         got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())
         raise UsageError(f"{target}: expected files of one format, got {got}. Name those of one: 'DIR/*.parquet'.")
     for name, files in groups.items():
         options.on_skipped(skipped)
         if name == Images.name:
-            return Images().open_rows(files, options, target if target.is_dir() else None)
-        return get_format(name).open_rows(files, options)
+            folder = (
+                Path(url_name(path.url)) if isinstance(path, _RemoteFolder) else target if target.is_dir() else None
+            )
+            return replace(Images().open_rows(files, options, folder), files=files)
+        return replace(get_format(name).open_rows(files, options), files=files)
     return None
 
 
@@ -278,11 +351,14 @@ def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], 
     names = names_with("open_rows")
     groups: dict[str, list[Path]] = {}
     skipped: list[Skipped] = []
+    detected: dict[str, Detection] = {}
     for path in files:
         if isinstance(path, Skipped):
             skipped.append(path)
             continue
-        detection = detect(path)
+        detection = detected.get(path.suffix) or detect(path)
+        if isinstance(path, RemotePath):
+            detected[path.suffix] = detection
         if detection.problem:
             raise DatasetError(f"{path}: {detection.problem}")
         name = "jsonl" if detection.format == "reddit" else detection.format
@@ -291,3 +367,23 @@ def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], 
         else:
             skipped.append(Skipped(str(path), f"no table: {name or detection.reason}"))
     return groups, skipped
+
+
+def verify_table(out: Path, written: Written, options: ConvertOptions | None = None) -> None:
+    """Read the output again and compare the number of rows and every value of every column."""
+    options, output = options or ConvertOptions(), open_table(out)
+    if output is None and written.num_rows:
+        raise DatasetError(f"{out.name}: expected a table, got none. Nothing was written. Check the disk.")
+    digest = TableDigest()
+    for batch in output.batches() if output is not None else ():
+        digest.add(batch)
+        options.on_progress(batch.num_rows)
+    expected: dict[str, str] = orjson.loads(written.digest)
+    got = digest.columns()
+    differing = sorted(name for name in expected if got.get(name) != expected[name])
+    if digest.num_rows != written.num_rows or differing:
+        raise DatasetError(
+            f"{out.name}: expected {written.num_rows} rows as they were written, got {digest.num_rows}, with other "
+            f"values in {', '.join(differing)[:300] or 'no column'}, when reading them again. Nothing was written. "
+            "Write --to another format, or check the disk."
+        )

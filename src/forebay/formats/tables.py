@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -24,13 +25,14 @@ import zstandard
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, Written
 from forebay.formats.detect import detect
 from forebay.formats.external import read_head
 from forebay.formats.inputs import InputFile, ReadOptions, open_input
 from forebay.formats.records import batched
 from forebay.formats.report import Report
 from forebay.storage.compression import sniff_compression
+from forebay.storage.remote_path import RemotePath
 
 Array: TypeAlias = NDArray[Any]
 Rows: TypeAlias = list[dict[str, Any]]
@@ -46,12 +48,16 @@ _VALUES_AT_ONCE = 1 << 18  # As eight bytes each, and a few copies, they stay in
 
 
 def open_unpacked(path: Path, max_unpacked_ratio: int = _MAX_UNPACKED_RATIO) -> BinaryIO:
-    """Open a local file's bytes, unpacked if it is compressed, as UTF-8 if it is text; for errors see `open_input`."""
+    """Open a file's bytes, unpacked if it is compressed, as UTF-8 if it is text; for errors see `open_input`."""
     detection = detect(path)
-    file = InputFile(
-        str(path), path.name, "", detection.compression, path.stat().st_size, "", encoding=detection.encoding
-    )
+    file = replace(input_of(path), compression=detection.compression, encoding=detection.encoding)
     return open_input(file, ReadOptions(max_unpacked_ratio=max_unpacked_ratio))
+
+
+def input_of(path: Path, format: str = "") -> InputFile:
+    """Return the file at a path, or at the URL of a RemotePath, as an input."""
+    file = InputFile(str(path), path.name, format, "", path.stat().st_size, "")
+    return replace(file, version=path.version, extent=path.extent) if isinstance(path, RemotePath) else file
 
 
 @contextmanager
@@ -343,36 +349,47 @@ def write_parts(
     number of its first row. About `group_bytes`, or
     65536 rows, are written at once.
     """
-    digest, files = TableDigest(), list[Path]()
-    pieces = _pieces(source, options.slice_bytes, group_bytes)
+    sink = options.sink
+    digest, files = TableDigest(), list(sink.committed)
+    num_rows = sum(file.count for file in files)
+    pieces = _pieces(source, options.slice_bytes, group_bytes, sink.num_skipped_rows)
     pending = next(pieces, None)  # A part is begun only for rows that are there.
     single = bool(out.suffix)
     if not single:
         out.mkdir()
     while pending is not None or not files:  # An empty table is one empty part.
-        path = out if single else out / f"part-{len(files):05d}{suffix}"
+        path, first_row = out if single else out / f"part-{len(files):05d}{suffix}", num_rows
+        digest = TableDigest() if sink.is_remote else digest
         with path.open("xb") as file, compressor(file) as packed:
-            part = open_part(packed, digest.num_rows)
+            part = open_part(packed, num_rows)
             try:
                 while pending is not None and (single or file.tell() < options.slice_bytes):
                     part.write(pending)
                     for batch in pending.to_batches():
                         digest.add(batch)
+                    num_rows += pending.num_rows
                     options.on_progress(pending.num_rows)
                     pending = next(pieces, None)
             finally:
                 part.close()  # Also after an error: a writer that is deleted would write on.
-        files.append(Path() if single else path.relative_to(out))
-    return Written(tuple(files), None, digest.num_rows, 0, digest.text())
+        name, own_digest = "." if single else path.name, digest.text() if sink.is_remote else ""
+        entry = OutputFile(name, path.stat().st_size, "", num_rows - first_row, digest=own_digest)
+        files.append(sink.commit(entry, path))
+    return Written(tuple(Path(file.name) for file in files), None, num_rows, 0, digest.text())
 
 
-def _pieces(source: TableSource, slice_bytes: int, group_bytes: int) -> Iterator[pa.Table]:
+def _pieces(source: TableSource, slice_bytes: int, group_bytes: int, num_skipped: int) -> Iterator[pa.Table]:
     def slices() -> Iterator[pa.RecordBatch]:
+        skip = num_skipped
         for batch in source.batches():
             row_bytes = batch.nbytes / max(1, batch.num_rows)
             step = max(1, min(_STEP_ROWS, int(slice_bytes // 8 // max(1.0, row_bytes))))
             for start in range(0, batch.num_rows, step):
-                yield batch.slice(start, step)
+                piece = batch.slice(start, step)
+                if skip:  # A part ends between two pieces.
+                    skip -= piece.num_rows
+                else:
+                    yield piece
 
     for group in batched(slices(), lambda batch: int(batch.nbytes), group_bytes, _GROUP_ROWS // _STEP_ROWS):
         yield pa.Table.from_batches(group, source.schema)

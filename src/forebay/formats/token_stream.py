@@ -92,6 +92,8 @@ class TokenStream:
         max_id: The largest token that can be written.
         notes: What was left out or added.
         digest: Of the last complete reading.
+        num_written: Tokens and documents that an earlier run wrote; the source begins behind them, and the digest is
+            of what follows.
     """
 
     source: TokenSource
@@ -102,15 +104,17 @@ class TokenStream:
     options: ConvertOptions
     notes: list[str] = field(default_factory=list)
     digest: TokenDigest = field(default_factory=TokenDigest)
+    num_written: tuple[int, int] = (0, 0)
 
     def written(self, files: Sequence[Path], num_rows: int | None = None) -> Written:
         """Return the result of writing, once all parts were read."""
-        tokens, documents = self.source.num_tokens, self.digest.num_documents
+        tokens, documents = self.digest.num_tokens, self.digest.num_documents
         return Written(tuple(files), tokens, num_rows, documents, self.digest.text, tuple(self.notes))
 
     def parts(self) -> Iterator[TokenPart]:
         """Yield pieces of at most 4 Mi tokens, in the type to be written."""
-        digest, after_end, num_ended = TokenDigest(), 0, 0
+        digest, after_end, num_ended = TokenDigest(), 0, self.num_written[1]
+        digest.num_tokens, digest.num_documents = self.num_written
         for piece in self._pieces():
             tokens = self._cast(piece, digest.num_tokens, num_ended)
             num_ended += len(piece.document_ends)
@@ -121,7 +125,7 @@ class TokenStream:
             digest.add(part)
             self.options.on_progress(len(tokens))
             yield part
-        if digest.num_tokens != self.source.num_tokens:
+        if self.source.num_tokens not in (None, digest.num_tokens):
             raise DatasetError(
                 f"{self.source.format}: expected {self.source.num_tokens} tokens, as it says, got {digest.num_tokens}. "
                 "Fetch it again."
@@ -185,7 +189,7 @@ def build_stream(
     if boundaries != "none":
         if boundaries == "rows" and options.seq_len:
             documents = "samples"
-        elif source.num_documents:
+        elif source.num_documents != 0:
             documents = "source"
         elif options.eos_id is not None:
             documents = "eos"
@@ -194,8 +198,9 @@ def build_stream(
                 f"{source.format}: expected to know where documents end, as each becomes a record, got a source that "
                 "does not tell. Give --set eos_id=N, if a token ends each, or --seq-len N for samples of equal length."
             )
-    if source.num_documents and documents in ("none", "samples"):
-        notes.append(f"the ends of {source.num_documents} documents are not in what was written")
+    if source.num_documents != 0 and documents in ("none", "samples"):
+        count = "" if source.num_documents is None else f"{source.num_documents} "
+        notes.append(f"the ends of {count}documents are not in what was written")
     return TokenStream(source, dtype, documents, boundaries == "rows", max_id, options, notes)
 
 

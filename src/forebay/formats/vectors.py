@@ -10,6 +10,7 @@ and some of them are checked when opening, all by `verify`. Tokens are views of 
 import hashlib
 import io
 import re
+import threading
 import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external
 from forebay.formats.detect import detect
+from forebay.storage.remote_path import RemotePath
 
 NPY_MAGIC = b"\x93NUMPY"
 LLMC_TYPES = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -64,6 +66,8 @@ class VectorDataset(external.ExternalDataset):
     """Files of tokens as one dataset, in the order given."""
 
     def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
+        self._stream: tuple[Path, BinaryIO] | None = None
+        self._stream_lock = threading.Lock()
         self._ids = [ids_of(file) for file in files]
         self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
         lengths = {_sample_tokens(vector, ids) for vector, ids in zip(self._vectors, self._ids)}
@@ -76,7 +80,8 @@ class VectorDataset(external.ExternalDataset):
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
         parts: list[external.ExternalSlice] = []
         for file, vector in enumerate(self._vectors):
-            limit = external.MAX_TOKENS if vector.kind.itemsize in (2, 4) else external.MAX_COPIED_TOKENS
+            is_view = vector.kind.itemsize in (2, 4) and not isinstance(vector.path, RemotePath)
+            limit = external.MAX_TOKENS if is_view else external.MAX_COPIED_TOKENS
             step = max(1, limit // self.seq_len) * self.seq_len if self.seq_len else limit
             for k, start in enumerate(range(0, vector.count, step)):
                 count = min(step, vector.count - start)
@@ -104,9 +109,23 @@ class VectorDataset(external.ExternalDataset):
 
     def _view(self, vector: Vector, start: int, stop: int) -> NDArray[Any]:
         width = vector.kind.itemsize
+        if isinstance(vector.path, RemotePath):
+            data = self._read_range(vector.path, vector.offset + start * width, (stop - start) * width)
+            return np.frombuffer(data, vector.kind)
         return self._map(vector.path, vector.file_bytes)[
             vector.offset + start * width : vector.offset + stop * width
         ].view(vector.kind)
+
+    def _read_range(self, path: RemotePath, start: int, num_bytes: int) -> bytes:
+        """Of the last file the stream stays open: one that reads on fetches ahead."""
+        with self._stream_lock:
+            if self._stream is None or self._stream[0] != path:
+                self._stream = (path, path.open())
+            self._stream[1].seek(start)
+            data: bytes = self._stream[1].read(num_bytes)
+        if len(data) < num_bytes:
+            raise DatasetError(f"{path}: expected {num_bytes} bytes from {start} on, got {len(data)}. Fetch it again.")
+        return data
 
     def _check_spots(self, vector: Vector, ids: Vector, seq_len: int) -> None:
         for i in np.unique(np.linspace(0, ids.count - 1, _SPOT_SAMPLES).astype(np.int64)).tolist():

@@ -7,6 +7,7 @@ and table are read and verified, slices are not copied; `verify` hashes them wit
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, root_of
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files, local_path
+from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.storage.base import (
     BUCKET_SCHEMES,
@@ -140,7 +142,7 @@ def read_dataset(origin: Origin, expected_id: str | None) -> RemoteDataset:
 
 
 class RemoteDataset(Dataset):
-    """A dataset behind an origin. A Loader or a mirror downloads its slices; they cannot be opened here."""
+    """A dataset behind an origin. Loaders and mirrors download its slices; `read_slice` stores one while it is used."""
 
     def __init__(self, origin: Origin, manifest: Manifest, table: SliceTable, id: str) -> None:
         super().__init__(Path(origin.url), manifest, table, id)
@@ -157,6 +159,26 @@ class RemoteDataset(Dataset):
         )
 
     open_slice = slice_path
+
+    def read_slice(self, index: int) -> Slice:
+        """Download a slice to a temporary file without a name, verify and map it."""
+        row = self.table.row(index)
+        hasher = ChunkHasher(row.chunk_bytes)
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+
+            def receive(chunk: memoryview) -> None:
+                file.write(chunk)
+                hasher.update(chunk)
+
+            read_range(self.origin, row.name, 0, row.bytes, receive, _MAX_TRIES, _MAX_WAIT_S)
+            file.flush()
+            if (id := root_of(hasher.leaves())) != row.sha256:
+                raise DatasetError(
+                    f"{self.url}/{row.name}: expected sha256 {row.sha256}, got {id}. Publish the dataset again."
+                )
+            opened = open_slice(file.name)
+        self.check_slice(row, opened)
+        return opened
 
     def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:
         start, num_bytes = first * HASH_BYTES, count * HASH_BYTES
@@ -189,7 +211,7 @@ class RemoteDataset(Dataset):
         """The best state of a file at any source: "", "changed" or "missing"."""
         states = set[str]()
         for source in self.origin.sources():
-            states.add(_state_at(source, *file, self.table.chunk_bytes))
+            states.add(object_state(source, *file, self.table.chunk_bytes))
             if "" in states:
                 return ""
         return "changed" if "changed" in states else "missing"
@@ -202,7 +224,8 @@ def _has_bytes(source: Origin, name: str) -> bool:
         return False
 
 
-def _state_at(source: Origin, name: str, size: int | None, sha256: str, chunk_bytes: int) -> str:
+def object_state(source: Origin, name: str, size: int | None, sha256: str, chunk_bytes: int) -> str:
+    """Read an object, and return how it compares with its hash: "", "changed" or "missing"."""
     hasher = ChunkHasher(0 if size is None else chunk_bytes)
     try:
         if size is None:

@@ -1,0 +1,398 @@
+"""Repositories of the hub converted into a bucket: with a small disk, through kills and cut connections, the same id.
+
+The hub is `support.hub_server`, the bucket `rclone serve s3` behind a proxy that makes faults; both on real sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from support.calibration import scaled
+from support.feeding import small_disk
+from support.hub_repos import write_repo
+from support.hub_server import HubServer
+from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+
+SLICE = 1 << 20
+NUM_FILES = 4
+ROWS = 700  # of a file
+
+
+def lists(seed: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 50_000, int(n), dtype=np.uint16) for n in rng.integers(0, 2000, ROWS)]
+
+
+def make_repos(hub: Path) -> None:
+    """The same kinds of shards as on the hub: tokens with ids of samples, Parquet and JSONL of tokens, text."""
+    for index in range(NUM_FILES):
+        number, rows = f"{index:05d}", lists(index)
+        vector = write_repo(hub / "datasets/me/vectors") / f"train_{index:06d}.npy"
+        np.save(vector, np.concatenate(rows)[: 600 * 1024])
+        table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.uint16())), "from": ["there"] * ROWS})
+        pq.write_table(table, write_repo(hub / "datasets/me/tables") / f"train-{number}.parquet", row_group_size=90)
+        features = np.random.default_rng(index).random((40 * ROWS, 16), np.float32)
+        columns = {"x": pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), 16), "y": range(40 * ROWS)}
+        pq.write_table(pa.table(columns), write_repo(hub / "datasets/me/rows") / f"train-{number}.parquet")
+        lines = "".join(json.dumps({"tokens": row.tolist()}) + "\n" for row in rows[: ROWS // 4])
+        (write_repo(hub / "datasets/me/lines") / f"train-{number}.jsonl").write_text(lines)
+        texts = pa.table({"text": [" ".join(map(str, row[:500])) for row in rows], "n": range(ROWS)})
+        pq.write_table(texts, write_repo(hub / "datasets/me/texts") / f"train-{number}.parquet", row_group_size=50)
+
+
+@dataclass
+class World:
+    """Hub, bucket and directories; `run` runs the command there, with no cache or temporary directory elsewhere."""
+
+    hub: HubServer
+    s3: S3Server
+    folder: Path
+    environment: dict[str, str]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "forebay", "convert", "--slice-bytes", str(SLICE), *words, "--quiet", "--json"]
+        return subprocess.Popen(
+            command, env=self.environment, cwd=self.folder / "work", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    def run(self, *words: str) -> dict[str, Any]:
+        process = self.start(*words)
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        return dict(json.loads(out))
+
+    def fail(self, *words: str) -> str:
+        process = self.start(*words)
+        _, err = process.communicate()
+        assert process.returncode in (1, 2) and "Traceback" not in err, err
+        return err
+
+    def local(self, repo: str, *words: str) -> dict[str, Any]:
+        """What a conversion of the same files on this machine gives."""
+        return self.run(str(self.folder / "hub/datasets/me" / repo), str(self.folder / "local" / repo), *words)
+
+    def objects(self, prefix: str) -> dict[str, bytes]:
+        root = self.folder / "s3/mine" / prefix
+        return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+    def scratch_bytes(self) -> int:
+        total = 0
+        for root in ("work", "tmp", "home"):
+            for path in (self.folder / root).rglob("*"):
+                with contextlib.suppress(OSError):
+                    total += path.stat().st_blocks * 512 if path.is_file() else 0
+        return total
+
+
+@pytest.fixture(scope="module")
+def repos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub")
+    make_repos(folder)
+    return folder
+
+
+@pytest.fixture
+def world(repos: Path, tmp_path: Path) -> Iterator[World]:
+    shutil.copytree(repos, tmp_path / "hub")
+    for name in ("work", "tmp", "home", "local", "s3/mine", "s3/theirs"):
+        (tmp_path / name).mkdir(parents=True)
+    with HubServer(tmp_path / "hub") as hub, S3Server(tmp_path / "s3") as s3:
+        environment = dict(os.environ) | {
+            "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home/hf"),
+            "HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "home/cache"),
+            "TMPDIR": str(tmp_path / "tmp"), "AWS_ENDPOINT_URL": s3.endpoint, "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_ALLOW_HTTP": "true",
+        }  # fmt: skip
+        yield World(hub, s3, tmp_path, environment)
+
+
+class Peak:
+    """The most bytes on disk, looked up every 20 ms; `check` is called as often."""
+
+    def __init__(self, world: World, check: Callable[[], None] = lambda: None) -> None:
+        self.bytes, self._world, self._check, self._stop = 0, world, check, threading.Event()
+        self._thread = threading.Thread(target=self._poll)
+
+    def _poll(self) -> None:
+        while not self._stop.wait(0.02):
+            self.bytes = max(self.bytes, self._world.scratch_bytes())
+            self._check()
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+CASES = [
+    ("vectors", ("--to", "forebay", "--set", "eos_id=7")),
+    ("tables", ("--to", "forebay")),
+    ("lines", ("--to", "forebay", "--dtype", "uint16")),
+    ("rows", ("--to", "forebay")),
+]
+
+
+@pytest.mark.parametrize(("repo", "words"), CASES)
+def test_the_same_id_with_a_disk_of_two_slices(world: World, repo: str, words: tuple[str, ...]) -> None:
+    expected = world.local(repo, *words)
+    with Peak(world) as peak:
+        result = world.run(f"hf://datasets/me/{repo}", f"s3://mine/{repo}", *words)
+    assert (result["id"], result["tokens"], result["documents"], result["bytes"]) == tuple(
+        expected[name] for name in ("id", "tokens", "documents", "bytes")
+    )
+    assert result["files"] > 4
+    local = world.folder / "local" / repo
+    assert world.objects(repo) == {
+        path.relative_to(local).as_posix(): path.read_bytes() for path in local.rglob("*") if path.is_file()
+    }
+    assert 0 < peak.bytes <= 2 * (SLICE + 8192)
+    assert not [path for path in (world.folder / "tmp").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("repo", "to"), [("texts", "jsonl"), ("texts", "parquet"), ("tables", "arrow")])
+def test_tables_go_part_by_part(world: World, repo: str, to: str) -> None:
+    world.local(repo, "--to", to)
+    local = world.folder / "local" / repo
+    expected = {path.name: path.read_bytes() for path in local.iterdir()}
+    with Peak(world) as peak:
+        world.run(f"hf://datasets/me/{repo}", f"s3://mine/{repo}", "--to", to)
+    assert world.objects(repo) == expected and len(expected) > 2
+    assert peak.bytes <= 2 * (max(map(len, expected.values())) + 8192)
+
+
+@pytest.mark.parametrize(
+    ("repo", "words"), [*CASES, ("texts", ("--to", "parquet")), ("tables", ("--to", "jsonl", "--set", "compress=zstd"))]
+)
+def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, ...]) -> None:
+    expected = world.local(repo, *words)
+    world.run(f"hf://datasets/me/{repo}", f"s3://mine/calm/{repo}", *words)
+    num_requests, calm_bytes = sum(world.s3.requests.values()), sum(world.hub.bytes_sent.values())
+    world.hub.reset()
+    url, chance, kills = f"s3://mine/{repo}", random.Random(repo), 0
+    for _ in range(8):
+        world.s3.requests.clear()
+        with Peak(world) as peak:
+            process = world.start(f"hf://datasets/me/{repo}", url, *words)
+            last = chance.randrange(1, max(4, num_requests // 3))
+            while process.poll() is None and sum(world.s3.requests.values()) < last:
+                time.sleep(0.001)
+            time.sleep(chance.random() / 20)
+            process.kill()
+            process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        assert peak.bytes <= 2 * (1.3 * SLICE + 8192)
+        shutil.rmtree(world.folder / "tmp")  # As on another machine.
+        (world.folder / "tmp").mkdir()
+        if process.returncode == 0:
+            break
+    assert kills >= 3
+    result = world.run(f"hf://datasets/me/{repo}", url, *words) if process.returncode else expected
+    local = world.folder / "local" / repo
+    assert world.objects(repo) == {
+        path.relative_to(local).as_posix(): path.read_bytes() for path in local.rglob("*") if path.is_file()
+    }
+    assert result.get("id") == expected.get("id")
+    # A run reads the heads of files, of lines 64 MiB for their types, and again at most what was under way.
+    assert sum(world.hub.bytes_sent.values()) <= calm_bytes * (1 + (1.0 if repo == "lines" else 0.6) * kills)
+
+
+def test_a_mirror_into_a_bucket_needs_a_disk_of_two_slices(world: World) -> None:
+    """A dataset of the hub, killed and resumed on the same machine; the same id, and no byte of a slice twice."""
+    hub_copy = world.folder / "hub/datasets/me/dataset"
+    words, size = ("--to", "forebay", "--slice-bytes", str(SLICE // 4)), SLICE // 4
+    expected = world.run(str(world.folder / "hub/datasets/me/vectors"), str(hub_copy), *words)
+    write_repo(hub_copy)
+    command = [sys.executable, "-m", "forebay", "mirror", "hf://datasets/me/dataset", "s3://mine/copy", "--json", "-q"]
+    chance, kills = random.Random(5), 0
+    for _ in range(6):
+        world.s3.requests.clear()
+        with Peak(world) as peak:
+            process = subprocess.Popen(
+                command, env=world.environment, cwd=world.folder / "work", stdout=subprocess.PIPE, text=True
+            )
+            last = chance.randrange(20, 26)  # There is a request for each slice first.
+            while process.poll() is None and sum(world.s3.requests.values()) < last:
+                time.sleep(0.001)
+            time.sleep(chance.random() / 20)
+            process.kill()
+            out = process.communicate()[0]
+        kills += process.returncode == -signal.SIGKILL
+        assert peak.bytes <= 2 * (size + 32 * 1024)  # And which chunks of each are there.
+        if process.returncode == 0:
+            break
+    assert kills >= 3
+    while process.returncode:
+        process = subprocess.Popen(command, env=world.environment, stdout=subprocess.PIPE, text=True)
+        out = process.communicate()[0]
+    assert json.loads(out)["id"] == expected["id"] and json.loads(out)["complete"]
+    sizes = {path.name: path.stat().st_size for path in (hub_copy / "slices").iterdir()}
+    sent = sum(count for name, count in world.hub.bytes_sent.items() if Path(name).name in sizes)
+    assert len(sizes) > 16 and sent <= sum(sizes.values()) + kills * 2 * size
+
+
+def test_what_is_recorded_is_not_read_again(world: World) -> None:
+    url, words = "s3://mine/vectors", ("--to", "forebay")
+    world.s3.faults.bytes_per_s = 2e6
+    process = world.start("hf://datasets/me/vectors", url, *words)
+    records = world.folder / "s3/mine/vectors/.converting"
+    deadline = time.monotonic() + scaled(60)
+    while not (records / "000002").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    world.s3.faults.bytes_per_s = 0
+    world.hub.reset()
+    assert "manifest.json" not in world.objects("vectors")
+    world.run("hf://datasets/me/vectors", url, *words)
+    first = world.hub.bytes_sent["train_000000.npy"], world.hub.bytes_sent["train_000001.npy"]
+    assert max(first[0], 0) <= 64 << 10  # Its head.
+    assert world.hub.bytes_sent["train_000003.npy"] >= 600 * 1024 * 2
+
+
+def test_cut_connections_and_refusals(world: World) -> None:
+    words = ("--to", "forebay", "--set", "eos_id=7")
+    expected = world.local("vectors", *words)
+    world.hub.faults.drop, world.hub.faults.truncate = 0.15, 0.15
+    world.s3.faults.drop, world.s3.faults.truncate = 0.1, 0.1
+    assert world.run("hf://datasets/me/vectors", "s3://mine/vectors", *words)["id"] == expected["id"]
+
+
+def test_a_busy_bucket_with_a_stale_listing(world: World) -> None:
+    """The requests that were refused are the only ones more."""
+    words = ("--to", "forebay", "--set", "eos_id=7")
+    calm = world.run("hf://datasets/me/vectors", "s3://mine/calm", *words)
+    requests = sum(world.s3.requests.values())
+    world.s3.requests.clear()
+    world.s3.faults.busy, world.s3.faults.stale = 0.1, 60.0
+    assert world.run("hf://datasets/me/vectors", "s3://mine/vectors", *words)["id"] == calm["id"]
+    assert sum(world.s3.requests.values()) <= 1.5 * requests
+    world.s3.faults.busy = world.s3.faults.stale = 0.0
+    assert world.objects("vectors") == world.objects("calm")
+
+
+def test_two_at_once_make_one_dataset(world: World) -> None:
+    words = ("hf://datasets/me/vectors", "s3://mine/vectors", "--to", "forebay")
+    expected = world.local("vectors", "--to", "forebay")
+    processes = []
+    for name in ("tmp", "work"):  # As two machines.
+        world.environment["TMPDIR"] = str(world.folder / name)
+        processes.append(world.start(*words))
+    outputs = [process.communicate() for process in processes]
+    assert 0 in [process.returncode for process in processes]
+    assert not any("Traceback" in err for _, err in outputs)
+    assert {json.loads(out)["id"] for (out, _), process in zip(outputs, processes) if not process.returncode} == {
+        expected["id"]
+    }
+    local = world.folder / "local/vectors"
+    assert {name: data for name, data in world.objects("vectors").items() if not name.startswith(".converting")} == {
+        path.relative_to(local).as_posix(): path.read_bytes() for path in local.rglob("*") if path.is_file()
+    }
+
+
+def test_a_corrupted_read_back_is_an_error_and_nothing_is_recorded(world: World) -> None:
+    words = ("--to", "forebay")
+    world.s3.faults.corrupt, world.s3.faults.corrupt_name = 1.0, "slices/"
+    assert "slices/000000.safetensors: expected what was uploaded, got it changed" in world.fail(
+        "hf://datasets/me/vectors", "s3://mine/vectors", *words
+    )
+    assert ".converting/000000" not in world.objects("vectors")
+    world.s3.faults.corrupt = 0
+    world.run("hf://datasets/me/vectors", "s3://mine/vectors", *words)
+
+
+def test_a_source_that_changes_is_named(world: World) -> None:
+    shutil.copytree(world.folder / "hub/datasets/me/tables", world.folder / "s3/theirs/tables")
+    words = ("s3://theirs/tables/*.parquet", "s3://mine/tables", "--to", "forebay")
+    world.s3.faults.bytes_per_s = 2e6
+    process = world.start(*words)
+    deadline = time.monotonic() + scaled(60)
+    while "slices/000000.safetensors" not in world.objects("tables") and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.01)
+    changed = world.folder / "s3/theirs/tables/train-00003.parquet"
+    shutil.copyfile(world.folder / "s3/theirs/tables/train-00002.parquet", changed)
+    world.s3.faults.bytes_per_s = 0
+    _, err = process.communicate()
+    assert process.returncode == 1 and "Traceback" not in err
+    assert "s3://theirs/tables/train-00003.parquet: the input changed while it was read" in err
+    assert "manifest.json" not in world.objects("tables")
+    err = world.fail(*words)
+    assert "train-00003.parquet: expected the input with which the conversion to s3://mine/tables began" in err
+
+
+def test_other_settings_and_other_objects_are_refused(world: World) -> None:
+    world.s3.faults.bytes_per_s = 1e6
+    process = world.start("hf://datasets/me/vectors", "s3://mine/vectors", "--to", "forebay")
+    deadline = time.monotonic() + scaled(60)
+    while ".converting/000000" not in world.objects("vectors") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    world.s3.faults.bytes_per_s = 0
+    err = world.fail("hf://datasets/me/vectors", "s3://mine/vectors", "--to", "forebay", "--dtype", "uint32")
+    assert "expected the settings with which the conversion began, got other dtype" in err
+    (world.folder / "s3/mine/other").mkdir()
+    (world.folder / "s3/mine/other/file").write_bytes(b"x")
+    err = world.fail("hf://datasets/me/vectors", "s3://mine/other", "--to", "forebay")
+    assert "expected no objects, got some that no conversion left" in err
+
+
+def test_a_full_disk_is_an_error_that_says_what_to_do(world: World) -> None:
+    words = ("hf://datasets/me/vectors", "s3://mine/vectors", "--to", "forebay")
+    with small_disk(world.folder / "small", SLICE) as disk:
+        if disk is None:
+            pytest.skip("needs the right to mount a tmpfs")
+        world.environment["TMPDIR"] = str(disk)
+        err = world.fail(*words)
+        assert f"expected space for two files of --slice-bytes, {2 * SLICE} bytes" in err
+    with small_disk(world.folder / "larger", 3 * SLICE) as disk:
+        assert disk is not None
+        world.environment["TMPDIR"] = str(disk)
+        process = world.start(*words)
+        with (disk / "fill").open("wb", buffering=0) as file:  # Another program takes the space.
+            deadline = time.monotonic() + scaled(60)
+            while not list(disk.glob("forebay-*/*/.convert.converting/output/slices")) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            try:
+                while True:
+                    file.write(b"x" * 4096)
+            except OSError:
+                pass
+            _, err = process.communicate()
+        assert process.returncode == 2 and "No space left on device" in err and "Traceback" not in err
+        (disk / "fill").unlink()
+        world.run(*words)
+    expected = world.local("vectors", "--to", "forebay")
+    assert json.loads(world.objects("vectors")["manifest.json"])["tokens"] == expected["tokens"]
+
+
+def test_a_dataset_at_a_url_is_a_source(world: World) -> None:
+    """Of Forebay itself: read slice by slice, from the bucket into which it was converted."""
+    world.local("tables", "--to", "forebay")
+    world.run("hf://datasets/me/tables", "s3://mine/tables", "--to", "forebay")
+    world.run("s3://mine/tables", "s3://mine/again", "--to", "parquet")
+    world.run(str(world.folder / "local/tables"), str(world.folder / "local/again"), "--to", "parquet")
+    local = world.folder / "local/again"
+    assert world.objects("again") == {path.name: path.read_bytes() for path in local.iterdir()}

@@ -1,0 +1,87 @@
+"""How a conversion to a bucket goes on: behind any file, from any position, its slices are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.bucket_sink import Cursor, compare_plans, parts_behind, plan_of
+from forebay.formats.conversion import ConvertOptions, Position, TokenPart, TokenSource
+from forebay.formats.sources import open_source
+from forebay.formats.token_stream import build_stream, slices_of
+
+DOCUMENTS = st.lists(st.integers(0, 40), max_size=30)
+
+
+def source_of(parts: list[list[int]], has_positions: list[bool]) -> TokenSource:
+    """Parts of whole documents; some tell no position."""
+    ids = iter(range(1 << 16))
+
+    def part(lengths: list[int]) -> TokenPart:
+        tokens = np.array([next(ids) for _ in range(sum(lengths))], np.uint16)
+        return TokenPart(tokens, np.cumsum(lengths, dtype=np.uint64))
+
+    built = [part(lengths) for lengths in parts]
+
+    def read(position: Position | None) -> Iterator[tuple[Position | None, TokenPart]]:
+        for index in range(position[0] if position else 0, len(built)):
+            yield ([index] if has_positions[index % len(has_positions)] else None), built[index]
+
+    num_tokens, num_documents = sum(map(sum, parts)), sum(map(len, parts))
+    return TokenSource("test", "U16", num_tokens, num_documents, lambda: (p for _, p in read(None)), parts_from=read)
+
+
+def slices(source: TokenSource, num_written: tuple[int, int]) -> list[tuple[list[int], list[int]]]:
+    stream = build_stream(source, ConvertOptions(), "keep")
+    stream.num_written = num_written
+    return [(part.tokens.tolist(), part.document_ends.tolist()) for part in slices_of(stream, 256 + 120)]
+
+
+@given(st.lists(DOCUMENTS, min_size=1, max_size=8), st.lists(st.booleans(), min_size=1, max_size=4))
+@settings(deadline=None)
+def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_positions: list[bool]) -> None:
+    source = source_of(parts, [True, *has_positions])
+    assert source.parts_from is not None
+    cursor = Cursor(source.parts_from, lambda part: len(part.tokens), 0, None)
+    stream = build_stream(
+        TokenSource("test", "U16", None, source.num_documents, lambda: iter(cursor)), ConvertOptions(), "keep"
+    )
+    expected, marks, count, ended = [], [], 0, 0
+    for part in slices_of(stream, 256 + 120):
+        expected.append((part.tokens.tolist(), part.document_ends.tolist()))
+        count, ended = count + len(part.tokens), ended + len(part.document_ends)
+        marks.append((count, ended, cursor.mark(count)))
+    assert expected == slices(source, (0, 0))
+    for number, (count, ended, mark) in enumerate(marks, 1):
+        start, position = mark or (0, None)
+        again = Cursor(source.parts_from, lambda part: len(part.tokens), start, position)
+        rest = parts_behind(iter(again), count - start)
+        behind = TokenSource("test", "U16", source.num_tokens, source.num_documents, lambda rest=rest: rest)  # type: ignore[misc]
+        assert slices(behind, (count, ended)) == expected[number:]
+
+
+def plan(folder: Path, **changes: Any) -> dict[str, Any]:
+    options = ConvertOptions(**changes)
+    return plan_of(open_source(folder, options, "safetensors"), "safetensors", options)
+
+
+def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path: Path) -> None:
+    for index in range(3):
+        np.save(tmp_path / f"train_{index}.npy", np.arange(100, dtype=np.uint16))
+    stored = plan(tmp_path)
+    compare_plans("s3://b/p", stored, plan(tmp_path))
+    with pytest.raises(UsageError, match=r"expected the settings with which .* got other eos_id, slice_bytes"):
+        compare_plans("s3://b/p", stored, plan(tmp_path, eos_id=3, slice_bytes=1 << 20))
+    np.save(tmp_path / "train_1.npy", np.arange(7, 107, dtype=np.uint16))
+    with pytest.raises(DatasetError, match=r"train_1.npy: expected the input with which the conversion"):
+        compare_plans("s3://b/p", stored, plan(tmp_path))
+    (tmp_path / "train_2.npy").unlink()
+    with pytest.raises(DatasetError, match=r"expected the input with which the conversion"):
+        compare_plans("s3://b/p", stored, plan(tmp_path))
