@@ -174,8 +174,8 @@ def check_output(path: object, out: str | Path, to: str, force: bool) -> None:
         several = [name for name in sorted(names_with("write_rows")) if name not in _WITH_INDEX]
         if to not in several or format_of_suffix(url_name(str(out))):
             raise UsageError(
-                f"{out}: expected a format in several files ({', '.join(several)}) below a prefix that is no file's name, got "
-                f"{to}. Choose one, or write to a directory."
+                f"{out}: expected a format in several files ({', '.join(several)}) below a prefix that is no file's "
+                f"name, got {to}. Choose one, or write to a directory."
             )
         return
     out = Path(out)

@@ -69,7 +69,7 @@ def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_position
 
 def plan(folder: Path, **changes: Any) -> dict[str, Any]:
     options = ConvertOptions(**changes)
-    return plan_of(open_source(folder, options, "safetensors"), "safetensors", options)
+    return plan_of(open_source(folder, options, "forebay"), "forebay", options)
 
 
 def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path: Path) -> None:
