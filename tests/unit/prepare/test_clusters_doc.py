@@ -34,6 +34,6 @@ def test_the_job_of_kuberay_is_whole() -> None:
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     for pod in pods:
         spec = pod["template"]["spec"]
-        mounts = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
-        assert mounts == {volume["name"] for volume in spec["volumes"]} == {"shared"}
+        secrets = [source["secretRef"]["name"] for container in spec["containers"] for source in container["envFrom"]]
+        assert secrets == ["bucket-credentials"]
         assert all(isinstance(value, str) for value in pod["rayStartParams"].values())
