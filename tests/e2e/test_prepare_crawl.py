@@ -34,7 +34,7 @@ def command(server: OriginServer, out: Path, workers: int) -> tuple[list[str], d
 
 
 def downloads(out: Path) -> dict[str, int]:
-    paths = (out / ".work/tasks/downloads").glob("*.warc.wet.gz")
+    paths = (out / ".work/downloads").glob("*.warc.wet.gz")
     return {path.name.partition("-")[2]: path.stat().st_size for path in paths}
 
 

@@ -13,7 +13,7 @@ from forebay.cli import make_parser
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference"
 PAGE = "".join((DOCS / f"seeds-{part}.md").read_text() for part in ("data", "training"))
-ITEMS = {"S0": [*range(1, 26)], "S1": [*range(1, 36), 37], "S2": [*range(1, 36)], "S3": [*range(1, 20)]}
+ITEMS = {"S0": [*range(1, 26)], "S1": [*range(1, 38)], "S2": [*range(1, 36)], "S3": [*range(1, 20)]}
 ITEMS["S4"] = [*range(1, 31)]
 
 

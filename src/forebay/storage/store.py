@@ -18,7 +18,6 @@ import secrets
 import shutil
 import stat
 import tempfile
-import threading
 import time
 import urllib.parse
 from abc import ABC, abstractmethod
@@ -43,9 +42,10 @@ from forebay.files import (
     temporary_directory,
     temporary_path,
 )
-from forebay.network.retry import EVERY_S, FIRST_S, backoff_s
+from forebay.network.retry import FIRST_S, backoff_s
 from forebay.storage.base import BUCKET_SCHEMES, PermanentError, TransientError
 from forebay.storage.buckets import BucketOrigin
+from forebay.storage.watch import requests_in_flight
 
 log = logging.getLogger("forebay.storage")
 _PIECE = 8 << 20
@@ -124,9 +124,9 @@ class Store(ABC):
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; one that is missing is none."""
 
+    @abstractmethod
     def size(self, name: str) -> int:
         """The bytes of an object."""
-        raise NotImplementedError
 
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""
@@ -135,13 +135,13 @@ class Store(ABC):
         except FileNotFoundError:
             return False
 
+    @abstractmethod
     def remove_stale(self) -> None:
         """Remove what killed processes of this machine left on their way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove_all(self) -> None:
         """Remove all objects, and the directories of this machine."""
-        raise NotImplementedError
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
@@ -276,7 +276,7 @@ def _link(source: Path, path: Path) -> None:
     except OSError:  # a file system without links, where the last of two writers wins
         if path.exists():
             raise FileExistsError(path) from None
-        source.replace(path)
+        commit_files({source: path})
 
 
 class _Bucket(BucketOrigin):
@@ -289,7 +289,7 @@ class _Bucket(BucketOrigin):
         began, tries = time.monotonic(), 0
         while True:
             try:
-                with _watch.request(f"{self.url}/{name}"), self._convert_errors(name) as (obstore, store):
+                with requests_in_flight.watch(f"{self.url}/{name}"), self._convert_errors(name) as (obstore, store):
                     return request(obstore, store, self._prefix + name)
             except TransientError as error:
                 tries, elapsed_s = tries + 1, time.monotonic() - began
@@ -309,40 +309,6 @@ class _Bucket(BucketOrigin):
 
     def key(self, name: str) -> str:
         return self._prefix + name
-
-
-class _Watch:
-    """Logs requests that take long, by a thread that runs while this process makes requests."""
-
-    def __init__(self) -> None:
-        self._requests: dict[object, tuple[str, float]] = {}
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def request(self, what: str) -> Iterator[None]:
-        token = object()
-        self._requests[token] = (what, time.monotonic())
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
-            self._thread.start()
-        try:
-            yield
-        finally:
-            del self._requests[token]
-
-    def _run(self) -> None:
-        logged: dict[object, float] = {}
-        while True:
-            time.sleep(0.5)
-            now, requests = time.monotonic(), dict(self._requests)
-            logged = {token: logged_at for token, logged_at in logged.items() if token in requests}
-            for token, (what, began) in requests.items():
-                if now - began > FIRST_S and now - logged.get(token, -EVERY_S) >= EVERY_S:
-                    logged[token] = now
-                    log.warning("waiting for %s (%.0f s so far)", what, now - began)
-
-
-_watch = _Watch()
 
 
 @lru_cache(maxsize=16)
@@ -436,9 +402,9 @@ class BucketStore(Store):
                 file.write(chunk)
             file.flush()
 
-        with tempfile.NamedTemporaryFile(dir=self.directory("")) as file:
+        with self.scratch() as folder, (folder / "object").open("wb") as file:
             self._bucket.call(name, request)
-            yield Path(file.name)
+            yield folder / "object"
 
     def directory(self, name: str) -> Path:
         root = Path(tempfile.gettempdir(), f"forebay-{os.getuid()}")
