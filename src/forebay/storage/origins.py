@@ -164,7 +164,7 @@ class RemoteDataset(Dataset):
         """Download a slice to a temporary file without a name, verify and map it."""
         row = self.table.row(index)
         hasher = ChunkHasher(row.chunk_bytes)
-        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        with tempfile.TemporaryDirectory() as folder, Path(folder, "slice.safetensors").open("wb") as file:
 
             def receive(chunk: memoryview) -> None:
                 file.write(chunk)
