@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -119,7 +119,7 @@ class Manifest:
         return _canonical({**plain, "check": hashlib.sha256(_canonical(plain)).hexdigest()})
 
     def _plain(self) -> dict[str, Any]:
-        plain = asdict(self)
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         if self.format == 1:
             del plain["chunk_bytes"]
         return plain

@@ -62,8 +62,8 @@ class Slicing(Settings):
     """`[slice]`: the size of slices and the order of documents in them.
 
     Args:
-        bytes: No slice file is larger; all but the last are within 1 % of it, 64 KiB and up.
-        tokens, rows: Tokens (or rows, with `[rows]`) in each slice but the last, instead of a size in bytes.
+        bytes: No slice file is larger; all but the last of each 2^33 tokens are within 1 % of it, 64 KiB and up.
+        tokens, rows: Tokens (or rows, with `[rows]`) in each slice but those last ones, instead of a size in bytes.
         shuffle: Documents are permuted over the whole dataset before they are cut into slices.
         seed: Of the permutation, and of the sample that `train:` learns from.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from inspect import unwrap
@@ -20,10 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from forebay.errors import PrepareError
 from forebay.prepare.stats import Usage, timed
-from forebay.storage.store import FolderStore, Store
+from forebay.storage.store import Store
 
 _MIN_TASKS = 16  # Of maps whose results are in one object, too.
-_READERS = 32
 R = TypeVar("R")
 
 
@@ -52,10 +50,7 @@ class Committing(Generic[R]):
         """The results that are there, by name."""
         listed = self.store.sizes(f"{self.folder}/") if names else {}
         present = [name for name in names if f"{self.folder}/{name}.json" in listed]
-        if isinstance(self.store, FolderStore) or len(present) < 2:
-            return dict(zip(present, map(self.result, present)))
-        with ThreadPoolExecutor(_READERS) as pool:
-            return dict(zip(present, pool.map(self.result, present)))
+        return dict(zip(present, self.store.each(self.result, present)))
 
     def result(self, name: str) -> R:
         """The result of a task."""

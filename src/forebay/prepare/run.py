@@ -112,15 +112,16 @@ class PrepareRun:
     def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, Any], None]:
         """An `on_result` of `map` that reports the bytes of each task, and documents read and kept so far."""
         done = documents = retained = 0
+        total = sum(sizes)
 
         def add(index: int, result: Any) -> None:
             nonlocal done, documents, retained
             done += sizes[index]
             documents += result.documents_in
             retained += result.documents_out
-            self.progress.update(Progress(stage, done, sum(sizes), "B", documents, retained, done))
+            self.progress.update(Progress(stage, done, total, "B", documents, retained, done))
 
-        self.progress.update(Progress(stage, 0, sum(sizes), "B"))
+        self.progress.update(Progress(stage, 0, total, "B"))
         return add
 
     def end_of_tasks(self) -> None:

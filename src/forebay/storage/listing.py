@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LINK = "a link that leads out of the input folder (--follow-links reads it)"
-_SYSTEM = ("/proc", "/sys", "/dev")
+_SYSTEM = ("/proc/", "/sys/", "/dev/")
 _MAX_STATE_BYTES = 64 << 20
 _OF_TEXT = (
     "text.json", "rejects.jsonl", "skipped.jsonl", "contamination.jsonl", "report.html", "report.json",
@@ -62,7 +62,7 @@ def list_files(folder: Path, *, follow_links: bool = False, leave_out: Path | No
             reason = "a link that leads nowhere" if entry.is_symlink() else error.strerror or str(error)
             yield Skipped(entry.path, reason)
             continue
-        if any(Path(target).is_relative_to(system) for system in _SYSTEM):
+        if f"{target}/".startswith(_SYSTEM):
             reason = "a file of the operating system"
         elif entry.name.startswith("."):
             reason = "hidden"

@@ -22,9 +22,11 @@ import time
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -52,7 +54,9 @@ _PIECE = 8 << 20
 _FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
 _MAX_PUT_BYTES = 4 << 30  # of one request; S3 takes 5 GiB
 _REMOVED_AT_ONCE = 1000
+_READERS = 32
 _T = TypeVar("_T")
+_I = TypeVar("_I")
 
 
 class Store(ABC):
@@ -134,6 +138,10 @@ class Store(ABC):
             return self.size(name) >= 0
         except FileNotFoundError:
             return False
+
+    def each(self, function: Callable[[_I], _T], items: Iterable[_I]) -> Iterator[_T]:
+        """`function(item)` of each item, in order, for functions that read objects: in a bucket many at once."""
+        return map(function, items)
 
     @abstractmethod
     def remove_stale(self) -> None:
@@ -446,6 +454,12 @@ class BucketStore(Store):
     def remove_all(self) -> None:
         self.remove(self.sizes())
         shutil.rmtree(self.directory(""), ignore_errors=True)
+
+    def each(self, function: Callable[[_I], _T], items: Iterable[_I]) -> Iterator[_T]:
+        remaining = iter(items)
+        with ThreadPoolExecutor(_READERS) as pool:
+            while batch := list(islice(remaining, 4 * _READERS)):
+                yield from pool.map(function, batch)
 
     @property
     def _bucket(self) -> _Bucket:

@@ -36,8 +36,17 @@ from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.encode import EncodeTask, encode, left_out_rows
-from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, plan_shuffle, shuffle
-from forebay.prepare.tasks.slicing import RowShape, plan_row_slices, plan_slices, write_slice
+from forebay.prepare.tasks.keys import hash_json
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, shuffle_parts
+from forebay.prepare.tasks.slicing import (
+    RowShape,
+    gather_leaves,
+    leaves_tasks,
+    plan_slices,
+    slice_tasks,
+    write_plan,
+    write_slice,
+)
 from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TOKENIZER_FILE, TokenizerFile
 from forebay.storage.listing import shown_path
@@ -75,8 +84,11 @@ class DatasetOutput(Output):
         parts = _encode(run, corpus, tokenizer, run.store)
         files = {TOKENIZER_FILE: tokenizer.sha256}
         if run.recipe.slice.shuffle:
-            tasks = plan_shuffle(parts, run.work)
-            parts = run.map(shuffle, tasks, run.count_tasks("shuffle", len(tasks), " buckets"))
+
+            def map_level(do: Any, tasks: Sequence[Any]) -> list[Any]:
+                return run.map(do, tasks, run.count_tasks("shuffle", len(tasks), " buckets"))
+
+            parts = shuffle_parts(parts, run.work, map_level)
         table = _slice(run, parts, tokenizer)
         before = run.parent.num_slices if run.parent is not None else 0
         if run.document_ids:
@@ -162,18 +174,20 @@ def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFi
     size, rows, shape = run.recipe.slice, run.recipe.rows, None
     if rows is not None:
         shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.labels, rows.packed)
-        plan = plan_row_slices(parts, run.work, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
-    else:
-        plan = plan_slices(parts, run.work, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
-    on_result = run.count_tasks("slice", plan.slices, " slices")
+    count = size.tokens if rows is None else size.rows
+    plans = plan_slices(parts, run.work, slice_bytes=size.bytes, count=count, shape=shape)
     parent = run.parent
     chunk_bytes = chunk_size(size.bytes) if parent is None else parent.table.chunk_bytes
-    tasks = plan.tasks(run.work, run.store, shape, chunk_bytes, parent.num_slices if parent is not None else 0)
-    _discard_other_plans(run, f"{plan.name} {parent_of(parent)}".encode())
+    before = parent.num_slices if parent is not None else 0
+    tasks = slice_tasks(plans, run.map(write_plan, plans), run.store, shape, chunk_bytes, before)
+    _discard_other_plans(run, f"{hash_json([plan.name for plan in plans])} {parent_of(parent)}".encode())
+    on_result = run.count_tasks("slice", len(tasks), " slices")
     infos = [*link_slices(run), *run.map(write_slice, tasks, on_result, is_valid=run.has_slice())]
+    gathering = leaves_tasks(tasks)
+    run.map(gather_leaves, gathering)
     run.end_of_tasks()
     leaves = parent.all_leaves() if parent is not None else ()
-    run.store.write(CHUNKS_FILE, chain(leaves, (run.work.read(task.leaves) for task in tasks)))
+    run.store.write(CHUNKS_FILE, chain(leaves, (run.work.read(task.object) for task in gathering)))
     names = {info.name for info in infos}
     run.store.remove(name for name in run.store.sizes("slices/") if name not in names)  # of another plan
     return SliceTable.from_rows(infos, chunk_bytes)

@@ -1,10 +1,11 @@
 """SHUFFLE tasks: documents in the order of keyed hashes, over all parts, in bounded memory.
 
 A document's key is a word of our counter-based generator under (seed, its part's name, its row). ENCODE sorts each part
-by key; a SHUFFLE task merges one range of keys of all parts. Ties are in the order of the parts, then of the rows.
-Costs: the tokens are written and read twice more; memory is 3 x 64 MiB by default; each part is read once a bucket, so
-that 1 TiB of tokens in parts of 64 MiB is 10**8 reads of about 8 KiB, some tens of minutes over all processes. As keys
-are uniform, where a bucket begins in a part is guessed, and the keys near there are read.
+by key; a SHUFFLE task merges one range of keys of at most 256 parts. Ties are in the order of the parts, then of the
+rows. Of more parts, each group of 256 is merged to 256 ranges first, then the groups' parts of each range, and so on: n
+parts take ceil(log256(n)) levels, and 768 reads a task, each of some 256 KiB where parts have 64 MiB. Costs: the tokens
+are written and read once more a level; memory is 3 x 64 MiB by default. As keys are uniform within the range of a part,
+where a bucket begins in it is guessed, and the keys near there are read.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,11 +28,13 @@ from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.tasks.keys import hash_json
 from forebay.storage.store import Store
 
-TASK_VERSION = 3
+TASK_VERSION = 4
 BUCKET_BYTES = 64 << 20
 KINDS = ("tokens", "ends", "ids", "id_ends", "keys")
 _MEMORY_BYTES = 256 << 20
 _WRITE_BYTES = 8 << 20
+_FAN_IN = 256  # Parts that a task merges, at most.
+_KEYS = (0, 1 << 64)
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,17 @@ def document_keys(shuffle: Shuffle, part_name: str, rows: NDArray[np.int64]) -> 
 
 @dataclass(frozen=True)
 class ShuffleTask:
-    """All documents of `parts` with keys in [first_key, last_key], to one part. The object `plan` lists the parts."""
+    """All documents with keys in [first_key, last_key] of the parts that `plan` lists, to one part.
+
+    All keys of these parts are in [low, high), uniformly.
+    """
 
     plan: str
-    index: int
     first_key: int
     last_key: int
     store: Store
+    low: int = _KEYS[0]
+    high: int = _KEYS[1]
 
     @property
     def name(self) -> str:
@@ -93,18 +101,45 @@ class ShuffleTask:
         return hash_json([TASK_VERSION, self.plan, self.first_key, self.last_key])
 
 
-def plan_shuffle(parts: Sequence[EncodedPart], store: Store, bucket_bytes: int = BUCKET_BYTES) -> list[ShuffleTask]:
-    """Tasks whose results, in this order, are the documents of all parts in the order of their keys.
+def shuffle_parts(
+    parts: Sequence[EncodedPart],
+    store: Store,
+    map: Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[EncodedPart]:
+    """Parts that have, one after the other, the documents of all parts in the order of their keys.
 
-    Writes one small object, the list of the parts. All parts have keys, one dtype, ids all or none.
+    All parts have keys, one dtype, ids all or none. `map` runs the tasks of a level, and gives their results.
     """
-    if not parts:
-        return []
-    plan = write_parts(store, "plans/shuffle", parts)
+    ranges: list[tuple[int, int, Sequence[EncodedPart]]] = [(*_KEYS, parts)]
+    while True:
+        planned = [_plan_range(*keys_and_parts, store, bucket_bytes) for keys_and_parts in ranges]
+        results = iter(map(shuffle, [task for groups in planned for tasks in groups for task in tasks]))
+        merged, is_last = [], True
+        for groups in planned:
+            by_group = [[(task, next(results)) for task in tasks] for tasks in groups]
+            is_last &= len(groups) <= 1
+            for pieces in zip(*by_group):
+                first = pieces[0][0]
+                merged.append((first.first_key, first.last_key + 1, [part for _, part in pieces if part.documents]))
+        ranges = [entry for entry in merged if entry[2]]
+        if is_last:
+            return [part for _, _, of_range in ranges for part in of_range]
+
+
+def _plan_range(
+    low: int, high: int, parts: Sequence[EncodedPart], store: Store, bucket_bytes: int
+) -> list[list[ShuffleTask]]:
+    """For each group of parts the tasks of the same ranges of keys, in order. Writes a list of parts a group."""
+    is_last = len(parts) <= _FAN_IN
     size = sum(part.tokens * part.itemsize + 32 * part.documents for part in parts)
-    count = max(1, -(-size // bucket_bytes))
-    edges = [(index << 64) // count for index in range(count + 1)]
-    return [ShuffleTask(plan, i, edges[i], edges[i + 1] - 1, store) for i in range(count)]
+    count = max(1, -(-size // bucket_bytes)) if is_last else _FAN_IN
+    edges = [low + (high - low) * index // count for index in range(count + 1)]
+    plans = [
+        write_parts(store, "plans/shuffle", parts[start : start + _FAN_IN], [low, high])
+        for start in range(0, len(parts), _FAN_IN)
+    ]
+    return [[ShuffleTask(plan, first, stop - 1, store, low, high) for first, stop in pairwise(edges)] for plan in plans]
 
 
 def write_parts(store: Store, stem: str, parts: Sequence[EncodedPart], settings: Any = None) -> str:
@@ -124,7 +159,7 @@ def read_parts(store: Store, name: str) -> tuple[EncodedPart, ...]:
 def shuffle(task: ShuffleTask, scale: int = 0) -> EncodedPart:
     """Run the task. At scale 1 and up no bucket is in memory at once."""
     parts = read_parts(task.store, task.plan)
-    runs = (_Run.of(task.store, part, task.first_key, task.last_key) for part in parts)
+    runs = task.store.each(lambda part: _Run.of(task.store, part, task), parts)
     sources = [run for run in runs if len(run.keys)]
     keys = np.concatenate([np.empty(0, np.uint64), *[source.keys for source in sources]])
     order = np.argsort(keys, kind="stable")  # Parts stand in their order, rows in theirs: ties keep it.
@@ -137,7 +172,7 @@ def shuffle(task: ShuffleTask, scale: int = 0) -> EncodedPart:
 
 def sort_part(part: EncodedPart, source: Store, store: Store) -> None:
     """Write the documents of a part, as ENCODE appended them to files, to the store, in the order of their keys."""
-    run = _Run.of(source, part, 0, (1 << 64) - 1, is_sorted=False)
+    run = _Run.of(source, part)
     order = np.argsort(run.keys, kind="stable")
     _write_sorted(store, part, [run], run.keys[order], order, in_memory=True)
 
@@ -153,9 +188,10 @@ class _Run:
     id_edges: NDArray[np.int64]
 
     @classmethod
-    def of(cls, store: Store, part: EncodedPart, first_key: int, last_key: int, *, is_sorted: bool = True) -> _Run:
-        if is_sorted:
-            start, keys = _keys_within(store, part, first_key, last_key)
+    def of(cls, store: Store, part: EncodedPart, task: ShuffleTask | None = None) -> _Run:
+        """The documents of a task; without one all, of a part that is not sorted."""
+        if task is not None:
+            start, keys = _keys_within(store, part, task)
         else:
             start, keys = 0, _read_keys(store, part, 0, part.documents)
         stop = start + len(keys)
@@ -190,16 +226,16 @@ def _read_keys(store: Store, part: EncodedPart, start: int, stop: int) -> NDArra
     return keys
 
 
-def _keys_within(store: Store, part: EncodedPart, first: int, last: int) -> tuple[int, NDArray[np.uint64]]:
-    """The rising keys of a part in [first, last], and the row of the first of them.
+def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[int, NDArray[np.uint64]]:
+    """The rising keys of a part in the task's range, and the row of the first of them.
 
     Of n uniform keys the row of a key is about n times its share of all, give or take the square root of n.
     """
-    documents = part.documents
+    documents, first, last, span = part.documents, task.first_key, task.last_key, task.high - task.low
     around = 4 * math.isqrt(documents) + 8
     while True:
-        start = max(0, (documents * first >> 64) - around)
-        stop = min(documents, (documents * (last + 1) >> 64) + around)
+        start = max(0, documents * (first - task.low) // span - around)
+        stop = min(documents, documents * (last + 1 - task.low) // span + around)
         keys = _read_keys(store, part, start, stop)
         reaches_first = start == 0 or (len(keys) and int(keys[0]) < first)
         reaches_last = stop == documents or (len(keys) and int(keys[-1]) > last)
@@ -240,10 +276,11 @@ def _write_sorted(
 def _from_memory(
     sources: list[_Run], kind: str, item: np.dtype[Any], owner: Any, starts: Any, lengths: Any
 ) -> Iterator[bytes]:
-    parts = []
-    for source in sources:
+    def read(source: _Run) -> NDArray[Any]:
         edges = source.edges(kind)
-        parts.append(source.read(kind, item, int(edges[-1] - edges[0]), int(edges[0])))
+        return source.read(kind, item, int(edges[-1] - edges[0]), int(edges[0]))
+
+    parts = list(sources[0].store.each(read, sources)) if sources else []
     first = np.array([int(source.edges(kind)[0]) for source in sources], np.int64)
     pending: list[NDArray[Any]] = []
     size = 0

@@ -1,13 +1,13 @@
 """SLICE tasks: parts of tokens, one after the other, to slices of a dataset. Slices begin and end inside documents.
 
-The plan is one pass over the document ends; it is in two small objects (16 bytes a slice, and the list of parts), so
-that a task is a name and a number. Writing a slice holds its tokens twice: slices of at most 256 MiB keep a process
-below 1 GB.
+Each 2^33 tokens or more are planned by one task, in one pass over their document ends; the last slice of each is as
+short as it comes. A plan is two small objects (16 bytes a slice, and the list of parts), so that a task is a name and a
+number. Writing a slice holds its tokens twice: slices of at most 256 MiB keep a process below 1 GB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -20,14 +20,16 @@ from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.settings import Settings
+from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, read_parts, write_parts
 from forebay.prepare.tokenize.conversations import TRAINED
 from forebay.storage.store import Store
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 MIN_SLICE_BYTES = 4096
 _ENDS_AT_ONCE = 1 << 17
-Cutter = Callable[["DocumentEnds", int], tuple[int, int]]
+_GROUP_TOKENS = 1 << 33  # Of a plan, at least, but for the last.
+_GATHERED = 256  # Slices whose leaves are in one object.
 
 
 MASKED = -100  # The label of a token that is not trained on.
@@ -117,62 +119,151 @@ class SliceTask:
 
 
 @dataclass(frozen=True)
-class SlicePlan:
-    """How parts are cut: the name of the list of parts, beside which is `NAME.cuts`, and how many slices it has."""
+class TokenCut:
+    """Slices of `slice_tokens` tokens, or as large as fits in `slice_bytes`: header, tokens, 8 bytes a document end."""
 
-    name: str
-    slices: int
+    slice_bytes: int
+    slice_tokens: int
+    dtype: str
 
-    def tasks(
-        self, work: Store, out: Store, shape: RowShape | None = None, chunk_bytes: int = 0, first: int = 0
-    ) -> Sequence[SliceTask]:
-        """One a slice, in order; into a dataset's directory, after its `first` slices."""
-        return [SliceTask(self.name, index, work, out, shape, chunk_bytes, first) for index in range(self.slices)]
+    def next(self, document_ends: DocumentEnds, start: int) -> tuple[int, int]:
+        """Where a slice ends that begins at a token, and the index after the last document end until there."""
+        itemsize = TOKEN_DTYPES[self.dtype].itemsize
+        if self.slice_tokens:
+            stop = min(document_ends.total, start + self.slice_tokens)
+            return stop, document_ends.first + int(np.searchsorted(document_ends.until(stop, 1 << 62), stop, "right"))
+        budget = self.slice_bytes - TOKEN_HEADER_BYTES
+        near = document_ends.until(min(document_ends.total, start + budget // itemsize), budget // 8 + 1)
+        stop, inside = next_cut(near, start, 0, document_ends.total, itemsize, self.slice_bytes)
+        return stop, document_ends.first + inside
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """Slices of `rows` rows, the last of which may have fewer. Conversations stay whole."""
+
+    shape: RowShape
+    rows: int
+
+    def next(self, document_ends: DocumentEnds, start: int) -> tuple[int, int]:
+        """As of TokenCut."""
+        # A row has at most `max_tokens` tokens, so that a window of ends is enough.
+        rows, shape = self.rows, self.shape
+        max_ends = rows + 1 if not shape.packed else 1 << 62
+        near = document_ends.until(min(document_ends.total, start + (rows + 1) * shape.max_tokens), max_ends)
+        taken = len(near[:rows]) if not shape.packed else _pack(near, start, shape.max_tokens, rows)[1]
+        return int(near[taken - 1]), document_ends.first + taken
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """A list of parts to `NAME.cuts`, i64 [slices + 1, 2]: where slices begin, in tokens and in document ends."""
+
+    parts: str
+    cut: TokenCut | RowCut
+    store: Store
+
+    @property
+    def name(self) -> str:
+        """That of the list, which is also a hash of the settings."""
+        return self.parts
 
 
 def plan_slices(
-    parts: Sequence[EncodedPart], store: Store, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
-) -> SlicePlan:
-    """Cut the parts, as one stream, into slices; the plan is written to the store of the parts unless it exists.
+    parts: Sequence[EncodedPart],
+    store: Store,
+    *,
+    slice_bytes: int = 64 << 20,
+    count: int | None = None,
+    shape: RowShape | None = None,
+) -> list[PlanTask]:
+    """Tasks that cut the parts, as one stream, into slices of `count` tokens, or of rows with a shape.
 
-    Each slice but the last has `slice_tokens`, or is as large as fits in `slice_bytes`: header, tokens, 8 bytes a
-    document end.
+    Without a count, slices are as large as fits in `slice_bytes`.
     """
-    if slice_bytes < MIN_SLICE_BYTES or slice_tokens < 0:
-        raise UsageError(f"slice size: expected at least {MIN_SLICE_BYTES} bytes or 1 token, got {slice_bytes}.")
     kinds = {part.dtype for part in parts} or {"U16"}
     if len(kinds) > 1:
         raise UsageError(f"slices: expected parts of one type of token, got {sorted(kinds)}.")
-    itemsize = TOKEN_DTYPES[kinds.pop()].itemsize
-
-    def cut(document_ends: DocumentEnds, start: int) -> tuple[int, int]:
-        if slice_tokens:
-            stop = min(document_ends.total, start + slice_tokens)
-            return stop, document_ends.first + int(np.searchsorted(document_ends.until(stop, 1 << 62), stop, "right"))
-        budget = slice_bytes - TOKEN_HEADER_BYTES
-        near = document_ends.until(min(document_ends.total, start + budget // itemsize), budget // 8 + 1)
-        stop, inside = next_cut(near, start, 0, document_ends.total, itemsize, slice_bytes)
-        return stop, document_ends.first + inside
-
-    return write_plan(parts, store, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
-
-
-def write_plan(parts: Sequence[EncodedPart], store: Store, settings: list[Any], cut: Cutter) -> SlicePlan:
-    """Cut from 0 to the end by `cut(ends, start) -> (stop, index after the last document end until there)`."""
-    name = write_parts(store, "plans/slices", parts, [PLAN_VERSION, *settings])
-    cuts = f"{name}.cuts"
-    if not store.exists(cuts):
-        store.write(cuts, _cuts(DocumentEnds(store, parts), cut))
-    return SlicePlan(name, store.size(cuts) // 16 - 1)
+    cut: TokenCut | RowCut
+    if shape is None:
+        if slice_bytes < MIN_SLICE_BYTES:
+            raise UsageError(f"slice size: expected at least {MIN_SLICE_BYTES} bytes or 1 token, got {slice_bytes}.")
+        cut = TokenCut(0 if count else slice_bytes, count or 0, kinds.pop())
+    else:
+        cut = RowCut(shape, count or (slice_bytes - _HEADER_BYTES) // shape.row_bytes)
+        if cut.rows < 1:
+            raise UsageError(
+                f"slice_bytes: expected at least a row ({shape.row_bytes + _HEADER_BYTES}), got {slice_bytes}."
+            )
+    return [
+        PlanTask(write_parts(store, "plans/slices", group, [PLAN_VERSION, asdict(cut)]), cut, store)
+        for group in _groups(parts)
+    ]
 
 
-def _cuts(document_ends: DocumentEnds, cut: Cutter) -> Iterator[bytes]:
+def _groups(parts: Sequence[EncodedPart]) -> Iterator[Sequence[EncodedPart]]:
+    start = tokens = 0
+    for index, part in enumerate(parts, 1):
+        tokens += part.tokens
+        if tokens >= _GROUP_TOKENS or index == len(parts):
+            yield parts[start:index]
+            start, tokens = index, 0
+
+
+def write_plan(task: PlanTask, scale: int = 0) -> int:
+    """Run a PlanTask. Returns the number of slices. `scale` changes nothing."""
+    document_ends = DocumentEnds(task.store, read_parts(task.store, task.parts))
+    task.store.write(f"{task.parts}.cuts", _cuts(document_ends, task.cut))
+    return task.store.size(f"{task.parts}.cuts") // 16 - 1
+
+
+def _cuts(document_ends: DocumentEnds, cut: TokenCut | RowCut) -> Iterator[bytes]:
     start = 0
     yield np.zeros(2, "<i8").tobytes()
     while start < document_ends.total:
-        start, last_end = cut(document_ends, start)
+        start, last_end = cut.next(document_ends, start)
         document_ends.discard(last_end)
         yield np.array([start, last_end], "<i8").tobytes()
+
+
+def slice_tasks(
+    plans: Sequence[PlanTask], slices: Sequence[int], out: Store, shape: RowShape | None, chunk_bytes: int, first: int
+) -> list[SliceTask]:
+    """A task for each slice of the plans, in order; into a dataset's directory, after its `first` slices."""
+    tasks: list[SliceTask] = []
+    for plan, count in zip(plans, slices):
+        before = first + len(tasks)
+        tasks += [SliceTask(plan.parts, i, plan.store, out, shape, chunk_bytes, before) for i in range(count)]
+    return tasks
+
+
+@dataclass(frozen=True)
+class LeavesTask:
+    """The leaves of up to 256 slices, by their objects, to one."""
+
+    leaves: tuple[str, ...]
+    store: Store
+
+    @property
+    def name(self) -> str:
+        return hash_json(self.leaves)
+
+    @property
+    def object(self) -> str:
+        """The name of the leaves of all of them."""
+        return f"plans/{self.name}.leaves"
+
+
+def leaves_tasks(tasks: Sequence[SliceTask]) -> list[LeavesTask]:
+    """Tasks that gather what the tasks of slices left."""
+    groups = (tasks[start : start + _GATHERED] for start in range(0, len(tasks), _GATHERED))
+    return [LeavesTask(tuple(task.leaves for task in group), group[0].work) for group in groups]
+
+
+def gather_leaves(task: LeavesTask, scale: int = 0) -> int:
+    """Run a LeavesTask. Returns the number of slices. `scale` changes nothing."""
+    task.store.write(task.object, b"".join(task.store.each(task.store.read, task.leaves)))
+    return len(task.leaves)
 
 
 class DocumentEnds:
@@ -270,34 +361,6 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
             count, documents = len(tensors["input_ids"]), 0
     task.work.write(task.leaves, written.leaves)
     return SliceInfo(task.first + task.index, task.slice_name, written.size, written.sha256, count, documents)
-
-
-def plan_row_slices(
-    parts: Sequence[EncodedPart],
-    store: Store,
-    shape: RowShape,
-    *,
-    slice_bytes: int = 64 << 20,
-    slice_rows: int = 0,
-) -> SlicePlan:
-    """Cut conversations, in their order, into slices of `slice_rows` rows, or as many as fit in `slice_bytes`.
-
-    The last slice may have fewer. Conversations stay whole. `plan.tasks(out, shape)` write them.
-    """
-    rows = slice_rows or (slice_bytes - _HEADER_BYTES) // shape.row_bytes
-    if rows < 1:
-        raise UsageError(
-            f"slice_bytes: expected at least a row ({shape.row_bytes + _HEADER_BYTES}), got {slice_bytes}."
-        )
-
-    def cut(document_ends: DocumentEnds, start: int) -> tuple[int, int]:
-        # A row has at most `max_tokens` tokens, so that a window of ends is enough.
-        max_ends = rows + 1 if not shape.packed else 1 << 62
-        near = document_ends.until(min(document_ends.total, start + (rows + 1) * shape.max_tokens), max_ends)
-        taken = len(near[:rows]) if not shape.packed else _pack(near, start, shape.max_tokens, rows)[1]
-        return int(near[taken - 1]), document_ends.first + taken
-
-    return write_plan(parts, store, ["rows", asdict(shape), rows], cut)
 
 
 def _pack(document_ends: NDArray[np.int64], start: int, width: int, rows: int) -> tuple[NDArray[np.int64], int]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError
 from forebay.prepare.tasks import shuffle as shuffling
 from forebay.prepare.tasks.encode import EncodeTask, encode
-from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, plan_shuffle, shuffle
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, ShuffleTask, document_keys, shuffle_parts
 from forebay.storage.store import open_store
 from support.token_parts import coder, documents, text_part
 
@@ -35,20 +35,23 @@ def texts_of(folder: Path, parts: list[EncodedPart]) -> list[str]:
 
 
 def shuffled(folder: Path, parts: list[EncodedPart], *bucket: int, scale: int = 0) -> list[EncodedPart]:
-    return [shuffle(task, scale) for task in plan_shuffle(parts, open_store(folder), *bucket)]
+    return shuffle_parts(parts, open_store(folder), lambda run, tasks: [run(task, scale) for task in tasks], *bucket)
 
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.lists(st.lists(st.text("abü", min_size=1, max_size=8), max_size=12), min_size=1, max_size=4),
-    st.integers(200, 5000), st.integers(0, 3), st.integers(0, 1),
+    st.lists(st.lists(st.text("abü", min_size=1, max_size=8), max_size=12), min_size=1, max_size=9),
+    st.integers(200, 5000), st.integers(0, 3), st.integers(0, 1), st.integers(2, 5),
 )  # fmt: skip
 def test_equals_sorting_in_memory(
-    tmp_path_factory: pytest.TempPathFactory, groups: list[list[str]], bucket: int, seed: int, scale: int
+    tmp_path_factory: pytest.TempPathFactory, groups: list[list[str]], bucket: int, seed: int, scale: int, fan_in: int
 ) -> None:
+    """In as many levels as the parts need."""
     folder = tmp_path_factory.mktemp("s")
     parts = parts_of(folder, groups, seed)
-    result = shuffled(folder, parts, bucket, scale=scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffling, "_FAN_IN", fan_in)
+        result = shuffled(folder, parts, bucket, scale=scale)
     expected, seen = [], {}
     for texts in groups:
         name = text_part(folder / "names", texts).name
@@ -96,16 +99,15 @@ def test_positions_are_uniform(tmp_path: Path) -> None:
 
 def test_a_truncated_part_is_noticed(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, [["a", "b"], ["c"]])
-    (task,) = plan_shuffle(parts, open_store(tmp_path))
     for kind in ("tokens", "keys"):
         path = tmp_path / parts[0].object(kind)
         data = path.read_bytes()
         path.write_bytes(data[:-2])
         for scale in (0, 1):
             with pytest.raises(PrepareError, match="got fewer bytes"):
-                shuffle(task, scale)
+                shuffled(tmp_path, parts, scale=scale)
         path.write_bytes(data)
-    assert plan_shuffle([], open_store(tmp_path)) == []
+    assert shuffled(tmp_path, []) == []
 
 
 @settings(max_examples=30, deadline=None)
@@ -124,7 +126,7 @@ def test_a_range_of_keys_is_all_of_it(
     edges = sorted({*edges, *(int(key) for key in keys[:3])})
     row = 0
     for first, stop in pairwise(edges):
-        start, within = shuffling._keys_within(store, part, first, stop - 1)
+        start, within = shuffling._keys_within(store, part, ShuffleTask("", first, stop - 1, store))
         expected = keys[(keys >= np.uint64(first)) & (keys <= np.uint64(stop - 1))]
         assert within.tolist() == expected.tolist() and (start == row or not len(within))
         row += len(within)

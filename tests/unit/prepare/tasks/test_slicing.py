@@ -15,7 +15,15 @@ from forebay.dataset.slices import TOKEN_HEADER_BYTES, open_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tasks import slicing
 from forebay.prepare.tasks.shuffle import EncodedPart
-from forebay.prepare.tasks.slicing import plan_slices, write_slice
+from forebay.prepare.tasks.slicing import (
+    SliceTask,
+    gather_leaves,
+    leaves_tasks,
+    plan_slices,
+    slice_tasks,
+    write_plan,
+    write_slice,
+)
 from forebay.storage.store import open_store
 
 
@@ -31,10 +39,16 @@ def parts_of(folder: Path, groups: list[list[int]]) -> list[EncodedPart]:
     return [part_of(folder, f"p{i}", lengths, start) for i, (lengths, start) in enumerate(zip(groups, starts))]
 
 
+def tasks_of(folder: Path, parts: list[EncodedPart], **how: int) -> list[SliceTask]:
+    store = open_store(folder)
+    plans = plan_slices(parts, store, **how)
+    return slice_tasks(plans, [write_plan(plan) for plan in plans], store, None, 0, 0)
+
+
 def whole(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
     """All tokens and document ends of the slices, put together again; and the slices' sizes."""
-    tokens, stops, sizes, store = [], [], [], open_store(out)
-    for task in plan_slices(parts, store, **how).tasks(store, store):
+    tokens, stops, sizes = [], [], []
+    for task in tasks_of(out, parts, **how):
         info = write_slice(task)
         result = open_slice(out / info.name)
         assert (info.count, info.documents) == (len(result.tokens), len(result.document_ends))
@@ -67,22 +81,21 @@ def test_the_cut_is_the_one_of_format_version_1(tmp_path: Path, monkeypatch: pyt
     parts = parts_of(tmp_path, groups)
     offsets = np.cumsum([n for group in groups for n in group]).astype(np.uint64)
     monkeypatch.setattr(slicing, "_ENDS_AT_ONCE", 100)
-    store = open_store(tmp_path)
-    plan = plan_slices(parts, store, slice_bytes=5000)
+    tasks = tasks_of(tmp_path, parts, slice_bytes=5000)
     start = first = 0
-    for task in plan.tasks(store, store):
+    for task in tasks:
         edges = np.fromfile(tmp_path / f"{task.plan}.cuts", "<i8", count=2, offset=16 * task.index)
         assert edges.tolist() == [start, first]
         stops = np.arange(start + 1, min(int(offsets[-1]), start + 2500) + 1)
         inside = np.searchsorted(offsets, stops.astype(np.uint64), "right") - first
         fits = (stops - start) * 2 + 8 * inside + TOKEN_HEADER_BYTES <= 5000
         start, first = int(stops[fits][-1]), first + int(inside[fits][-1])
-    assert (start, first) == (int(offsets[-1]), len(offsets)) and plan.slices > 30
+    assert (start, first) == (int(offsets[-1]), len(offsets)) and len(tasks) > 30
 
 
 def test_slices_of_so_many_tokens(tmp_path: Path) -> None:
     groups = [[5, 10, 1], [100], [3] * 20]
-    tokens, stops, sizes = whole(tmp_path, parts_of(tmp_path, groups), slice_tokens=32)
+    tokens, stops, sizes = whole(tmp_path, parts_of(tmp_path, groups), count=32)
     assert tokens == list(range(176)) and len(sizes) == 6
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
 
@@ -93,11 +106,35 @@ def test_damage_and_misuse_are_noticed(tmp_path: Path) -> None:
         plan_slices(parts, store, slice_bytes=100)
     with pytest.raises(UsageError, match="one type"):
         plan_slices([parts[0], replace(parts[1], dtype="U32")], store)
-    (task,) = plan_slices(parts, store).tasks(store, store)
+    (task,) = tasks_of(tmp_path, parts)
     for kind in ("tokens", "ends"):
         (tmp_path / parts[1].object(kind)).write_bytes(b"")
         with pytest.raises(PrepareError, match="fewer"):
             write_slice(task)
     with pytest.raises(PrepareError, match="expected 1 documents"):
-        plan_slices(parts, store, slice_bytes=8192)
-    assert plan_slices([], store).slices == 0
+        tasks_of(tmp_path, parts, slice_bytes=8192)
+    assert tasks_of(tmp_path, []) == []
+
+
+def test_long_streams_are_planned_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the last slice of a group differs from one plan of all."""
+    groups = [[500] * 10, [700] * 10, [], [30] * 300, [9000], [1] * 50]
+    parts = parts_of(tmp_path, groups)
+    monkeypatch.setattr(slicing, "_GROUP_TOKENS", 12_000)
+    tokens, stops, sizes = whole(tmp_path, parts, slice_bytes=8192)
+    assert tokens == [i % 60_000 for i in range(sum(map(sum, groups)))]
+    assert stops == np.cumsum([n for group in groups for n in group]).tolist()
+    tasks = tasks_of(tmp_path, parts, slice_bytes=8192)
+    assert len({task.plan for task in tasks}) == 3 and len({task.name for task in tasks}) == len(sizes)
+    assert sum(size <= 8192 - TOKEN_HEADER_BYTES - 10 for size in sizes) <= 3
+
+
+def test_leaves_are_gathered_in_the_order_of_the_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, store = tasks_of(tmp_path, parts_of(tmp_path, [[3] * 20]), count=5), open_store(tmp_path)
+    for index, task in enumerate(tasks):
+        store.write(task.leaves, bytes([index] * 32))
+    monkeypatch.setattr(slicing, "_GATHERED", 5)
+    gathering = leaves_tasks(tasks)
+    assert [gather_leaves(task) for task in gathering] == [5, 5, 2]
+    gathered = b"".join(store.read(task.object) for task in gathering)
+    assert gathered == b"".join(bytes([index] * 32) for index in range(12))

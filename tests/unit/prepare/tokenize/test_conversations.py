@@ -18,7 +18,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK as G
 from forebay.formats.records import RESPONSE_MARK as L
 from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode
-from forebay.prepare.tasks.slicing import RowShape, plan_row_slices, write_slice
+from forebay.prepare.tasks.slicing import RowShape, plan_slices, slice_tasks, write_plan, write_slice
 from forebay.prepare.tokenize.conversations import (
     TEMPLATES,
     TRAINED,
@@ -39,8 +39,9 @@ def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> EncodeRe
 
 def dataset_of(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
     (folder / "out/slices").mkdir(parents=True)
-    plan = plan_row_slices([encoded.part], open_store(folder), shape, slice_bytes=slice_bytes)
-    infos = [write_slice(task) for task in plan.tasks(open_store(folder), open_store(folder / "out"), shape)]
+    plans = plan_slices([encoded.part], open_store(folder), slice_bytes=slice_bytes, shape=shape)
+    tasks = slice_tasks(plans, [write_plan(plan) for plan in plans], open_store(folder / "out"), shape, 0, 0)
+    infos = [write_slice(task) for task in tasks]
     table = SliceTable.from_rows(infos)
     data = table.to_parquet()
     rows, size = sum(info.count for info in infos), sum(info.bytes for info in infos)
@@ -147,4 +148,4 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         RowShape(10, "U16", labels="I8")
     with pytest.raises(UsageError, match="at least a row"):
-        plan_row_slices([], open_store(tmp_path), RowShape(10_000, "U16"), slice_bytes=4096)
+        plan_slices([], open_store(tmp_path), slice_bytes=4096, shape=RowShape(10_000, "U16"))
