@@ -2,8 +2,9 @@
 
 The parent's slices keep their ids; they are hard links, or copies where the file system has none, and are verified. The
 new documents are shuffled and cut into slices by themselves. Deduplication compares them with the parent's documents,
-whose text is that of their tokens: what the parent's run dropped or cut is not compared. It costs a pass over the
-parent's tokens, and its text (LZ4) on disk until the run ends.
+by their signatures where the parent has them (`[dedup] signatures`), else by the text of its tokens: what the parent's
+run dropped (or, of text, cut) is not compared. The latter costs a pass over the parent's tokens, and its text (LZ4) on
+disk until the run ends.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from forebay.dataset.reader import Dataset, listed_files, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup, Signed
+from forebay.prepare.dedup.signatures import LoadTask, load_signatures, signature_files
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
 from forebay.prepare.sources import source_splits
@@ -101,6 +103,8 @@ def _check_dedup(parent: Dataset, dedup: Dedup) -> None:
     before, advice = parent.manifest.lineage.get("recipe", {}), "Leave out deduplication, or prepare all in one run"
     if dedup.keep != "first":
         _refuse(parent, "dedup.keep = 'first', as its documents stay", f"{dedup.keep!r}. Set keep, or {advice.lower()}")
+    if signature_files(parent, dedup):
+        return
     if dedup.semantic or dedup.own:
         names = [*(method.name for method in dedup.own), *(["semantic"] if dedup.semantic else [])]
         _refuse(parent, "methods that compare text", f"{', '.join(names)}. {advice}")
@@ -181,6 +185,9 @@ def sign_parent(run: PrepareRun) -> list[Signed]:
     parent, dedup, read = run.parent, run.recipe.dedup, ReadOptions()
     if parent is None:
         return []
+    if files := signature_files(parent, dedup):
+        loading = [LoadTask(str(parent.path / name), sha256, dedup, run.work) for name, sha256 in files.items()]
+        return run.map(load_signatures, loading, run.count_tasks("parent", len(loading), " files"))
     source = ParentDocuments(str(parent.path), parent.id, dedup.url)
     key = task_key(keys.content_key(read, (), (), 1.0), source.name, (), dedup)
     tasks = [

@@ -21,7 +21,7 @@ from forebay import prepare_dataset
 from forebay.dataset.chunks import CHUNKS_FILE
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, PrepareError, UsageError
 from forebay.prepare.config import load_recipe
 from forebay.prepare.extend import ParentDocuments
 from forebay.prepare.run import PrepareResult
@@ -111,8 +111,16 @@ def test_a_child_is_extended_again(old: Path, tmp_path: Path) -> None:
     assert verify_dataset(grandchild.path).ok
 
 
-@pytest.mark.parametrize("kinds", [["exact"], ["exact", "minhash"], ["lines"], ["sentences"], ["substring"]])
-def test_new_documents_are_compared_with_the_parents(tmp_path: Path, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["exact"], ["exact", "minhash"], ["lines"], ["sentences"], ["substring"],
+        ["exact", "minhash", "signatures"], ["lines", "sentences", "signatures"],
+    ],
+)  # fmt: skip
+def test_new_documents_are_compared_with_the_parents(
+    tmp_path: Path, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dedup = {"dedup": dict.fromkeys(kinds, True)}
     before = write_texts(tmp_path / "first", 0, 40)
     parent = prepare(tmp_path / "first", tmp_path / "old", **dedup).open()
@@ -123,11 +131,40 @@ def test_new_documents_are_compared_with_the_parents(tmp_path: Path, kinds: list
         shutil.move(tmp_path / "first-again.txt", tmp_path / f"second/a{number}.txt")
     after = write_texts(tmp_path / "second", 40, 20)
     shutil.copy(tmp_path / "second/00045.txt", tmp_path / "second/z.txt")
+    if "signatures" in kinds:  # then the parent's tokens are not read
+        monkeypatch.setattr(ParentDocuments, "read", None)
     result = prepare(tmp_path / "second", tmp_path / "new", tmp_path / "old", **dedup)
     assert texts_of(result.open()) == before + after
     assert (result.documents_in, result.documents_out) == (24, 20) and sum(result.dropped.values()) == 4
     without = prepare(tmp_path / "second", tmp_path / "without", **dedup)
     assert without.documents_out == 23
+
+
+def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Path) -> None:
+    dedup = {"dedup": {"exact": True, "lines": True, "signatures": True}}
+    first, second = write_texts(tmp_path / "first", 0, 30), write_texts(tmp_path / "second", 30, 10)
+    shutil.copy(tmp_path / "first/00007.txt", tmp_path / "first/z.txt")
+    parent = prepare(tmp_path / "first", tmp_path / "old", **dedup).open()
+    child = prepare(tmp_path / "second", tmp_path / "new", parent.path, **dedup).open()
+    whole = np.load(child.path / "signatures-000000.npz")
+    assert (
+        whole["documents"] == 40 and len(whole["exact"]) == 40 and len(whole["units"]) == whole["counts"].sum() == 200
+    )
+    (tmp_path / "third").mkdir()
+    for name in ("first/00011.txt", "second/00035.txt"):
+        shutil.copy(tmp_path / name, tmp_path / "third")
+    (tmp_path / "third/new.txt").write_text("new")
+    grandchild = prepare(tmp_path / "third", tmp_path / "newer", child.path, **dedup, workers=2).open()
+    assert texts_of(grandchild) == [*first, *second, "new"] and verify_dataset(grandchild.path).ok
+    # Other settings: the text of the tokens is compared, as without signatures.
+    other = prepare(tmp_path / "third", tmp_path / "other", child.path, dedup={"minhash": True})
+    assert texts_of(other.open()) == [*first, *second, "new"]
+    (child.path / "signatures-000000.npz").write_bytes(b"PK")
+    with pytest.raises(PrepareError, match=r"signatures-000000\.npz: expected the signatures that the manifest lists"):
+        prepare(tmp_path / "third", tmp_path / "again", child.path, **dedup)
+    for wrong in ({"substring": True}, {}, {"lines": True, "max_cut_share": 0.5}):
+        with pytest.raises(UsageError, match="signatures: expected exact, url"):
+            prepare(tmp_path / "first", tmp_path / "x", dedup={**wrong, "signatures": True})
 
 
 def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ class DedupResult:
         drop: For each split a byte a document: 0 kept, else 1 + the index in `Dedup.reasons`.
         cut: For each split what is cut, by kind of unit; empty if none are compared.
         name: A hash of the signatures and settings, on which all else depends.
+        signed: The signatures of all splits; those that were only compared with come first.
     """
 
     documents: int
@@ -153,6 +154,7 @@ class DedupResult:
     drop: tuple[Flags, ...]
     cut: tuple[tuple[Cut, ...], ...]
     name: str
+    signed: tuple[Signed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def deduplicate(
     for split in cuts[:first]:
         units_cut = {label: rows - int(cut.flags.load().sum()) for (label, rows), cut in zip(units_cut.items(), split)}
     dropped = tuple(counts[1 : len(config.reasons) + 1])
-    return DedupResult(sum(counts), dropped, units_cut, drop[first:], cuts[first:], corpus.stem)
+    return DedupResult(sum(counts), dropped, units_cut, drop[first:], cuts[first:], corpus.stem, tuple(splits))
 
 
 def _cuts(corpus: _Corpus, windows: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:

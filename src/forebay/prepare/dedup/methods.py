@@ -305,6 +305,9 @@ class Dedup:
         span: Sentences in a row.
         min_words: Of `substring`.
         max_cut_share: A document is dropped if more than this share of its bytes is cut; 1: none is.
+        signatures: Write the signatures of documents that stay beside the dataset's slices, for `--extend`: it then
+            compares new documents without reading the dataset's tokens. Not with methods that read the text again:
+            `semantic`, `substring`, `overlap`, `max_cut_share`.
         own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
     Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4; span as in C4 (Raffel et al. 2020), 2.2;
@@ -338,6 +341,7 @@ class Dedup:
     dimension: Annotated[int, Field(ge=0, le=65536)] = 0
     similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
     clusters: Annotated[int, Field(ge=0, le=65536)] = 0
+    signatures: bool = False
     own: tuple[Method, ...] = ()
 
     def __post_init__(self) -> None:
@@ -351,6 +355,8 @@ class Dedup:
             raise UsageError(f"score: expected a column with keep = 'best', and none else, got {self.score!r}")
         if self.semantic and not self.dimension:
             raise UsageError("dimension: expected how many numbers an embedding has, with semantic = true, got none")
+        if self.signatures and not (self.active and self.has_signatures):
+            raise UsageError("signatures: expected exact, url, minhash, lines or sentences alone, got others, or none")
         if self.max_cut_share < 1 and not self.cuts:
             raise UsageError("max_cut_share: expected lines, sentences, substring or overlap with it, got none of them")
 
@@ -377,6 +383,11 @@ class Dedup:
     def active(self) -> bool:
         """Whether it compares anything, and so needs signatures."""
         return bool(self.methods or self.cuts)
+
+    @property
+    def has_signatures(self) -> bool:
+        """Whether signatures are all that is compared: documents are not read again."""
+        return not (self.semantic or self.substring or self.drops_cut)
 
     @property
     def cuts(self) -> bool:

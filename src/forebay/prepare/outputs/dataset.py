@@ -83,6 +83,10 @@ class DatasetOutput(Output):
         assert tokenizer is not None
         parts = _encode(run, corpus, tokenizer, run.store)
         files = {TOKENIZER_FILE: tokenizer.sha256}
+        if run.recipe.dedup.signatures and corpus.dedup is not None:
+            from forebay.prepare.dedup.signatures import write_signatures
+
+            files |= write_signatures(corpus.dedup, run.recipe.dedup, run.work, run.store, run.map)
         if run.recipe.slice.shuffle:
 
             def map_level(do: Any, tasks: Sequence[Any]) -> list[Any]:

@@ -2,10 +2,10 @@
 
 A document's key is a word of our counter-based generator under (seed, its part's name, its row). ENCODE sorts each part
 by key; a SHUFFLE task merges one range of keys of at most 256 parts. Ties are in the order of the parts, then of the
-rows. Of more parts, each group of 256 is merged to 256 ranges first, then the groups' parts of each range, and so on: n
-parts take ceil(log256(n)) levels, and 768 reads a task, each of some 256 KiB where parts have 64 MiB. Costs: the tokens
-are written and read once more a level; memory is 3 x 64 MiB by default. As keys are uniform within the range of a part,
-where a bucket begins in it is guessed, and the keys near there are read.
+rows. Of more parts, each group of 256 is merged to at most 256 ranges first, then the groups' parts of each range, and
+so on: n parts take ceil(log256(n)) levels, and 768 reads a task of 64 MiB. Costs: the tokens are written and read once
+more a level; memory is 3 x 64 MiB by default. As keys are uniform within the range of a part, where a bucket begins in
+it is guessed, and the keys near there are read.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ def _plan_range(
     low: int, high: int, parts: Sequence[EncodedPart], store: Store, bucket_bytes: int
 ) -> list[list[ShuffleTask]]:
     """For each group of parts the tasks of the same ranges of keys, in order. Writes a list of parts a group."""
-    is_last = len(parts) <= _FAN_IN
+    groups = max(1, -(-len(parts) // _FAN_IN))
     size = sum(part.tokens * part.itemsize + 32 * part.documents for part in parts)
-    count = max(1, -(-size // bucket_bytes)) if is_last else _FAN_IN
+    count = max(1, -(-size // (groups * bucket_bytes)))
+    count = min(count, _FAN_IN) if groups > 1 else count
     edges = [low + (high - low) * index // count for index in range(count + 1)]
     plans = [
         write_parts(store, "plans/shuffle", parts[start : start + _FAN_IN], [low, high])
