@@ -1,4 +1,4 @@
-"""Preparation from and to a bucket beside the same from and to a disk: `python -m benchmarks.prepare.buckets [--mb 80]`.
+"""Preparation from and to a bucket beside that of a disk: `python -m benchmarks.prepare.buckets [--mb 80]`.
 
 CPU seconds of the command and its processes, at two sizes: what the larger takes beyond the smaller is free of fixed
 costs. The server is `rclone serve s3` on this machine; its seconds do not count. The ids must be the same.
@@ -15,10 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.corpus import data_folder
 from benchmarks.prepare.whole import clean_environment, make_folder
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 
 def run(inputs: str, out: str, workers: int, **more: str) -> tuple[float, float, str]:
@@ -47,14 +48,14 @@ def measure(megabytes: float = 80, workers: int = 1) -> list[Figure]:
         for number, size in enumerate((megabytes / 4, megabytes)):
             folder = make_folder(Path(name, f"texts{number}"), size)
             shutil.copytree(folder, Path(name, "served/bucket", f"texts{number}"))
-            for place, inputs, out in (
+            for kind, inputs, out in (
                 ("disk", str(folder), f"{name}/set{number}"),
                 ("bucket", f"s3://bucket/texts{number}", f"s3://bucket/set{number}"),
             ):
                 cpu_s, peak, dataset = run(inputs, out, workers, **more)
-                print(f"{size:6.0f} MB  {place:8}{cpu_s:8.2f} CPU s  {peak / 1e6:6.0f} MB  {dataset[:12]}", flush=True)
-                seconds[place].append(cpu_s)
-                peaks[place].append(peak)
+                print(f"{size:6.0f} MB  {kind:8}{cpu_s:8.2f} CPU s  {peak / 1e6:6.0f} MB  {dataset[:12]}", flush=True)
+                seconds[kind].append(cpu_s)
+                peaks[kind].append(peak)
     disk, bucket = (larger - smaller for smaller, larger in seconds.values())
     return [
         Figure("throughput per core, bucket / disk", disk / bucket, "x", "beyond fixed costs"),

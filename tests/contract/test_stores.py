@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import subprocess
@@ -30,13 +31,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Store]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = tmp_path / "store"
-    bucket = f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}"
-    opened = open_store(folder if request.param == "folder" else bucket)
+    if request.param == "folder":
+        opened = open_store(tmp_path / "store")
+    elif own := os.environ.get("FOREBAY_TEST_BUCKET"):  # with its own credentials in the environment
+        opened = open_store(own).child(tmp_path.name)
+    else:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        opened = open_store(f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}")
     yield opened
     opened.remove_all()
     assert opened.sizes() == {}

@@ -47,7 +47,7 @@ from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_wind
 from forebay.prepare.dedup.units import hash_units
 from forebay.storage.store import Store
 
-VERSION = 5  # Changed when the same signatures would give another result, so that old ones are not used.
+VERSION = 6  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 

@@ -22,6 +22,8 @@ from forebay.storage.store import Store
 
 U64 = NDArray[np.uint64]
 _CHUNK_ROWS = 1 << 14
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+"""An odd factor: keys that were chosen for being small, as anchors are, lie in all ranges afterwards."""
 SORT_FACTOR = 5
 """Bytes of memory that sorting takes for each byte of records: they, the permutation, a sorted copy, the pairs."""
 
@@ -144,7 +146,7 @@ def _ranges(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _records(task: SortTask) -> Iterator[list[U64]]:
-    """Columns of keys, then of numbers; without keys of zeros and those of dropped documents."""
+    """Columns of keys, the first spread, then of numbers; without keys of zeros and those of dropped documents."""
     keys, width = task.keys, task.keys.key_columns
     per_row = keys.columns // width
     for rows in task.ranges:
@@ -158,7 +160,8 @@ def _records(task: SortTask) -> Iterator[list[U64]]:
             if task.drop:
                 present &= np.repeat(_is_kept(task, rows, start, stop, unit_ends), per_row)
             numbers = np.repeat(np.arange(rows.base + start, rows.base + stop, dtype=np.uint64), per_row)
-            yield [*(words[column::width][present] for column in range(width)), numbers[present]]
+            columns = [words[column::width][present] for column in range(width)]
+            yield [columns[0] * _SPREAD, *columns[1:], numbers[present]]
 
 
 def _is_kept(task: SortTask, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> NDArray[np.bool_]:
