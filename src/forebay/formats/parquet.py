@@ -127,7 +127,7 @@ class Parquet(ColumnFormat):
 
 
 def recorded_columns(file: InputFile) -> dict[str, Any]:
-    """What `--to text` recorded of a file's columns, by name: `kind`, and `scorer` of a score."""
+    """What `--to parquet` recorded of a file's columns, by name: `kind`, and `scorer` of a score."""
     try:
         with _open(file) as parquet:
             columns = json.loads((parquet.schema_arrow.metadata or {}).get(COLUMNS_KEY, b"{}"))

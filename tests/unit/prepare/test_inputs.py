@@ -206,13 +206,13 @@ def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp
 
 
 def test_a_dataset_of_other_versions_is_kept_and_told(tmp_path: Path, corpus: Path) -> None:
-    first = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1)
+    first = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="parquet", workers=1)
     fields = json.loads((tmp_path / "d/text.json").read_bytes())
     fields["lineage"]["versions"]["pyarrow"] = "0.1"
     (tmp_path / "d/text.json").write_text(json.dumps(fields))
     messages: list[str] = []
     again = prepare_dataset(
-        [corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1, on_message=messages.append
+        [corpus], tmp_path / "d", tokenizer="bytes", to="parquet", workers=1, on_message=messages.append
     )
     assert again.already_exists and again.documents_out == first.documents_out
     assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in messages[-1]
@@ -250,7 +250,7 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
         pq.write_table(pa.Table.from_pylist(rows), path)
     columns = {"read": {"columns": {"meta.licence": "text", "score": "number"}}, "dedup": {"exact": True}}
     recipe = load_recipe(settings=columns | {"licensed": {"use": "licensed_stage:Licensed"}}, allow_code=True)
-    prepare_dataset([path], tmp_path / "text", recipe=recipe, to="text", workers=1)
+    prepare_dataset([path], tmp_path / "text", recipe=recipe, to="parquet", workers=1)
     table = pq.read_table(tmp_path / "text/text/000000.parquet")
     assert table.select(["id", "score", "meta.licence"]).to_pylist() == [
         {"id": "cc01", "score": 1.0, "meta.licence": "cc0"}
@@ -260,7 +260,7 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
 def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcde.txt"))
     path.write_text("text")
-    prepare_dataset([path], tmp_path / "t", to="text", workers=1)
+    prepare_dataset([path], tmp_path / "t", to="parquet", workers=1)
     assert pq.read_table(tmp_path / "t/text")["id"].to_pylist() == [f"{tmp_path}/m\ufffdde.txt"]
     prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, document_ids=True)
     assert pq.read_table(tmp_path / "d/documents.parquet")["id"].to_pylist() == ["m?de.txt"]
