@@ -46,7 +46,7 @@ def skipped(out: Path) -> dict[str, tuple[str, str]]:
     return {Path(item["path"]).name: (item["status"], item["reason"][:25]) for item in result}
 
 
-@pytest.mark.parametrize("to", ["dataset", "text"])
+@pytest.mark.parametrize("to", ["dataset", "parquet"])
 def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
     folder, out, message = everyday(tmp_path / "in"), tmp_path / "out", list[str]()
     summary = prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1, on_message=message.append)
@@ -107,7 +107,7 @@ def test_links_are_followed_if_asked(tmp_path: Path) -> None:
 def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n{"text": "short"}\n')
     recipe = load_recipe(settings={"length": {"min_chars": 100}})
-    for to in ("dataset", "text"):
+    for to in ("dataset", "parquet"):
         with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. See .*report\.html"):
             prepare_dataset([tmp_path / "a.jsonl"], tmp_path / to, recipe=recipe, tokenizer="bytes", to=to, workers=1)
         report = load_report(tmp_path / to)

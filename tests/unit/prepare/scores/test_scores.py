@@ -53,7 +53,7 @@ def texts(out: Path) -> list[dict[str, Any]]:
 
 def run(source: Path, out: str, tables: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables}, allow_code=True)
-    prepare_dataset([source], source.parent / out, recipe=recipe, **{"to": "text", "workers": 1, **options})
+    prepare_dataset([source], source.parent / out, recipe=recipe, **{"to": "parquet", "workers": 1, **options})
     return texts(source.parent / out)
 
 
