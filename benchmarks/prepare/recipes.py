@@ -54,7 +54,7 @@ def main() -> None:
         for name in names:
             source = Path(folder) / SOURCES.get(name, "wcxb")
             result = prepare_dataset(
-                [source], f"{folder}/{name}.out", recipe=name, to="text", settings=LEFT_OUT.get(name), workers=2
+                [source], f"{folder}/{name}.out", recipe=name, to="parquet", settings=LEFT_OUT.get(name), workers=2
             )
             print(f"\n## {name}: {result.documents_in} documents, {result.documents_out} kept")
             order = [reason for stage in load_recipe(name).stages for reason in stage.reasons]

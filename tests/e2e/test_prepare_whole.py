@@ -166,6 +166,6 @@ def test_files_of_as_many_rows_are_filtered_as_each_alone(tmp_path: Path) -> Non
     for workers in (1, 2):
         out, ids = tmp_path / f"out{workers}", tmp_path / f"ids{workers}"
         prepare_dataset(
-            [texts], out, tokenizer="bytes", filters=["gopher_quality"], to="text", write_ids=ids, workers=workers
+            [texts], out, tokenizer="bytes", filters=["gopher_quality"], to="parquet", write_ids=ids, workers=workers
         )
         assert ids.read_text().split() == expected

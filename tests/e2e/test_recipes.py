@@ -105,7 +105,7 @@ def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, in
     results = [
         prepare_dataset(
             [source], tmp_path / str(workers), recipe=name, tokenizer=tokenizer, settings=_settings(name, inputs),
-            name="same", workers=workers, to="text" if name == "nemotron-cc" else "dataset",
+            name="same", workers=workers, to="parquet" if name == "nemotron-cc" else "dataset",
         )
         for workers in PROCESSES
     ]  # fmt: skip

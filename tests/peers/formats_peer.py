@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +73,19 @@ def read_litdata(folder: Path) -> Iterator[Any]:
     yield from (dataset[i] for i in range(len(dataset)))
 
 
+def fetch_mds(folder: Path) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as local:
+        yield from streaming().StreamingDataset(remote=str(folder), local=local, batch_size=1)
+
+
+def fetch_litdata(folder: Path) -> Iterator[Any]:
+    from litdata import StreamingDataset
+
+    with tempfile.TemporaryDirectory() as local:
+        dataset = StreamingDataset(f"local:{folder}", cache_dir=local)
+        yield from (dataset[i] for i in range(len(dataset)))
+
+
 def read_webdataset(folder: Path) -> Iterator[dict[str, Any]]:
     import webdataset
 
@@ -115,7 +129,7 @@ def main() -> Any:
     if command == "read":
         readers: dict[str, Callable[[Path], Iterator[Any]]] = {
             "mds": read_mds, "litdata": read_litdata, "webdataset": read_webdataset, "datasets": read_datasets,
-            "megatron": read_megatron,
+            "megatron": read_megatron, "remote mds": fetch_mds, "remote litdata": fetch_litdata,
         }  # fmt: skip
         return [plain(row) for row in readers[words[0]](Path(words[1]))]
     missing = []

@@ -18,11 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from forebay import prepare_dataset
 from forebay.convert import convert
-from forebay.formats.base import get_format
-from forebay.formats.blocks import merge_indexes
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
-from forebay.formats.sources import open_source, table_of_stream
+from forebay.formats.sources import open_source
 from forebay.formats.token_stream import documents
 from peers.formats_peer import BLOCK
 from support.calibration import scaled
@@ -125,13 +124,50 @@ def test_their_libraries_read_tokens(tmp_path: Path, to: str, compress: str) -> 
         assert [row["tokens"] if to == "mds" else row for row in rows] == DOCUMENTS
 
 
+LIBRARIES = {"mds": "mds", "litdata": "litdata", "webdataset": "webdataset", "megatron": "megatron"}
+LIBRARIES |= dict.fromkeys(("jsonl", "parquet", "arrow"), "datasets")
+
+
+@pytest.fixture(scope="module")
+def documents_in_files() -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """A folder of three files, each a task, and its documents with their columns; a number is missing in some."""
+    with tempfile.TemporaryDirectory() as name:
+        rows = [
+            {"id": f"{i:03}", "url": f"http://a/{i}", "text": f"row {i} “ä”\n" * (1 + i % 3), "licence": f"l{i % 4}"}
+            | ({"quality": i / 7} if i % 3 else {})
+            for i in range(120)
+        ]
+        for k in range(3):
+            lines = map(json.dumps, rows[40 * k : 40 * k + 40])
+            (Path(name) / f"{k}.jsonl").write_text("\n".join(lines) + "\n")
+        yield Path(name), [{"quality": None, **row} for row in rows]
+
+
+@pytest.mark.parametrize("to", LIBRARIES)
+def test_their_libraries_read_what_prepare_writes(
+    tmp_path: Path, to: str, documents_in_files: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    source, expected = documents_in_files
+    settings = {"read": {"columns": {"quality": "number", "licence": "text"}}}
+    prepare_dataset([source], tmp_path / "out", tokenizer="bytes", to=to, settings=settings, workers=1)
+    if to == "megatron":
+        tokens = [[*row["text"].encode(), 256] for row in expected]
+        assert rows_of(to, tmp_path / "out/tokens") == tokens
+        return
+    rows = rows_of(LIBRARIES[to], tmp_path / "out/text")
+    if to == "webdataset":
+        keys = [row.pop("__key__") for row in rows]
+        assert len(set(keys)) == len(expected)
+        rows = [{"text": row.pop("txt"), **row} for row in rows]
+    assert [{n: None if v != v else v for n, v in row.items()} for row in rows] == expected
+
+
 @pytest.mark.parametrize("to", ["mds", "litdata"])
-def test_their_libraries_read_directories_that_were_written_apart(tmp_path: Path, to: str) -> None:
-    table = texts().drop_columns(["language"])
-    (tmp_path / "out").mkdir()
-    for i in range(2):
-        batches = table.slice(100 * i, 100).to_batches(30)
-        source = table_of_stream(table.schema, batches, to)
-        get_format(to).write_rows(source, tmp_path / "out" / f"{i:06d}", ConvertOptions(slice_bytes=3000))
-    merge_indexes(tmp_path / "out", ["000000", "000001"])
-    assert rows_of(to, tmp_path / "out") == table.to_pylist()
+def test_their_libraries_fetch_what_prepare_writes(
+    tmp_path: Path, to: str, documents_in_files: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """From a place that is not their own: shards are copied one by one, by their names in the index."""
+    source, expected = documents_in_files
+    prepare_dataset([source], tmp_path / "out", to=to, workers=1)
+    rows = rows_of(f"remote {to}", tmp_path / "out/text")
+    assert [row["text"] for row in rows] == [row["text"] for row in expected]

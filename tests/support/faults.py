@@ -193,7 +193,7 @@ class Prepare(Scenario):
     def see(self, folder: Path) -> State:
         out = folder / "out"
         result: State = {"ids": content(folder / "ids")}
-        mark = out / ("manifest.json" if self.to == "dataset" else "text.json")
+        mark = out / {"dataset": "manifest.json", "megatron": "tokens.json"}.get(self.to, "text.json")
         if not mark.exists():
             return {**result, "out": None}
         aside = (".work/", ".inputs.json")  # The second holds times and inodes of the inputs.
@@ -202,7 +202,15 @@ class Prepare(Scenario):
 
 
 class PrepareText(Prepare):
-    to = "text"
+    to = "parquet"
+
+
+class PrepareMds(Prepare):
+    to = "mds"
+
+
+class PrepareMegatron(Prepare):
+    to = "megatron"
 
 
 class Convert(Scenario):
@@ -371,7 +379,8 @@ class Mirror(Scenario):
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "prepare": Prepare(), "prepare-text": PrepareText(), "convert": Convert(), "convert-force": ConvertForce(),
+    "prepare": Prepare(), "prepare-text": PrepareText(), "prepare-mds": PrepareMds(),
+    "prepare-megatron": PrepareMegatron(), "convert": Convert(), "convert-force": ConvertForce(),
     "cache": CacheFill(), "import": Import(), "ledger": Ledgers(), "ledger-questions": LedgerQuestions(),
     "shards": Shards(), "download": Mirror(),
 }  # fmt: skip

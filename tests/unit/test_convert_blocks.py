@@ -179,12 +179,22 @@ def test_a_stream_of_documents_is_written_without_a_dataset_between(tmp_path: Pa
 @BOTH
 @pytest.mark.parametrize("compress", ["", "zstd"])
 def test_directories_that_were_written_apart_become_one_dataset(tmp_path: Path, to: str, compress: str) -> None:
-    parts = ["000000", "000001", "000002"]
-    for i, part in enumerate(parts):
-        source = table_of_stream(SCHEMA, stream(i), to)
-        get_format(to).write_rows(source, tmp_path / part, ConvertOptions(compress=compress))
-    index = merge_indexes(tmp_path, parts)
-    assert read(index.parent)["text"] == [f"text {i}" for i in range(6)]
-    get_format(to).write_rows(a_table({"text": ["a"]}), tmp_path / "other", ConvertOptions(compress=compress))
-    with pytest.raises(DatasetError, match="other: expected the columns of"):
-        merge_indexes(tmp_path, [*parts, "other"])
+    merged = tmp_path / "merged"
+    merged.mkdir()
+
+    def written(name: str, source: TableSource) -> Any:
+        get_format(to).write_rows(source, tmp_path / name, ConvertOptions(compress=compress))
+        index = tmp_path / name / "index.json"
+        for path in (tmp_path / name).iterdir():
+            if path != index:
+                path.rename(merged / f"{name}.{path.name}")
+        return json.loads(index.read_bytes())
+
+    parts = {f"{i}.": written(str(i), table_of_stream(SCHEMA, stream(i), to)) for i in range(3)}
+    (merged / "index.json").write_bytes(merge_indexes(parts))
+    assert read(merged)["text"] == [f"text {i}" for i in range(6)]
+    if to == "litdata":  # Its readers keep what they have by this number.
+        numbers = {json.loads(merge_indexes({"0.": index}))["updated_at"] for index in parts.values()}
+        assert len(numbers) == 3
+    with pytest.raises(DatasetError, match=r"other\.: expected the columns of 0\., got others"):
+        merge_indexes({**parts, "other.": written("other", a_table({"text": ["a"]}))})

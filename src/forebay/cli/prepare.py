@@ -20,6 +20,10 @@ from forebay.toml import parse_settings
 if TYPE_CHECKING:
     from forebay.prepare.recipe import Recipe
 
+_OUTPUTS = (
+    "dataset", "parquet", "jsonl", "arrow", "webdataset", "mds", "litdata", "megatron", "lm", "report",
+)  # fmt: skip
+
 
 def _prepare(args: argparse.Namespace) -> None:
     if args.explain is not None:
@@ -69,13 +73,8 @@ def _prepare(args: argparse.Namespace) -> None:
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
-    what = (
-        f"{result['tokens']:,} tokens in {result['slices']:,} slices"
-        if args.to == "dataset" and not args.annotate
-        else "as text"
-        if args.annotate
-        else f"as {args.to}"
-    )
+    to = "parquet" if args.annotate and args.to == "dataset" else args.to
+    what = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if to == "dataset" else f"as {to}"
     print(
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}"
@@ -206,7 +205,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--strict", action="store_true", help="stop if an input is left out or cannot be read")
     p.add("--follow-links", action="store_true", help="follow links in input folders to other places")
     p.add("--allow-code", action="store_true", help="allow the recipe to run code: what its `use` names")
-    p.add("--to", choices=["dataset", "text", "lm", "report"], help="text: as Parquet; lm: a perplexity model")
+    p.add("--to", choices=_OUTPUTS, help="text: parquet … litdata; tokens: megatron; lm: a perplexity model")
     p.add("--annotate", action="store_true", help="write the text with its scores and drop nothing")
     p.add("--explain", nargs="?", const="", metavar="NAME", help="print a recipe or the keys of a table; alone: a list")
 

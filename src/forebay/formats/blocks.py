@@ -9,8 +9,9 @@ two blocks.
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ from forebay.formats.report import Report, check_external
 INDEX_FILE = "index.json"
 MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
 I64 = NDArray[np.int64]
+_FILES = ("raw_data", "zip_data")  # Of a shard of MDS.
 
 
 @dataclass(frozen=True)
@@ -194,29 +196,31 @@ def _block(samples: list[bytes], settings: bytes) -> bytes:
     return b"".join([struct.pack("<I", len(samples)), offsets.astype("<u4").tobytes(), settings, *samples])
 
 
-def merge_indexes(folder: Path, parts: Sequence[str]) -> Path:
-    """Write the index.json of directories below a folder, in this order, as one dataset; return its path.
+def merge_indexes(parts: Mapping[str, dict[str, Any]]) -> bytes:
+    """Return the index.json of one dataset made of directories, given what begins the names of their files in it.
 
-    The parts were written with the same schema, without gaps, each by `write_rows` or `write_tokens` of MDS or LitData.
+    The parts, values of their index.json in this order, were written with the same schema, without gaps, each by
+    `write_rows` or `write_tokens` of MDS or LitData.
     """
-    merged: dict[str, Any] = {}
-    for part in parts:
-        index = orjson.loads((folder / part / INDEX_FILE).read_bytes())
+    first = next(iter(parts.values()))
+    shards: list[Any] = []
+    chunks: list[Any] = []
+    for prefix, index in parts.items():
+        if _settings(index) != _settings(first):
+            raise DatasetError(f"{prefix}: expected the columns of {next(iter(parts))}, got others. Write them alike.")
         for shard in index.get("shards", ()):
-            for file in filter(None, (shard["raw_data"], shard["zip_data"])):
-                file["basename"] = f"{part}/{file['basename']}"
-        for chunk in index.get("chunks", ()):
-            chunk["filename"] = f"{part}/{chunk['filename']}"
-        merged = merged or {**index, "shards": [], "chunks": []}
-        if _settings(index) != _settings(merged) and (merged["shards"] or merged["chunks"]):
-            raise DatasetError(
-                f"{folder / part}: expected the columns of {folder / parts[0]}, got others. Write them alike."
-            )
-        for name in ("shards", "chunks"):
-            merged[name] += index.get(name, ())
-    merged = {name: value for name, value in merged.items() if value}
-    (folder / INDEX_FILE).write_bytes(orjson.dumps(merged, option=orjson.OPT_SORT_KEYS))
-    return folder / INDEX_FILE
+            names = {key: shard[key] and {**shard[key], "basename": prefix + shard[key]["basename"]} for key in _FILES}
+            shards.append({**shard, **names})
+        chunks += [{**chunk, "filename": prefix + chunk["filename"]} for chunk in index.get("chunks", ())]
+    merged = {**first, "shards": shards} if "shards" in first else {**first, "chunks": chunks}
+    if "updated_at" in first:
+        merged["updated_at"] = number_of("".join(index["updated_at"] for index in parts.values()))
+    return orjson.dumps(merged, option=orjson.OPT_SORT_KEYS)
+
+
+def number_of(text: str) -> str:
+    """Return a number made of a text, for LitData's `updated_at`, by which readers keep their caches."""
+    return str(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16))
 
 
 def _settings(index: dict[str, Any]) -> Any:

@@ -10,7 +10,6 @@ the map; any other is copied when its slice opens. Opening reads the offsets and
 counts the tokens; compressed chunks are decompressed for that.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -257,8 +256,7 @@ def _write_chunks(
         chunks.append({"chunk_bytes": len(raw), "chunk_size": num_samples, "dim": dim, "filename": name})
     settings = {"chunk_bytes": options.slice_bytes, "chunk_size": None, "encryption": None}
     packed = {"compression": "zstd" if is_packed else None, "compression_level": "chunk" if is_packed else None}
-    # Readers keep their caches by `updated_at`: a number made of what was written.
-    updated_at = str(int(hashlib.sha256(digest().encode()).hexdigest()[:12], 16))
+    updated_at = blocks.number_of(digest())
     index = {"chunks": chunks, "config": {**settings, **packed, **config}, "updated_at": updated_at}
     (out / INDEX_FILE).write_bytes(orjson.dumps(index, option=orjson.OPT_SORT_KEYS))
     return [*(chunk["filename"] for chunk in chunks), INDEX_FILE]

@@ -113,10 +113,12 @@ class Parquet(ColumnFormat):
         if codec not in _CODECS:
             raise UsageError(f"--set compress: expected one of {', '.join(_CODECS)} for Parquet, got {codec!r}.")
         table = with_lists(source)
+        recorded = {name: value for name, value in (source.schema.metadata or {}).items() if name == COLUMNS_KEY}
+        schema = table.schema.with_metadata(recorded or None)
 
         def open_part(file: Any, first_row: int) -> Any:
             try:
-                return pq.ParquetWriter(file, table.schema, compression=codec, write_page_checksum=True)
+                return pq.ParquetWriter(file, schema, compression=codec, write_page_checksum=True)
             except pa.ArrowNotImplementedError as error:
                 raise UsageError(
                     f"Parquet: expected columns that it can hold, got: {error}. Leave them out."
@@ -127,7 +129,7 @@ class Parquet(ColumnFormat):
 
 
 def recorded_columns(file: InputFile) -> dict[str, Any]:
-    """What `--to text` recorded of a file's columns, by name: `kind`, and `scorer` of a score."""
+    """What `--to parquet` recorded of a file's columns, by name: `kind`, and `scorer` of a score."""
     try:
         with _open(file) as parquet:
             columns = json.loads((parquet.schema_arrow.metadata or {}).get(COLUMNS_KEY, b"{}"))

@@ -130,15 +130,20 @@ def to_record(
         problem = "" if fields else f"expected text under {', '.join(options.text_keys)}, got none"
     else:
         text, problem = _text(row, options.text_key)
-    name = name_of(look_up(row, options.id_key)) if options.id_key else ""
-    url = look_up(row, options.url_key) if options.url_key else ""
+    name, url = source_of(row, options)
     if len(text) > options.max_document_bytes:
         problem = f"larger than max_document_bytes, {options.max_document_bytes}"
     if problem:
         return Record(index, name, text[:SHOWN_CHARS], problem=problem, location=location, start=start)
     values = values_of(row, options)
-    url = name_of(url) if isinstance(url, str) else ""
     return Record(index, name, text, url, location=location, start=start, values=values, fields=fields)
+
+
+def source_of(row: Mapping[str, object], options: ReadOptions) -> tuple[str, str]:
+    """Return the id and the URL of a row, "" if there is none."""
+    url = look_up(row, options.url_key) if options.url_key else ""
+    name = name_of(look_up(row, options.id_key)) if options.id_key else ""
+    return name, name_of(url) if isinstance(url, str) else ""
 
 
 def values_of(row: Mapping[str, object], options: ReadOptions) -> tuple[float | str, ...]:

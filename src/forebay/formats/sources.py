@@ -41,6 +41,7 @@ from forebay.storage.remote_path import RemotePath, find_paths, is_url, url_name
 _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
 _JSON_NUMBERS = ("jsonl", "webdataset")
+_BLOCKS = ("mds", "litdata")
 _WITH_COLUMNS = ("arrow", "mds", "litdata")  # Formats of tokens that hold other columns beside them, text too.
 
 
@@ -254,12 +255,13 @@ def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSour
 
 
 def table_of_stream(schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: str) -> TableSource:
-    """Return rows that are there only once, and have no gaps, as a table for `write_rows` of the format `to`.
+    """Return rows that are there only once as a table for `write_rows` of the format `to`.
 
-    A number that is missing is NaN: where a format keeps numbers in JSON, which has none, it becomes null.
+    A number that is missing is NaN: where a format keeps numbers in JSON, which has none, it becomes null. Columns of
+    MDS and LitData have no gaps, as their rows would have to be read once before they are written.
     """
     floats = [field.name for field in schema if pa.types.is_floating(field.type)] if to in _JSON_NUMBERS else []
-    fields = [field if field.name in floats else field.with_nullable(False) for field in schema]
+    fields = [field.with_nullable(to not in _BLOCKS) for field in schema]
     table = pa.schema(fields, schema.metadata)
 
     def read() -> Iterator[pa.RecordBatch]:

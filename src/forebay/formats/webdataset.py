@@ -3,7 +3,8 @@
 A member's column is what stands between that dot and the last: `0001.depth.npy` is a row of `depth`. A suffix alone
 has the name that is usual: `txt` is `text`, `cls` is `label`, an image is `image`, the fields of `json` are columns of
 their own, any other suffix is the column's name. `__key__` is the sample's name, else the row's number. Written, bytes
-are `<column>.jpg` and the like by what they begin with (else `.bin`), lists and tensors of numbers `<column>.npy`.
+are `<column>.jpg` and the like by what they begin with (else `.bin`), lists and tensors of numbers `<column>.npy`; text
+but of the column `text`, and numbers, are fields of `json`, as a member takes a KiB or more.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
-from forebay.formats.jsonl import parse_json, parse_line
-from forebay.formats.records import SHOWN_CHARS, Record, batched, values_of
+from forebay.formats.jsonl import parse_json, parse_line, too_many_values
+from forebay.formats.records import SHOWN_CHARS, Record, batched, source_of, values_of
 from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, document_of
@@ -131,22 +132,21 @@ def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
         names = ", ".join(member.name for member in members)[:SHOWN_CHARS]
         yield Record(0, first.key, problem=f"no text member among {names}", location=first.name)
         return
-    metadata = parse_line(0, by_kind["json"].data.removeprefix(BOM), options) if "json" in by_kind else None
+    in_json = by_kind["json"].data.removeprefix(BOM) if "json" in by_kind else b"{}"
     if chosen.kind == "jsonl":
         for index, line in enumerate(chosen.data.splitlines()):
             if line.strip():
                 record = parse_line(0, line.removeprefix(BOM), options)
                 yield _named(record, f"{chosen.key}:{index}", f"{chosen.name}, line {index + 1}")
     elif chosen.kind == "json":
-        assert metadata is not None
-        yield _named(metadata, chosen.key, chosen.name)
+        yield _named(parse_line(0, in_json, options), chosen.key, chosen.name)
     else:
-        name, url = (metadata.id or chosen.key, metadata.url) if metadata is not None else (chosen.key, "")
+        fields = {} if too_many_values(in_json) else parse_json(in_json)[0]
+        fields = fields if isinstance(fields, dict) else {}
+        name, url = source_of(fields, options)
         record = document_of(0, chosen.data, chosen.name, chosen.kind in ("html", "htm"))
-        record = replace(record, id=name, location=chosen.name)
-        fields = parse_json(by_kind["json"].data.removeprefix(BOM))[0] if "json" in by_kind else None
-        values = values_of(fields, options) if isinstance(fields, dict) else ()
-        yield record if record.problem else replace(record, url=url, values=values)
+        record = replace(record, id=name or chosen.key, location=chosen.name)
+        yield record if record.problem else replace(record, url=url, values=values_of(fields, options))
 
 
 def _named(record: Record, name: str, location: str) -> Record:
@@ -268,8 +268,8 @@ class _TarPart:
 
 def _member(name: str, value: Any) -> tuple[str, bytes] | None:
     match value:
-        case str():
-            return "txt" if name == "text" else f"{name}.txt", value.encode()
+        case str() if name == "text":
+            return "txt", value.encode()
         case bytes():
             kind = next((kind for magic, kind in _KINDS if value.startswith(magic)), "bin")
             return kind if name == "image" and kind != "bin" else f"{name}.{kind}", value

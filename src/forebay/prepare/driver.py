@@ -31,7 +31,8 @@ from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
-from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
+from forebay.prepare.outputs.megatron import MegatronOutput
+from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
 from forebay.prepare.progress import Progress, ProgressRecord
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.reserve import disk_errors, locked, reserve
@@ -52,7 +53,9 @@ from forebay.storage.store import BucketStore, FolderStore, Store, open_store
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
 
-OUTPUTS: tuple[Output, ...] = (DatasetOutput(), TextOutput(), LanguageModelOutput(), ReportOutput())
+OUTPUTS: tuple[Output, ...] = (
+    DatasetOutput(), *map(TextOutput, SUFFIXES), MegatronOutput(), LanguageModelOutput(), ReportOutput(),
+)  # fmt: skip
 KINDS = ("number", "text")
 
 
@@ -96,10 +99,12 @@ def prepare_dataset(
             `forebay.dedup`, `module:Class`, or objects.
         name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
-        to: `dataset`; `text`: Parquet files of the kept text in `out/text`; `lm`: a language model, `out/model.arpa`;
-            `report`: the report alone, in place of an earlier one; or an object of the protocol `Output`.
-        annotate: Write the text with its columns and scores, as `to="text"`; stages that would drop documents are left
-            out, and so is deduplication.
+        to: `dataset`; `parquet`, `jsonl`, `arrow`, `webdataset`, `mds` or `litdata`: files of the kept text and its
+            columns in `out/text`; `megatron`: one .bin and .idx of tokens in `out/tokens`; `lm`: a language model,
+            `out/model.arpa`; `report`: the report alone, in place of an earlier one; or an object of the protocol
+            `Output`.
+        annotate: Write the text with its columns and scores, as `to="parquet"`, which is then the default; stages that
+            would drop documents are left out, and so is deduplication.
         write_ids: Write the source id of each kept document here, one a line, in the order of the input: its `id` in
             the input, else `path:line` (or row), or the path of a text file.
         document_ids: Write the source id and file of each document to `documents.parquet`, in the order of the dataset.
@@ -124,7 +129,7 @@ def prepare_dataset(
             there is no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     store = open_store(out)
-    to = "text" if annotate and to == "dataset" else to
+    to = "parquet" if annotate and to == "dataset" else to
     output = next((output for output in OUTPUTS if output.name == to), to)
     if isinstance(output, str):
         raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
@@ -241,7 +246,7 @@ def _find_existing(
     run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
 ) -> PrepareResult | None:
     existing = next(
-        (candidate for candidate in {*OUTPUTS, output} if candidate.marker and run.store.exists(candidate.marker)),
+        (candidate for candidate in (output, *OUTPUTS) if candidate.marker and run.store.exists(candidate.marker)),
         None,
     )
     if existing is None:
@@ -251,12 +256,13 @@ def _find_existing(
             )
         return None
     name, id, theirs = existing.load(run.store)
-    same = existing.name == output.name and name == run.recipe.name
+    kind = theirs.get("to", existing.name)
+    same = kind == output.name and name == run.recipe.name
     same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
     same = same and (run.write_ids is None or run.write_ids.exists()) and is_same(run, sources, theirs, lineage)
     if not same:
         raise UsageError(
-            f"prepare: expected an empty directory, got {run.store.url}, which holds {existing.name} {name!r} "
+            f"prepare: expected an empty directory, got {run.store.url}, which holds {kind} {name!r} "
             f"({id[:12]}…). A dataset never changes: choose another directory, or remove this one."
         )
     skipped = count_reasons(read_skipped(run.store))

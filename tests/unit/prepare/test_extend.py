@@ -252,8 +252,8 @@ def test_what_cannot_be_is_refused_before_any_work(old: Path, tmp_path: Path) ->
             prepare(tmp_path / "second", tmp_path / "new", old, **settings)
     with pytest.raises(UsageError, match="another --out, got the directory of the dataset itself"):
         prepare(tmp_path / "second", old, old)
-    with pytest.raises(UsageError, match="expected --to dataset, got text"):
-        prepare_dataset([tmp_path / "second"], tmp_path / "new", extend=old, to="text")
+    with pytest.raises(UsageError, match="expected --to dataset, got parquet"):
+        prepare_dataset([tmp_path / "second"], tmp_path / "new", extend=old, to="parquet")
     with pytest.raises(UsageError, match=r"got format 1\. Upgrade it: forebay import"):
         prepare(tmp_path / "second", tmp_path / "new", FORMAT_1)
     shutil.copytree(FORMAT_1, tmp_path / "imported")

@@ -46,7 +46,7 @@ def skipped(out: Path) -> dict[str, tuple[str, str]]:
     return {Path(item["path"]).name: (item["status"], item["reason"][:25]) for item in result}
 
 
-@pytest.mark.parametrize("to", ["dataset", "text"])
+@pytest.mark.parametrize("to", ["dataset", "parquet"])
 def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
     folder, out, message = everyday(tmp_path / "in"), tmp_path / "out", list[str]()
     summary = prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1, on_message=message.append)
@@ -107,7 +107,7 @@ def test_links_are_followed_if_asked(tmp_path: Path) -> None:
 def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n{"text": "short"}\n')
     recipe = load_recipe(settings={"length": {"min_chars": 100}})
-    for to in ("dataset", "text"):
+    for to in ("dataset", "parquet"):
         with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. See .*report\.html"):
             prepare_dataset([tmp_path / "a.jsonl"], tmp_path / to, recipe=recipe, tokenizer="bytes", to=to, workers=1)
         report = load_report(tmp_path / to)
@@ -206,13 +206,13 @@ def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp
 
 
 def test_a_dataset_of_other_versions_is_kept_and_told(tmp_path: Path, corpus: Path) -> None:
-    first = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1)
+    first = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="parquet", workers=1)
     fields = json.loads((tmp_path / "d/text.json").read_bytes())
     fields["lineage"]["versions"]["pyarrow"] = "0.1"
     (tmp_path / "d/text.json").write_text(json.dumps(fields))
     messages: list[str] = []
     again = prepare_dataset(
-        [corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1, on_message=messages.append
+        [corpus], tmp_path / "d", tokenizer="bytes", to="parquet", workers=1, on_message=messages.append
     )
     assert again.already_exists and again.documents_out == first.documents_out
     assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in messages[-1]
@@ -250,7 +250,7 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
         pq.write_table(pa.Table.from_pylist(rows), path)
     columns = {"read": {"columns": {"meta.licence": "text", "score": "number"}}, "dedup": {"exact": True}}
     recipe = load_recipe(settings=columns | {"licensed": {"use": "licensed_stage:Licensed"}}, allow_code=True)
-    prepare_dataset([path], tmp_path / "text", recipe=recipe, to="text", workers=1)
+    prepare_dataset([path], tmp_path / "text", recipe=recipe, to="parquet", workers=1)
     table = pq.read_table(tmp_path / "text/text/000000.parquet")
     assert table.select(["id", "score", "meta.licence"]).to_pylist() == [
         {"id": "cc01", "score": 1.0, "meta.licence": "cc0"}
@@ -260,7 +260,7 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
 def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcde.txt"))
     path.write_text("text")
-    prepare_dataset([path], tmp_path / "t", to="text", workers=1)
+    prepare_dataset([path], tmp_path / "t", to="parquet", workers=1)
     assert pq.read_table(tmp_path / "t/text")["id"].to_pylist() == [f"{tmp_path}/m\ufffdde.txt"]
     prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, document_ids=True)
     assert pq.read_table(tmp_path / "d/documents.parquet")["id"].to_pylist() == ["m?de.txt"]

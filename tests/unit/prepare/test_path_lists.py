@@ -315,7 +315,7 @@ def test_headers_of_a_record_are_columns(mirror: Path, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     columns = {"date": "text", "language": "text", "Content-Length": "number", "none": "text"}
-    prepare(tmp_path / "a", mirror / LIST, to="text", settings={"read": {"columns": columns}})
+    prepare(tmp_path / "a", mirror / LIST, to="parquet", settings={"read": {"columns": columns}})
     rows = pq.read_table(tmp_path / "a/text").to_pylist()
     assert rows[0]["url"] == "http://site0.example/" and rows[0]["date"] == "2026-07-01T00:00:00Z"
     assert (rows[0]["language"], rows[0]["Content-Length"], rows[0]["none"]) == ("eng,deu", 300.0, "")
@@ -325,7 +325,7 @@ def test_the_wet_file_of_a_real_crawl(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     path = shared_data("warc") / "whirlwind/whirlwind.warc.wet.gz"
-    prepare(tmp_path / "a", path, to="text", settings={"read": {"columns": {"date": "text", "language": "text"}}})
+    prepare(tmp_path / "a", path, to="parquet", settings={"read": {"columns": {"date": "text", "language": "text"}}})
     (row,) = pq.read_table(tmp_path / "a/text").to_pylist()
     assert (row["url"], row["date"]) == ("https://an.wikipedia.org/wiki/Escopete", "2024-05-18T01:58:10Z")
     assert row["language"] == "spa" and row["text"].startswith("Escopete - Biquipedia")

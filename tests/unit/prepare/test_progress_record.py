@@ -100,7 +100,7 @@ def test_finished_tasks_of_an_earlier_call_are_no_rate(tmp_path: Path) -> None:
     assert all(progress == replace(progress, remaining_s=None) for progress in seen)
 
 
-@pytest.mark.parametrize("to", ["dataset", "text", "report"])
+@pytest.mark.parametrize("to", ["dataset", "parquet", "report"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_record_of_a_complete_run(tmp_path: Path, to: str, workers: int) -> None:
     source, out = corpus(tmp_path / "in"), tmp_path / "out"

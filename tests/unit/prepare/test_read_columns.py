@@ -89,7 +89,7 @@ def test_columns_are_filtered_and_written(tmp_path: Path) -> None:
         "select": [{"column": "language", "one_of": ["python", "c"]}, {"column": "licence", "one_of": ["MIT"]}],
     }
     recipe = load_recipe(settings=settings)
-    prepare_dataset([str(tmp_path / "a")], tmp_path / "out", to="text", recipe=recipe, workers=1)
+    prepare_dataset([str(tmp_path / "a")], tmp_path / "out", to="parquet", recipe=recipe, workers=1)
     (path,) = (tmp_path / "out" / "text").glob("*.parquet")
     (row,) = pq.read_table(path).to_pylist()
     assert (row["id"], row["language"], row["licence"]) == ("a/x.py", "python", "MIT")

@@ -191,7 +191,7 @@ def test_a_dump_in_utf16(tmp_path: Path, packed: bool) -> None:
     data = text.encode("utf-16")
     path = tmp_path / ("a-articles.xml" + ".bz2" * packed)
     path.write_bytes(bz2.compress(data) if packed else data)
-    result = forebay.prepare_dataset([path], tmp_path / "out", tokenizer="bytes", to="text", workers=1)
+    result = forebay.prepare_dataset([path], tmp_path / "out", tokenizer="bytes", to="parquet", workers=1)
     assert result.documents_out == 1
     assert "Größe und Länge" in pq.read_table(tmp_path / "out/text")["text"][0].as_py()
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from forebay.errors import PrepareError
+from forebay.dataset.slices import hash_file
+from forebay.errors import PrepareError, UsageError
 from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
@@ -28,12 +33,12 @@ _MAX_HITS = 20  # Of a set.
 class Output(Protocol):
     """What a run writes from its corpus. `PrepareResult.id` is a hash of all that was written."""
 
-    name: ClassVar[str]
+    name: str
     """The value of `--to`."""
-    marker: ClassVar[str]
+    marker: str
     """The file that is written last: where it exists, the output is complete. "" if each run makes it again; then the
     inputs are not hashed."""
-    needs_tokenizer: ClassVar[bool]
+    needs_tokenizer: bool
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         """Raise UsageError for settings that this output does not have."""
@@ -45,6 +50,51 @@ class Output(Protocol):
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         """Write everything, `marker` last."""
+
+
+class MarkedOutput(Output):
+    """An output whose `marker` is JSON: what is in it, its lineage, and its name in `to`, as some share a marker."""
+
+    needs_tokenizer = False
+
+    def check(self, recipe: Recipe, document_ids: bool) -> None:
+        if document_ids:
+            raise UsageError(f"document ids: expected a dataset of tokens, got {self.name}; see --write-ids.")
+
+    def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
+        data = store.read(self.marker)
+        try:
+            content = json.loads(data)
+            return content["name"], hashlib.sha256(data).hexdigest(), content["lineage"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PrepareError(
+                f"{store.url}/{self.marker}: damaged. Choose another directory, or remove this one."
+            ) from error
+
+    def conclude(
+        self, run: PrepareRun, corpus: Corpus, content: dict[str, Any], counts: dict[str, Any], lineage: dict[str, Any]
+    ) -> PrepareResult:
+        """Write the report, and the marker with its content."""
+        content |= {"name": run.recipe.name, "lineage": {**lineage, "to": self.name, "counts": counts}}
+        data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+        commit = partial(run.store.write, self.marker, data)
+        return conclude(run, corpus, hashlib.sha256(data).hexdigest(), counts, commit)
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of an output, by its path there."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+def put_file(store: Store, name: str, path: Path) -> WrittenFile:
+    """Move a complete file of this machine to an object of an output."""
+    file = WrittenFile(name, path.stat().st_size, hash_file(path))
+    store.put(name, path)
+    return file
 
 
 def conclude(
@@ -138,7 +188,8 @@ def report_data(
 def _sample(run: PrepareRun, corpus: Corpus, counts: Mapping[str, Any], unwritten_bytes: int) -> dict[str, Any]:
     if corpus.sampling.is_whole:
         return {}
-    files = {name: size for folder in (".work/", "slices/", "text/") for name, size in run.store.sizes(folder).items()}
+    folders = (".work/", "slices/", "text/", "tokens/")
+    files = {name: size for folder in folders for name, size in run.store.sizes(folder).items()}
     # Of tasks: not what is of another size each time, which is small.
     sizes = (size for name, size in files.items() if not name.endswith((".stats", ".json", ".rejects")))
     usage = Usage()

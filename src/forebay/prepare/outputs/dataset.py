@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -59,14 +59,14 @@ _GROUP_ROWS = 1 << 16
 class DatasetOutput(Output):
     """A dataset of tokens, or of rows where the recipe has `[rows]`."""
 
-    name: ClassVar[str] = "dataset"
-    marker: ClassVar[str] = MANIFEST_FILE
-    needs_tokenizer: ClassVar[bool] = True
+    name = "dataset"
+    marker = MANIFEST_FILE
+    needs_tokenizer = True
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if any(stage.name == "subset" for stage in recipe.stages):
             raise UsageError(
-                "subset: expected --to text, got a dataset. Write the subsets as text, then prepare each folder of it."
+                "subset: expected --to parquet, got a dataset. Write the subsets as text, then prepare each folder."
             )
         if document_ids and recipe.rows is not None:
             raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --write-ids.")
@@ -81,18 +81,12 @@ class DatasetOutput(Output):
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        parts = _encode(run, corpus, tokenizer, run.store)
+        parts = shuffled(run, encode_corpus(run, corpus, tokenizer, run.store))
         files = {TOKENIZER_FILE: tokenizer.sha256}
         if run.recipe.dedup.signatures and corpus.dedup is not None:
             from forebay.prepare.dedup.signatures import write_signatures
 
             files |= write_signatures(corpus.dedup, run.recipe.dedup, run.work, run.store, run.map)
-        if run.recipe.slice.shuffle:
-
-            def map_level(do: Any, tasks: Sequence[Any]) -> list[Any]:
-                return run.map(do, tasks, run.count_tasks("shuffle", len(tasks), " buckets"))
-
-            parts = shuffle_parts(parts, run.work, map_level)
         table = _slice(run, parts, tokenizer)
         before = run.parent.num_slices if run.parent is not None else 0
         if run.document_ids:
@@ -119,9 +113,9 @@ class DatasetOutput(Output):
 class ReportOutput(Output):
     """The report of a dataset that is not written; an earlier one is replaced."""
 
-    name: ClassVar[str] = "report"
-    marker: ClassVar[str] = ""
-    needs_tokenizer: ClassVar[bool] = True
+    name = "report"
+    marker = ""
+    needs_tokenizer = True
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids:
@@ -134,14 +128,14 @@ class ReportOutput(Output):
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        parts = _encode(run, corpus, tokenizer, run.work)
+        parts = encode_corpus(run, corpus, tokenizer, run.work)
         run.end_of_tasks()
         counts = counts_of(corpus, sum(part.documents for part in parts), sum(part.tokens for part in parts))
         token_bytes = sum(part.tokens * TOKEN_DTYPES[part.dtype].itemsize for part in parts)
         return conclude(run, corpus, "", counts, unwritten_bytes=token_bytes * (1 + run.recipe.slice.shuffle))
 
 
-def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, store: Store) -> list[EncodedPart]:
+def encode_corpus(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, store: Store) -> list[EncodedPart]:
     """The kept documents as tokens, in parts with at least one; PrepareError if there is none."""
     examine_kept(corpus, run.recipe.dedup, run.map)
     run.progress.set_counts(corpus.stats)
@@ -172,6 +166,17 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, store: St
     if not parts:
         raise no_documents(run, corpus)
     return parts
+
+
+def shuffled(run: PrepareRun, parts: list[EncodedPart]) -> list[EncodedPart]:
+    """The parts in the order of a dataset: shuffled, unless the recipe says otherwise."""
+    if not run.recipe.slice.shuffle:
+        return parts
+
+    def map_level(do: Any, tasks: Sequence[Any]) -> list[Any]:
+        return run.map(do, tasks, run.count_tasks("shuffle", len(tasks), " buckets"))
+
+    return shuffle_parts(parts, run.work, map_level)
 
 
 def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFile) -> SliceTable:

@@ -1,35 +1,36 @@
-"""Outputs without tokens: the kept text as Parquet files in `OUT/text`, or a language model of it, `OUT/model.arpa`.
+"""Outputs without tokens: the kept text as files of a format in `OUT/text`, or a language model, `OUT/model.arpa`.
 
 Duplicates are left out and repeated lines cut here. `OUT/text.json` or `OUT/lm.json` is written last: it names each
-file with its hash, and how they were made.
+file with its hash, and how they were made. A task a split writes text, so files are numbered by split; the library of a
+format reads `OUT/text` as one dataset.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from abc import abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from forebay.dataset.slices import hash_file
-from forebay.errors import PrepareError, UsageError
+from forebay.formats.base import get_format
+from forebay.formats.blocks import INDEX_FILE, merge_indexes
+from forebay.formats.conversion import ConvertOptions
 from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.parquet import COLUMNS_KEY
+from forebay.formats.sources import table_of_stream
+from forebay.formats.webdataset import KEY
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
-from forebay.prepare.outputs.base import Output, conclude, counts_of
-from forebay.prepare.recipe import LanguageModel, Recipe
+from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file
+from forebay.prepare.recipe import LanguageModel
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
@@ -43,69 +44,49 @@ if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
 
 MODEL_FILE = "model.arpa"
-_VERSION = 1  # Changed when the same documents would give other files.
+SUFFIXES = {
+    "parquet": ".parquet", "jsonl": ".jsonl.zst", "arrow": ".arrow", "webdataset": ".tar", "mds": "", "litdata": "",
+}  # fmt: skip
+"""The formats of text, and the suffix of a task's file; "" where a task writes several files and their index."""
+_VERSION = 2  # Changed when the same documents would give other files.
 
 
-class _MarkedOutput(Output):
-    needs_tokenizer: ClassVar[bool] = False
+class TextOutput(MarkedOutput):
+    """The kept text as files of a format, `OUT/text`: for other tools, or for a later preparation that tokenizes."""
 
-    def check(self, recipe: Recipe, document_ids: bool) -> None:
-        if document_ids:
-            raise UsageError(f"document ids: expected a dataset of tokens, got {self.name}; see --write-ids.")
+    marker = "text.json"
 
-    def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
-        data = store.read(self.marker)
-        try:
-            content = json.loads(data)
-            return content["name"], hashlib.sha256(data).hexdigest(), content["lineage"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise PrepareError(
-                f"{store.url}/{self.marker}: damaged. Choose another directory, or remove this one."
-            ) from error
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def write(
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         examine_kept(corpus, run.recipe.dedup, run.map)
-        content = self.write_content(run, corpus)
-        counts = counts_of(corpus, corpus.stats.last.documents_out)
-        content |= {"name": run.recipe.name, "lineage": {**lineage, "counts": counts}}
-        data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
-        commit = partial(run.store.write, self.marker, data)
-        return conclude(run, corpus, hashlib.sha256(data).hexdigest(), counts, commit)
-
-    @abstractmethod
-    def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
-        """Write the files and return what the marker says about them."""
+        content = {"files": [asdict(file) for file in export_files(run, corpus, self.name)]}
+        return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
 
 
-class TextOutput(_MarkedOutput):
-    """Parquet files of the kept text: for other tools, or for a later preparation that only tokenizes."""
-
-    name: ClassVar[str] = "text"
-    marker: ClassVar[str] = "text.json"
-
-    def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
-        return {"files": [asdict(file) for file in export_files(run, corpus)]}
-
-
-class LanguageModelOutput(_MarkedOutput):
+class LanguageModelOutput(MarkedOutput):
     """An n-gram model in ARPA format for the filter `perplexity`, trained in this process. Its settings are `[lm]`."""
 
-    name: ClassVar[str] = "lm"
-    marker: ClassVar[str] = "lm.json"
+    name = "lm"
+    marker = "lm.json"
 
-    def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
+    def write(
+        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
+    ) -> PrepareResult:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
+        examine_kept(corpus, run.recipe.dedup, run.map)
         run.end_of_tasks()
         settings = run.recipe.lm or LanguageModel()
         with run.work.scratch() as folder:
             path = folder / MODEL_FILE
             model = train_lm(_texts(run, corpus), path, order=settings.order, vocab_limit=settings.vocab_limit)
-            sha256 = hash_file(path)
-            run.store.put(MODEL_FILE, path)
-        return {"model": {**asdict(model), "sha256": sha256}}
+            sha256 = put_file(run.store, MODEL_FILE, path).sha256
+        content = {"model": {**asdict(model), "sha256": sha256}}
+        return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
 
 
 def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
@@ -122,12 +103,13 @@ def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ExportTask:
-    """The kept documents of one split to `out/text/INDEX.parquet`; `first_row` is `source_ids.first_rows`.
+    """The kept documents of one split to `out/text/INDEX.parquet`, or the files of another format.
 
-    With `subsets` each has a folder: `out/text/SUBSET/INDEX.parquet`. `recorded` says what made the columns of scores.
-    `dedup_name` is a hash of all that `drop` and `cut` depend on.
+    With `subsets` each has a folder: `out/text/SUBSET/INDEX.parquet`. `first_row` is `source_ids.first_rows`.
+    `recorded` says what made the columns of scores. `dedup_name` is a hash of all that `drop` and `cut` depend on.
     """
 
+    format: str
     arrow: str
     documents: int
     split: InputSplit
@@ -145,14 +127,16 @@ class ExportTask:
     def label(self) -> str:
         return f"text of {self.split.files[0].path}"
 
-    def file(self, subset: str) -> str:
-        return f"text/{subset}{'/' if subset else ''}{self.index:06d}.parquet"
+    @property
+    def stem(self) -> str:
+        """What the names of its files begin with."""
+        return f"{self.index:06d}"
 
     @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on."""
         fields = [_VERSION, self.arrow, self.first_row, self.dedup_name, self.index, self.subsets, self.recorded]
-        return hash_json(fields)
+        return hash_json([*fields, self.format])
 
     @property
     def left_out(self) -> str:
@@ -160,17 +144,21 @@ class ExportTask:
         return f"text/{self.name}.left"
 
 
-@dataclass(frozen=True)
-class ExportedFile:
-    """A file of text."""
+@dataclass
+class ExportResult:
+    """What an ExportTask wrote; documents whose text was empty are `left_out`, `text_bytes` is UTF-8.
 
-    file: str
-    documents: int
-    bytes: int
-    sha256: str
+    `indexes` has, by subset, the index of its files, of formats that have one; names in it lack `TASK.stem` and a dot.
+    """
+
+    files: list[WrittenFile] = field(default_factory=list)
+    documents: int = 0
+    left_out: int = 0
+    text_bytes: int = 0
+    indexes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def export_files(run: PrepareRun, corpus: Corpus) -> list[ExportedFile]:
+def export_files(run: PrepareRun, corpus: Corpus, format: str) -> list[WrittenFile]:
     """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
     names = dict.fromkeys(stage.subset for stage in run.recipe.stages if isinstance(stage, Subset))
     subsets = tuple(dict.fromkeys([*names, "rest"])) if names else ()
@@ -183,79 +171,105 @@ def export_files(run: PrepareRun, corpus: Corpus) -> list[ExportedFile]:
         drop, cut, name = corpus.duplicates(index)
         tasks.append(
             ExportTask(
-                corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, name, run.work,
-                run.store, index, subsets, recorded,
+                format, corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, name,
+                run.work, run.store, index, subsets, recorded,
             )
         )  # fmt: skip
     on_result = run.count_tasks("text out", len(tasks), " files")
     sizes = run.store.sizes("text/")
-    is_valid = lambda result: all(sizes.get(file.file) == file.bytes for file in result[0])  # noqa: E731
+    is_valid = lambda result: all(sizes.get(file.file) == file.bytes for file in result.files)  # noqa: E731
     results = run.map(export_split, tasks, on_result, is_valid=is_valid)
     run.end_of_tasks()
-    files = [file for exported, _, _ in results for file in exported]
+    files = [file for result in results for file in result.files]
+    files += _write_indexes(run.store, tasks, results)
     write_ids(run.write_ids, corpus, [task.left_out for task in tasks])
     current = {file.file for file in files}
     run.store.remove(name for name in run.store.sizes("text/") if name not in current)  # of another recipe
-    written, empty = sum(file.documents for file in files), sum(left_out for _, left_out, _ in results)
+    written, empty = sum(result.documents for result in results), sum(result.left_out for result in results)
     if corpus.stats.last.documents_out != written or empty:
         count = corpus.stats.following("text")
-        count.documents_out, count.bytes_out = written, sum(text_bytes for _, _, text_bytes in results)
+        count.documents_out, count.bytes_out = written, sum(result.text_bytes for result in results)
         if empty:
             count.dropped["empty"] = empty
     return files
 
 
-def export_split(task: ExportTask, scale: int = 0) -> tuple[list[ExportedFile], int, int]:
-    """Write the files, also how many documents had no text, and the bytes of text.
+def _write_indexes(store: Store, tasks: Sequence[ExportTask], results: Sequence[ExportResult]) -> Iterator[WrittenFile]:
+    for subset in dict.fromkeys(subset for result in results for subset in result.indexes):
+        parts = {f"{t.stem}.": r.indexes[subset] for t, r in zip(tasks, results) if subset in r.indexes}
+        name, data = f"{_folder(subset)}{INDEX_FILE}", merge_indexes(parts)
+        store.write(name, data)
+        yield WrittenFile(name, len(data), hashlib.sha256(data).hexdigest())
 
-    One batch of a split, as it was written, is in memory at a time.
+
+def _folder(subset: str) -> str:
+    return f"text/{subset}/" if subset else "text/"
+
+
+def export_split(task: ExportTask, scale: int = 0) -> ExportResult:
+    """Write the files: first on this machine, then into the store.
+
+    One batch of a split, as it was written, is in memory at a time. With subsets the split is read once for each.
     """
-    drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
-    documents: Counter[str] = Counter()
-    text_bytes = 0
-    writers: dict[str, pq.ParquetWriter] = {}
-    opened: dict[str, BinaryIO] = {}
-    left_out = [np.empty(0, np.int64)]
-    with ExitStack() as stack:
-        for start, batch in part_batches(task.work, task.arrow):
-            ids = [source_id(task.split, batch, row, task.first_row) for row in range(batch.num_rows)]
-            texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
-            retained = drop[start : start + batch.num_rows] == 0
-            empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines were cut
-            left_out.append(start + np.flatnonzero(retained & empty))
-            columns = {"id": pa.array(ids, pa.large_string()), "url": batch.column("url"), "text": texts}
-            others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
-            columns |= {name: batch.column(name) for name in others}
-            rows, lengths = np.flatnonzero(retained & ~empty), pc.binary_length(texts).to_numpy(zero_copy_only=False)
-            if COPIES in batch.schema.names:
-                rows = np.repeat(rows, batch.column(COPIES).to_numpy()[rows])
-            table = _with_record(pa.table(columns), others, task.recorded)
-            of_rows = np.array(batch.column("subset").to_pylist())[rows] if task.subsets else np.full(len(rows), "")
-            for subset in task.subsets or ("",):
-                if not len(chosen := rows[of_rows == subset]):
+    result, left_out = ExportResult(), [np.empty(0, np.int64)]
+    suffix = SUFFIXES[task.format]
+    for subset in task.subsets or ("",):
+        rows = _rows(task, subset, result, left_out)
+        if (first := next(rows, None)) is None:
+            continue
+        source = table_of_stream(first.schema, chain([first], rows), task.format)
+        with task.work.scratch() as folder:
+            out = folder / f"{task.stem}{suffix}"
+            written = get_format(task.format).write_rows(source, out, ConvertOptions())
+            for path in written.files:
+                if path.name == INDEX_FILE:
+                    result.indexes[subset] = json.loads((out / path).read_bytes())
                     continue
-                if subset not in writers:
-                    file = stack.enter_context(task.out.open(task.file(subset), replace=True))
-                    opened[subset] = file
-                    writers[subset] = stack.enter_context(pq.ParquetWriter(file, table.schema, compression="zstd"))
-                writers[subset].write_table(table.take(pa.array(chosen)))
-                documents[subset] += len(chosen)
-                text_bytes += int(lengths[chosen].sum())
-        files = []
-        for subset, number in documents.items():
-            writers[subset].close()
-            size = opened[subset].seek(0, os.SEEK_END)
-            files.append(ExportedFile(task.file(subset), number, size, hash_file(opened[subset])))
-    task.work.write(task.left_out, np.concatenate(left_out).astype("<u4").tobytes())
-    return files, sum(map(len, left_out)), text_bytes
+                name = f"{_folder(subset)}{task.stem}{suffix or f'.{path}'}"
+                result.files.append(put_file(task.out, name, out / path))
+    rows_left_out = np.sort(np.concatenate(left_out))
+    result.left_out = len(rows_left_out)
+    task.work.write(task.left_out, rows_left_out.astype("<u4").tobytes())
+    return result
 
 
-def _with_record(table: pa.Table, names: Sequence[str], recorded: str) -> pa.Table:
-    """The table with a description of its columns, which a later preparation reads (`recorded_columns`)."""
+def _rows(
+    task: ExportTask, subset: str, result: ExportResult, left_out: list[NDArray[np.int64]]
+) -> Iterator[pa.RecordBatch]:
+    """The documents of a subset with their columns, batch by batch; they are counted in the result."""
+    drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
+    count = 0
+    for start, batch in part_batches(task.work, task.arrow):
+        retained = drop[start : start + batch.num_rows] == 0
+        if task.subsets:
+            retained &= np.asarray(pc.equal(batch.column("subset"), subset))
+        texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
+        empty = np.asarray(pc.equal(texts, ""))  # all of whose lines were cut
+        left_out.append(start + np.flatnonzero(retained & empty))
+        rows = np.flatnonzero(retained & ~empty)
+        if COPIES in batch.schema.names:
+            rows = np.repeat(rows, batch.column(COPIES).to_numpy()[rows])
+        if not len(rows):
+            continue
+        chosen, texts = batch.take(pa.array(rows)), texts.take(pa.array(rows))
+        ids = [source_id(task.split, batch, row, task.first_row) for row in rows.tolist()]
+        columns = {"id": pa.array(ids, pa.large_string()), "url": chosen.column("url"), "text": texts}
+        others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
+        columns |= {name: chosen.column(name) for name in others}
+        if task.format == "webdataset":  # whose readers tell samples by their keys, also across files
+            columns[KEY] = pa.array([f"{task.stem}-{number:09d}" for number in range(count, count + len(rows))])
+        count += len(rows)
+        result.documents += len(rows)
+        result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py())
+        yield _with_record(pa.RecordBatch.from_pydict(columns), others, task.recorded)
+
+
+def _with_record(batch: pa.RecordBatch, names: Sequence[str], recorded: str) -> pa.RecordBatch:
+    """The batch with a description of its columns, which a later preparation reads (`recorded_columns`)."""
     scorers = json.loads(recorded)
     columns = {}
     for name in names:
-        columns[name] = {"kind": "number" if is_score(table.schema.field(name)) else "text"}
+        columns[name] = {"kind": "number" if is_score(batch.schema.field(name)) else "text"}
         if name in scorers:
             columns[name]["scorer"] = scorers[name]
-    return table.replace_schema_metadata({COLUMNS_KEY: json.dumps(columns, sort_keys=True)} if columns else None)
+    return batch.replace_schema_metadata({COLUMNS_KEY: json.dumps(columns, sort_keys=True)} if columns else None)

@@ -308,8 +308,8 @@ def _draws(texts: pa.Array) -> NDArray[np.float64]:
 class Subset(Stage):
     """Names the subset of a document by a column: of `[[subset]]` tables the first that fits decides.
 
-    The column `subset` has the name; `--to text` writes a folder for each. Without a table that fits a document stays,
-    in the subset `rest`.
+    The column `subset` has the name; `--to parquet` writes a folder for each. Without a table that fits a document
+    stays, in the subset `rest`.
 
     Args:
         subset: The name: letters, digits, `-`, `_` and `.`.

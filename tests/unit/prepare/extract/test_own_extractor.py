@@ -23,7 +23,7 @@ def _prepare(folder: Path, min_words: int, *options: str) -> subprocess.Complete
     (folder / "pages").mkdir(exist_ok=True)
     (folder / "pages/page.html").write_text(PAGE)
     (folder / "recipe.toml").write_text(RECIPE % min_words)
-    arguments = ["prepare", "pages", "--config", "recipe.toml", "--to", "text", "--workers", "1", *options]
+    arguments = ["prepare", "pages", "--config", "recipe.toml", "--to", "parquet", "--workers", "1", *options]
     return subprocess.run(
         [sys.executable, "-m", "forebay", *arguments],
         cwd=folder, env={**os.environ, "PYTHONPATH": f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}"},

@@ -53,7 +53,7 @@ def texts(out: Path) -> list[dict[str, Any]]:
 
 def run(source: Path, out: str, tables: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables}, allow_code=True)
-    prepare_dataset([source], source.parent / out, recipe=recipe, **{"to": "text", "workers": 1, **options})
+    prepare_dataset([source], source.parent / out, recipe=recipe, **{"to": "parquet", "workers": 1, **options})
     return texts(source.parent / out)
 
 
@@ -66,7 +66,7 @@ def test_selection_by_input_columns(source: Path) -> None:
     assert len(run(source, "p", {"select": {"column": "day", "after": "2010", "before": "2020-05-01"}})) == 72
     assert len(run(source, "q", {"select": {"column": "licence", "none_of": ["gpl"], "missing": "keep"}})) == 150
     result = prepare_dataset(
-        [source], source.parent / "r", to="text", workers=1,
+        [source], source.parent / "r", to="parquet", workers=1,
         settings={"read": {"columns": COLUMNS}, "select": {"column": "licence", "none_of": ["gpl"]}},
     )  # fmt: skip
     assert result.dropped == {"licence_missing": 50, "licence_other": 50}
@@ -96,7 +96,7 @@ def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
     for name, low, high in (("high", 3, 9), ("mid", 1, 3), ("rest", 0, 1)):
         for file in (source.parent / "o/text" / name).iterdir():
             assert all(low <= value < high for value in pq.ParquetFile(file).read()["both"].to_pylist())
-    report = prepare_dataset([source], source.parent / "o", to="text", recipe=load_recipe(
+    report = prepare_dataset([source], source.parent / "o", to="parquet", recipe=load_recipe(
         settings={"read": {"columns": COLUMNS}, **tables})).report  # fmt: skip
     assert [t["percentile"] for t in report["thresholds"]] == [25.0, 50.0, 75.0]
     assert sum(counts["kept"] for counts in report["subsets"].values()) == 200
@@ -113,7 +113,7 @@ def test_the_top_share_of_any_column_for_any_number_of_processes(source: Path, w
         (folder / f"{part}.jsonl").write_text("".join(lines[part::7]))
     tables = {"select": {"column": "quality", "top_share": 0.15}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
     recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables})
-    result = prepare_dataset([folder], source.parent / "o", recipe=recipe, to="text", workers=workers)
+    result = prepare_dataset([folder], source.parent / "o", recipe=recipe, to="parquet", workers=workers)
     assert sorted(row["quality"] for row in texts(source.parent / "o")) == list(range(170, 200))
     assert result.dropped == {"quality_below_percentile": 170}
     assert [line["stage"] for line in result.report["funnel"]] == ["read", "select.quality", "length", "dedup"]
@@ -166,11 +166,11 @@ def test_the_same_bytes_for_any_number_of_processes(source: Path) -> None:
     for workers in (1, 3):
         recipe = load_recipe(settings={"name": "x", "read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
         out = source.parent / f"o{workers}"
-        result = prepare_dataset([folder], out, recipe=recipe, to="text", workers=workers)
+        result = prepare_dataset([folder], out, recipe=recipe, to="parquet", workers=workers)
         files.add((result.id, content(out / "report.html"), (out / "rejects.jsonl").read_bytes()))
         assert result.report["totals"]["malformed"] == 8 and 18 <= result.dropped["edu_below_percentile"] <= 20
     assert len(files) == 1
-    with pytest.raises(UsageError, match="subset: expected --to text, got a dataset"):
+    with pytest.raises(UsageError, match="subset: expected --to parquet, got a dataset"):
         prepare_dataset([folder], source.parent / "d", recipe=recipe, tokenizer="bytes")
 
 
@@ -215,7 +215,7 @@ def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> Non
     for name, low in (("a", ordered[50]), ("b", ordered[150])):
         tables["score"]["edu"]["min"] = low
         result = prepare_dataset(
-            [source.parent / "scored/text"], source.parent / name, recipe=load_recipe(settings=tables), to="text",
+            [source.parent / "scored/text"], source.parent / name, recipe=load_recipe(settings=tables), to="parquet",
             workers=1, on_message=messages.append,
         )  # fmt: skip
         assert result.documents_out == sum(row["edu"] >= low for row in rows)
@@ -224,7 +224,7 @@ def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> Non
     tables["score"]["edu"]["label"] = "l1"
     with pytest.raises(PrepareError, match=r"good.bin: score.edu cannot read it"):
         prepare_dataset(
-            [source.parent / "scored/text"], source.parent / "c", recipe=load_recipe(settings=tables), to="text",
+            [source.parent / "scored/text"], source.parent / "c", recipe=load_recipe(settings=tables), to="parquet",
             on_message=messages.append,
         )  # fmt: skip
     (message,) = messages
@@ -246,7 +246,7 @@ def test_a_column_that_the_recipe_names_is_a_score(source: Path) -> None:
 def test_what_a_file_records_of_its_columns_is_data(tmp_path: Path, recorded: bytes) -> None:
     table = pa.table({"text": ["one", "two"], "id": ["a", "b"], "x": ["no number", "3"], "copies": [9, 9]})
     pq.write_table(table.replace_schema_metadata({b"forebay.columns": recorded}), tmp_path / "a.parquet")
-    prepare_dataset([tmp_path / "a.parquet"], tmp_path / "o", to="text", workers=1)
+    prepare_dataset([tmp_path / "a.parquet"], tmp_path / "o", to="parquet", workers=1)
     assert [row["text"] for row in texts(tmp_path / "o")] == ["one", "two"]
 
 

@@ -80,7 +80,7 @@ def test_a_recipe_with_it_is_the_same_for_any_number_of_processes(tmp_path: Path
         (tmp_path / f"in/{number}.jsonl").write_text("".join(lines))
     settings = {"score": {"edu": {"use": "transformers", "model": str(tmp_path / "edu"), "max_tokens": 64}}}
     ids = {
-        prepare_dataset([tmp_path / "in"], tmp_path / f"o{n}", settings=settings, to="text", workers=n, name="x").id
+        prepare_dataset([tmp_path / "in"], tmp_path / f"o{n}", settings=settings, to="parquet", workers=n, name="x").id
         for n in (1, 2)
     }
     assert len(ids) == 1
