@@ -21,7 +21,7 @@ _PER_OCTAVE = 8  # Bins of times for each power of two: a quantile is right with
 _MIN_S = 0.001
 _MAX_SLOWEST = 5
 _MAX_STRAGGLERS = 20
-_COUNTS = ("tasks", "task_s", "cpu_s", "retries", "losses", "smaller_batches", "stragglers")
+_COUNTS = ("tasks", "task_s", "cpu_s", "retries", "losses", "smaller_batches")
 
 
 def label(task: Any) -> str:
@@ -53,7 +53,6 @@ class StepTimes:
         task_s, cpu_s, max_s: Seconds of all tasks by the clock, CPU seconds of all, the longest task.
         retries: Attempts that died, ran out of memory or lost their machine; `losses` are the last of these,
             `smaller_batches` the others.
-        stragglers: Tasks that took three times the median of those before them, and five seconds at least.
         bins: Tasks by the logarithm of their seconds.
     """
 
@@ -66,14 +65,12 @@ class StepTimes:
     retries: int = 0
     losses: int = 0
     smaller_batches: int = 0
-    stragglers: int = 0
     bins: Counter[int] = field(default_factory=Counter)
     slowest: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, execution: Execution) -> None:
         """Count a finished task."""
         seconds = execution.seconds
-        self.stragglers += seconds > self.straggler_s
         self.tasks += 1
         self.task_s += seconds
         self.max_s = max(self.max_s, seconds)
@@ -115,6 +112,11 @@ class StepTimes:
         if self.tasks < STRAGGLER_MIN_TASKS:
             return math.inf
         return max(STRAGGLER_MIN_S, STRAGGLER_FACTOR * (self.quantile(0.5) or 0.0))
+
+    @property
+    def stragglers(self) -> int:
+        """How many of the finished tasks took longer."""
+        return sum(n for number, n in self.bins.items() if 2 ** ((number - 0.5) / _PER_OCTAVE) > self.straggler_s)
 
     def to_json(self) -> dict[str, Any]:
         quantiles = {name: self.quantile(share) for name, share in (("p50_s", 0.5), ("p95_s", 0.95))}

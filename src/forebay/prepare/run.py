@@ -111,6 +111,7 @@ class PrepareRun:
     def count_tasks(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
         """An `on_result` of `map` that reports each result as one more of `total`."""
         done = itertools.count(1)
+        self.progress.update(Progress(stage, 0, total, unit))
         return lambda *_: self.progress.update(Progress(stage, next(done), total, unit))
 
     def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, Any], None]:
