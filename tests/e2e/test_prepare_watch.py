@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -19,19 +20,15 @@ from forebay.dataset.reader import open_dataset
 from forebay.files import HOST
 from support.calibration import scaled
 
-SCRIPT = """
+STAGE = """
 import os, signal, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 import numpy as np
-from forebay import prepare_dataset
-from forebay.errors import ForebayError
-from forebay.prepare import executions, inputs
 from forebay.prepare.documents import Stage, StageResult
-from forebay.prepare.engines import share
 
-FOLDER = Path(sys.argv[1]).parent
+FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Steps(Stage):
@@ -51,6 +48,15 @@ class Steps(Stage):
         if "fatal" in text and not (FOLDER / "fixed").exists():
             raise ValueError("the model refuses this text")
         return StageResult(batch, np.full(batch.num_rows, -1, np.int16))
+"""
+
+SCRIPT = """
+import sys
+from forebay import prepare_dataset
+from forebay.errors import ForebayError
+from forebay.prepare import executions, inputs
+from forebay.prepare.engines import share
+from steps import Steps
 
 if __name__ == "__main__":
     inputs.GROUP_BYTES = 1
@@ -75,6 +81,7 @@ def corpus(folder: Path, files: int, **special: list[int]) -> Path:
         words = [name for name, numbers in special.items() if number in numbers]
         (source / f"{number:02}.txt").write_text(" ".join([f"document {number}", *words]))
     (folder / "run.py").write_text(SCRIPT)
+    (folder / "steps.py").write_text(STAGE)
     return source
 
 
@@ -82,7 +89,8 @@ def start(folder: Path, out: Path, workers: int, **options: str) -> subprocess.P
     """Prepare in a process of its own; its output and errors are in a file."""
     name = options.get("task", "run").replace("/", "-")
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FOREBAY_PRICE_PER_CORE_HOUR": "3600",
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PYTHONWARNINGS": "ignore",
+        "FOREBAY_PRICE_PER_CORE_HOUR": "3600",
     }  # fmt: skip
     command = [sys.executable, str(folder / "run.py"), str(folder / "source"), str(out), str(workers)]
     with (folder / f"{name}.log").open("w") as log:
@@ -104,7 +112,7 @@ def top_until(out: Path, reached: Callable[[dict[str, Any]], bool]) -> dict[str,
     deadline = time.monotonic() + scaled(120)
     view: dict[str, Any] = {}
     while time.monotonic() < deadline:
-        if (out / ".work" / "members").exists():
+        if (out / ".work" / "members").exists() or (out / ".work" / "progress.json").exists():
             view = json.loads(forebay("top", out, "--json"))
             if reached(view):
                 return view
@@ -226,3 +234,25 @@ def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int)
     (tmp_path / "fixed").touch()
     assert start(tmp_path, out, workers).wait(scaled(120)) == 0
     assert not (out / ".work").exists() and "failed task" not in forebay("report", out)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install ray")
+def test_tasks_on_ray_and_one_that_fails_there(tmp_path: Path) -> None:
+    corpus(tmp_path, 6, slow=[4], fatal=[4], crash=[2])
+    out = tmp_path / "out"
+    run = start(tmp_path, out, 2, engine="ray")
+    try:
+        view = top_until(out, lambda view: view["figures"].get("tasks") == [5, ""] and len(view.get("tasks", [])) == 1)
+        (task,) = view["tasks"]
+        assert task["task"].endswith("04.txt") and task["host"] == HOST and task["node"].count(".") == 3
+        assert task["pid"] not in (0, run.pid) and Path(f"/proc/{task['pid']}").exists()
+        (lost,) = view["attempts"]
+        assert lost["kind"] == "lost" and lost["task"].endswith("02.txt") and lost["node"] == task["node"]
+        (tmp_path / "go").touch()
+        assert run.wait(scaled(120)) == 1
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    printed = forebay("report", out)
+    assert "ValueError: the model refuses this text" in printed and "raise ValueError" in printed
+    assert f"process {task['pid']} of {HOST}" in printed and "failed task" in printed

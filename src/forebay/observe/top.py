@@ -54,6 +54,8 @@ def format_figure(value: Any, unit: str) -> str:
             return f"{100 * value:.1f} %"
         case "s":
             return format_seconds(value)
+        case "id":
+            return str(value)
         case "price":
             return f"{value:,.2f}"
         case "":

@@ -6,7 +6,7 @@ that are missing or empty have nothing to show:
 - `kind` (job, run, node, loader, preparation), `title`, `state`, `at` (Unix seconds), `message`.
 - `progress`: `done`, `total` in `unit`; `epoch` (from 1), `epochs`; `eta_s`.
 - `figures`: label to (value, unit); units are B, B/s, tokens/s, samples/s, documents/s, share, s,
-  h, price, and "" for a plain number.
+  h, price, id, and "" for a plain number.
 - `waits`: cause to its share of the time of all workers; `advice`: what to do about the largest.
 - `coverage`: see `scheduler.activity.coverage`.
 - `workers`, `nodes`, `datasets`, `peers`, `stages`, `members`, `tasks`, `attempts`, `steps`, `rules`, `dropped`: rows,
@@ -50,15 +50,15 @@ COLUMNS = {
         "elapsed_s": "s", "remaining_s": "s", "documents_per_s": "",
     },
     "members": {
-        "member": "", "state": "", "tasks": "", "last_report_s": "s", "host": "", "pid": "", "running": "",
+        "member": "", "state": "", "tasks": "", "last_report_s": "s", "host": "", "pid": "id", "running": "",
         "cpu_s": "s", "task": "", "error": "",
     },
     "tasks": {
-        "state": "", "running_s": "s", "median_s": "s", "host": "", "node": "", "pid": "", "member": "", "task": "",
+        "state": "", "running_s": "s", "median_s": "s", "host": "", "node": "", "pid": "id", "member": "", "task": "",
         "step": "",
     },
     "attempts": {
-        "kind": "", "attempt": "", "host": "", "node": "", "pid": "", "task": "", "reason": "", "step": "",
+        "kind": "", "attempt": "", "host": "", "node": "", "pid": "id", "task": "", "reason": "", "step": "",
     },
     "steps": {
         "step": "", "stage": "", "tasks": "", "p50_s": "s", "p95_s": "s", "max_s": "s", "cpu_s": "s", "retries": "",

@@ -275,11 +275,12 @@ def render_text(report: Report, times: Report | None = None) -> str:
         longest = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in cpu[:6])
         words = f"{format_seconds(times['wall_s'])}, {format_seconds(sum(times['cpu_s'].values()))} of CPU: {longest}"
         lines += ["", *textwrap.wrap(words, 80, initial_indent="time  ", subsequent_indent="      ")]
-        counts = {n: sum(s[n] for s in times["steps"]) for n in ("tasks", "retries", "losses", "stragglers")}
+        counts = {n: sum(s[n] for s in times["steps"]) for n in ("retries", "losses", "stragglers")}
         tasks = ", ".join(f"{count(n)} {name}" for name, n in counts.items())
+        lines.append(f"tasks {count(sum(s['tasks'] for s in times['steps']))}, {tasks}")
+        money = "" if times["cost"] is None else f"{times['cost']:,.2f}: "
         hours = f"{_hours(sum(times['cpu_s'].values()))} core-hours in {_hours(times['worker_s'])} worker-hours"
-        lines.append(f"tasks {tasks.replace(' tasks', '')}; {hours}")
-        lines += [] if times["cost"] is None else [f"cost  {times['cost']:,.2f}"]
+        lines.append(f"cost  {money}{hours}")
     return "\n".join(cut(printable(line), 80).rstrip() for line in lines) + "\n"
 
 

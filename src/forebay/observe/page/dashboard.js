@@ -37,6 +37,7 @@ function format(value, unit) {
   if (unit === "share") return `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
   if (unit === "s") return duration(value);
   if (unit === "h") return `${value < 100 ? value.toPrecision(3) : Math.round(value).toLocaleString("en")} h`;
+  if (unit === "id") return String(value);
   if (unit === "price") return value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
   if (unit === "B") return scaled(value, ["B", "kB", "MB", "GB", "TB", "PB"], 1000);
   if (unit === "B/s") return `${scaled(value, ["B", "kB", "MB", "GB"], 1000)}/s`;

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError, UsageError
-from forebay.files import HOST
+from forebay.files import HOST, temporary_path
 from forebay.prepare.engines import base, sandbox
 from forebay.prepare.failures import LOG_BYTES
 from forebay.storage.store import Store
@@ -41,7 +41,8 @@ class _Log:
     """The standard error of a worker: a file that this process passes on to its own, and whose tail it has."""
 
     def __init__(self) -> None:
-        descriptor, self.path = tempfile.mkstemp(prefix="forebay-log-")
+        self.path = temporary_path(Path(tempfile.gettempdir(), "worker.log"))
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "rb", buffering=0)
         self.tail = b""
 
@@ -59,7 +60,7 @@ class _Log:
     def close(self) -> None:
         self.forward()
         self._file.close()
-        Path(self.path).unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 
 class _Worker:
@@ -265,12 +266,12 @@ def _no_interrupt(method: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(pipe: Any, log: str) -> None:
+def _serve(pipe: Any, log: Path) -> None:
     with contextlib.suppress(OSError):
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, 2)
         os.close(descriptor)
-        Path(log).unlink()
+        log.unlink()
     _set_up_worker()
     pipe.send(("done", b""))
     while True:
