@@ -11,14 +11,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from forebay.errors import UsageError
 from forebay.files import HOST, is_running
 from forebay.prepare.executions import find_stragglers, merged_steps
+from forebay.storage.store import Store
 
 SILENT_S = 60.0  # A process that has not written its record for so long is named.
 MAX_LISTED = 20
+_READERS = 32
 PRICE_VARIABLE = "FOREBAY_PRICE_PER_CORE_HOUR"
 DEFAULTS: dict[str, Any] = {
     "key": "", "member": "", "steps": [], "retries": [], "stragglers": [], "lost_machines": [], "members": [],
@@ -27,6 +31,19 @@ DEFAULTS: dict[str, Any] = {
 """Of records that an earlier version wrote."""
 _NO_COUNTS = [0, 0, 0]
 Record = Mapping[str, Any]
+
+
+def read_all(store: Store, prefix: str) -> dict[str, bytes]:
+    """The small objects whose names begin with a prefix, by name; without those that are removed meanwhile."""
+
+    def read(name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return store.read(name)
+        return None
+
+    names = list(store.sizes(prefix))
+    with ThreadPoolExecutor(_READERS) as pool:
+        return {name: data for name, data in zip(names, pool.map(read, names)) if data is not None}
 
 
 def price_per_core_hour() -> float | None:

@@ -26,10 +26,10 @@ from forebay.errors import ForebayError, PrepareError
 from forebay.files import HOST, atomic_write
 from forebay.prepare.executions import Execution, StepTimes, find_stragglers, merged_steps
 from forebay.prepare.failures import Failure
-from forebay.prepare.members import DEFAULTS, cost_of, merge
+from forebay.prepare.members import DEFAULTS, cost_of, merge, read_all
 from forebay.prepare.rates import Progress, RecentRate, ResultOf, StageProgress, progress_between
 from forebay.prepare.stats import StageCount, StageStats, Usage
-from forebay.storage.store import FolderStore, Store, open_store, read_all
+from forebay.storage.store import FolderStore, Store, open_store
 
 VERSION = 1
 RUNNING_FILE, FINISHED_FILE = ".work/progress.json", ".progress.json"

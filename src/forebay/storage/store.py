@@ -165,19 +165,6 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     return FolderStore(text)
 
 
-def read_all(store: Store, prefix: str) -> dict[str, bytes]:
-    """The small objects whose names begin with a prefix, by name; without those that are removed meanwhile."""
-
-    def read(name: str) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return store.read(name)
-        return None
-
-    names = list(store.sizes(prefix))
-    with ThreadPoolExecutor(_READERS) as pool:
-        return {name: data for name, data in zip(names, pool.map(read, names)) if data is not None}
-
-
 def is_bucket(url: str | os.PathLike[str]) -> bool:
     """Whether `open_store` gives a bucket."""
     return os.fspath(url).partition("://")[0].lower() in BUCKET_SCHEMES

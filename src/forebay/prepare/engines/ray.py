@@ -20,8 +20,9 @@ from forebay.errors import ForebayError, PrepareError, UsageError, install_comma
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
 from forebay.prepare.executions import name_of
+from forebay.prepare.members import read_all
 from forebay.prepare.results import Committing
-from forebay.storage.store import FolderStore, Store, read_all
+from forebay.storage.store import FolderStore, Store
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
 _STOP_S = 10.0
