@@ -90,7 +90,7 @@ def start(folder: Path, out: Path, workers: int, **options: str) -> subprocess.P
     name = options.get("task", "run").replace("/", "-")
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PYTHONWARNINGS": "ignore",
-        "FOREBAY_PRICE_PER_CORE_HOUR": "3600",
+        "FOREBAY_PRICE_PER_CORE_HOUR": "3600" if "task" in options else "",
     }  # fmt: skip
     command = [sys.executable, str(folder / "run.py"), str(folder / "source"), str(out), str(workers)]
     with (folder / f"{name}.log").open("w") as log:

@@ -11,7 +11,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +21,6 @@ from forebay.storage.store import Store
 
 SILENT_S = 60.0  # A process that has not written its record for so long is named.
 MAX_LISTED = 20
-_READERS = 32
 PRICE_VARIABLE = "FOREBAY_PRICE_PER_CORE_HOUR"
 DEFAULTS: dict[str, Any] = {
     "key": "", "member": "", "steps": [], "retries": [], "stragglers": [], "lost_machines": [], "members": [],
@@ -42,8 +40,7 @@ def read_all(store: Store, prefix: str) -> dict[str, bytes]:
         return None
 
     names = list(store.sizes(prefix))
-    with ThreadPoolExecutor(_READERS) as pool:
-        return {name: data for name, data in zip(names, pool.map(read, names)) if data is not None}
+    return {name: data for name, data in zip(names, store.each(read, names)) if data is not None}
 
 
 def price_per_core_hour() -> float | None:
