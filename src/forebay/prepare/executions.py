@@ -116,7 +116,8 @@ class StepTimes:
     @property
     def stragglers(self) -> int:
         """How many of the finished tasks took longer."""
-        return sum(n for number, n in self.bins.items() if 2 ** ((number - 0.5) / _PER_OCTAVE) > self.straggler_s)
+        limit_s = self.straggler_s
+        return sum(n for number, n in self.bins.items() if 2 ** ((number - 0.5) / _PER_OCTAVE) > limit_s)
 
     def to_json(self) -> dict[str, Any]:
         quantiles = {name: self.quantile(share) for name, share in (("p50_s", 0.5), ("p95_s", 0.95))}
@@ -151,12 +152,12 @@ def find_stragglers(
     workers: Iterable[Mapping[str, Any]], steps: Mapping[tuple[str, str], StepTimes]
 ) -> list[dict[str, Any]]:
     """The running tasks that have taken three times the median of the finished ones of their step, longest first."""
-    by_step = {step: times for (_, step), times in steps.items()}
+    now = time.time()
+    limits = {step: (times.straggler_s, times.quantile(0.5) or 0.0) for (_, step), times in steps.items()}
     stragglers = []
     for worker in workers:
-        times, started_at = by_step.get(worker.get("step", "")), worker.get("started_at")
-        if times is not None and started_at is not None and time.time() - started_at > times.straggler_s:
-            median_s = times.quantile(0.5) or 0.0
-            running_s = round(time.time() - started_at, 3)
-            stragglers.append({**worker, "running_s": running_s, "median_s": round(median_s, 3)})
+        running_s = now - worker.get("started_at", now)
+        limit_s, median_s = limits.get(worker["step"], (math.inf, 0.0))
+        if running_s > limit_s:
+            stragglers.append({**worker, "running_s": round(running_s, 3), "median_s": round(median_s, 3)})
     return sorted(stragglers, key=lambda entry: -entry["running_s"])[:_MAX_STRAGGLERS]
