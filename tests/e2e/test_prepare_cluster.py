@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -105,6 +106,9 @@ def test_jobs_of_an_array_share_the_tasks(
     jobs[0] = cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task="3/4")
     # A job that sees the output complete has its id.
     assert {finish(job) for job in jobs} <= {"", expected[0]} and files(out) == expected[1]
+    record = json.loads((out / ".progress.json").read_text())
+    assert record["state"] == "done" and {"1", "finish"} <= {member["member"] for member in record["members"]}
+    assert record["documents_in"] == 60 and not (out / ".work").exists()
 
 
 def test_an_array_over_a_shared_directory(

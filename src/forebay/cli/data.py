@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, positive, show
-from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
 
 if TYPE_CHECKING:
     from forebay.dataset.reader import VerifyReport
@@ -109,6 +109,8 @@ def _show_report(args: argparse.Namespace) -> None:
     from forebay.prepare.report import load_report, load_times, page_of, render_text
 
     path = args.dataset
+    if args.second is None and (unfinished := _unfinished(path)) is not None:
+        return _show_unfinished(unfinished, is_json=args.json)
     report = load_report(path)
     if args.second is not None:
         return _compare(args, report)
@@ -116,6 +118,36 @@ def _show_report(args: argparse.Namespace) -> None:
         raise UsageError("report: expected two datasets with --ids or --html, got one. Name the second.")
     text = json.dumps(report) if args.json else render_text(report, load_times(path))
     print(text if args.json else f"{text}\nFull report: {page_of(path)}")
+
+
+def _unfinished(path: str) -> dict[str, Any] | None:
+    """The record of a run without a report, or with tasks that failed, and these tasks; None of a complete one."""
+    from forebay.prepare.failures import read_failures
+    from forebay.prepare.progress import read_progress
+    from forebay.prepare.report import REPORT_FILE
+    from forebay.storage.store import is_bucket, open_store
+
+    if not is_bucket(path) and not Path(path).is_dir():
+        return None
+    store = open_store(path)
+    failures = read_failures(store.child(".work"))
+    if not failures and store.exists(REPORT_FILE):
+        return None
+    try:
+        return {"record": read_progress(path), "failed": failures}
+    except PrepareError:
+        return None
+
+
+def _show_unfinished(unfinished: Mapping[str, Any], *, is_json: bool) -> None:
+    from forebay.observe.top import format_view
+    from forebay.observe.views import preparation_view
+    from forebay.prepare.failures import render_failures
+
+    if is_json:
+        print(json.dumps(unfinished))
+        return
+    print(f"{format_view(preparation_view(unfinished['record']))}{render_failures(unfinished['failed'])}")
 
 
 def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
@@ -187,7 +219,7 @@ def add_verbs(verb: Any, group: Any) -> None:
             p.add("--documents", type=positive, metavar="N", help="print the first N, or rows (default: none)")
         add_identity(p)
     p = verb("report", _report, "show what preparation kept and dropped, and why; or compare two")
-    p.add("dataset", help="a dataset, or its report.json or report.html")
+    p.add("dataset", help="a dataset, its report.json or report.html, or a run: its failed tasks")
     p.add("second", nargs="?", metavar="DATASET", help="another one, to compare with the first (default: none)")
     p.add("--ids", nargs=2, type=Path, metavar="FILE", help="with two: what --write-ids wrote for each (default: none)")
     p.add("--html", type=Path, metavar="FILE", help="with two: write the comparison with histograms (default: no)")

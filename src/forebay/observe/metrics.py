@@ -49,6 +49,12 @@ _METRICS = {
     "preparation.CPU time": ("prepare_cpu_seconds_total", "CPU time of all rules."),
     "preparation.time": ("prepare_elapsed_seconds", "Time since the preparation started."),
     "preparation.largest process": ("prepare_process_max_bytes", "Peak memory of the largest process."),
+    "preparation.tasks": ("prepare_tasks_total", "Tasks finished."),
+    "preparation.retries": ("prepare_retries_total", "Attempts that failed and are repeated."),
+    "preparation.lost machines": ("prepare_lost_machines_total", "Machines, or jobs, that were lost with a task."),
+    "preparation.stragglers": ("prepare_stragglers", "Running tasks that take three times the median of their step."),
+    "preparation.worker-hours": ("prepare_worker_hours_total", "Hours of all processes, at work or not."),
+    "preparation.cost": ("prepare_cost_total", "Worker-hours at FOREBAY_PRICE_PER_CORE_HOUR."),
     "wait": ("wait_ratio", "Fraction of the workers' time spent waiting for batches, by cause; a mean over workers."),
     # Rows of a view's tables.
     "workers.rate tokens/s": ("worker_tokens_per_second", "Tokens used per second, by worker."),
@@ -70,6 +76,8 @@ _METRICS = {
     "stages.documents_out": ("prepare_stage_documents_out", "Documents passed on, by stage."),
     "stages.elapsed_s": ("prepare_stage_elapsed_seconds", "Time taken, by stage."),
     "stages.cpu_s": ("prepare_stage_cpu_seconds_total", "CPU time, by stage."),
+    "members.tasks": ("prepare_member_tasks_total", "Tasks finished, by job of an array."),
+    "members.last_report_s": ("prepare_member_last_report_seconds", "Time since the last report, by job of an array."),
     "rules.documents_in": ("prepare_rule_documents_in", "Documents read, by rule."),
     "rules.documents_out": ("prepare_rule_documents_out", "Documents passed on, by rule."),
     "rules.cpu_s": ("prepare_rule_cpu_seconds_total", "CPU time, by rule."),
@@ -111,7 +119,7 @@ _METRICS = {
 
 _LABELS = {
     "workers": {"worker": "name"}, "nodes": {"node": "name"}, "stages": {"stage": "stage"}, "rules": {"rule": "rule"},
-    "dropped": {"rule": "rule", "reason": "reason"},
+    "dropped": {"rule": "rule", "reason": "reason"}, "members": {"member": "member"},
 }  # fmt: skip
 """Labels of the rows of a view's tables, and the columns that they are from."""
 

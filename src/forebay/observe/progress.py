@@ -12,7 +12,7 @@ from tqdm import tqdm
 from forebay.units import format_seconds
 
 if TYPE_CHECKING:
-    from forebay.prepare.progress import Progress
+    from forebay.prepare.rates import Progress
 
 LINE_S = 10.0  # Interval of lines where stderr is no terminal.
 tqdm.monitor_interval = 0  # Its thread would keep `prepare` from forking.

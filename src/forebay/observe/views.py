@@ -6,11 +6,11 @@ that are missing or empty have nothing to show:
 - `kind` (job, run, node, loader, preparation), `title`, `state`, `at` (Unix seconds), `message`.
 - `progress`: `done`, `total` in `unit`; `epoch` (from 1), `epochs`; `eta_s`.
 - `figures`: label to (value, unit); units are B, B/s, tokens/s, samples/s, documents/s, share, s,
-  and "" for a plain number.
+  h, price, id, and "" for a plain number.
 - `waits`: cause to its share of the time of all workers; `advice`: what to do about the largest.
 - `coverage`: see `scheduler.activity.coverage`.
-- `workers`, `nodes`, `datasets`, `peers`, `stages`, `rules`, `dropped`: rows, each a dict, with the keys of
-  COLUMNS.
+- `workers`, `nodes`, `datasets`, `peers`, `stages`, `members`, `tasks`, `attempts`, `steps`, `rules`, `dropped`: rows,
+  each a dict, with the keys of COLUMNS.
 - `events` and `uses`: the last ones, latest first; `samples`: of dropped documents.
 """
 
@@ -21,12 +21,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from forebay.load.stats import CAUSES, find_bottleneck, unit_of
+from forebay.units import format_seconds
 
 View: TypeAlias = dict[str, Any]
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 
 VERSION = 1
 MAX_ROWS = 1000
+_SILENCE = {"silent": "has not reported", "lost": "is gone, silent"}
+_MAX_AGE_S = 60.0  # Of a report of a preparation that runs.
 _MIN_SHARE = 0.01  # Less waiting than this is none.
 COLUMNS = {
     "workers": {
@@ -45,6 +48,21 @@ COLUMNS = {
     "stages": {
         "stage": "", "state": "", "done_share": "share", "documents_in": "", "documents_out": "", "cpu_s": "s",
         "elapsed_s": "s", "remaining_s": "s", "documents_per_s": "",
+    },
+    "members": {
+        "member": "", "state": "", "tasks": "", "last_report_s": "s", "host": "", "pid": "id", "running": "",
+        "cpu_s": "s", "task": "", "error": "",
+    },
+    "tasks": {
+        "state": "", "running_s": "s", "median_s": "s", "host": "", "node": "", "pid": "id", "member": "", "task": "",
+        "step": "",
+    },
+    "attempts": {
+        "kind": "", "attempt": "", "host": "", "node": "", "pid": "id", "task": "", "reason": "", "step": "",
+    },
+    "steps": {
+        "step": "", "stage": "", "tasks": "", "p50_s": "s", "p95_s": "s", "max_s": "s", "cpu_s": "s", "retries": "",
+        "losses": "", "smaller_batches": "", "stragglers": "",
     },
     "rules": {"rule": "", "documents_in": "", "documents_out": "", "kept_share": "share", "cpu_s": "s"},
     "dropped": {"rule": "", "reason": "", "documents": "", "share": "share"},
@@ -270,6 +288,24 @@ def merge_views(views: Sequence[View]) -> View:
     return {**merged, "datasets": datasets} if counts else merged
 
 
+def _age(record: Mapping[str, Any]) -> str:
+    age_s = time.time() - record["updated_at"]
+    if record["state"] != "running" or age_s < _MAX_AGE_S:
+        return ""
+    return f"the last report is {format_seconds(age_s)} old: the process may be gone, or its clock differs"
+
+
+def _running_tasks(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tasks that run, stragglers first, then the longest."""
+    stragglers = [{**task, "state": "straggler"} for task in record["stragglers"]]
+    names = {(task["name"], task["member"]) for task in stragglers}
+    others = [
+        {**task, "state": "running", "running_s": max(0.0, time.time() - task["started_at"])}
+        for task in record["workers"] if "started_at" in task and (task["name"], task["member"]) not in names
+    ]  # fmt: skip
+    return [*stragglers, *sorted(others, key=lambda task: -task["running_s"])][:MAX_ROWS]
+
+
 def preparation_view(record: Mapping[str, Any]) -> View:
     """A preparation, of the record of its progress (`prepare.progress`)."""
     stages, read = record["stages"], max(1, record["documents_in"])
@@ -278,17 +314,30 @@ def preparation_view(record: Mapping[str, Any]) -> View:
     skipped, events = record["skipped"], [{**item, "level": "warning"} for item in reversed(record["messages"])]
     events += [{"at": None, "level": "warning", "text": f"{n:,} inputs: {reason}"} for reason, n in skipped.items()]
     events += [{"at": None, "level": "warning", "text": f"{r['where']}: {r['reason']}"} for r in record["rejects"]]
+    tasks = sum(step["tasks"] for step in record["steps"])
+    retries = sum(step["retries"] for step in record["steps"])
     figures = {
         "documents read": (record["documents_in"], ""), "kept": (record["documents_out"], ""),
         "kept share": (record["documents_out"] / read, "share"), "malformed": (record["malformed"], ""),
         "throughput": (rate, "documents/s") if rate else None,
         "processes": (len(record["workers"]) or record["num_workers"], ""),
         "CPU time": (sum(record["cpu_s"].values()), "s"), "time": (record["wall_s"], "s"),
+        "tasks": (tasks, "") if tasks else None, "retries": (retries, "") if tasks else None,
+        "lost machines": (len(record["lost_machines"]), "") if record["lost_machines"] else None,
+        "stragglers": (len(record["stragglers"]), "") if record["stragglers"] else None,
+        "core-hours": (sum(record["cpu_s"].values()) / 3600, "h"), "worker-hours": (record["worker_s"] / 3600, "h"),
+        "cost": None if record["cost"] is None else (record["cost"], "price"),
+        "cost at the stage's end": (record["cost_at_stage_end"], "price") if record["cost_at_stage_end"] else None,
         "largest process": (record["peak_bytes"], "B") if record["peak_bytes"] else None,
     }  # fmt: skip
+    events[:0] = [
+        {"at": None, "level": "error", "text": f"job {m['member']} on {m['host']} {_SILENCE[m['state']]} for "
+         f"{format_seconds(m['last_report_s'])}: its tasks are taken over"}
+        for m in record["members"] if m["state"] in _SILENCE
+    ]  # fmt: skip
+    advice = "the same command resumes it" if record["state"] == "interrupted" else _age(record)
     return make_view(
-        "preparation", record["name"] or record["output"], record["state"],
-        message=record["error"] or ("the same command resumes it" if record["state"] == "interrupted" else ""),
+        "preparation", record["name"] or record["output"], record["state"], message=record["error"] or advice,
         progress=current and {
             "done": current["done"], "total": current["total"], "unit": current["unit"],
             "stage": current["stage"], "eta_s": current["remaining_s"],
@@ -302,6 +351,8 @@ def preparation_view(record: Mapping[str, Any]) -> View:
             }
             for stage in stages
         ],
+        members=record["members"], tasks=_running_tasks(record), attempts=record["retries"][::-1],
+        steps=record["steps"],
         rules=[
             {
                 "rule": entry["stage"], "documents_in": entry["documents_in"], "documents_out": entry["documents_out"],

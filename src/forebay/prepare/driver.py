@@ -29,11 +29,13 @@ from forebay.prepare.engines.share import ShareEngine, parse_share
 from forebay.prepare.extend import open_parent, sign_parent
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
+from forebay.prepare.members import price_per_core_hour
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
 from forebay.prepare.outputs.megatron import MegatronOutput
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
-from forebay.prepare.progress import Progress, ProgressRecord
+from forebay.prepare.progress import ProgressRecord
+from forebay.prepare.rates import Progress
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.reserve import disk_errors, locked, reserve
 from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError
@@ -145,7 +147,11 @@ def prepare_dataset(
         recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    progress = ProgressRecord(store, recipe.name, output.name, workers or cores(), on_progress, on_message)
+    member = task.partition("/")[0] if task != "finish" else ""
+    progress = ProgressRecord(
+        store, recipe.name, output.name, workers or cores(), on_progress, on_message, member=member,
+        price_per_core_hour=price_per_core_hour(),
+    )  # fmt: skip
     notify = progress.notify
     parent = open_parent(extend, store) if extend is not None else None
     own = tokenizer if output.needs_tokenizer and not isinstance(tokenizer, str) else None
@@ -298,6 +304,7 @@ def _run(
     except (OSError, ForebayError):
         # Another process may have completed the same output, and removed what it does not need.
         if run.is_shared and (existing := _find_existing(run, output, sources, lineage)) is not None:
+            run.work.remove_all()  # what this process wrote meanwhile
             return existing
         raise
 

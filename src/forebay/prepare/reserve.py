@@ -12,14 +12,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.progress import BUCKET_WRITE_S, RUNNING_FILE
+from forebay.prepare.progress import BUCKET_WRITE_S, RUN_FILE, running_files
 from forebay.storage.locks import Lock
 from forebay.storage.store import BucketStore, FolderStore, Store
 
-_KEY_FILE = ".work/run.json"
 _POLL_S = 1.0
 
 
@@ -50,31 +49,29 @@ def reserve(store: Store, key: str, on_message: Callable[[str], None], *, exclus
     `exclusive`: The caller has a lock that no other run has.
     """
     data = json.dumps({"key": key}).encode()
-    if store.create(_KEY_FILE, data) or store.read(_KEY_FILE) == data:
+    if store.create(RUN_FILE, data) or store.read(RUN_FILE) == data:
         return
     if not exclusive:
         on_message(
             f"{store.url}: an unfinished run of other inputs or settings is there: waiting {3 * BUCKET_WRITE_S:.0f} s "
             "to see whether it is alive"
         )
-        first, deadline = _record(store), time.monotonic() + 3 * BUCKET_WRITE_S
+        first, deadline = _records(store), time.monotonic() + 3 * BUCKET_WRITE_S
         while first and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            if _record(store) != first:
+            if _records(store) != first:
                 raise UsageError(
                     f"prepare: another prepare, of other inputs or settings, writes to {store.url}. Wait for it, or "
                     "choose another."
                 )
-    store.write(_KEY_FILE, data)
+    store.write(RUN_FILE, data)
 
 
-def _record(store: Store) -> bytes:
-    """The record of a run that may be alive; none if it says that it ended."""
-    try:
-        record = store.read(RUNNING_FILE)
-        return record if json.loads(record).get("state") == "running" else b""
-    except (FileNotFoundError, ValueError):
-        return b""
+def _records(store: Store) -> dict[str, bytes]:
+    """The records of processes that may be alive; none of those that say that they ended."""
+    with suppress(ValueError):
+        return {name: r for name, r in running_files(store).items() if json.loads(r).get("state") == "running"}
+    return {}
 
 
 @contextmanager

@@ -13,16 +13,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import unwrap
-from typing import Any, Generic, TypeVar
+from time import perf_counter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from forebay.errors import PrepareError
+from forebay.prepare.executions import Execution, label, name_of
+from forebay.prepare.failures import failure_of, write_failure
 from forebay.prepare.stats import Usage, timed
 from forebay.storage.store import Store
 
 _MIN_TASKS = 16  # Of maps whose results are in one object, too.
 R = TypeVar("R")
+
+
+class TaskOutput(NamedTuple):
+    """The result of a task and, if it ran for this call, what it used, its counts for the record, and where it ran."""
+
+    result: Any
+    usage: Usage = Usage()
+    counts: Any = None
+    execution: Execution | None = None
 
 
 @dataclass(frozen=True)
@@ -39,12 +51,12 @@ class Committing(Generic[R]):
     @property
     def folder(self) -> str:
         """Of the results in the store."""
-        return f"done/{unwrap(self.run).__name__.lstrip('_')}"
+        return f"done/{self.step}"
 
-    @staticmethod
-    def name_of(task: Any) -> str:
-        """The name of a task, without a folder."""
-        return str(task.name).rpartition("/")[2]
+    @property
+    def step(self) -> str:
+        """The function's name: its tasks are of one kind."""
+        return str(unwrap(self.run).__name__).lstrip("_")
 
     def load(self, names: Collection[str]) -> dict[str, R]:
         """The results that are there, by name."""
@@ -64,12 +76,17 @@ class Committing(Generic[R]):
             ) from error
         return result
 
-    def __call__(self, task: Any, scale: int) -> tuple[R, Usage, Any]:
-        result, usage, counts = timed(self.run, task, scale)
-        name = self.name_of(task)
-        if not self.store.create(f"{self.folder}/{name}.json", _adapters(self.run)[0].dump_json(result)):
-            result = self.result(name)
-        return result, usage, counts
+    def __call__(self, task: Any, scale: int) -> TaskOutput:
+        started = perf_counter()
+        name = name_of(task)
+        try:
+            result, usage, counts = timed(self.run, task, scale)
+            if not self.store.create(f"{self.folder}/{name}.json", _adapters(self.run)[0].dump_json(result)):
+                result = self.result(name)
+        except Exception as error:
+            write_failure(self.store, self.step, name, task, failure_of(error, label(task)))
+            raise
+        return TaskOutput(result, usage, counts, Execution(label(task), perf_counter() - started))
 
     def load_all(self, names: Sequence[str]) -> dict[str, R]:
         """The results of earlier runs of these tasks, by name."""

@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 from forebay import html
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.prepare.engines.base import Engine
+from forebay.errors import ForebayError
+from forebay.prepare.engines.base import Engine, OnDone
 from forebay.prepare.engines.local import cores
+from forebay.prepare.executions import name_of
+from forebay.prepare.failures import Failure, read_failures, write_failure
 from forebay.prepare.inputs import find_inputs, split_files
-from forebay.prepare.progress import Progress, ProgressRecord, TaskCounts
+from forebay.prepare.progress import ProgressRecord
+from forebay.prepare.rates import Progress
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.results import Committing
+from forebay.prepare.results import Committing, TaskOutput
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.stats import Usage
 from forebay.storage.listing import count_reasons
@@ -107,6 +111,7 @@ class PrepareRun:
     def count_tasks(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
         """An `on_result` of `map` that reports each result as one more of `total`."""
         done = itertools.count(1)
+        self.progress.update(Progress(stage, 0, total, unit))
         return lambda *_: self.progress.update(Progress(stage, next(done), total, unit))
 
     def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, Any], None]:
@@ -147,33 +152,64 @@ class PrepareRun:
         A task's `name` is a hash of all that its result depends on. Results whose `is_valid` is false are made again.
         """
         committing = Committing(self.work, run)
-        names = [committing.name_of(task) for task in tasks]
+        names = [name_of(task) for task in tasks]
         finished = {name: result for name, result in committing.load_all(names).items() if is_valid(result)}
-        self.progress.is_replay = True
+        self.progress.result_of = "earlier"
         for index, name in enumerate(names):
             if name in finished:
                 on_result(index, finished[name])
-        self.progress.is_replay = False
+        self.progress.result_of = "driver"
         todo: dict[str, list[int]] = {}
         for index, name in enumerate(names):
             if name not in finished:
                 todo.setdefault(name, []).append(index)
         firsts = [indices[0] for indices in todo.values()]
 
-        def done(position: int, output: tuple[R, Usage, TaskCounts | None]) -> None:
-            result, usage, counts = output
-            self.usage.add(usage)
-            self.progress.add(usage, counts)
+        def done(position: int, output: TaskOutput) -> None:
+            self.usage.add(output.usage)
+            self.progress.add(output.usage, output.counts, output.execution)
+            self.progress.result_of = "task" if output.execution is not None else "other"
             name = names[firsts[position]]
-            finished[name] = result
+            finished[name] = output.result
             for index in todo[name]:
-                on_result(index, result)
+                on_result(index, output.result)
 
         todo_weights = [weights[index] for index in firsts] if weights is not None else None
-        self.engine.map(committing, [tasks[index] for index in firsts], done, todo_weights)
+        self._map_tasks(committing, [tasks[index] for index in firsts], done, todo_weights)
         if firsts:
             committing.save_all(names, finished)
         return [finished[name] for name in names]
+
+    def _map_tasks(
+        self, committing: Committing[Any], tasks: Sequence[Any], done: OnDone, weights: Sequence[int] | None
+    ) -> None:
+        """Map over the engine, with what the record wants to know; an error of a task names the command for its log."""
+
+        def add_failure(task: Any, failure: Failure) -> None:
+            self.progress.add_failure(failure)
+            if failure.kind != "memory":  # whose process has written it
+                write_failure(self.work, committing.step, name_of(task), task, failure)
+
+        self.engine.on_failure = add_failure
+        self.progress.step = committing.step
+        try:
+            self.engine.map(committing, tasks, done, weights)
+        except Exception as error:
+            failures = read_failures(self.work)
+            for failure in (Failure(**entry) for entry in failures if entry["kind"] == "error"):
+                self.progress.add_failure(failure)
+            if failures:
+                _add_advice(error, f"`forebay report {self.store.url}` prints the log of the task.")
+            raise
+        finally:
+            self.progress.result_of = "driver"
+
+
+def _add_advice(error: Exception, advice: str) -> None:
+    if isinstance(error, ForebayError):
+        error.args = (f"{error} {advice}",)
+    else:
+        error.add_note(advice)
 
 
 def plan(

@@ -11,7 +11,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.prepare.extend import check_extension, is_parents_tokenizer, parent_tokenizer
 from forebay.prepare.outputs.base import Output
 from forebay.prepare.outputs.dataset import DatasetOutput
-from forebay.prepare.progress import Progress
+from forebay.prepare.rates import Progress
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
 from forebay.prepare.tasks import keys

@@ -10,7 +10,7 @@ import pytest
 from forebay.cli.arguments import plain
 from forebay.observe import progress
 from forebay.observe.progress import PrepareBar
-from forebay.prepare.progress import Progress
+from forebay.prepare.rates import Progress
 
 
 class Terminal(io.StringIO):

@@ -19,9 +19,10 @@ import pytest
 from forebay import prepare_dataset
 from forebay.errors import PrepareError
 from forebay.formats import inputs
-from forebay.prepare import progress
+from forebay.prepare import progress, rates
 from forebay.prepare.documents import Stage, StageResult
-from forebay.prepare.progress import FINISHED_FILE, RUNNING_FILE, Progress, ProgressRecord, RecentRate, read_progress
+from forebay.prepare.progress import FINISHED_FILE, RUNNING_FILE, ProgressRecord, read_progress
+from forebay.prepare.rates import Progress, RecentRate
 from forebay.prepare.tasks import text
 from forebay.storage.store import open_store
 from support.calibration import scaled
@@ -91,10 +92,10 @@ def test_finished_tasks_of_an_earlier_call_are_no_rate(tmp_path: Path) -> None:
     record = ProgressRecord(
         open_store(tmp_path), num_workers=1, on_progress=seen.append, clock=iter(range(1000)).__next__
     )
-    record.is_replay = True
+    record.result_of = "earlier"
     for done in range(1, 101):
         record.update(Progress("text", done, 200, "B", done, done, done))
-    record.is_replay = False
+    record.result_of = "task"
     for done in range(101, 103):
         record.update(Progress("text", done, 200, "B", done, done, done))
     assert all(progress == replace(progress, remaining_s=None) for progress in seen)
@@ -168,7 +169,7 @@ class Slow(Stage):
 
 def test_a_task_that_runs_counts_before_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "WRITE_S", 0.0)
-    monkeypatch.setattr(progress, "_MIN_LIVE_S", 0.5)
+    monkeypatch.setattr(rates, "_MIN_LIVE_S", 0.5)
     monkeypatch.setattr(text, "BATCH_BYTES", 2000)
     lines = [json.dumps({"text": f"document {i}" * 50, "id": str(i % 10)}) for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")

@@ -11,15 +11,19 @@ import mmap
 import os
 import pickle
 import signal
+import time
 import traceback
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.files import HOST
 from forebay.plugins import load_plugin
+from forebay.prepare.executions import label, name_of
+from forebay.prepare.failures import Failure
 from forebay.storage.store import Store
 
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
@@ -31,6 +35,8 @@ Notify = Callable[[str], None]
 TaskFunction = Callable[[Any, int], Any]  # (task, scale) -> result
 OnDone = Callable[[int, Any], None]  # (index of the task, result)
 Weights = Sequence[int] | None
+Kind: TypeAlias = Literal["memory", "died", "lost"]
+OnFailure = Callable[[Any, Failure], None]  # (task, the attempt that is repeated, or was the last)
 Outcome = tuple[Literal["done", "error", "memory"], bytes]
 
 
@@ -39,6 +45,13 @@ class Engine(Protocol):
 
     on_tick: Callable[[], None] = staticmethod(lambda: None)
     """Called about once a second while tasks run, in the thread of `map`; the run sets it."""
+    on_failure: OnFailure = staticmethod(lambda task, failure: None)
+    """Called for an attempt whose process died, ran out of memory or is lost; the run sets it."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes the engine has for tasks, a core each; 0 if that is not known."""
+        return 0
 
     @abstractmethod
     def map(self, run: TaskFunction, tasks: Sequence[Any], on_done: OnDone, weights: Weights = None) -> None:
@@ -52,7 +65,10 @@ class Engine(Protocol):
         """
 
     def running(self) -> list[dict[str, Any]]:
-        """The processes that have a task now: `pid`, and the `task` in words; [] if that is not known."""
+        """The processes that have a task now: `host`, `pid`, the `task` in words and its `name`, `started_at`.
+
+        [] if that is not known.
+        """
         return []
 
     def close(self) -> None:
@@ -85,7 +101,7 @@ class Attempts:
 
     def __init__(
         self, tasks: Sequence[Any], weights: Weights, on_message: Notify,
-        may_start: Callable[[Any], bool] = lambda task: True,
+        may_start: Callable[[Any], bool] = lambda task: True, on_failure: OnFailure = lambda task, failure: None,
     ) -> None:  # fmt: skip
         order = range(len(tasks)) if weights is None else sorted(range(len(tasks)), key=lambda i: -weights[i])
         self._tasks = tasks
@@ -93,7 +109,7 @@ class Attempts:
         self._retries: deque[tuple[int, int]] = deque()
         self._alone = False
         self._losses: Counter[int] = Counter()
-        self._on_message, self._may_start = on_message, may_start
+        self._on_message, self._may_start, self._on_failure = on_message, may_start, on_failure
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._retries)
@@ -116,9 +132,13 @@ class Attempts:
                 return index, scale
         return None
 
-    def died(self, index: int, scale: int, how: str) -> None:
-        """Schedule the next smaller scale of a task whose worker died. Raises PrepareError after the last one."""
+    def died(self, index: int, scale: int, how: str, kind: Kind = "died", **process: Any) -> None:
+        """Schedule the next smaller scale of a task whose worker died. Raises PrepareError after the last one.
+
+        `process` has fields of a Failure: which process it was, and its last output.
+        """
         name = f"task {index} ({label(self._tasks[index])})"
+        self._failed(index, scale, kind, how, process)
         if scale >= MAX_SCALE:
             raise PrepareError(
                 f"{name} {how}, also alone and with the smallest batches. Finished work is kept: give the machine more "
@@ -127,9 +147,10 @@ class Attempts:
         self._on_message(f"{name} {how}: retried alone with smaller batches (scale {scale + 1} of {MAX_SCALE})")
         self._retries.append((index, scale + 1))
 
-    def lost(self, index: int, scale: int, how: str) -> None:
+    def lost(self, index: int, scale: int, how: str, **process: Any) -> None:
         """Schedule a task again whose machine went away. Raises PrepareError after `MAX_LOSSES`."""
         name = f"task {index} ({label(self._tasks[index])})"
+        self._failed(index, scale, "lost", how, process)
         self._losses[index] += 1
         if self._losses[index] > MAX_LOSSES:
             raise PrepareError(
@@ -139,11 +160,16 @@ class Attempts:
         self._on_message(f"{name} {how}: it runs again (loss {self._losses[index]} of {MAX_LOSSES})")
         (self._retries if scale else self._queue).appendleft((index, scale))
 
+    def _failed(self, index: int, scale: int, kind: Kind, how: str, process: Mapping[str, Any]) -> None:
+        task = self._tasks[index]
+        attempt = 1 + scale + self._losses[index]
+        self._on_failure(task, Failure(kind, label(task), how, attempt=attempt, **process))
 
-def label(task: Any) -> str:
-    """The task's `label`, else its `name`, else its repr; at most 120 characters."""
-    text = str(getattr(task, "label", None) or getattr(task, "name", None) or task)
-    return text if len(text) <= 120 else text[:119] + "…"
+
+def state_of(task: Any, pid: int | None = None) -> dict[str, Any]:
+    """What `Engine.running` says of a task that starts now, by default in this process."""
+    name = name_of(task)
+    return {"host": HOST, "pid": pid or os.getpid(), "task": label(task), "name": name, "started_at": time.time()}
 
 
 def attempt(run: TaskFunction, task: Any, scale: int) -> Outcome:

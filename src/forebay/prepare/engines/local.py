@@ -13,7 +13,9 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection, process, resource_tracker
@@ -21,15 +23,44 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError, UsageError
+from forebay.files import HOST, temporary_path
 from forebay.prepare.engines import base, sandbox
+from forebay.prepare.failures import LOG_BYTES
 from forebay.storage.store import Store
 
 _EXIT_S = 5.0  # How long a worker whose pipe is closed may take to exit with its own exit code.
+_MAX_LOG_BYTES = 1 << 20  # Of the file that a worker's standard error goes through.
 
 
 def cores() -> int:
     """How many processes this one may keep busy."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Log:
+    """The standard error of a worker: a file that this process passes on to its own, and whose tail it has."""
+
+    def __init__(self) -> None:
+        self.path = temporary_path(Path(tempfile.gettempdir(), "worker.log"))
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(descriptor, "rb", buffering=0)
+        self.tail = b""
+
+    def forward(self) -> None:
+        """Write what is new to standard error."""
+        while data := self._file.read(_MAX_LOG_BYTES):
+            self.tail = (self.tail + data)[-LOG_BYTES:]
+            with contextlib.suppress(OSError, ValueError):  # ours is closed
+                sys.stderr.write(data.decode("utf-8", "replace"))
+                sys.stderr.flush()
+        if self._file.tell() > _MAX_LOG_BYTES:  # The worker appends: it goes on at the start.
+            os.truncate(self._file.fileno(), 0)
+            self._file.seek(0)
+
+    def close(self) -> None:
+        self.forward()
+        self._file.close()
+        self.path.unlink(missing_ok=True)
 
 
 class _Worker:
@@ -39,20 +70,22 @@ class _Worker:
         method = "fork" if _may_fork() else "spawn"
         context: Any = multiprocessing.get_context(method)
         self.pipe, theirs = context.Pipe()
+        self.log = _Log()
         self.process: process.BaseProcess = context.Process(
-            target=_serve, args=(theirs,), daemon=True, name="forebay-prepare"
+            target=_serve, args=(theirs, self.log.path), daemon=True, name="forebay-prepare"
         )
         with _no_interrupt(method):
             self.process.start()
         theirs.close()
         self.ready = False
         self.task: tuple[int, int] | None = None
-        self.label = ""
+        self.state: dict[str, Any] = {}
+        self.peak_bytes = 0
 
     def start(self, run: Any, task: Any, index: int, scale: int) -> None:
         """Start an attempt. A worker that just died is noticed when its outcome is awaited."""
         message = pickle.dumps((run, task, scale), pickle.HIGHEST_PROTOCOL)
-        self.task, self.label = (index, scale), base.label(task)
+        self.task, self.state = (index, scale), base.state_of(task, self.process.pid)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(message)
 
@@ -70,7 +103,14 @@ class _Worker:
             self.process.kill()
         self.process.join()
         self.pipe.close()
+        self.log.close()
         return self.process.exitcode
+
+    def update(self) -> None:
+        """Pass its standard error on, and look at its memory."""
+        self.log.forward()
+        if self.task is not None and self.process.pid is not None:
+            self.peak_bytes = max(self.peak_bytes, base.resident_bytes(self.process.pid))
 
 
 class LocalEngine(base.Engine):
@@ -88,6 +128,8 @@ class LocalEngine(base.Engine):
         self._on_message = on_message
         self._num_workers = workers or cores()
         self._workers: list[_Worker] = []
+        self._state: dict[str, Any] = {}  # Of the task that runs in this process.
+        self._updated_at = -base.TICK_S
 
     _runs_tasks_here = True  # Those of one process.
 
@@ -99,20 +141,27 @@ class LocalEngine(base.Engine):
         for worker in workers:
             worker.end()
 
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
     def running(self) -> list[dict[str, Any]]:
-        return [{"pid": w.process.pid, "task": w.label} for w in self._workers if w.task is not None]
+        return [*filter(None, [self._state]), *(w.state for w in self._workers if w.task is not None)]
 
     def map(
         self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, weights: base.Weights = None
     ) -> None:
-        attempts = base.Attempts(tasks, weights, self._on_message, self._may_start)
+        attempts = base.Attempts(tasks, weights, self._on_message, self._may_start, self.on_failure)
         if self._runs_tasks_here and min(self._num_workers, len(tasks)) <= 1 and not self._workers:
             while (pair := attempts.next(0)) is not None:
+                self._state = base.state_of(tasks[pair[0]])
                 try:
                     result = run(tasks[pair[0]], pair[1])
                 except MemoryError as error:
-                    attempts.died(*pair, f"ran out of memory ({error})" if str(error) else "ran out of memory")
+                    how = f"ran out of memory ({error})" if str(error) else "ran out of memory"
+                    attempts.died(*pair, how, "memory", host=HOST, pid=os.getpid())
                 else:
+                    self._state = {}
                     on_done(pair[0], result)
                     self._tick()
             return
@@ -144,6 +193,10 @@ class LocalEngine(base.Engine):
                     running += 1
             if not running and not len(attempts):
                 return
+            if time.monotonic() - self._updated_at >= base.TICK_S:
+                self._updated_at = time.monotonic()
+                for worker in self._workers:
+                    worker.update()
             self._tick()
             handles: dict[Any, _Worker] = {h: w for w in self._workers for h in (w.pipe, w.process.sentinel)}
             for worker in dict.fromkeys(handles[handle] for handle in connection.wait(list(handles), base.TICK_S)):
@@ -168,7 +221,17 @@ class LocalEngine(base.Engine):
                     "many --workers."
                 )
             if pair is not None:
-                attempts.died(*pair, _describe_exit(code) if outcome is None else "ran out of memory")
+                log, peak_bytes = worker.log.tail.decode("utf-8", "replace"), worker.peak_bytes
+                process: dict[str, Any] = {
+                    "host": HOST,
+                    "pid": worker.process.pid,
+                    "log": log,
+                    "peak_bytes": peak_bytes,
+                }
+                if outcome is None:
+                    attempts.died(*pair, _describe_exit(code), **process)
+                else:
+                    attempts.died(*pair, "ran out of memory", "memory", **process)
         elif pair is not None:
             on_done(pair[0], base.result_of(outcome))
 
@@ -203,7 +266,12 @@ def _no_interrupt(method: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, log: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        log.unlink()
     _set_up_worker()
     pipe.send(("done", b""))
     while True:

@@ -6,6 +6,7 @@ to start.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import time
@@ -15,21 +16,39 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import PrepareError, UsageError, install_command
+from forebay.errors import ForebayError, PrepareError, UsageError, install_command
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
+from forebay.prepare.executions import name_of
+from forebay.prepare.members import read_all
+from forebay.prepare.results import Committing
 from forebay.storage.store import FolderStore, Store
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
 _STOP_S = 10.0
 _CRASHES = 2  # Of workers under a task before it runs with smaller batches.
 _CPUS_S = 5.0  # How often the cluster is asked for its number of CPUs, as nodes come and go.
+_RUNNING = "running/"  # In the work of a run: for each Ray worker which task it has, as Ray does not tell the driver.
 
 
 def _attempt(run: bytes, task: bytes, scale: int) -> Outcome:
     """Run a task in a Ray worker. As the arguments are pickles, one that cannot be read is its error."""
     base.use_one_core()
-    return base.attempt(lambda pair, scale: pickle.loads(pair[0])(pickle.loads(pair[1]), scale), (run, task), scale)
+    return base.attempt(
+        lambda pair, scale: _run(pickle.loads(pair[0]), pickle.loads(pair[1]), scale), (run, task), scale
+    )
+
+
+def _run(run: Any, task: Any, scale: int) -> Any:
+    if isinstance(run, Committing):
+        import ray
+
+        library: Any = ray
+        node = library.util.get_node_ip_address()
+        state = base.state_of(task) | {"node": node, "step": run.step}
+        with contextlib.suppress(OSError, ForebayError):  # a full disk, which the task reports
+            run.store.write(f"{_RUNNING}{node}-{os.getpid()}.json", json.dumps(state).encode())
+    return run(task, scale)
 
 
 def _lost(errors: Any) -> tuple[type[Exception], ...]:
@@ -66,6 +85,30 @@ class RayEngine(Engine):
         self._workers, self._store, self._on_message = workers, store, on_message
         self._owns_cluster = False
         self._remote: Any = None
+        self._cpus = 0
+        self._running_names: set[str] = set()  # Of the tasks that Ray has.
+
+    @property
+    def num_workers(self) -> int:
+        return self._workers or self._cpus
+
+    def running(self) -> list[dict[str, Any]]:
+        return list(self._states().values())
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """What workers have written of the tasks that Ray has, by the name of the task."""
+        states: dict[str, dict[str, Any]] = {}
+        if self._store is not None:
+            with contextlib.suppress(OSError, ForebayError, ValueError):
+                states = {
+                    s["name"]: s for s in map(json.loads, read_all(self._store.child(".work"), _RUNNING).values())
+                }
+        return {name: state for name, state in states.items() if name in self._running_names}
+
+    def _process(self, task: Any) -> dict[str, Any]:
+        """Fields of a Failure of a task: where it ran."""
+        state = self._states().get(name_of(task), {})
+        return {name: state[name] for name in ("host", "node", "pid") if name in state}
 
     def close(self) -> None:
         if self._owns_cluster:
@@ -73,7 +116,7 @@ class RayEngine(Engine):
         self._owns_cluster, self._remote = False, None
 
     def map(self, run: base.TaskFunction, tasks: Sequence[Any], on_done: OnDone, weights: base.Weights = None) -> None:
-        attempts = Attempts(tasks, weights, self._on_message)
+        attempts = Attempts(tasks, weights, self._on_message, on_failure=self.on_failure)
         if not tasks:
             return
         running: dict[Any, tuple[int, int]] = {}
@@ -105,33 +148,40 @@ class RayEngine(Engine):
         while True:
             if time.monotonic() - asked_at >= _CPUS_S:
                 # Twice the CPUs, so that the next task waits at each of them.
-                cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
-                limit, asked_at = self._workers or 2 * cpus, time.monotonic()
+                self._cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+                limit, asked_at = self._workers or 2 * self._cpus, time.monotonic()
             while len(running) < limit and (pair := attempts.next(len(running))) is not None:
                 task = pickle.dumps(tasks[pair[0]], pickle.HIGHEST_PROTOCOL)
                 running[self._remote.remote(function, task, pair[1])] = pair
+            self._running_names = {name_of(tasks[index]) for index, _ in running.values()}
             if not running:
                 return
             ready, _ = self._ray.wait(list(running), num_returns=1, timeout=base.TICK_S)
             self.on_tick()
             for reference in ready:
                 index, scale = running.pop(reference)
-                try:
-                    outcome: Outcome = self._ray.get(reference)
-                except self._ray.exceptions.OutOfMemoryError:
-                    attempts.died(index, scale, "was ended by Ray for memory")
-                except self._ray.exceptions.WorkerCrashedError:
-                    # Of a node that is lost, the worker may be missed first.
-                    crashes[index] += 1
-                    again = attempts.lost if crashes[index] <= _CRASHES else attempts.died
-                    again(index, scale, "died with its worker")
-                except _lost(self._ray.exceptions) as error:
-                    attempts.lost(index, scale, f"lost its node ({type(error).__name__})")
-                else:
-                    if outcome[0] == "memory":
-                        attempts.died(index, scale, "ran out of memory")
-                    else:
-                        on_done(index, base.result_of(outcome))
+                self._receive(reference, index, scale, tasks[index], attempts, crashes, on_done)
+
+    def _receive(
+        self, reference: Any, index: int, scale: int, task: Any, attempts: Attempts, crashes: Counter[int],
+        on_done: OnDone,
+    ) -> None:  # fmt: skip
+        try:
+            outcome: Outcome = self._ray.get(reference)
+        except self._ray.exceptions.OutOfMemoryError:
+            attempts.died(index, scale, "was ended by Ray for memory", **self._process(task))
+        except self._ray.exceptions.WorkerCrashedError:
+            # Of a node that is lost, the worker may be missed first.
+            crashes[index] += 1
+            again = attempts.lost if crashes[index] <= _CRASHES else attempts.died
+            again(index, scale, "died with its worker", **self._process(task))
+        except _lost(self._ray.exceptions) as error:
+            attempts.lost(index, scale, f"lost its node ({type(error).__name__})", **self._process(task))
+        else:
+            if outcome[0] == "memory":
+                attempts.died(index, scale, "ran out of memory", "memory", **self._process(task))
+            else:
+                on_done(index, base.result_of(outcome))
 
     def _connect(self) -> None:
         if self._remote is not None:

@@ -21,8 +21,9 @@ from forebay.files import HOST
 from forebay.network.retry import EVERY_S, FIRST_S
 from forebay.prepare.engines import base
 from forebay.prepare.engines.local import LocalEngine
-from forebay.prepare.results import Committing
-from forebay.prepare.stats import Usage
+from forebay.prepare.executions import label, name_of
+from forebay.prepare.failures import Failure
+from forebay.prepare.results import Committing, TaskOutput
 from forebay.storage.store import Store
 
 log = logging.getLogger("forebay.prepare")
@@ -53,34 +54,35 @@ class ShareEngine(LocalEngine):
         self._folder = ""  # Of the claims of the tasks that run.
         self._generations: dict[str, int] = {}  # Of tasks whose claims lapsed: how many.
         self._claims: dict[str, str] = {}  # Of tasks that others claimed: the claim.
+        self._lapsed: dict[str, str] = {}  # Of tasks that others claimed and lost: the process that had the claim.
         self._beats: dict[str, tuple[bytes, float]] = {}  # Of others: the last that was read, and when it was first.
 
     def map(
         self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, weights: base.Weights = None
     ) -> None:
         assert isinstance(run, Committing)
-        positions = {run.name_of(task): position for position, task in enumerate(tasks)}
-        self._folder = f"claims/{run.folder.rpartition('/')[2]}"
-        self._generations, self._claims = {}, {}
+        positions = {name_of(task): position for position, task in enumerate(tasks)}
+        self._folder = f"claims/{run.step}"
+        self._generations, self._claims, self._lapsed = {}, {}, {}
         began, logged_at, pause_s = time.monotonic(), -EVERY_S, _MIN_POLL_S
         while positions:
             todo = [p for name, p in positions.items() if name not in self._claims]
             todo.sort(key=lambda p: ((p - self._index) % self._count, p))
 
             def done(number: int, output: Any, todo: list[int] = todo) -> None:
-                del positions[run.name_of(tasks[todo[number]])]
+                del positions[name_of(tasks[todo[number]])]
                 on_done(todo[number], output)
 
             super().map(run, [tasks[p] for p in todo], done)
             results = run.load(positions)
             for name, result in results.items():
-                on_done(positions.pop(name), (result, Usage(), None))
+                on_done(positions.pop(name), TaskOutput(result))
             if todo or results:
                 began, pause_s = time.monotonic(), _MIN_POLL_S
             elif positions:
                 if (now := time.monotonic()) - began > FIRST_S and now - logged_at >= EVERY_S:
                     logged_at = now
-                    what = ", ".join(base.label(tasks[p]) for p in list(positions.values())[:3])
+                    what = ", ".join(label(tasks[p]) for p in list(positions.values())[:3])
                     log.warning(
                         "waiting for %d tasks of other processes (%.0f s so far): %s", len(positions), now - began, what
                     )
@@ -89,16 +91,28 @@ class ShareEngine(LocalEngine):
                 pause_s = min(_MAX_POLL_S, 1.5 * pause_s)
             for name in [name for name in self._claims if name in positions and self._is_stale(self._claims[name])]:
                 self._generations[name] = self._generations.get(name, 0) + 1
-                del self._claims[name]
+                self._lapsed[name] = self._store.read(self._claims.pop(name)).decode("ascii", "replace")
 
     def _may_start(self, task: Any) -> bool:
         """Whether this process has the claim of a task."""
-        name = Committing.name_of(task)
+        name = name_of(task)
         claim = f"{self._folder}/{name}.{self._generations.get(name, 0)}"
         if self._store.create(claim, self._name.encode()):
+            if (owner := self._lapsed.pop(name, "")) != "":
+                self._take_over(task, owner)
             return True
         self._claims[name] = claim
         return False
+
+    def _take_over(self, task: Any, owner: str) -> None:
+        """Report the loss of the process that had the claim of a task."""
+        index, _, process = owner.partition("-")
+        host, _, pid = process.rpartition("-")[0].rpartition("-")
+        how = f"was claimed by job {index} ({host}), which has given no sign for {STALE_S:.0f} s"
+        self._on_message(f"{label(task)} {how}: it runs again here")
+        attempt = self._generations[name_of(task)]
+        process_id = int(pid) if pid.isdigit() else 0
+        self.on_failure(task, Failure("lost", label(task), how, host=host, pid=process_id, attempt=attempt))
 
     def _is_stale(self, claim: str) -> bool:
         owner = self._store.read(claim).decode("ascii", "replace")

@@ -111,7 +111,7 @@ def conclude(
     """
     run.progress.set_counts(corpus.stats)
     report = report_data(run, corpus, id, counts, unwritten_bytes)
-    write_report(run.store, report, run.progress.to_json())
+    write_report(run.store, report, run.progress.all_members())
     commit()
     run.progress.complete()
     run.work.remove_all()
@@ -128,7 +128,7 @@ def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int =
 def write_empty_report(run: PrepareRun, corpus: Corpus) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
     report = report_data(run, corpus, "", counts_of(corpus, 0))
-    write_report(run.store, report, run.progress.to_json())
+    write_report(run.store, report, run.progress.all_members())
 
 
 def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:

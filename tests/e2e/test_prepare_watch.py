@@ -1,0 +1,258 @@
+"""A preparation seen from outside: what `top` and `report` say of an array, a killed job, slow and failed tasks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.dataset.reader import open_dataset
+from forebay.files import HOST
+from support.calibration import scaled
+
+STAGE = """
+import os, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+import numpy as np
+from forebay.prepare.documents import Stage, StageResult
+
+FOLDER = Path(__file__).parent
+
+@dataclass(frozen=True)
+class Steps(Stage):
+    name: ClassVar[str] = "steps"
+    version: ClassVar[int] = 1
+    reasons: ClassVar[tuple] = ()
+
+    def apply(self, batch):
+        text = "".join(batch.column("text").to_pylist())
+        if "slow" in text:
+            while not (FOLDER / "go").exists():
+                time.sleep(0.05)
+        if "crash" in text and not (FOLDER / "crashed").exists():
+            (FOLDER / "crashed").touch()
+            print("a library says why", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "fatal" in text and not (FOLDER / "fixed").exists():
+            raise ValueError("the model refuses this text")
+        return StageResult(batch, np.full(batch.num_rows, -1, np.int16))
+"""
+
+SCRIPT = """
+import sys
+from forebay import prepare_dataset
+from forebay.errors import ForebayError
+from forebay.prepare import executions, inputs
+from forebay.prepare.engines import share
+from steps import Steps
+
+if __name__ == "__main__":
+    inputs.GROUP_BYTES = 1
+    share.BEAT_S, share.STALE_S = 0.5, 4.0
+    executions.STRAGGLER_MIN_S = 0.2
+    source, out, workers, *options = sys.argv[1:]
+    try:
+        result = prepare_dataset(
+            [source], out, tokenizer="bytes", filters=[Steps()], workers=int(workers), name="d",
+            **dict(option.split("=") for option in options),
+        )
+    except ForebayError as error:
+        sys.exit(f"forebay: {error}")
+    print(f"id {result.id}")
+"""
+
+
+def corpus(folder: Path, files: int, **special: list[int]) -> Path:
+    source = folder / "source"
+    source.mkdir(parents=True)
+    for number in range(files):
+        words = [name for name, numbers in special.items() if number in numbers]
+        (source / f"{number:02}.txt").write_text(" ".join([f"document {number}", *words]))
+    (folder / "run.py").write_text(SCRIPT)
+    (folder / "steps.py").write_text(STAGE)
+    return source
+
+
+def start(folder: Path, out: Path, workers: int, **options: str) -> subprocess.Popen[str]:
+    """Prepare in a process of its own; its output and errors are in a file."""
+    name = options.get("task", "run").replace("/", "-")
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PYTHONWARNINGS": "ignore",
+        "FOREBAY_PRICE_PER_CORE_HOUR": "3600" if "task" in options else "",
+    }  # fmt: skip
+    command = [sys.executable, str(folder / "run.py"), str(folder / "source"), str(out), str(workers)]
+    with (folder / f"{name}.log").open("w") as log:
+        return subprocess.Popen(
+            [*command, *(f"{key}={value}" for key, value in options.items())], stdout=log, stderr=log, text=True,
+            start_new_session=True, env=environment,
+        )  # fmt: skip
+
+
+def forebay(*arguments: str | Path, code: int = 0) -> str:
+    command = [sys.executable, "-m", "forebay", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def top_until(out: Path, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What `forebay top --json` prints once something is so."""
+    deadline = time.monotonic() + scaled(120)
+    view: dict[str, Any] = {}
+    while time.monotonic() < deadline:
+        if (out / ".work" / "members").exists() or (out / ".work" / "progress.json").exists():
+            view = json.loads(forebay("top", out, "--json"))
+            if reached(view):
+                return view
+        time.sleep(0.2)
+    raise AssertionError(f"top does not get there: {view}")
+
+
+def test_an_array_with_a_killed_job_and_slow_tasks(tmp_path: Path) -> None:
+    corpus(tmp_path, 24, slow=[10, 14], crash=[3])
+    out = tmp_path / "out"
+    jobs = [start(tmp_path, out, 1, task=f"{index}/3") for index in range(3)]
+    try:
+        # Two jobs wait in a slow task; the third has finished all others, one after its process died.
+        view = top_until(
+            out, lambda view: view["figures"].get("tasks") == [22, ""] and view["figures"].get("stragglers") == [2, ""]
+        )
+        assert view["state"] == "running" and view["progress"]["stage"] == "text"
+        assert [(m["member"], m["state"], m["host"], m["pid"]) for m in view["members"]] == [
+            (str(i), "running", HOST, job.pid) for i, job in enumerate(jobs)
+        ]
+        assert sum(m["tasks"] for m in view["members"]) == 22
+        slow = {Path(task["task"]).name: task for task in view["tasks"] if task["state"] == "straggler"}
+        assert set(slow) == {"10.txt", "14.txt"}
+        assert all(task["host"] == HOST and task["running_s"] > 3 * task["median_s"] for task in slow.values())
+        (died,) = view["attempts"]
+        assert died["kind"] == "died" and died["task"].endswith("03.txt") and "SIGKILL" in died["reason"]
+        assert (died["host"], died["attempt"]) == (HOST, 1) and view["figures"]["retries"] == [1, ""]
+        assert view["figures"]["cost"][0] == pytest.approx(3600 * view["figures"]["worker-hours"][0], rel=0.01)
+        printed = forebay("top", out)
+        assert "straggler" in printed and "members (3)" in printed and "attempts (1)" in printed
+
+        killed = int(slow["10.txt"]["member"])
+        os.killpg(jobs[killed].pid, signal.SIGKILL)
+        jobs[killed].wait()
+        view = top_until(out, lambda view: view["members"][killed]["state"] == "lost")
+        assert any(f"job {killed} on {HOST} is gone" in event["text"] for event in view["events"])
+        (tmp_path / "go").touch()
+        assert [job.wait(scaled(120)) for job in jobs if job is not jobs[killed]] == [0, 0]
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+    view = json.loads(forebay("top", out, "--json"))
+    assert view["state"] == "ended" and "forebay prepare --finish" in view["message"]
+    assert view["stages"][0]["done_share"] == 1 and view["figures"]["documents read"] == [24, ""]
+    lost = view["attempts"][0]
+    assert (lost["kind"], lost["host"], lost["pid"]) == ("lost", HOST, jobs[killed].pid)
+    assert lost["task"].endswith("10.txt") and "no sign" in lost["reason"]
+
+    assert start(tmp_path, out, 1, task="finish").wait(scaled(120)) == 0
+    assert not (out / ".work").exists() and "failed task" not in forebay("report", out)
+    record = json.loads((out / ".progress.json").read_text())
+    by_step = {step["step"]: step for step in record["steps"]}
+    text = by_step["process_split"]
+    assert (text["tasks"], text["retries"], text["losses"], text["smaller_batches"]) == (24, 2, 1, 1)
+    assert text["stragglers"] >= 1 and text["slowest"][0]["task"].endswith("14.txt")
+    assert record["lost_machines"] == [HOST] and record["cost"] > 0 and record["state"] == "done"
+    tables = tables_of(out / "report.html")
+    stages = dict(zip(tables["Stages"][0], tables["Stages"][1]))
+    assert (stages["Stage"], stages["Retries"], stages["Lost"]) == ("text", "2", "1")
+    assert stages["Tasks"] == str(sum(step["tasks"] for step in record["steps"] if step["stage"] == "text"))
+    assert ["process_split", "24", "2", "1"] in [[row[i] for i in (0, 1, 6, 7)] for row in tables["Tasks"]]
+    assert [row[0] for row in tables["Tasks"][1:]] == list(by_step)
+    assert any(row[0].endswith("14.txt") and row[2] == HOST for row in tables["Slowest tasks"])
+    assert start(tmp_path, tmp_path / "alone", 2).wait(scaled(120)) == 0
+    assert open_dataset(out).id == open_dataset(tmp_path / "alone").id
+
+
+class _Tables(HTMLParser):
+    """The rows of the tables of a page by the heading before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self._heading, self._tag = "", ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self._tag = self._tag if tag == "bdi" else tag
+        if tag in ("h2", "h3"):
+            self._heading = ""
+        if tag == "tr":
+            self.tables.setdefault(self._heading, []).append([])
+        if tag in ("td", "th"):
+            self.tables[self._heading][-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._tag in ("h2", "h3"):
+            self._heading += data.strip()
+        if self._tag in ("td", "th"):
+            self.tables[self._heading][-1][-1] += data.strip()
+
+
+def tables_of(page: Path) -> dict[str, list[list[str]]]:
+    parser = _Tables()
+    parser.feed(page.read_text())
+    return parser.tables
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int) -> None:
+    corpus(tmp_path, 6, fatal=[4], crash=[2] * (workers > 1))
+    out = tmp_path / "out"
+    assert start(tmp_path, out, workers).wait(scaled(120)) == 1
+    log = (tmp_path / "run.log").read_text()
+    assert "ValueError: the model refuses this text" in log
+    assert log.strip().endswith(f"`forebay report {out}` prints the log of the task.")
+    printed = forebay("report", out)
+    assert printed.count("failed task") == 1 and f"failed task: {tmp_path}/source/04.txt" in printed
+    assert "raise ValueError" in printed and f" of {HOST}\n" in printed and "attempt 1" in printed
+    fields = json.loads(forebay("report", out, "--json"))
+    (failure,) = fields["failed"]
+    assert failure["kind"] == "error" and failure["inputs"] == [f"{tmp_path}/source/04.txt"]
+    assert failure["pid"] > 0 and failure["peak_bytes"] > 1e6 and failure["step"] == "process_split"
+    assert fields["record"]["state"] == "failed" and fields["record"]["retries"][-1]["kind"] == "error"
+    if workers > 1:
+        assert "a library says why" in log  # what workers write is passed on
+        died = json.loads(next(p for p in (out / ".work/failed").iterdir() if "died" in p.read_text()).read_text())
+        assert died["kind"] == "died" and died["log"].strip() == "a library says why" and died["host"] == HOST
+    (tmp_path / "fixed").touch()
+    assert start(tmp_path, out, workers).wait(scaled(120)) == 0
+    assert not (out / ".work").exists() and "failed task" not in forebay("report", out)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install ray")
+def test_tasks_on_ray_and_one_that_fails_there(tmp_path: Path) -> None:
+    corpus(tmp_path, 6, slow=[4], fatal=[4], crash=[2])
+    out = tmp_path / "out"
+    run = start(tmp_path, out, 2, engine="ray")
+    try:
+        view = top_until(out, lambda view: view["figures"].get("tasks") == [5, ""] and len(view.get("tasks", [])) == 1)
+        (task,) = view["tasks"]
+        assert task["task"].endswith("04.txt") and task["host"] == HOST and task["node"].count(".") == 3
+        assert task["pid"] not in (0, run.pid) and Path(f"/proc/{task['pid']}").exists()
+        (lost,) = view["attempts"]
+        assert lost["kind"] == "lost" and lost["task"].endswith("02.txt") and lost["node"] == task["node"]
+        (tmp_path / "go").touch()
+        assert run.wait(scaled(120)) == 1
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    printed = forebay("report", out)
+    assert "ValueError: the model refuses this text" in printed and "raise ValueError" in printed
+    assert f"process {task['pid']} of {HOST}" in printed and "failed task" in printed
