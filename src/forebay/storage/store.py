@@ -3,7 +3,8 @@
 An object is complete or absent. In a bucket it is put once, in one request that fails where the name exists
 (`If-None-Match: *`), so that of several machines that make the same object one wins and the others take it as theirs.
 Files on their way are in the scratch directory of this machine (TMPDIR), and gone afterwards: nothing is shared but the
-bucket. Memory: of one request.
+bucket. Memory: of one request; of a file that is moved, 4 x 8 MiB, more above 72 GB. An upload in parts that a kill
+breaks off is never visible, but takes space until the bucket's lifecycle rule deletes it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from forebay.dataset.chunks import hash_slice
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import (
     atomic_write,
@@ -51,6 +53,8 @@ from forebay.storage.watch import requests_in_flight
 
 log = logging.getLogger("forebay.storage")
 _PIECE = 8 << 20
+_MAX_PARTS, _UPLOADS = 9000, 4  # of an object, of which buckets accept 10,000; and at once
+_HASH_KEY = "sha256"  # of the metadata of an object
 _FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
 _MAX_PUT_BYTES = 4 << 30  # of one request; S3 takes 5 GiB
 _REMOVED_AT_ONCE = 1000
@@ -90,8 +94,12 @@ class Store(ABC):
         """Write a small object unless it exists; whether it is new."""
 
     @abstractmethod
-    def put(self, name: str, path: Path) -> None:
-        """Move a file of this machine to an object."""
+    def put(self, name: str, path: Path, sha256: str = "") -> None:
+        """Move a file of this machine to an object. Its hash, of a slice its id, is stored with one in a bucket."""
+
+    @abstractmethod
+    def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
+        """Whether an object has this size, and this hash unless it is empty; in a bucket the one stored with it."""
 
     @abstractmethod
     def copy(self, name: str, path: Path) -> bool:
@@ -205,8 +213,15 @@ class FolderStore(Store):
             temporary.unlink(missing_ok=True)
         return True
 
-    def put(self, name: str, path: Path) -> None:
+    def put(self, name: str, path: Path, sha256: str = "") -> None:
         commit_files({path: self._path(name)})
+
+    def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
+        try:
+            has_size = self.size(name) == num_bytes
+            return has_size and (not sha256 or hash_slice(self.path / name, chunk_bytes)[0] == sha256)
+        except FileNotFoundError:
+            return False
 
     def copy(self, name: str, path: Path) -> bool:
         temporary = temporary_path(self._path(name))
@@ -319,9 +334,15 @@ class _Bucket(BucketOrigin):
         return self._prefix + name
 
 
+class _BucketForParts(_Bucket):
+    """For uploads in parts, each of which is sent again by itself."""
+
+    max_retries = 10
+
+
 @lru_cache(maxsize=16)
-def _bucket(url: str, pid: int) -> _Bucket:
-    return _Bucket(url)
+def _bucket(kind: type[_Bucket], url: str, pid: int) -> _Bucket:
+    return kind(url)
 
 
 @dataclass(frozen=True)
@@ -374,10 +395,23 @@ class BucketStore(Store):
     def create(self, name: str, data: bytes) -> bool:
         return self._put(name, data)
 
-    def put(self, name: str, path: Path) -> None:
-        with path.open("rb") as file, _mapped(file) as data:
-            self._put(name, data, "overwrite")
+    def put(self, name: str, path: Path, sha256: str = "") -> None:
+        options = {"chunk_size": max(_PIECE, -(-path.stat().st_size // _MAX_PARTS)), "max_concurrency": _UPLOADS}
+        attributes = {_HASH_KEY: sha256} if sha256 else {}
+        self._bucket_for_parts.call(
+            name, lambda obstore, store, key: obstore.put(store, key, path, attributes=attributes, **options)
+        )
         path.unlink()
+
+    def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
+        def request(obstore: Any, store: Any, key: str) -> bool:
+            result = obstore.get(store, key, options={"head": True})
+            return int(result.meta["size"]) == num_bytes and sha256 in ("", result.attributes.get(_HASH_KEY))
+
+        try:
+            return self._bucket.call(name, request)
+        except FileNotFoundError:
+            return False
 
     def copy(self, name: str, path: Path) -> bool:
         with self.open(name) as file, path.open("rb") as source:
@@ -463,7 +497,11 @@ class BucketStore(Store):
 
     @property
     def _bucket(self) -> _Bucket:
-        return _bucket(self.address, os.getpid())
+        return _bucket(_Bucket, self.address, os.getpid())
+
+    @property
+    def _bucket_for_parts(self) -> _Bucket:
+        return _bucket(_BucketForParts, self.address, os.getpid())
 
     def _put(self, name: str, data: Any, mode: str = "create") -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:
