@@ -6,8 +6,7 @@ and skipped; one that a kill broke off resumes with its complete pieces. A mirro
 slices meanwhile. Of an existing shard every sample is compared with its id; in a bucket its size counts.
 
 Disk: the slices being downloaded (four and 1 GiB at most, or one larger; to a bucket two) or one shard, in `.mirror` of
-the target or in a temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload to a
-bucket.
+the target or in a temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload.
 """
 
 import contextlib
@@ -260,9 +259,7 @@ def _all_leaves(dataset: RemoteDataset, target: _Target) -> Iterator[bytes]:
         path = Path(target.store.url) / row.name
         sha256, leaves = hash_slice(path, row.chunk_bytes)
         if sha256 != row.sha256:
-            raise DatasetError(
-                f"{path}: changed after it was copied. Check the disk, and mirror again."
-            )
+            raise DatasetError(f"{path}: changed after it was copied. Check the disk, and mirror again.")
         yield leaves
 
 

@@ -26,6 +26,9 @@ from forebay.storage.base import (
 
 _PERMANENT = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
 _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
+_METADATA_SERVER = re.compile(r"//(169\.254\.\d+\.\d+|metadata\.google\.internal)\b")  # asked where nothing is set
+_CREDENTIALS = {"s3": ("AWS", "ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"), "gs": ("GOOGLE", "APPLICATION_CREDENTIALS"),
+                "az": ("AZURE", "STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY")}  # fmt: skip
 _used_by = 0  # the process that has obstore's threads
 
 
@@ -134,8 +137,9 @@ class BucketOrigin(ObjectOrigin):
                 self._address, **self._options, client_options=client, retry_config={"max_retries": self.max_retries}
             )
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UsageError(f"{self.url}: cannot be opened: {reason}. Check the URL and its options.") from error
+            raise UsageError(
+                f"{self.url}: cannot be opened: {_reason(error)}. Check the URL and its options."
+            ) from error
 
     def _read_r2(self, bucket: str, prefix: str) -> tuple[str, str]:
         endpoint = os.environ.get("R2_DATASET_ENDPOINT")
@@ -164,7 +168,13 @@ class BucketOrigin(ObjectOrigin):
             raise self._convert_error(name, error) from error
 
     def _convert_error(self, name: str, error: Exception) -> ForebayError:
-        kind, reason = type(error).__name__, " ".join(str(error).split()).split(" Debug source:")[0][:300]
+        kind, reason = type(error).__name__, _reason(error)
+        if _METADATA_SERVER.search(reason) and not _BUSY.search(reason):
+            library, names = _CREDENTIALS[self._address.partition("://")[0]]
+            return PermanentError(
+                f"{self.url}/{name}: expected credentials of the bucket, got none. Set {library}_{names}, or "
+                f"{library}_SKIP_SIGNATURE=true for a public bucket"
+            )
         text = f"{self.url}/{name}: {kind}: {reason}"
         if (
             isinstance(error, FileNotFoundError)
@@ -175,6 +185,10 @@ class BucketOrigin(ObjectOrigin):
         ):
             return PermanentError(text)
         return TransientError(text, throttled=bool(_BUSY.search(reason)))
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).split(" Debug source:")[0][:300]
 
 
 def _meta(entry: Mapping[str, Any]) -> ObjectMeta:

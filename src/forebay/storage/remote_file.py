@@ -76,7 +76,10 @@ class RemoteFile(NamedTuple):
 def find_urls(url: str) -> list[RemoteFile]:
     """The file at a URL; of a bucket all objects below it, in sorted order."""
     if urllib.parse.urlsplit(url).scheme not in _SCHEMES:
-        raise PrepareError(f"{url}: expected a URL of {', '.join(_SCHEMES)} or hf, or a path. Check the input.")
+        raise PrepareError(
+            f"{url}: cannot read input: expected a path or a URL of {', '.join(_SCHEMES)} or hf, got another scheme. "
+            "Download the files, and name their path."
+        )
     origin, name = _open(url)
     if isinstance(origin, BucketOrigin):
         objects = sorted(_retry(url, lambda: origin.find(name)), key=lambda entry: entry[0].split("/"))
