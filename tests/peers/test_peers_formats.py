@@ -19,10 +19,8 @@ import pyarrow as pa
 import pytest
 
 from forebay.convert import convert
-from forebay.formats.base import get_format
-from forebay.formats.blocks import merge_indexes
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
-from forebay.formats.sources import open_source, table_of_stream
+from forebay.formats.sources import open_source
 from forebay.formats.token_stream import documents
 from peers.formats_peer import BLOCK
 from support.calibration import scaled
@@ -123,15 +121,3 @@ def test_their_libraries_read_tokens(tmp_path: Path, to: str, compress: str) -> 
         assert [token for row in rows for token in row] == STREAM[: len(STREAM) // BLOCK * BLOCK].tolist()
     else:
         assert [row["tokens"] if to == "mds" else row for row in rows] == DOCUMENTS
-
-
-@pytest.mark.parametrize("to", ["mds", "litdata"])
-def test_their_libraries_read_directories_that_were_written_apart(tmp_path: Path, to: str) -> None:
-    table = texts().drop_columns(["language"])
-    (tmp_path / "out").mkdir()
-    for i in range(2):
-        batches = table.slice(100 * i, 100).to_batches(30)
-        source = table_of_stream(table.schema, batches, to)
-        get_format(to).write_rows(source, tmp_path / "out" / f"{i:06d}", ConvertOptions(slice_bytes=3000))
-    merge_indexes(tmp_path / "out", ["000000", "000001"])
-    assert rows_of(to, tmp_path / "out") == table.to_pylist()

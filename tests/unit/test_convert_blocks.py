@@ -15,9 +15,8 @@ import pytest
 from forebay.convert import convert
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import get_format
-from forebay.formats.blocks import merge_indexes
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
-from forebay.formats.sources import open_source, open_table, table_of_stream
+from forebay.formats.sources import open_source, open_table
 
 BOTH = pytest.mark.parametrize("to", ["mds", "litdata"])
 TOKENS = np.arange(3000, dtype=np.uint32) * 41 % 70_000
@@ -155,36 +154,3 @@ def test_columns_that_run_code_are_refused(tmp_path: Path, to: str, key: str, ma
     assert key in index.read_text()
     with pytest.raises(DatasetError, match="without running code"):
         open_table(tmp_path / "out")
-
-
-SCHEMA = pa.schema([("text", pa.large_string()), ("url", pa.large_string()), ("quality", pa.float64())])
-
-
-def stream(part: int) -> Iterator[pa.RecordBatch]:
-    for i in (2 * part, 2 * part + 1):
-        yield pa.record_batch([[f"text {i}"], [f"u{i}"], [i / 2 if i else float("nan")]], schema=SCHEMA)
-
-
-@pytest.mark.parametrize("to", ["jsonl", "parquet", "arrow", "webdataset", "mds", "litdata"])
-def test_a_stream_of_documents_is_written_without_a_dataset_between(tmp_path: Path, to: str) -> None:
-    name = {"jsonl": "a.jsonl.zst", "parquet": "a.parquet", "arrow": "a.arrow", "webdataset": "a.tar"}.get(to, "a")
-    source = table_of_stream(SCHEMA, stream(0), to)
-    assert get_format(to).write_rows(source, tmp_path / name, ConvertOptions()).num_rows == 2
-    got = read(tmp_path / name)
-    assert (got["text"], got["url"], got["quality"][1]) == (["text 0", "text 1"], ["u0", "u1"], 0.5)
-    missing = got["quality"][0]
-    assert missing is None if to in ("jsonl", "webdataset") else missing != missing
-
-
-@BOTH
-@pytest.mark.parametrize("compress", ["", "zstd"])
-def test_directories_that_were_written_apart_become_one_dataset(tmp_path: Path, to: str, compress: str) -> None:
-    parts = ["000000", "000001", "000002"]
-    for i, part in enumerate(parts):
-        source = table_of_stream(SCHEMA, stream(i), to)
-        get_format(to).write_rows(source, tmp_path / part, ConvertOptions(compress=compress))
-    index = merge_indexes(tmp_path, parts)
-    assert read(index.parent)["text"] == [f"text {i}" for i in range(6)]
-    get_format(to).write_rows(a_table({"text": ["a"]}), tmp_path / "other", ConvertOptions(compress=compress))
-    with pytest.raises(DatasetError, match="other: expected the columns of"):
-        merge_indexes(tmp_path, [*parts, "other"])

@@ -194,36 +194,6 @@ def _block(samples: list[bytes], settings: bytes) -> bytes:
     return b"".join([struct.pack("<I", len(samples)), offsets.astype("<u4").tobytes(), settings, *samples])
 
 
-def merge_indexes(folder: Path, parts: Sequence[str]) -> Path:
-    """Write the index.json of directories below a folder, in this order, as one dataset; return its path.
-
-    The parts were written with the same schema, without gaps, each by `write_rows` or `write_tokens` of MDS or LitData.
-    """
-    merged: dict[str, Any] = {}
-    for part in parts:
-        index = orjson.loads((folder / part / INDEX_FILE).read_bytes())
-        for shard in index.get("shards", ()):
-            for file in filter(None, (shard["raw_data"], shard["zip_data"])):
-                file["basename"] = f"{part}/{file['basename']}"
-        for chunk in index.get("chunks", ()):
-            chunk["filename"] = f"{part}/{chunk['filename']}"
-        merged = merged or {**index, "shards": [], "chunks": []}
-        if _settings(index) != _settings(merged) and (merged["shards"] or merged["chunks"]):
-            raise DatasetError(
-                f"{folder / part}: expected the columns of {folder / parts[0]}, got others. Write them alike."
-            )
-        for name in ("shards", "chunks"):
-            merged[name] += index.get(name, ())
-    merged = {name: value for name, value in merged.items() if value}
-    (folder / INDEX_FILE).write_bytes(orjson.dumps(merged, option=orjson.OPT_SORT_KEYS))
-    return folder / INDEX_FILE
-
-
-def _settings(index: dict[str, Any]) -> Any:
-    shards = index.get("shards") or [{}]
-    return index.get("config") or [shards[0].get(f"column_{name}") for name in ("names", "encodings", "sizes")]
-
-
 def read_offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:
     """Return where each sample of a block begins, and the end: int64 [n + 1], rising from after the offsets."""
     begin = 4 * (samples + 2)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
@@ -40,7 +39,6 @@ from forebay.storage.remote_path import RemotePath, find_paths, is_url, url_name
 
 _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
-_JSON_NUMBERS = ("jsonl", "webdataset")
 _WITH_COLUMNS = ("arrow", "mds", "litdata")  # Formats of tokens that hold other columns beside them, text too.
 
 
@@ -251,26 +249,6 @@ def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSour
             yield pa.record_batch([lists], schema=schema)
 
     return TableSource(source.format, schema, None, read)
-
-
-def table_of_stream(schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: str) -> TableSource:
-    """Return rows that are there only once, and have no gaps, as a table for `write_rows` of the format `to`.
-
-    A number that is missing is NaN: where a format keeps numbers in JSON, which has none, it becomes null.
-    """
-    floats = [field.name for field in schema if pa.types.is_floating(field.type)] if to in _JSON_NUMBERS else []
-    fields = [field if field.name in floats else field.with_nullable(False) for field in schema]
-    table = pa.schema(fields, schema.metadata)
-
-    def read() -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            columns = [
-                pc.if_else(pc.is_nan(column), None, column) if name in floats else column
-                for name, column in zip(schema.names, batch.columns)
-            ]
-            yield pa.record_batch(columns, schema=table)
-
-    return TableSource("stream", table, None, read)
 
 
 def token_column(schema: pa.Schema, column: str | None = None) -> str | None:
