@@ -10,7 +10,8 @@ import threading
 import urllib.parse
 from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.storage.base import (
@@ -29,6 +30,8 @@ _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
 _METADATA_SERVER = re.compile(r"//(169\.254\.\d+\.\d+|metadata\.google\.internal)\b")  # asked where nothing is set
 _CREDENTIALS = {"s3": ("AWS", "ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"), "gs": ("GOOGLE", "APPLICATION_CREDENTIALS"),
                 "az": ("AZURE", "STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY")}  # fmt: skip
+_VARIABLES = ("AWS_", "R2_DATASET_", "DATASET_BINS_PATH", "GOOGLE_", "AZURE_")
+_Origin = TypeVar("_Origin", bound="BucketOrigin")
 _used_by = 0  # the process that has obstore's threads
 
 
@@ -185,6 +188,18 @@ class BucketOrigin(ObjectOrigin):
         ):
             return PermanentError(text)
         return TransientError(text, throttled=bool(_BUSY.search(reason)))
+
+
+def shared_bucket(url: str, kind: type[_Origin]) -> _Origin:
+    """The origin at a URL for all that read or write it in this process: they share its connections."""
+    settings = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
+    origin: _Origin = _shared_bucket(url, kind, os.getpid(), tuple(settings))
+    return origin
+
+
+@lru_cache(maxsize=16)
+def _shared_bucket(url: str, kind: type[Any], pid: int, settings: tuple[tuple[str, str], ...]) -> Any:
+    return kind(url)
 
 
 def _reason(error: Exception) -> str:

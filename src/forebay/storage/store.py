@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -48,7 +48,7 @@ from forebay.files import (
 )
 from forebay.network.retry import FIRST_S, backoff_s
 from forebay.storage.base import BUCKET_SCHEMES, PermanentError, TransientError
-from forebay.storage.buckets import BucketOrigin
+from forebay.storage.buckets import BucketOrigin, shared_bucket
 from forebay.storage.watch import requests_in_flight
 
 log = logging.getLogger("forebay.storage")
@@ -340,11 +340,6 @@ class _BucketForParts(_Bucket):
     max_retries = 10
 
 
-@lru_cache(maxsize=16)
-def _bucket(kind: type[_Bucket], url: str, pid: int) -> _Bucket:
-    return kind(url)
-
-
 @dataclass(frozen=True)
 class BucketStore(Store):
     """A prefix of a bucket. `address` is its URL with the options of the query; credentials are the environment's."""
@@ -497,11 +492,11 @@ class BucketStore(Store):
 
     @property
     def _bucket(self) -> _Bucket:
-        return _bucket(_Bucket, self.address, os.getpid())
+        return shared_bucket(self.address, _Bucket)
 
     @property
     def _bucket_for_parts(self) -> _Bucket:
-        return _bucket(_BucketForParts, self.address, os.getpid())
+        return shared_bucket(self.address, _BucketForParts)
 
     def _put(self, name: str, data: Any, mode: str = "create") -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:
