@@ -369,7 +369,7 @@ def mirror_shards(
     sizes = {index: shard.num_bytes for index, shard in infos.items()}
     with _open_target(to) as target:
         store = target.store
-        if origin.url == store.url:
+        if origin.url == open_origin(to).url:
             raise UsageError(f"mirror: expected another target than the source {store.url}. Name one.")
         absent = [index for index in selected if not _has_shard(store, infos[index])]
         skipped = [index for index in selected if index not in set(absent)]

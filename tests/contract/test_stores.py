@@ -158,7 +158,7 @@ def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pyte
 def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"ACCESS_KEY_ID": ACCESS_KEY, "SECRET_ACCESS_KEY": SECRET_KEY, "REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr("forebay.storage.store._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.storage.buckets._FIRST_WAIT_S", 0.001)
     store = BucketStore(f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}")
     for fault in ("busy", "drop", "truncate"):
         monkeypatch.setattr(server.faults, fault, 0.3)

@@ -10,16 +10,13 @@ breaks off is never visible, but takes space until the bucket's lifecycle rule d
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import logging
 import mmap
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-import time
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +32,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from forebay.dataset.chunks import hash_slice
-from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.errors import DatasetError, UsageError
 from forebay.files import (
     atomic_write,
     commit_files,
@@ -46,16 +43,12 @@ from forebay.files import (
     temporary_directory,
     temporary_path,
 )
-from forebay.network.retry import FIRST_S, backoff_s
-from forebay.storage.base import BUCKET_SCHEMES, PermanentError, TransientError
-from forebay.storage.buckets import BucketOrigin, shared_bucket
-from forebay.storage.watch import requests_in_flight
+from forebay.storage.base import BUCKET_SCHEMES
+from forebay.storage.buckets import PartsBucket, PatientBucket, shared_bucket
 
-log = logging.getLogger("forebay.storage")
 _PIECE = 8 << 20
 _MAX_PARTS, _UPLOADS = 9000, 4  # of an object, of which buckets accept 10,000; and at once
 _HASH_KEY = "sha256"  # of the metadata of an object
-_FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
 _MAX_PUT_BYTES = 4 << 30  # of one request; S3 takes 5 GiB
 _REMOVED_AT_ONCE = 1000
 _READERS = 32
@@ -302,44 +295,6 @@ def _link(source: Path, path: Path) -> None:
         commit_files({source: path})
 
 
-class _Bucket(BucketOrigin):
-    """The prefix of a store; the retries are the store's, which tells what it waits for."""
-
-    r2_right = "WRITE"
-
-    def call(self, name: str, request: Callable[[Any, Any, str], _T]) -> _T:
-        """The result of `request(obstore, store, key)`, again after a fault that another try may not have."""
-        began, tries = time.monotonic(), 0
-        while True:
-            try:
-                with requests_in_flight.watch(f"{self.url}/{name}"), self._convert_errors(name) as (obstore, store):
-                    return request(obstore, store, self._prefix + name)
-            except TransientError as error:
-                tries, elapsed_s = tries + 1, time.monotonic() - began
-                pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
-                if elapsed_s + pause_s > _PATIENCE_S:
-                    raise NetworkError(
-                        f"{self.url}/{name}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
-                        "Check the network and the endpoint, then run the same command again."
-                    ) from error
-                if elapsed_s + pause_s > FIRST_S:
-                    log.warning("waiting for %s (%.0f s so far): %s", f"{self.url}/{name}", elapsed_s, error)
-                time.sleep(pause_s)
-            except PermanentError as error:
-                if isinstance(error.__cause__, FileNotFoundError):
-                    raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.url}/{name}") from error
-                raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
-
-    def key(self, name: str) -> str:
-        return self._prefix + name
-
-
-class _BucketForParts(_Bucket):
-    """For uploads in parts, each of which is sent again by itself."""
-
-    max_retries = 10
-
-
 @dataclass(frozen=True)
 class BucketStore(Store):
     """A prefix of a bucket. `address` is its URL with the options of the query; credentials are the environment's."""
@@ -491,12 +446,12 @@ class BucketStore(Store):
                 yield from pool.map(function, batch)
 
     @property
-    def _bucket(self) -> _Bucket:
-        return shared_bucket(self.address, _Bucket)
+    def _bucket(self) -> PatientBucket:
+        return shared_bucket(self.address, PatientBucket)
 
     @property
-    def _bucket_for_parts(self) -> _Bucket:
-        return shared_bucket(self.address, _BucketForParts)
+    def _bucket_for_parts(self) -> PatientBucket:
+        return shared_bucket(self.address, PartsBucket)
 
     def _put(self, name: str, data: Any, mode: str = "create") -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:
