@@ -36,7 +36,6 @@ from forebay.network.client import Client
 from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import open_remote
-from forebay.storage.targets import open_target
 from forebay.swarm.steering import Assignment, Swarm
 
 HOST = "127.0.0.1"
@@ -233,7 +232,6 @@ def _be_member(folder: Path, number: int, address: str, waiting: int, wait_for_a
         f"forebay://bench/{NAME}", identity=folder / f"member{number}",
         discovery=FixedDiscovery(address), from_urls="any",
     )  # fmt: skip
-    target = open_target(out, folder)
     os.read(waiting, 1)
     began, received, complete_s = time.monotonic(), 0, 0.0
 
@@ -243,7 +241,7 @@ def _be_member(folder: Path, number: int, address: str, waiting: int, wait_for_a
             wait_for_all()
         received, complete_s = received + num_bytes, time.monotonic() - began
 
-    report, figures = mirror_by_swarm(dataset, target, share=True, on_progress=advance, linger_s=30.0)
+    report, figures = mirror_by_swarm(dataset, out, share=True, on_progress=advance, linger_s=30.0)
     verified = open_dataset(out).verify(workers=1).ok
     message = {**asdict(report), "complete_s": complete_s, "verified": verified, "swarm": figures}
     os.write(1, (json.dumps(message) + "\n").encode())

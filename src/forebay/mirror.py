@@ -5,9 +5,8 @@ verified before they get their final names. Existing slices are hashed (in a buc
 and skipped; one that a kill broke off resumes with its complete pieces. A mirror may join the swarm and serve its
 slices meanwhile. Of an existing shard every sample is compared with its id; in a bucket its size counts.
 
-Disk: the slices being downloaded (four and 1 GiB at most, or one larger; to a bucket two) or one shard, beside the
-target or in a temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload to a
-bucket.
+Disk: the slices being downloaded (four and 1 GiB at most, or one larger; to a bucket two) or one shard, in `.mirror` of
+the target or in a temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload.
 """
 
 import contextlib
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,15 @@ import numpy as np
 from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
-from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
 from forebay.storage.fetch import RunFetcher
+from forebay.storage.locks import try_acquire
 from forebay.storage.origins import RemoteDataset, open_origin
 from forebay.storage.ranged_download import Workers
-from forebay.storage.targets import FolderTarget, Target
+from forebay.storage.store import FolderStore, Store, is_bucket, open_store
 from forebay.storage.transfers import FileTransfer, Transfer, map_path_of
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
@@ -47,6 +47,7 @@ _POLL_S = 0.1
 _IDLE_S = 5.0  # a mirror that served nothing for so long ends
 _MAX_CHECKS = 16
 _MAX_FILE_BYTES = 1 << 30
+_PARTS = ".mirror"
 OnProgress = Callable[[int], object]
 Fetch = Callable[[SliceInfo, Path], Transfer]
 log = logging.getLogger("forebay.mirror")
@@ -75,35 +76,75 @@ class MirrorReport:
     complete: bool
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Where a mirror writes, and its files that are not complete."""
+
+    store: Store
+    parts: Path
+
+    @property
+    def folder(self) -> Path | None:
+        """Of a directory, not a bucket."""
+        return self.store.path if isinstance(self.store, FolderStore) else None
+
+    def part_path(self, name: str) -> Path:
+        return self.parts / f"{name.replace('/', '_')}.part"
+
+
+@contextlib.contextmanager
+def _open_target(url: str | Path) -> Iterator[_Target]:
+    """Lock a target against other mirrors. Raises UsageError if another one has it."""
+    store = open_store(url if "://" in str(url) else Path(url).absolute())
+    try:
+        parts = store.directory(_PARTS)
+        lock = try_acquire(parts / "lock")
+    except OSError as error:
+        raise UsageError(f"mirror: cannot write to {store.url}: {error}. Choose another directory.") from error
+    if lock is None:
+        raise UsageError(f"mirror: another mirror writes to {store.url}. Wait for it to end.")
+    try:
+        store.remove_stale()
+        yield _Target(store, parts)
+    finally:
+        lock.path.unlink(missing_ok=True)
+        lock.release()
+        with contextlib.suppress(OSError):  # Partial files that can be resumed are kept.
+            parts.rmdir()
+
+
 def mirror(
-    dataset: RemoteDataset, target: Target, *, start: int = 0, stop: int | None = None, connections: int = 16,
+    dataset: RemoteDataset, to: str | Path, *, start: int = 0, stop: int | None = None, connections: int = 16,
     on_progress: OnProgress = lambda _: None,
 ) -> MirrorReport:  # fmt: skip
     """Copy slices [start, stop) and, when all slices exist, the files that complete the dataset.
 
     Args:
         dataset: From `open_remote`, of any URL.
-        target: The caller closes it.
+        to: A directory, or a URL of a bucket and a prefix.
         on_progress: Called with the bytes copied or skipped since the last call, from one thread.
 
     Raises:
-        UsageError: If the range is outside the dataset, or the target has no room or contains another dataset.
+        UsageError: If the range is outside the dataset, or the target has no room, contains another dataset or is
+            written to by another mirror.
         NetworkError: If a slice cannot be downloaded. The copied ones are kept; the next run resumes.
     """
 
-    def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
-        with RunFetcher(connections) as fetcher:
-            fetch: Fetch = lambda row, part: FileTransfer(  # noqa: E731
-                fetcher, row, part, [dataset.origin], read_leaves=lambda: dataset.leaves(row.index)
-            ).start()
-            max_slices = _MAX_SLICES if isinstance(target, FolderTarget) else _MAX_BUCKET_SLICES
+    with _open_target(to) as target, RunFetcher(connections) as fetcher:
+        max_slices = _MAX_SLICES if target.folder else _MAX_BUCKET_SLICES
+
+        def fetch(row: SliceInfo, part: Path) -> Transfer:
+            leaves = partial(dataset.leaves, row.index)
+            return FileTransfer(fetcher, row, part, [dataset.origin], read_leaves=leaves).start()
+
+        def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
             _copy_slices(target, absent, fetch, lambda row: None, max_slices, _MAX_BYTES, on_progress)
 
-    return _mirror(dataset, target, start, stop, on_progress, copy, {})
+        return _mirror(dataset, target, start, stop, on_progress, copy, {})
 
 
 def mirror_by_swarm(
-    dataset: RemoteDataset, target: Target, *, share: bool | str = True, start: int = 0, stop: int | None = None,
+    dataset: RemoteDataset, to: str | Path, *, share: bool | str = True, start: int = 0, stop: int | None = None,
     connections: int = 16, upload_bytes_per_s: float | None = None, linger_s: float = 60.0,
     on_progress: OnProgress = lambda _: None,
 ) -> tuple[MirrorReport, dict[str, Any]]:  # fmt: skip
@@ -113,18 +154,21 @@ def mirror_by_swarm(
     """
     from forebay.swarm.reader import SwarmMember
 
-    if "://" in target.url:
-        raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")
+    if is_bucket(to):
+        raise UsageError(f"mirror: expected a directory to share from, got {to}. Leave out --share.")
     files, is_present = dict[str, Path](), np.zeros(dataset.num_slices, np.bool_)
 
     def serve(row: SliceInfo) -> None:
-        files[row.sha256] = Path(target.url) / row.name
+        files[row.sha256] = Path(target.store.url) / row.name
         is_present[row.index] = True
 
-    with SwarmMember(
-        dataset, files, is_present.copy, share=share, upload_bytes_per_s=upload_bytes_per_s, connections=connections
-    ) as member:
-        member.files[CHUNKS_FILE] = Path(target.url) / CHUNKS_FILE  # served as soon as it exists
+    with (
+        _open_target(to) as target,
+        SwarmMember(
+            dataset, files, is_present.copy, share=share, upload_bytes_per_s=upload_bytes_per_s, connections=connections
+        ) as member,
+    ):
+        member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
 
         def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
             for row in present:
@@ -145,31 +189,29 @@ def mirror_by_swarm(
 
 
 def _mirror(
-    dataset: RemoteDataset, target: Target, start: int, stop: int | None, on_progress: OnProgress,
+    dataset: RemoteDataset, target: _Target, start: int, stop: int | None, on_progress: OnProgress,
     copy: Callable[[list[SliceInfo], list[SliceInfo]], None], files: Mapping[str, bytes],
 ) -> MirrorReport:  # fmt: skip
     """Mirror a dataset: `copy` is called with absent and present slices; `files` are small files known already."""
     stop = dataset.num_slices if stop is None else stop
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
-    manifest = target.load(MANIFEST_FILE)
-    if manifest is not None and dataset_id(manifest) != dataset.id:
-        raise UsageError(
-            f"{target.url}: expected no dataset, or the dataset {dataset.id}, got {dataset_id(manifest)}. "
-            "Choose another target."
-        )
+    store = target.store
+    with contextlib.suppress(FileNotFoundError):
+        if (id := dataset_id(store.read(MANIFEST_FILE))) != dataset.id:
+            raise UsageError(
+                f"{store.url}: expected no dataset, or the dataset {dataset.id}, got {id}. Choose another target."
+            )
     absent: list[SliceInfo] = []
     skipped: list[SliceInfo] = []
-    for row, is_present in _check_slices(target, map(dataset.table.row, range(start, stop)), verify=True):
+    for row, is_present in _check_slices(store, map(dataset.table.row, range(start, stop)), verify=True):
         (skipped if is_present else absent).append(row)
         if is_present:  # A kill between an upload and the deletion leaves its part.
             for part in (target.part_path(row.name), map_path_of(target.part_path(row.name))):
                 part.unlink(missing_ok=True)
         on_progress(row.bytes if is_present else 0)
-    if (free := target.free_bytes()) is not None:
-        parts = [target.part_path(row.name) for row in absent]
-        free += sum(part.stat().st_blocks * 512 for part in parts if part.exists())
-        _check_room(target.url, sum(row.bytes for row in absent), free)
+    if target.folder:
+        _check_room(target, sum(row.bytes for row in absent))
     has_leaves = not dataset.table.chunk_bytes
     if not has_leaves and (start, stop) == (0, dataset.num_slices):  # Now, as the source may be gone at the end.
         with contextlib.suppress(DatasetError, NetworkError):
@@ -177,7 +219,7 @@ def _mirror(
             has_leaves = True
     copy(absent, skipped)
     outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
-    missing = sum(not is_present for _, is_present in _check_slices(target, outside, verify=False))
+    missing = sum(not is_present for _, is_present in _check_slices(store, outside, verify=False))
     if not missing:
         names = sorted(listed_files(dataset.manifest).items())
         if not has_leaves:
@@ -189,59 +231,58 @@ def _mirror(
                 raise DatasetError(
                     f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {actual}. Publish it again."
                 )
-            target.write(name, data, sha256)
+            store.write(name, data)
     return MirrorReport(
-        dataset.id, dataset.origin.url, target.url, dataset.num_slices, len(absent), len(skipped),
+        dataset.id, dataset.origin.url, store.url, dataset.num_slices, len(absent), len(skipped),
         sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,
     )  # fmt: skip
 
 
-def _copy_leaves(of_slices: Iterable[bytes], target: Target) -> None:
+def _copy_leaves(of_slices: Iterable[bytes], target: _Target) -> None:
     """Copy the hashes of all chunks, verified slice by slice: 1 MiB of memory, and a part file of 32 bytes a chunk."""
-    part, digest = target.part_path(CHUNKS_FILE), hashlib.sha256()
+    part = target.part_path(CHUNKS_FILE)
     with part.open("wb") as file:
-        for leaves in of_slices:
-            file.write(leaves)
-            digest.update(leaves)
-    target.commit(CHUNKS_FILE, part, digest.hexdigest())
+        file.writelines(of_slices)
+    target.store.put(CHUNKS_FILE, part)
 
 
-def _all_leaves(dataset: RemoteDataset, target: Target) -> Iterator[bytes]:
+def _all_leaves(dataset: RemoteDataset, target: _Target) -> Iterator[bytes]:
     """The hashes of the chunks of each slice: the source's; of slices in a directory their own where it has none."""
     count = 0
     try:
         for count, leaves in enumerate(dataset.all_leaves(), 1):  # noqa: B007
             yield leaves
     except (DatasetError, NetworkError):
-        if not isinstance(target, FolderTarget):
+        if not target.folder:
             raise
     for row in map(dataset.table.row, range(count, dataset.num_slices)):
-        sha256, leaves = hash_slice(Path(target.url) / row.name, row.chunk_bytes)
+        path = Path(target.store.url) / row.name
+        sha256, leaves = hash_slice(path, row.chunk_bytes)
         if sha256 != row.sha256:
-            raise DatasetError(
-                f"{target.url}/{row.name}: changed after it was copied. Check the disk, and mirror again."
-            )
+            raise DatasetError(f"{path}: changed after it was copied. Check the disk, and mirror again.")
         yield leaves
 
 
-def _check_room(folder: object, needed: int, free: int) -> None:
+def _check_room(target: _Target, needed: int) -> None:
+    free = shutil.disk_usage(target.parts).free
+    free += sum(path.stat().st_blocks * 512 for path in target.parts.rglob("*") if path.is_file())
     if needed > free:
         raise UsageError(
-            f"{folder}: expected room for {needed} bytes, got {free}. Nothing was copied. "
+            f"{target.folder or target.parts}: expected room for {needed} bytes, got {free}. Nothing was copied. "
             f"Free {needed - free} bytes, copy less (--slices A:B), or choose another disk."
         )
 
 
-def _check_slices(target: Target, rows: Iterable[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
+def _check_slices(store: Store, rows: Iterable[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
     with ThreadPoolExecutor(_MAX_CHECKS) as pool:
         yield from pool.map(
-            lambda row: (row, target.contains(row.name, row.bytes, row.sha256 if verify else None, row.chunk_bytes)),
+            lambda row: (row, store.contains(row.name, row.bytes, row.sha256 if verify else "", row.chunk_bytes)),
             list(rows),
         )
 
 
 def _copy_slices(
-    target: Target, rows: list[SliceInfo], fetch: Fetch, on_commit: Callable[[SliceInfo], object], max_slices: int,
+    target: _Target, rows: list[SliceInfo], fetch: Fetch, on_commit: Callable[[SliceInfo], object], max_slices: int,
     max_bytes: int, on_progress: OnProgress,
 ) -> None:  # fmt: skip
     """Download and commit slices, several at once, started in order.
@@ -255,10 +296,10 @@ def _copy_slices(
         error = transfer.error
         try:
             if error is None:
-                target.commit(transfer.info.name, transfer.part, transfer.info.sha256)
+                target.store.put(transfer.info.name, transfer.part, transfer.info.sha256)
                 on_commit(transfer.info)
         except OSError as fault:
-            error = UsageError(f"{target.url}: cannot write {transfer.info.name}: {fault}. Check the disk.")
+            error = UsageError(f"{target.store.url}: cannot write {transfer.info.name}: {fault}. Check the disk.")
         except Exception as fault:  # noqa: BLE001 - raised below
             error = fault
         ended.put((transfer, error))
@@ -280,7 +321,7 @@ def _copy_slices(
                 row = waiting.pop()
                 transfer = fetch(row, target.part_path(row.name))
                 running[transfer], num_bytes = 0, num_bytes + row.bytes
-                transfer.on_done(commit if isinstance(target, FolderTarget) else submit)
+                transfer.on_done(commit if target.folder else submit)
             try:
                 transfer, error = ended.get(timeout=_POLL_S)
             except queue.Empty:
@@ -309,69 +350,68 @@ def holds_shards(source: str) -> bool:
 
 
 def mirror_shards(
-    source: str, target: Target, temporary: Path, *, shards: slice | None = None, max_workers: Workers = None,
+    source: str, to: str | Path, *, shards: slice | None = None, max_workers: Workers = None,
     on_progress: OnProgress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Copy shards; those that the target has are skipped. Returns JSON: indexes of the shards, and bytes.
 
     Args:
-        target: The caller closes it.
-        temporary: A directory with room for one shard, on the disk of the target's parts; removed at the end.
+        to: As of `mirror`.
         shards: Indexes to copy; by default all.
         on_progress: Called with the bytes copied or skipped since the last call.
     """
     origin = as_object_origin(open_origin(source))
-    if origin.url == target.url:
-        raise UsageError(f"mirror: expected another target than the source {target.url}. Name one.")
     infos = {index: find_shard(origin, index) for index in list_shards(origin)}
     last = max(infos)
     selected = list(infos) if shards is None else list(range(shards.start or 0, shards.stop or last + 1))
     if not selected or not set(selected) <= set(infos):
         raise UsageError(f"shards: expected some of {min(infos)} to {last}, got {selected[:20]}.")
     sizes = {index: shard.num_bytes for index, shard in infos.items()}
-    absent = [index for index in selected if not _has_shard(target, infos[index])]
-    skipped = [index for index in selected if index not in set(absent)]
-    on_progress(sum(sizes[index] for index in skipped))
-    waiting = [sizes[index] for index in absent]
-    needed = sum(waiting) if isinstance(target, FolderTarget) else max(waiting, default=0)
-    with ShardCache(source, temporary, max_workers=max_workers) as cache:
-        for index in absent[:1]:  # The one that a kill interrupted.
-            cache.describe(index)
-        cache.evict(absent[:1])
-        present = sum(path.stat().st_blocks * 512 for path in temporary.iterdir() if path.is_file())
-        _check_room(temporary, needed, shutil.disk_usage(temporary).free + present)
-        for index in absent:
-            _copy_shard(cache, target, index, on_progress)
-    shutil.rmtree(temporary)
-    missing = [index for index in infos if index not in selected and not _contains(target, infos[index])]
+    with _open_target(to) as target:
+        store = target.store
+        if origin.url == open_origin(to).url:
+            raise UsageError(f"mirror: expected another target than the source {store.url}. Name one.")
+        absent = [index for index in selected if not _has_shard(store, infos[index])]
+        skipped = [index for index in selected if index not in set(absent)]
+        on_progress(sum(sizes[index] for index in skipped))
+        waiting = [sizes[index] for index in absent]
+        with ShardCache(source, target.parts / "shards", max_workers=max_workers) as cache:
+            for index in absent[:1]:  # The one that a kill interrupted.
+                cache.describe(index)
+            cache.evict(absent[:1])
+            _check_room(target, sum(waiting) if target.folder else max(waiting, default=0))
+            for index in absent:
+                _copy_shard(cache, store, index, on_progress)
+        shutil.rmtree(target.parts / "shards")
+        missing = [index for index in infos if index not in selected and not _contains(store, infos[index])]
     return {
-        "source": origin.url, "target": target.url, "shards": len(infos), "copied": absent, "skipped": skipped,
+        "source": origin.url, "target": store.url, "shards": len(infos), "copied": absent, "skipped": skipped,
         "copied_bytes": sum(waiting), "skipped_bytes": sum(sizes[index] for index in skipped), "missing": missing,
         "complete": not missing,
     }  # fmt: skip
 
 
-def _contains(target: Target, shard: ShardInfo) -> bool:
-    return all(target.contains(part.name, part.num_bytes, None) for part in (shard.tokens, shard.ids))
+def _contains(store: Store, shard: ShardInfo) -> bool:
+    return all(store.contains(part.name, part.num_bytes) for part in (shard.tokens, shard.ids))
 
 
-def _has_shard(target: Target, shard: ShardInfo) -> bool:
+def _has_shard(store: Store, shard: ShardInfo) -> bool:
     """Whether the target has a shard; in a directory its samples are checked."""
-    if not _contains(target, shard):
+    if not _contains(store, shard):
         return False
-    if isinstance(target, FolderTarget):
-        here = PathOrigin(target.folder)
+    if isinstance(store, FolderStore):
+        here = PathOrigin(store.path)
         try:
             pair = read_layout(here, find_shard(here, shard.index), 0)
-            verify_pair(target.folder, pair)
-            pair_map(target.folder, pair).unlink()
+            verify_pair(store.path, pair)
+            pair_map(store.path, pair).unlink()
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False
     return True
 
 
-def _copy_shard(cache: ShardCache, target: Target, index: int, on_progress: OnProgress) -> None:
+def _copy_shard(cache: ShardCache, store: Store, index: int, on_progress: OnProgress) -> None:
     reported, shard = 0, cache.describe(index)
 
     def report(received: int) -> None:
@@ -381,7 +421,6 @@ def _copy_shard(cache: ShardCache, target: Target, index: int, on_progress: OnPr
 
     cache.fetch(shard, threading.Event(), report)
     for info in reversed(shard.infos()):  # The ids first: a kill leaves no tokens without ids.
-        path = cache.cache.path_of(info.sha256)
-        target.commit(info.name, path, hash_file(path))
+        store.put(info.name, cache.cache.path_of(info.sha256))
     on_progress(max(0, shard.num_bytes - reported))
-    log.info("shard %d copied to %s", index, target.url)
+    log.info("shard %d copied to %s", index, store.url)

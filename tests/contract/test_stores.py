@@ -161,7 +161,7 @@ def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pyte
 def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"ACCESS_KEY_ID": ACCESS_KEY, "SECRET_ACCESS_KEY": SECRET_KEY, "REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr("forebay.storage.store._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.storage.buckets._FIRST_WAIT_S", 0.001)
     store = BucketStore(f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}")
     for fault in ("busy", "drop", "truncate"):
         monkeypatch.setattr(server.faults, fault, 0.3)
@@ -172,6 +172,25 @@ def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pyte
                 assert path.stat().st_size == 1000
         monkeypatch.setattr(server.faults, fault, 0.0)
     assert len(store.sizes()) == 24
+
+
+@pytest.mark.parametrize(
+    ("scheme", "variable"),
+    [
+        ("s3", "AWS_ACCESS_KEY_ID and AWS_SECRET"),
+        ("gs", "GOOGLE_APPLICATION_CRED"),
+        ("az", "AZURE_STORAGE_ACCOUNT_NAME"),
+    ],
+)
+def test_missing_credentials_are_one_line(monkeypatch: pytest.MonkeyPatch, scheme: str, variable: str) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    with pytest.raises(DatasetError) as raised:
+        open_store(f"{scheme}://bucket/{scheme}").size("y")
+    message = str(raised.value)
+    assert message.startswith(f"{scheme}://bucket/{scheme}/y: expected credentials") and variable in message
+    assert len(message) < 300 and "\n" not in message and "169.254" not in message
 
 
 def test_wrong_addresses_and_credentials_are_named(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, 
     num_requests, calm_bytes = sum(world.s3.requests.values()), sum(world.hub.bytes_sent.values())
     world.hub.reset()
     url, chance, kills = f"s3://mine/{repo}", random.Random(repo), 0
-    for _ in range(8):
+    for _ in range(5):
         world.s3.requests.clear()
         with Peak(world) as peak:
             process = world.start(f"hf://datasets/me/{repo}", url, *words)

@@ -757,7 +757,7 @@ def test_shards_are_mirrored_to_ones_own_bucket(
         assert (rest["copied"], rest["skipped"], rest["complete"]) == ([0, 3], [1, 2], True)
         again = mirrored(capsys, *to)
         assert (again["copied"], again["copied_bytes"]) == ([], 0)
-        assert not any((tmp_path / "tmp").iterdir())
+        assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
         for index in range(SHARDS):
             assert np.load(own / "copy" / f"train_{index:06d}.npy").tolist() == tokens_of(index).tolist()
         with SharedShardedDatasetManager(**QUICK, url="r2://own/copy", folder="from-own") as shards:

@@ -23,7 +23,6 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import RemoteDataset, open_remote
-from forebay.storage.targets import open_target
 from forebay.swarm.reader import Provider, SwarmMember, SwarmReader
 from forebay.swarm.share import SliceShare
 from support.cached import put
@@ -112,7 +111,7 @@ def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
         node.stop(0.0)
         assert sharer.share is not None
         late = remote(world, "b", node.address, sharer.share.address)
-        report, figures = mirror_by_swarm(late, open_target(tmp_path / "late", tmp_path), share=True, linger_s=0.0)
+        report, figures = mirror_by_swarm(late, tmp_path / "late", share=True, linger_s=0.0)
         assert report.complete and figures["from_peers"] == SLICES and figures["from_origins"] == 0
     assert open_dataset(tmp_path / "late").verify(workers=1).ok
 

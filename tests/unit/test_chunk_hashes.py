@@ -27,7 +27,6 @@ from forebay.storage.base import PermanentError
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
 from forebay.storage.peer_source import PeerSource, verify_provider
-from forebay.storage.targets import open_target
 from forebay.storage.transfers import FileTransfer, map_path_of
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
@@ -144,9 +143,7 @@ def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_i
             both = open_remote(URL, identity=reader, discovery=discovery)
             assert len(both.origin.sources()) == 2
             assert all_leaves(both) == all_leaves(dataset)
-            opened = open_target(tmp_path / "copy", tmp_path / "tmp")
-            assert mirror(both, opened).complete
-            opened.close()
+            assert mirror(both, tmp_path / "copy").complete
     assert verify_dataset(tmp_path / "copy", dataset.id).ok
 
 
@@ -158,9 +155,7 @@ def test_a_directory_gets_the_hashes_where_no_peer_has_them(
     discovery = LocalDiscovery()
     with DataNode(make_identity("node"), [dataset], HOST, 0, discovery):
         remote = open_remote(URL, identity=make_identity("reader"), discovery=discovery)
-        opened = open_target(tmp_path / "copy", tmp_path / "tmp")
-        assert mirror(remote, opened).complete
-        opened.close()
+        assert mirror(remote, tmp_path / "copy").complete
     assert (tmp_path / "copy" / CHUNKS_FILE).read_bytes() == expected
     assert verify_dataset(tmp_path / "copy", dataset.id).ok
 
@@ -184,15 +179,16 @@ def test_a_peer_that_sends_another_manifest_is_refused(
 @pytest.mark.parametrize("source", ["format 2", "format 1"])
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_a_mirror_copies_both_formats(
-    dataset: Dataset, server: OriginServer, tmp_path: Path, source: str, kind: str
+    dataset: Dataset, server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: str
 ) -> None:
     folder = dataset.path if source == "format 2" else FORMAT_1
     target = tmp_path / "copy" if kind == "folder" else f"{server.s3_url}/copies/mine"
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     for copied in (3, 0):
-        opened = open_target(target, tmp_path / "tmp")
-        report = mirror(open_remote(str(folder)), opened)
-        opened.close()
-        assert report.complete and report.copied == copied and not (tmp_path / "tmp").exists()
+        report = mirror(open_remote(str(folder)), target)
+        assert report.complete and report.copied == copied
+        assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
     copy = tmp_path / "copy" if kind == "folder" else dataset.path.parent / "copies/mine"
     expected = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert {path.relative_to(copy).as_posix(): path.read_bytes() for path in copy.rglob("*.*")} == expected

@@ -268,7 +268,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["convert", str(tmp_path / "what"), str(tmp_path / "x"), "--to", "bin"]) == 1
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "bin"]) == 1
     assert main(["convert", "ftp://host/data", str(tmp_path / "x"), "--to", "bin"]) == 1
-    assert "expected a URL of http, https" in capsys.readouterr().err
+    assert "cannot read input: expected a path or a URL of http, https" in capsys.readouterr().err
     assert main(["convert", str(GOLDEN / "arrow"), "s3://bucket/data", "--to", "bin"]) == 2
     assert "expected a format in several files" in capsys.readouterr().err
     assert main(["convert", str(GOLDEN / "arrow"), "https://host/data", "--to", "safetensors"]) == 2

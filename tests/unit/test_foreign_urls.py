@@ -30,7 +30,6 @@ from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
 from forebay.storage.peer_source import open_untrusted_origin
-from forebay.storage.targets import open_target
 from support.calibration import scaled
 from support.leases_by_hand import FetchingWorker
 from support.local_discovery import LocalDiscovery
@@ -201,7 +200,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
     with DataNode(make_identity("data"), [served], "127.0.0.1", 0, table):
         web.reset()
         for leave in ("",) if share else ("", "public"):
-            target = open_target(str(tmp_path / f"copy-{leave}"), tmp_path / "tmp")
+            target = tmp_path / f"copy-{leave}"
             remote = open_remote(url, identity=make_identity(f"r{leave}"), discovery=table, from_urls=leave)  # type: ignore[arg-type]
             assert remote.id == dataset.id
             with pytest.raises(NetworkError, match=r"--from-urls"):
@@ -211,7 +210,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
                     mirror(remote, target)
             assert web.requests.total() == 0
         remote = open_remote(url, identity=make_identity("willing"), discovery=table, from_urls="any")
-        target = open_target(str(tmp_path / "copy"), tmp_path / "tmp")
+        target = tmp_path / "copy"
         report = mirror_by_swarm(remote, target, share=False, linger_s=0)[0] if share else mirror(remote, target)
         assert report.complete and report.copied == 3
     with pytest.raises(UsageError, match="from_urls"):
@@ -237,7 +236,7 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
         table.announce(record_key(stranger.network_id, "dataset", "corpus"), rude.port)
         reader = make_identity("reader")
         remote = open_remote("forebay://test-network/corpus", identity=reader, discovery=table, from_urls=leave)
-        report = mirror(remote, open_target(str(tmp_path / "copy"), tmp_path / "tmp"))
+        report = mirror(remote, tmp_path / "copy")
     assert report.complete
     assert sink.connections == 0
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import json
 import sys
-import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,20 +102,12 @@ def _print_report(report: Report) -> None:
 def _mirror_shards(args: argparse.Namespace) -> None:
     from forebay.mirror import mirror_shards
     from forebay.observe.progress import bar
-    from forebay.storage.targets import open_target
 
-    name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
-    # Files are linked into a directory, so temporary ones are on its disk.
-    parent = Path(tempfile.gettempdir()) if "://" in args.target else Path(args.target)
-    temporary = parent / f".forebay-mirror-{name}"
     shards = None if args.slices is None else slice(*args.slices)
-    with (
-        bar("mirror", None, enabled=not args.quiet) as advance,
-        contextlib.closing(open_target(args.target, temporary / "upload")) as target,
-    ):
+    with bar("mirror", None, enabled=not args.quiet) as advance:
         report = mirror_shards(
-            args.source, target, temporary, shards=shards, max_workers=args.connections, on_progress=advance
-        )  # fmt: skip
+            args.source, args.target, shards=shards, max_workers=args.connections, on_progress=advance
+        )
     show(report, args.json)
 
 
@@ -126,7 +115,6 @@ def _mirror(args: argparse.Namespace) -> None:
     from forebay.mirror import holds_shards, mirror, mirror_by_swarm
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote
-    from forebay.storage.targets import open_target
 
     if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source):
         return _mirror_shards(args)
@@ -138,23 +126,19 @@ def _mirror(args: argparse.Namespace) -> None:
     dataset = open_remote(source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
-    target = open_target(args.target, Path(tempfile.gettempdir()) / f"forebay-mirror-{dataset.id[:16]}")
     total = int(dataset.table.bytes[start:stop].sum())
     swarm: dict[str, Any] = {}
-    try:
-        with bar("mirror", total, enabled=not args.quiet) as advance:
-            if args.share:
-                report, figures = mirror_by_swarm(
-                    dataset, target, share=args.share, start=start, stop=stop, connections=args.connections,
-                    upload_bytes_per_s=args.upload_limit, on_progress=advance,
-                )  # fmt: skip
-                swarm = {"swarm": figures}
-            else:
-                report = mirror(
-                    dataset, target, start=start, stop=stop, connections=args.connections, on_progress=advance
-                )
-    finally:
-        target.close()
+    with bar("mirror", total, enabled=not args.quiet) as advance:
+        if args.share:
+            report, figures = mirror_by_swarm(
+                dataset, args.target, share=args.share, start=start, stop=stop, connections=args.connections,
+                upload_bytes_per_s=args.upload_limit, on_progress=advance,
+            )  # fmt: skip
+            swarm = {"swarm": figures}
+        else:
+            report = mirror(
+                dataset, args.target, start=start, stop=stop, connections=args.connections, on_progress=advance
+            )
     show(asdict(report) | swarm, args.json)
 
 

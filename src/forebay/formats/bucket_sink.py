@@ -41,7 +41,6 @@ _PLAN_FILE = f"{_RECORDS}/plan.json"
 _PLAN_VERSION = 1
 _RECORD_BYTES = 1 << 10  # What a record has before the hashes of chunks.
 _NUM_READERS = 16
-_NO_SETTINGS = ("on_progress", "on_skipped", "sink")
 
 
 def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions) -> dict[str, Any]:

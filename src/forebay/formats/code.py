@@ -12,14 +12,14 @@ words, 0.9 or more. Cost: listing each directory once for a split, and 60 ms onc
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 
 from forebay.formats.base import Format
 from forebay.formats.detect import find_encoding
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, local_version
 from forebay.formats.records import Record, value_of
 from forebay.formats.text import document_of, read_document
 
@@ -95,11 +95,19 @@ def spdx_of(text: str) -> str:
     return " ".join(match[1].split()).rstrip(" -") if match else ""
 
 
+def licence_versions(file: InputFile) -> list[tuple[str, str]]:
+    """The paths and versions of the files that may say the licence of one without an identifier of its own."""
+    nearest = next((paths for folder in _folders(file) if (paths := _licence_files(folder))), [])
+    return [(str(path), local_version(path)) for path in sorted(nearest)]
+
+
+def _folders(file: InputFile) -> Sequence[Path]:
+    """Those of a local file, up to the input's root."""
+    return () if "://" in file.path else Path(file.path).parents[: max(1, file.name.count("/"))]
+
+
 def _licence_at(file: InputFile, licences: dict[Path, str]) -> str:
-    if "://" in file.path:
-        return ""
-    folders = Path(file.path).parents
-    for folder in folders[: max(1, file.name.count("/"))]:
+    for folder in _folders(file):
         if folder not in licences:
             licences[folder] = _licence_of_folder(folder)
         if licences[folder]:
@@ -107,13 +115,22 @@ def _licence_at(file: InputFile, licences: dict[Path, str]) -> str:
     return ""
 
 
-def _licence_of_folder(folder: Path) -> str:
+def _licence_files(folder: Path) -> list[Path]:
     try:
-        paths = [path for path in folder.iterdir() if _LICENCE_FILE.fullmatch(path.name) and path.is_file()]
+        return _list_licence_files(folder, local_version(folder))
     except OSError:
-        return ""
+        return []
+
+
+@lru_cache(maxsize=1024)
+def _list_licence_files(folder: Path, version: str) -> list[Path]:
+    paths = [path for path in folder.iterdir() if _LICENCE_FILE.fullmatch(path.name) and path.is_file()]
+    return [path for path in paths if language_of(path.name) in ("", "markdown", "rst")]
+
+
+def _licence_of_folder(folder: Path) -> str:
     ids: set[str] = set()
-    for path in (path for path in paths if language_of(path.name) in ("", "markdown", "rst")):
+    for path in _licence_files(folder):
         try:
             with path.open("rb") as stream:
                 text = stream.read(_MAX_LICENCE_BYTES).decode("utf-8", "replace")

@@ -26,6 +26,7 @@ from forebay.formats.raw_tokens import RawTokens
 from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, rows_at_once
 from forebay.formats.vectors import NPY_MAGIC, read_header
 from forebay.storage.compression import check_unpacked
+from forebay.storage.remote_path import RemotePath
 
 _READ_ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 """What files and members of archives raise that are damaged, encrypted, or of an unknown compression."""
@@ -62,7 +63,7 @@ class Npz(Format):
         if others:
             raise UsageError(f"{path.parent}: expected one .npz, got {len(paths)}. Name one of them.")
         try:
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(_archive_of(path)) as archive:
                 members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
         except (zipfile.BadZipFile, OSError) as error:
             raise DatasetError(f"{path}: expected a .npz archive, got: {error}. Fetch it again.") from error
@@ -75,8 +76,12 @@ class Npz(Format):
 
 
 def _open_member(path: Path, name: str) -> Any:
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(_archive_of(path)) as archive:
         return archive.open(name)  # Keeps the file open until it is closed itself.
+
+
+def _archive_of(path: Path) -> Any:
+    return path.open("rb") if isinstance(path, RemotePath) else path
 
 
 @dataclass(frozen=True)

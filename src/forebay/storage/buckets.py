@@ -1,18 +1,23 @@
 """Objects of a bucket (S3, R2, MinIO, Google, Azure) through obstore, which signs requests and finds credentials.
 
-obstore's own retries are off for reading: `storage.transfers` retries. `Retry-After` is not available.
+obstore's own retries are off for reading: `storage.transfers` and `PatientBucket` retry. `Retry-After` is not known.
 """
 
 import contextlib
+import errno
+import logging
 import os
 import re
 import threading
+import time
 import urllib.parse
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
-from forebay.errors import ForebayError, UsageError, install_command
+from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError, install_command
+from forebay.network.retry import FIRST_S, backoff_s
 from forebay.storage.base import (
     CHUNK_BYTES,
     ObjectMeta,
@@ -23,9 +28,18 @@ from forebay.storage.base import (
     check_etag,
     require_env,
 )
+from forebay.storage.watch import requests_in_flight
 
 _PERMANENT = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
 _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
+_METADATA_SERVER = re.compile(r"//(169\.254\.\d+\.\d+|metadata\.google\.internal)\b")  # asked where nothing is set
+_CREDENTIALS = {"s3": ("AWS", "ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"), "gs": ("GOOGLE", "APPLICATION_CREDENTIALS"),
+                "az": ("AZURE", "STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY")}  # fmt: skip
+_VARIABLES = ("AWS_", "R2_DATASET_", "DATASET_BINS_PATH", "GOOGLE_", "AZURE_")
+_Origin = TypeVar("_Origin", bound="BucketOrigin")
+_FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
+_T = TypeVar("_T")
+log = logging.getLogger("forebay.storage")
 _used_by = 0  # the process that has obstore's threads
 
 
@@ -134,8 +148,9 @@ class BucketOrigin(ObjectOrigin):
                 self._address, **self._options, client_options=client, retry_config={"max_retries": self.max_retries}
             )
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UsageError(f"{self.url}: cannot be opened: {reason}. Check the URL and its options.") from error
+            raise UsageError(
+                f"{self.url}: cannot be opened: {_reason(error)}. Check the URL and its options."
+            ) from error
 
     def _read_r2(self, bucket: str, prefix: str) -> tuple[str, str]:
         endpoint = os.environ.get("R2_DATASET_ENDPOINT")
@@ -164,7 +179,13 @@ class BucketOrigin(ObjectOrigin):
             raise self._convert_error(name, error) from error
 
     def _convert_error(self, name: str, error: Exception) -> ForebayError:
-        kind, reason = type(error).__name__, " ".join(str(error).split()).split(" Debug source:")[0][:300]
+        kind, reason = type(error).__name__, _reason(error)
+        if _METADATA_SERVER.search(reason) and not _BUSY.search(reason):
+            library, names = _CREDENTIALS[self._address.partition("://")[0]]
+            return PermanentError(
+                f"{self.url}/{name}: expected credentials of the bucket, got none. Set {library}_{names}, or "
+                f"{library}_SKIP_SIGNATURE=true for a public bucket"
+            )
         text = f"{self.url}/{name}: {kind}: {reason}"
         if (
             isinstance(error, FileNotFoundError)
@@ -175,6 +196,64 @@ class BucketOrigin(ObjectOrigin):
         ):
             return PermanentError(text)
         return TransientError(text, throttled=bool(_BUSY.search(reason)))
+
+
+class PatientBucket(BucketOrigin):
+    """For a store: read and written, and asked again for five minutes, with log lines."""
+
+    r2_right = "WRITE"
+
+    def call(self, name: str, request: Callable[[Any, Any, str], _T]) -> _T:
+        """The result of `request(obstore, store, key)`, again after a fault that another try may not have.
+
+        Raises FileNotFoundError, NetworkError after five minutes, or DatasetError if the bucket refuses.
+        """
+        began, tries = time.monotonic(), 0
+        while True:
+            try:
+                with requests_in_flight.watch(f"{self.url}/{name}"), self._convert_errors(name) as (obstore, store):
+                    return request(obstore, store, self._prefix + name)
+            except TransientError as error:
+                tries, elapsed_s = tries + 1, time.monotonic() - began
+                pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
+                if elapsed_s + pause_s > _PATIENCE_S:
+                    raise NetworkError(
+                        f"{self.url}/{name}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
+                        "Check the network and the endpoint, then run the same command again."
+                    ) from error
+                if elapsed_s + pause_s > FIRST_S:
+                    log.warning("waiting for %s (%.0f s so far): %s", f"{self.url}/{name}", elapsed_s, error)
+                time.sleep(pause_s)
+            except PermanentError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.url}/{name}") from error
+                raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
+
+    def key(self, name: str) -> str:
+        """The key of an object in the bucket."""
+        return self._prefix + name
+
+
+class PartsBucket(PatientBucket):
+    """For uploads in parts, each of which is sent again by itself."""
+
+    max_retries = 10
+
+
+def shared_bucket(url: str, kind: type[_Origin]) -> _Origin:
+    """The origin at a URL for all that read or write it in this process: they share its connections."""
+    settings = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
+    origin: _Origin = _shared_bucket(url, kind, os.getpid(), tuple(settings))
+    return origin
+
+
+@lru_cache(maxsize=16)
+def _shared_bucket(url: str, kind: type[Any], pid: int, settings: tuple[tuple[str, str], ...]) -> Any:
+    return kind(url)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).split(" Debug source:")[0][:300]
 
 
 def _meta(entry: Mapping[str, Any]) -> ObjectMeta:

@@ -43,7 +43,7 @@ from forebay.storage.base import (
     read_range,
     retry_transient,
 )
-from forebay.storage.buckets import BucketOrigin
+from forebay.storage.buckets import BucketOrigin, shared_bucket
 from forebay.storage.digests import ReadDigest
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
@@ -76,7 +76,10 @@ class RemoteFile(NamedTuple):
 def find_urls(url: str) -> list[RemoteFile]:
     """The file at a URL; of a bucket all objects below it, in sorted order."""
     if urllib.parse.urlsplit(url).scheme not in _SCHEMES:
-        raise PrepareError(f"{url}: expected a URL of {', '.join(_SCHEMES)} or hf, or a path. Check the input.")
+        raise PrepareError(
+            f"{url}: cannot read input: expected a path or a URL of {', '.join(_SCHEMES)} or hf, got another scheme. "
+            "Download the files, and name their path."
+        )
     origin, name = _open(url)
     if isinstance(origin, BucketOrigin):
         objects = sorted(_retry(url, lambda: origin.find(name)), key=lambda entry: entry[0].split("/"))
@@ -186,13 +189,12 @@ class _RemoteStream(RangedStream):
 def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
     parts = urllib.parse.urlsplit(url)
     if not url.startswith("http"):
-        return _bucket(f"{parts.scheme}://{parts.netloc}", os.getpid()), parts.path.lstrip("/")
+        return shared_bucket(f"{parts.scheme}://{parts.netloc}", BucketOrigin), parts.path.lstrip("/")
     folder, _, name = parts.path.rpartition("/")
     address = urllib.parse.urlunsplit(parts._replace(path=folder))
     return WebOrigin(address, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S)), urllib.parse.unquote(name)
 
 
-_bucket = lru_cache(8)(lambda url, process_id: BucketOrigin(url))  # whose connections all streams share
 _open_shared = lru_cache(8)(lambda url, process_id: _open(url))
 
 

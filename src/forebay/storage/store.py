@@ -3,29 +3,27 @@
 An object is complete or absent. In a bucket it is put once, in one request that fails where the name exists
 (`If-None-Match: *`), so that of several machines that make the same object one wins and the others take it as theirs.
 Files on their way are in the scratch directory of this machine (TMPDIR), and gone afterwards: nothing is shared but the
-bucket. Memory: of one request.
+bucket. Memory: of one request; of a file that is moved, 4 x 8 MiB, more above 72 GB. An upload in parts that a kill
+breaks off is never visible, but takes space until the bucket's lifecycle rule deletes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import logging
 import mmap
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-import time
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -33,7 +31,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.dataset.chunks import hash_slice
+from forebay.errors import DatasetError, UsageError
 from forebay.files import (
     atomic_write,
     commit_files,
@@ -44,14 +43,12 @@ from forebay.files import (
     temporary_directory,
     temporary_path,
 )
-from forebay.network.retry import FIRST_S, backoff_s
-from forebay.storage.base import BUCKET_SCHEMES, PermanentError, TransientError
-from forebay.storage.buckets import BucketOrigin
-from forebay.storage.watch import requests_in_flight
+from forebay.storage.base import BUCKET_SCHEMES
+from forebay.storage.buckets import PartsBucket, PatientBucket, shared_bucket
 
-log = logging.getLogger("forebay.storage")
 _PIECE = 8 << 20
-_FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
+_MAX_PARTS, _UPLOADS = 9000, 4  # of an object, of which buckets accept 10,000; and at once
+_HASH_KEY = "sha256"  # of the metadata of an object
 _MAX_PUT_BYTES = 4 << 30  # of one request; S3 takes 5 GiB
 _REMOVED_AT_ONCE = 1000
 _READERS = 32
@@ -90,8 +87,12 @@ class Store(ABC):
         """Write a small object unless it exists; whether it is new."""
 
     @abstractmethod
-    def put(self, name: str, path: Path) -> None:
-        """Move a file of this machine to an object."""
+    def put(self, name: str, path: Path, sha256: str = "") -> None:
+        """Move a file of this machine to an object. Its hash, of a slice its id, is stored with one in a bucket."""
+
+    @abstractmethod
+    def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
+        """Whether an object has this size, and this hash unless it is empty; in a bucket the one stored with it."""
 
     @abstractmethod
     def copy(self, name: str, path: Path) -> bool:
@@ -205,8 +206,15 @@ class FolderStore(Store):
             temporary.unlink(missing_ok=True)
         return True
 
-    def put(self, name: str, path: Path) -> None:
+    def put(self, name: str, path: Path, sha256: str = "") -> None:
         commit_files({path: self._path(name)})
+
+    def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
+        try:
+            has_size = self.size(name) == num_bytes
+            return has_size and (not sha256 or hash_slice(self.path / name, chunk_bytes)[0] == sha256)
+        except FileNotFoundError:
+            return False
 
     def copy(self, name: str, path: Path) -> bool:
         temporary = temporary_path(self._path(name))
@@ -287,43 +295,6 @@ def _link(source: Path, path: Path) -> None:
         commit_files({source: path})
 
 
-class _Bucket(BucketOrigin):
-    """The prefix of a store; the retries are the store's, which tells what it waits for."""
-
-    r2_right = "WRITE"
-
-    def call(self, name: str, request: Callable[[Any, Any, str], _T]) -> _T:
-        """The result of `request(obstore, store, key)`, again after a fault that another try may not have."""
-        began, tries = time.monotonic(), 0
-        while True:
-            try:
-                with requests_in_flight.watch(f"{self.url}/{name}"), self._convert_errors(name) as (obstore, store):
-                    return request(obstore, store, self._prefix + name)
-            except TransientError as error:
-                tries, elapsed_s = tries + 1, time.monotonic() - began
-                pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
-                if elapsed_s + pause_s > _PATIENCE_S:
-                    raise NetworkError(
-                        f"{self.url}/{name}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
-                        "Check the network and the endpoint, then run the same command again."
-                    ) from error
-                if elapsed_s + pause_s > FIRST_S:
-                    log.warning("waiting for %s (%.0f s so far): %s", f"{self.url}/{name}", elapsed_s, error)
-                time.sleep(pause_s)
-            except PermanentError as error:
-                if isinstance(error.__cause__, FileNotFoundError):
-                    raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.url}/{name}") from error
-                raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
-
-    def key(self, name: str) -> str:
-        return self._prefix + name
-
-
-@lru_cache(maxsize=16)
-def _bucket(url: str, pid: int) -> _Bucket:
-    return _Bucket(url)
-
-
 @dataclass(frozen=True)
 class BucketStore(Store):
     """A prefix of a bucket. `address` is its URL with the options of the query; credentials are the environment's."""
@@ -374,10 +345,23 @@ class BucketStore(Store):
     def create(self, name: str, data: bytes) -> bool:
         return self._put(name, data)
 
-    def put(self, name: str, path: Path) -> None:
-        with path.open("rb") as file, _mapped(file) as data:
-            self._put(name, data, "overwrite")
+    def put(self, name: str, path: Path, sha256: str = "") -> None:
+        options = {"chunk_size": max(_PIECE, -(-path.stat().st_size // _MAX_PARTS)), "max_concurrency": _UPLOADS}
+        attributes = {_HASH_KEY: sha256} if sha256 else {}
+        self._bucket_for_parts.call(
+            name, lambda obstore, store, key: obstore.put(store, key, path, attributes=attributes, **options)
+        )
         path.unlink()
+
+    def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
+        def request(obstore: Any, store: Any, key: str) -> bool:
+            result = obstore.get(store, key, options={"head": True})
+            return int(result.meta["size"]) == num_bytes and sha256 in ("", result.attributes.get(_HASH_KEY))
+
+        try:
+            return self._bucket.call(name, request)
+        except FileNotFoundError:
+            return False
 
     def copy(self, name: str, path: Path) -> bool:
         with self.open(name) as file, path.open("rb") as source:
@@ -462,8 +446,12 @@ class BucketStore(Store):
                 yield from pool.map(function, batch)
 
     @property
-    def _bucket(self) -> _Bucket:
-        return _bucket(self.address, os.getpid())
+    def _bucket(self) -> PatientBucket:
+        return shared_bucket(self.address, PatientBucket)
+
+    @property
+    def _bucket_for_parts(self) -> PatientBucket:
+        return shared_bucket(self.address, PartsBucket)
 
     def _put(self, name: str, data: Any, mode: str = "create") -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:

@@ -10,6 +10,7 @@ from forebay.formats.code import language_of, licence_of, spdx_of
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.tasks.keys import source_key
 
 MIT = """The MIT License (MIT)
 
@@ -129,3 +130,22 @@ def test_licence_texts_are_told_apart() -> None:
 )
 def test_identifiers_in_a_file(text: str, expression: str) -> None:
     assert spdx_of(text) == expression
+
+
+def test_a_licence_is_part_of_the_name_of_what_is_under_it(tmp_path: Path) -> None:
+    """A run that goes on after LICENSE changed reads again what has its licence, and nothing else."""
+    for name, text in {"tree/LICENSE": MIT, "tree/a/x.py": "x = 1\n", "tree/b/COPYING": MIT, "tree/b/y.py": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def keys() -> dict[str, str]:
+        options = ReadOptions(format="code", columns={"licence": "text"})
+        return {file.name: source_key(file) for file in find_inputs(tmp_path / "tree", options).files}
+
+    before = keys()
+    assert keys() == before
+    (tmp_path / "tree/LICENSE").write_text(APACHE.read_text())
+    changed = keys()
+    assert changed["tree/a/x.py"] != before["tree/a/x.py"] and changed["tree/b/y.py"] == before["tree/b/y.py"]
+    (tmp_path / "tree/a/LICENSE").write_text(MIT)
+    assert keys()["tree/a/x.py"] not in (changed["tree/a/x.py"], before["tree/a/x.py"])

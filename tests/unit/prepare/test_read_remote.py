@@ -137,7 +137,7 @@ def test_a_server_that_stays_down_is_told(origin: Origin) -> None:
     origin.failures = 0
     with pytest.raises(PrepareError, match="got HTTP status 404"):
         ids(origin.url + "/missing.jsonl")
-    with pytest.raises(PrepareError, match="expected a URL of http"):
+    with pytest.raises(PrepareError, match="cannot read input: expected a path or a URL of http"):
         ids("ftp://127.0.0.1/a")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
+from forebay.formats.code import SourceCode, licence_versions
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_stored
 from forebay.prepare.documents import Stage, without_paths
 from forebay.storage.base import BUCKET_SCHEMES
@@ -36,9 +37,8 @@ def hash_json(values: Any) -> str:
 def source_key(source: InputFile) -> str:
     """A hash that tells a source from others and from itself after a change, without reading it."""
     path = source.path if "://" in source.path else os.path.abspath(source.path)  # noqa: PTH100 - links stay
-    return hash_json(
-        [path, source.bytes, source.version or source.sha256, source.format, source.compression, source.encoding]
-    )
+    values = [path, source.bytes, source.version or source.sha256, source.format, source.compression, source.encoding]
+    return hash_json([*values, *(licence_versions(source) if source.format == SourceCode.name else ())])
 
 
 def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:
