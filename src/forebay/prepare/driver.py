@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +186,7 @@ def prepare_dataset(
             is_shared=bool(task) or isinstance(store, BucketStore), is_member=task not in ("", "finish"),
         )  # fmt: skip
         try:
-            return _run(run, output, sources, own_splits, loaded, strict)
+            return _run(run, _Job(output, sources, own_splits, loaded, strict))
         except TasksFinishedError:
             progress.leave("all tasks are finished: `forebay prepare --finish` writes the output")
             return PrepareResult(run.path, recipe.name, "", 0, 0, 0, 0)
@@ -284,15 +285,33 @@ def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[S
     return [Skipped(path, reason, "failed") for path, reason in failed.items()]
 
 
-def _run(
-    run: PrepareRun,
-    output: Output,
-    sources: InputFiles,
-    own_splits: Sequence[tuple[InputSplit, DocumentSource]],
-    tokenizer: tokenizers.TokenizerFile | None,
-    strict: bool,
-) -> PrepareResult:
-    lineage = lineage_of(run, sources, tokenizer)
+@dataclass(frozen=True)
+class _Job:
+    """What a run reads and writes.
+
+    Args:
+        sources: All files, those of document sources last.
+        own_splits: The splits of document sources.
+        tokenizer: None if it is to be trained, or none is needed.
+        strict: Inputs that cannot be read end the run.
+    """
+
+    output: Output
+    sources: InputFiles
+    own_splits: Sequence[tuple[InputSplit, DocumentSource]]
+    tokenizer: tokenizers.TokenizerFile | None
+    strict: bool
+
+    def sampling(self, recipe: Recipe) -> Sampling:
+        """The splits that are read."""
+        files = self.sources.files[: len(self.sources.files) - len(self.own_splits)]
+        splits = [*split_files(files, recipe.read), *(split for split, _ in self.own_splits)]
+        return Sampling.of(splits, self.sources.sample, self.sources.scale)
+
+
+def _run(run: PrepareRun, job: _Job) -> PrepareResult:
+    output, sources = job.output, job.sources
+    lineage = lineage_of(run, sources, job.tokenizer)
     if (existing := _find_existing(run, output, sources, lineage)) is not None:
         if not run.is_member:
             run.work.remove_all()
@@ -300,7 +319,7 @@ def _run(
     key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])
     reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
     try:
-        return _run_tasks(run, output, sources, own_splits, tokenizer, strict, lineage, key)
+        return _run_tasks(run, job, lineage, key)
     except (OSError, ForebayError):
         # Another process may have completed the same output, and removed what it does not need.
         if run.is_shared and (existing := _find_existing(run, output, sources, lineage)) is not None:
@@ -309,26 +328,16 @@ def _run(
         raise
 
 
-def _run_tasks(
-    run: PrepareRun,
-    output: Output,
-    sources: InputFiles,
-    own_splits: Sequence[tuple[InputSplit, DocumentSource]],
-    tokenizer: tokenizers.TokenizerFile | None,
-    strict: bool,
-    lineage: dict[str, Any],
-    key: str,
-) -> PrepareResult:
+def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) -> PrepareResult:
+    output, sources = job.output, job.sources
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
     if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
         run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
     run.store.remove_stale()
     run.progress.start(key)
-    files = sources.files[: len(sources.files) - len(own_splits)]
-    own = {split.files[0].path: source for split, source in own_splits}
-    splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
-    sampling = Sampling.of(splits, sources.sample, sources.scale)
+    own = {split.files[0].path: source for split, source in job.own_splits}
+    sampling = job.sampling(run.recipe)
     splits, sample = sampling.splits, sampling.share
     content = keys.content_key(run.recipe.read, run.recipe.stages, keys.stage_files(run.recipe.stages), sample)
     steps = segments(run.recipe.stages)
@@ -339,7 +348,7 @@ def _run_tasks(
     run.progress.skipped = count_reasons(sources.skipped)
     for line in describe_skipped(failed):
         run.on_message(line)
-    if strict:
+    if job.strict:
         _refuse_skipped(failed)
     stats = StageStats()
     sampling.count(texts, run.work, stats, run.map)
@@ -362,9 +371,8 @@ def _run_tasks(
     if len(steps) > 1:
         _check_malformed(run, corpus)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
-    if output.needs_tokenizer and tokenizer is None:
-        tokenizer = train(run, texts)
-    return output.write(run, corpus, tokenizer, lineage)
+    needs_training = output.needs_tokenizer and job.tokenizer is None
+    return output.write(run, corpus, train(run, texts) if needs_training else job.tokenizer, lineage)
 
 
 def _process_splits(

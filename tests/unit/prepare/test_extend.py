@@ -165,6 +165,8 @@ def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Pat
     for wrong in ({"substring": True}, {}, {"lines": True, "max_cut_share": 0.5}):
         with pytest.raises(UsageError, match="signatures: expected exact, url"):
             prepare(tmp_path / "first", tmp_path / "x", dedup={**wrong, "signatures": True})
+    with pytest.raises(UsageError, match="expected --to dataset, got jsonl"):
+        prepare_dataset([tmp_path / "first"], tmp_path / "x", settings=dedup, to="jsonl")
 
 
 def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(tmp_path: Path) -> None:

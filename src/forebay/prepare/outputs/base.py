@@ -60,6 +60,8 @@ class MarkedOutput(Output):
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids:
             raise UsageError(f"document ids: expected a dataset of tokens, got {self.name}; see --write-ids.")
+        if recipe.dedup.signatures:
+            raise UsageError(f"dedup.signatures: expected --to dataset, got {self.name}, which --extend does not read.")
 
     def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
         data = store.read(self.marker)

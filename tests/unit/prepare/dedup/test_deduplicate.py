@@ -333,3 +333,24 @@ def test_ten_times_the_documents_take_the_same_memory() -> None:
     small, large = (int(word) / 1024 for word in done.stdout.split())
     # Signatures alone are 13 MB more, their records 22 MB, twice that while they are sorted at once.
     assert large - small < 12, f"{small:.0f} MiB with 10 000 documents, {large:.0f} MiB with 100 000"
+
+
+@pytest.mark.parametrize("kind", ["substring", "overlap"])
+def test_merges_have_equal_shares_of_keys_that_are_chosen_by_their_size(bench: Any, kind: str) -> None:
+    """Anchors are the words of the smallest hashes: one merge would have all of them."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{word}" for word in row) for row in rng.integers(0, 1 << 30, (300, 200)).tolist()]
+    config = Dedup(substring=True) if kind == "substring" else Dedup(overlap=True, overlap_sample=8)
+    store, merges = open_store(bench.folder / "shares"), []
+
+    def map(run: Any, tasks: Any) -> list[Any]:
+        merges.extend(task for task in tasks if hasattr(task, "runs"))
+        return [run(task, 0) for task in tasks]
+
+    parts = [bench.sign(texts[:150], config), bench.sign(texts[150:], config)]
+    deduplicate(parts, config, store, map, memory_bytes=20_000, keep_used=True)
+    first = merges[0]
+    assert first.num_ranges > 4
+    starts = [store.read_array(f"{first.stem}-{run}.starts", "<u8") for run in range(first.runs)]
+    shares = np.sum([np.diff(edges.astype(int)) for edges in starts], axis=0)
+    assert shares.sum() > 1000 and shares.max() < 2 * shares.mean()
