@@ -198,6 +198,13 @@ def test_wrong_addresses_and_credentials_are_named(server: S3Server, monkeypatch
         open_store("ftp://host/x")
     with pytest.raises(UsageError, match="expected no secret in the URL"):
         open_store("s3://bucket/x?secret_access_key=1").read("y")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    absent = open_store(f"s3://absent/x?endpoint={server.endpoint}")
+    for call in (lambda: absent.write("y", b""), lambda: absent.read("y"), lambda: absent.create("y", b"")):
+        with pytest.raises(DatasetError, match="s3://absent: expected a bucket, got none of that name"):
+            call()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(DatasetError, match=r"s3://bucket/x/y: .*Check the bucket and the credentials"):

@@ -31,6 +31,7 @@ from forebay.storage.base import (
 from forebay.storage.watch import requests_in_flight
 
 _PERMANENT = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
 _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
 _METADATA_SERVER = re.compile(r"//(169\.254\.\d+\.\d+|metadata\.google\.internal)\b")  # asked where nothing is set
 _CREDENTIALS = {"s3": ("AWS", "ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"), "gs": ("GOOGLE", "APPLICATION_CREDENTIALS"),
@@ -186,6 +187,8 @@ class BucketOrigin(ObjectOrigin):
                 f"{self.url}/{name}: expected credentials of the bucket, got none. Set {library}_{names}, or "
                 f"{library}_SKIP_SIGNATURE=true for a public bucket"
             )
+        if _NO_BUCKET.search(reason):
+            return PermanentError(f"{self._address}: expected a bucket, got none of that name")
         text = f"{self.url}/{name}: {kind}: {reason}"
         if (
             isinstance(error, FileNotFoundError)
@@ -225,7 +228,7 @@ class PatientBucket(BucketOrigin):
                     log.warning("waiting for %s (%.0f s so far): %s", f"{self.url}/{name}", elapsed_s, error)
                 time.sleep(pause_s)
             except PermanentError as error:
-                if isinstance(error.__cause__, FileNotFoundError):
+                if isinstance(error.__cause__, FileNotFoundError) and not _NO_BUCKET.search(str(error.__cause__)):
                     raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.url}/{name}") from error
                 raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
 
