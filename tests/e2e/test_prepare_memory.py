@@ -40,7 +40,7 @@ from forebay.prepare.tasks import shuffle
 lines.SPLIT_BYTES = 1 << 19
 dedup._RUN_RECORDS = 1 << 16
 dedup.deduplicate = functools.partial(dedup.deduplicate, memory_bytes=8 << 20)
-finish.plan_shuffle = functools.partial(shuffle.plan_shuffle, bucket_bytes=1 << 20)
+finish.shuffle_parts = functools.partial(shuffle.shuffle_parts, bucket_bytes=1 << 20)
 if __name__ == "__main__":
     made = prepare_dataset([sys.argv[1]], sys.argv[2], recipe=load_recipe(settings=json.loads(sys.argv[3])), workers=2)
     print(json.dumps([made.documents_in, made.documents_out, made.dropped]))

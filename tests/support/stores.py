@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from forebay.prepare.executions import name_of
 from forebay.prepare.results import Committing
 from forebay.storage.store import Store
 
@@ -20,7 +21,7 @@ def resuming(store: Store, scale: int = 0) -> Callable[[Callable[[Any, int], Any
 
     def map(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
         commit = Committing(store, run)
-        names = [commit.name_of(task) for task in tasks]
+        names = [name_of(task) for task in tasks]
         done = commit.load(names)
         for task, name in zip(tasks, names):
             if name not in done:

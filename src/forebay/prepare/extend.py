@@ -25,7 +25,6 @@ from forebay.dataset.reader import Dataset, listed_files, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup, Signed
-from forebay.prepare.dedup.signatures import LoadTask, load_signatures, signature_files
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
 from forebay.prepare.sources import source_splits
@@ -103,6 +102,8 @@ def _check_dedup(parent: Dataset, dedup: Dedup) -> None:
     before, advice = parent.manifest.lineage.get("recipe", {}), "Leave out deduplication, or prepare all in one run"
     if dedup.keep != "first":
         _refuse(parent, "dedup.keep = 'first', as its documents stay", f"{dedup.keep!r}. Set keep, or {advice.lower()}")
+    from forebay.prepare.dedup.signatures import signature_files  # which needs numba
+
     if signature_files(parent, dedup):
         return
     if dedup.semantic or dedup.own:
@@ -185,6 +186,8 @@ def sign_parent(run: PrepareRun) -> list[Signed]:
     parent, dedup, read = run.parent, run.recipe.dedup, ReadOptions()
     if parent is None:
         return []
+    from forebay.prepare.dedup.signatures import LoadTask, load_signatures, signature_files
+
     if files := signature_files(parent, dedup):
         loading = [LoadTask(str(parent.path / name), sha256, dedup, run.work) for name, sha256 in files.items()]
         return run.map(load_signatures, loading, run.count_tasks("parent", len(loading), " files"))
