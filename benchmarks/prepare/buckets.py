@@ -1,4 +1,4 @@
-"""Preparation from and to a bucket beside that of a disk: `python -m benchmarks.prepare.buckets [--mb 80]`.
+"""Preparation from and to a bucket beside that of a disk: `PYTHONPATH=tests python -m benchmarks.prepare.buckets`.
 
 CPU seconds of the command and its processes, at two sizes: what the larger takes beyond the smaller is free of fixed
 costs. The server is `rclone serve s3` on this machine; its seconds do not count. The ids must be the same.
@@ -15,11 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.corpus import data_folder
 from benchmarks.prepare.whole import clean_environment, make_folder
+from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 
 def run(inputs: str, out: str, workers: int, **more: str) -> tuple[float, float, str]:

@@ -22,12 +22,6 @@ from forebay.storage.store import Store
 SILENT_S = 60.0  # A process that has not written its record for so long is named.
 MAX_LISTED = 20
 PRICE_VARIABLE = "FOREBAY_PRICE_PER_CORE_HOUR"
-DEFAULTS: dict[str, Any] = {
-    "key": "", "member": "", "steps": [], "retries": [], "stragglers": [], "lost_machines": [], "members": [],
-    "worker_s": 0.0, "price_per_core_hour": None, "cost": None, "cost_at_stage_end": None, "counts_all": False,
-}  # fmt: skip
-"""Of records that an earlier version wrote."""
-_NO_COUNTS = [0, 0, 0]
 Record = Mapping[str, Any]
 
 
@@ -156,7 +150,7 @@ def _stage(entries: Sequence[tuple[Record, dict[str, Any]]], running: Sequence[R
     stages = [stage for _, stage in entries]
     now = [stage for record, stage in entries if stage["stopped_at"] is None and record in running]
     total = max(stage["total"] for stage in stages)
-    before, own = ([stage.get(name, _NO_COUNTS) for stage in stages] for name in ("before", "own"))
+    before, own = ([stage[name] for stage in stages] for name in ("before", "own"))
     done, documents_in, documents_out = (
         max(*(stage[name] for stage in stages), min(b[i] for b in before) + sum(o[i] for o in own))
         for i, name in enumerate(("done", "documents_in", "documents_out"))

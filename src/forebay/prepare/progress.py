@@ -26,12 +26,12 @@ from forebay.errors import ForebayError, PrepareError
 from forebay.files import HOST, atomic_write
 from forebay.prepare.executions import Execution, StepTimes, find_stragglers, merged_steps
 from forebay.prepare.failures import Failure
-from forebay.prepare.members import DEFAULTS, cost_of, merge, read_all
+from forebay.prepare.members import cost_of, merge, read_all
 from forebay.prepare.rates import Progress, RecentRate, ResultOf, StageProgress, progress_between
 from forebay.prepare.stats import StageCount, StageStats, Usage
 from forebay.storage.store import FolderStore, Store, open_store
 
-VERSION = 1
+VERSION = 2
 RUNNING_FILE, FINISHED_FILE = ".work/progress.json", ".progress.json"
 RUN_FILE = ".work/run.json"  # Which run an output is of, while it is not complete.
 MEMBERS = ".work/members/"  # The records of the members of a job array: each has its own.
@@ -438,5 +438,7 @@ def _parse(store: Store, name: str, data: bytes) -> dict[str, Any]:
         raise PrepareError(f"{path}: expected the record of a preparation, got something else ({error}).") from error
     version = record.get("version") if isinstance(record, dict) else None
     if version != VERSION:
-        raise PrepareError(f"{path}: expected a record of version {VERSION}, got {version!r}. Update forebay.")
-    return {**DEFAULTS, **record}
+        raise PrepareError(
+            f"{path}: expected a record of version {VERSION}, got {version!r}. Update forebay, or prepare again."
+        )
+    return dict(record)
