@@ -39,7 +39,7 @@ test-all: lint
 
 # Laws with random examples, twenty times as many; what is found comes with the line that repeats it.
 test-long: setup
-	HYPOTHESIS_PROFILE=long $(PY) -m pytest -n 3 --dist loadgroup tests/unit tests/fuzz
+	HYPOTHESIS_PROFILE=long $(PY) -m pytest -o faulthandler_timeout=18000 -n 3 --dist loadgroup tests/unit tests/fuzz
 
 bench: setup
 	$(PY) -m benchmarks

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     calibration.watch()
     if config.getoption("timeout", None) is None:
         longer = LONGER if PROFILE == "long" else 1
-        config.option.timeout = float(config.getini("timeout")) * max(2.0, slowness()) * longer
+        config.option.timeout = float(config.getini("timeout")) * min(max(2.0, slowness()), 4.0) * longer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,6 +64,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             law._hypothesis_internal_use_settings = hypothesis.settings(
                 registered, max_examples=registered.max_examples * LONGER
             )
+
+
+_terminal: list[Any] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        _terminal.append(session.config.pluginmanager.get_plugin("terminalreporter"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what fails when it fails, as a run that is cut off has no summary."""
+    if report.failed and _terminal:
+        reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", "").partition("\n")[0]
+        _terminal[0].write(f"\n{report.when} of {report.nodeid} failed: {reason[:300]}\n")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

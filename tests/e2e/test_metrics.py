@@ -133,7 +133,7 @@ def start(result: Processes, directory: Path, stack: ExitStack) -> None:
         stop = threading.Event()
         thread = threading.Thread(target=consume, args=(loader, stop), daemon=True)
         thread.start()
-        stack.callback(thread.join)
+        stack.callback(thread.join, scaled(30))
         stack.callback(stop.set)
     result.pages = {kind: page.url.split("/")[2] for kind, page in pages.items()}
     result.pages["coordinator"] = coordinator.address

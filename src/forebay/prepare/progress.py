@@ -368,7 +368,7 @@ class ProgressRecord:
             "steps": [times.to_json() for times in self._steps.values()],
             "retries": list(self._retries), "lost_machines": list(self._lost_machines)[:MAX_MACHINES],
             "worker_s": round(self._worker_s, 3), "price_per_core_hour": self.price_per_core_hour,
-            "counts_all": self._counts_all,
+            "counts_all": self._counts_all, "members": [],
             "stage": self._stage if self._state == "running" else "",
             "stages": [stage.to_json(now) for stage in self._stages.values()],
             "documents_in": (counts[0][1].documents_in if counts else 0) + live.documents - last.documents,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from forebay.prepare.rates import Progress, RecentRate
 from forebay.prepare.tasks import text
 from forebay.storage.store import open_store
 from support.calibration import scaled
+from support.runner import ROOT
 
 TEXTS = [f"document {i} " + "the word and that of a mill " * (i % 40) for i in range(400)]
 
@@ -127,6 +129,18 @@ def test_the_record_of_a_complete_run(tmp_path: Path, to: str, workers: int) -> 
     assert ("gopher_quality", "gopher_short") in rules and max(map(rules.count, rules)) <= 3
     assert all(len(sample["text"]) <= 300 and sample["where"] for sample in record["samples"])
     assert record["started_at"] <= record["updated_at"] <= time.time() and record["wall_s"] >= 0
+
+
+def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path: Path) -> None:
+    page = (ROOT / "docs/reference/preparation-record.md").read_text()
+    rows = re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE)
+    keys = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    for number, member in enumerate(("", "0")):
+        record = ProgressRecord(open_store(tmp_path / str(number)), name="x", member=member)
+        record.start("key")
+        assert read_progress(tmp_path / str(number)).keys() == keys, member
+    record.complete()
+    assert read_progress(tmp_path / "1").keys() == keys
 
 
 def test_the_record_of_a_run_that_fails(tmp_path: Path) -> None:
