@@ -20,6 +20,7 @@ from support.calibration import scaled
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 KILLS = int(os.environ.get("FOREBAY_KILLS", "6"))
+JOBS = 10 if KILLS > 6 else 4
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +93,28 @@ def test_a_bucket_has_the_same_bytes(
 def test_jobs_of_an_array_share_the_tasks(
     server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]]
 ) -> None:
-    """One of the jobs is killed, one begins late, and the call that writes the output is there from the start."""
+    """30 % of the jobs are killed, one begins late, and the call that writes the output is there from the start."""
     out = bucket(server, "array")
-    jobs = [
-        cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task=task)
-        for task in ("0/4", "1/4", "finish")
-    ]
-    while len(list(out.glob(".work/done/process_split/*"))) < 3:
-        assert jobs[2].poll() is None
-        time.sleep(0.01)
-    os.killpg(jobs[0].pid, signal.SIGKILL)
-    jobs[0].communicate()
-    jobs[0] = cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task="3/4")
+    jobs = {
+        task: cluster.start("s3://bucket/source", "s3://bucket/array", 1, environment, task=task)
+        for task in (*(f"{index}/{JOBS}" for index in range(JOBS - 1)), "finish")
+    }
+    for index in range(3 * JOBS // 10):
+        while len(list(out.glob(".work/done/process_split/*"))) < 3 * (index + 1):
+            assert jobs["finish"].poll() is None
+            time.sleep(0.01)
+        job = jobs.pop(f"{index}/{JOBS}")
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+        assert job.returncode == -signal.SIGKILL
+    jobs["late"] = cluster.start(
+        "s3://bucket/source", "s3://bucket/array", 1, environment, task=f"{JOBS - 1}/{JOBS}"
+    )  # fmt: skip
     # A job that sees the output complete has its id.
-    assert {finish(job) for job in jobs} <= {"", expected[0]} and files(out) == expected[1]
+    assert {finish(job) for job in jobs.values()} <= {"", expected[0]} and files(out) == expected[1]
     record = json.loads((out / ".progress.json").read_text())
-    assert record["state"] == "done" and {"1", "finish"} <= {member["member"] for member in record["members"]}
+    members = {member["member"] for member in record["members"]}
+    assert record["state"] == "done" and {str(JOBS - 2), "finish"} <= members
     assert record["documents_in"] == 60 and not (out / ".work").exists()
 
 

@@ -319,6 +319,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["doctor", str(out), "--dtype", "uint8"]) == 2
     assert main(["doctor", str(GOLDEN / "mds_raw"), str(GOLDEN / "arrow"), "--vocab-size", "50257"]) in (0, 1)
     assert main(["doctor", str(tmp_path / "none")]) == 1
+    assert main(["doctor", "s3://b/x.jsonl"]) == 2 and "got s3://b/x.jsonl" in capsys.readouterr().err
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))

@@ -67,9 +67,12 @@ def _convert_options(args: argparse.Namespace) -> ConvertOptions:
 def _doctor(args: argparse.Namespace) -> int:
     from forebay.doctor import CheckOptions, examine
     from forebay.formats.external import token_dtype
+    from forebay.storage.remote_path import is_url
 
+    if url := next(filter(is_url, args.paths), None):
+        raise UsageError(f"doctor: expected a file of this machine, got {url}. Download it and name its path.")
     dtype = token_dtype(args.dtype) if args.dtype is not None else None
-    reports = examine(args.paths, CheckOptions(dtype, args.vocab_size or 0, args.full))
+    reports = examine([*map(Path, args.paths)], CheckOptions(dtype, args.vocab_size or 0, args.full))
     ok = all(report.ok for report in reports)
     if args.json:
         print(json.dumps({"ok": ok, "reports": [report.to_json() for report in reports]}))
@@ -157,7 +160,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     add_settings(p, "column=ids, eos_id=0 or tensors.images=f16")
 
     p = verb("doctor", _doctor, "report the format of training-data files, what is wrong with them, and what to do")
-    p.add("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
+    p.add("paths", nargs="+", metavar="PATH", help="files, directories, or a pattern in quotes")
     p.add("--dtype", metavar="TYPE", help="of tokens without a header: uint16, uint32, int64 (default: guessed)")
     p.add("--vocab-size", type=positive, metavar="N", help="report ids from this on (default: not checked)")
     p.add("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")

@@ -33,8 +33,8 @@ _NO_SCORES = frozenset(("place", "text_bytes", "copies"))
 Keys = NDArray[np.uint64]
 Position = Callable[[int], str]  # Describes where the document of a row is.
 _LABELS = {
-    "driver": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.shuffle": "shuffle",
-    "tasks.slicing": "slice", "outputs.text": "write",
+    "lineage": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.slicing": "slice",
+    "outputs.text": "write", "outputs.megatron": "write",
 }  # fmt: skip
 _DETAILED = ("process_split", "process_segment")  # Count the seconds of their stages themselves.
 
@@ -68,7 +68,7 @@ def timed(run: Callable[[Any, int], Any], task: Any, scale: int) -> tuple[Any, U
         result = replace(result, counts=None)
     function: Any = unwrap(run)
     module = function.__module__.removeprefix("forebay.prepare.")
-    label = "dedup" if module.startswith("dedup.") else _LABELS.get(module, module)
+    label = "dedup" if module.startswith("dedup.") else _LABELS.get(module, module.rpartition(".")[2])
     seconds = {} if function.__name__ in _DETAILED else {label: work_time() - started}
     return result, Usage(seconds, peak_bytes()), counts
 
