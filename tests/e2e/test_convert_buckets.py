@@ -97,9 +97,10 @@ class World:
     def scratch_bytes(self) -> int:
         total = 0
         for root in ("work", "tmp", "home"):
-            for path in (self.folder / root).rglob("*"):
-                with contextlib.suppress(OSError):
-                    total += path.stat().st_blocks * 512 if path.is_file() else 0
+            for folder, _, names in os.walk(self.folder / root):  # without those that are removed meanwhile
+                for name in names:
+                    with contextlib.suppress(OSError):
+                        total += Path(folder, name).stat().st_blocks * 512
         return total
 
 

@@ -71,7 +71,6 @@ BARE_THREADS = {
     "network/retry.py": "writes log lines, nothing waits for it",
     "load/prefetch.py": "hands its exception to the iterator",
     "prepare/engines/local.py": "ends the process with its parent",
-    "storage/watch.py": "writes log lines, nothing waits for it",
     "storage/remote_file.py": "hands its exception to whoever waits for a block",
 }
 """Modules that may start a thread that is not supervised, each once, and why."""

@@ -2,15 +2,18 @@
 
 import contextlib
 import logging
+import os
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 FIRST_S = 2.5  # before the first log line about a wait
 EVERY_S = 10.0
+_LOOK_EVERY_S = 0.25
 
 
 def backoff_s(
@@ -40,18 +43,55 @@ def retry_after_s(text: str, now: float) -> float | None:
 
 @contextlib.contextmanager
 def log_while_waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
-    """Log what the block waits for after FIRST_S and every EVERY_S; `what` is called in another thread."""
-    started, done = time.monotonic(), threading.Event()
+    """Log what the block waits for after FIRST_S and every EVERY_S; `what` is called in another thread.
 
-    def run() -> None:
-        pause_s = FIRST_S
-        while not done.wait(pause_s):
-            log.warning("waiting for %s (%.0f s so far)", what(), time.monotonic() - started)
-            pause_s = EVERY_S
-
-    with contextlib.suppress(RuntimeError):  # the process cannot start a thread: wait without log lines
-        threading.Thread(target=run, name="waiting", daemon=True).start()
+    One thread serves all waits of a process, and ends with the last of them: a wait costs a few microseconds.
+    """
+    wait = _Wait(log, what, time.monotonic(), FIRST_S)
+    with _waits.lock:
+        _waits.all[id(wait)] = wait
+        if not _waits.is_watched:
+            with contextlib.suppress(RuntimeError):  # the process cannot start a thread: wait without log lines
+                threading.Thread(target=_waits.watch, name="waiting", daemon=True).start()
+                _waits.is_watched = True
     try:
         yield
     finally:
-        done.set()
+        with _waits.lock:
+            _waits.all.pop(id(wait), None)
+
+
+@dataclass
+class _Wait:
+    log: logging.Logger
+    what: Callable[[], str]
+    began: float
+    next_s: float
+
+
+class _Waits:
+    def __init__(self) -> None:
+        self.lock, self.is_watched = threading.Lock(), False
+        self.all: dict[int, _Wait] = {}
+
+    def watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            with self.lock:
+                if not self.all:
+                    self.is_watched = False
+                    return
+                waits = list(self.all.values())
+            for wait in waits:
+                elapsed_s = time.monotonic() - wait.began
+                if elapsed_s >= wait.next_s:
+                    wait.next_s = elapsed_s + EVERY_S
+                    try:
+                        wait.log.warning("waiting for %s (%.0f s so far)", wait.what(), elapsed_s)
+                    except Exception:  # What one waits for may be gone; the others still want lines
+                        wait.log.exception("waiting (%.0f s so far)", elapsed_s)
+
+
+_waits = _Waits()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_waits.__init__)  # type: ignore[misc]  # the thread does not run there

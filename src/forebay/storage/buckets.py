@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError, install_command
-from forebay.network.retry import FIRST_S, backoff_s
+from forebay.network.retry import FIRST_S, backoff_s, log_while_waiting
 from forebay.storage.base import (
     CHUNK_BYTES,
     ObjectMeta,
@@ -28,7 +28,6 @@ from forebay.storage.base import (
     check_etag,
     require_env,
 )
-from forebay.storage.watch import requests_in_flight
 
 _PERMANENT = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
@@ -211,25 +210,25 @@ class PatientBucket(BucketOrigin):
 
         Raises FileNotFoundError, NetworkError after five minutes, or DatasetError if the bucket refuses.
         """
-        began, tries = time.monotonic(), 0
+        url, began, tries = f"{self.url}/{name}", time.monotonic(), 0
         while True:
             try:
-                with requests_in_flight.watch(f"{self.url}/{name}"), self._convert_errors(name) as (obstore, store):
+                with log_while_waiting(log, lambda: url), self._convert_errors(name) as (obstore, store):
                     return request(obstore, store, self._prefix + name)
             except TransientError as error:
                 tries, elapsed_s = tries + 1, time.monotonic() - began
                 pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
                 if elapsed_s + pause_s > _PATIENCE_S:
                     raise NetworkError(
-                        f"{self.url}/{name}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
+                        f"{url}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
                         "Check the network and the endpoint, then run the same command again."
                     ) from error
                 if elapsed_s + pause_s > FIRST_S:
-                    log.warning("waiting for %s (%.0f s so far): %s", f"{self.url}/{name}", elapsed_s, error)
+                    log.warning("waiting for %s (%.0f s so far): %s", url, elapsed_s, error)
                 time.sleep(pause_s)
             except PermanentError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and not _NO_BUCKET.search(str(error.__cause__)):
-                    raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.url}/{name}") from error
+                    raise FileNotFoundError(errno.ENOENT, "No such object", url) from error
                 raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
 
     def key(self, name: str) -> str:
