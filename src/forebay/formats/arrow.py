@@ -6,6 +6,7 @@ size, which other tools read too.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,9 @@ class Arrow(ColumnFormat):
         return ((-1 if index else 0, batch) for index, batch in enumerate(reader))
 
     def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
-        """Of a stream, which is read from its beginning, no row begins a group."""
         checked: dict[str, Any] = {}
-        is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
-        groups = range(split.start, split.stop or reader.num_record_batches) if is_file else ()
-        for start, batch in ((i, reader.get_batch(i)) for i in groups) if is_file else ((-1, b) for b in reader):
+        num_groups = split.stop - split.start if split.stop else None
+        for start, batch in islice(self.batches(reader, split.start), num_groups):
             yield from ((-1 if i else start, row) for i, row in enumerate(checked_rows(batch, keys, checked)))
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-import pyarrow as pa
 import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -33,8 +32,6 @@ from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
-_MAX_INDEX_BYTES = 1 << 30
-_MAX_SAMPLES = 1 << 20  # Of a compressed chunk of few bytes.
 _LEVEL = 3
 _ARROW_MAGIC = b"LDARW01\0"  # Behind rows that are stored as Arrow.
 _NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
@@ -101,21 +98,11 @@ class LitData(Format):
             blocks.StoredColumn(name or "tokens", None, _decoder(folder, name, leaf))
             for name, leaf in zip(names, index.config.data_format)
         ]
-        if not any(chunk.chunk_size for chunk in index.chunks):
-            return TableSource(self.name, pa.schema([]), 0, lambda: iter(()))
-
-        def read() -> Iterator[tuple[str, tables.Rows, int]]:
-            for chunk in index.chunks:
-                path, memory = _open_chunk(folder, index, chunk)
-                offsets = read_offsets(path, memory, chunk.chunk_size, len(memory))
-                if not index.has_sizes:
-                    bounds = zip(offsets.tolist(), offsets[1:].tolist())
-                    rows = ({columns[0].name: columns[0].decode(memory[a:b].tobytes())} for a, b in bounds)
-                    yield from blocks.row_batches(rows, path)
-                    continue
-                yield from blocks.row_batches(blocks.read_rows(path, memory, offsets, columns), path)
-
-        return tables.open_samples(self.name, read, folder)
+        counts = [chunk.chunk_size for chunk in index.chunks]
+        return blocks.open_blocks(
+            self.name, folder, columns, counts, lambda i: _open_chunk(folder, index, index.chunks[i]),
+            has_sizes=index.has_sizes,
+        )  # fmt: skip
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """Chunks for the TokensLoader; U32 as int32. `compress`: zstd or nothing."""
@@ -175,13 +162,11 @@ class LitDataset(external.ExternalDataset):
         super().__init__(path, "litdata", dtype, files, external.fingerprints(files), parts, settings)
 
     def _count(self, folder: Path, chunk: Chunk) -> int:
-        width, index = self._kind.itemsize, self._index
+        width, index, path = self._kind.itemsize, self._index, folder / chunk.filename
         if chunk.dim is not None and not index.has_sizes and not index.config.compression:
             if 4 * (chunk.chunk_size + 2) + chunk.dim * width != chunk.chunk_bytes:
-                path = folder / chunk.filename
                 raise damaged(path, f"{chunk.dim} tokens {self._kind}, as its index says", f"{chunk.chunk_bytes} bytes")
-            if (size := external.file_size(folder / chunk.filename)) != chunk.chunk_bytes:
-                raise _wrong_size(folder / chunk.filename, chunk.chunk_bytes, size)
+            external.check_size(path, chunk.chunk_bytes, external.file_size(path))
             return chunk.dim
         with limit_large_blocks(chunk.chunk_bytes if index.config.compression else 0):
             begins, stops = self._locate(*_open_chunk(folder, index, chunk), chunk)
@@ -265,10 +250,10 @@ def _write_chunks(
 def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
     """The index, and the name of each leaf: keys joined by dots, "" where a sample is one leaf."""
     path = folder / INDEX_FILE
-    if external.file_size(path) > _MAX_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
+    if external.file_size(path) > blocks.MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
     try:
-        index = LitDataIndex.model_validate_json(external.read_head(path, _MAX_INDEX_BYTES))
+        index = LitDataIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES))
         spec, leaves = index.config.data_spec, index.config.data_format
         names = list(_leaf_names(orjson.loads(spec)[1], "")) if spec else [""] * len(leaves)
         if len(names) != len(leaves) or len(set(names)) != len(names):
@@ -349,18 +334,13 @@ def _open_chunk(folder: Path, index: LitDataIndex, chunk: Chunk) -> tuple[Path, 
     path, size = folder / chunk.filename, chunk.chunk_bytes
     memory = external.map_file(path)
     if codec := index.config.compression:
-        if chunk.chunk_size > max(_MAX_SAMPLES, len(memory)):  # Empty ones: each costs memory here.
-            raise DatasetError(f"{path}: expected at most {_MAX_SAMPLES} samples, got {chunk.chunk_size}.")
+        if chunk.chunk_size > max(blocks.MAX_SAMPLES, len(memory)):  # Empty ones: each costs memory here.
+            raise DatasetError(f"{path}: expected at most {blocks.MAX_SAMPLES} samples, got {chunk.chunk_size}.")
         memory = np.frombuffer(bounded_unpack(memory.data, codec.partition(":")[0], size + 1, path), np.uint8)
-    if len(memory) != size:
-        raise _wrong_size(path, size, len(memory))
+    external.check_size(path, size, len(memory))
     if memory[-8:].tobytes() == _ARROW_MAGIC:
         raise DatasetError(
             f"{path}: expected samples, got rows that LitData stores as Arrow. Read them with its library, and write "
             "them as Parquet."
         )
     return path, memory
-
-
-def _wrong_size(path: Path, expected: int, got: int) -> DatasetError:
-    return DatasetError(f"{path}: expected {expected} bytes, got {got}. Fetch it again.")

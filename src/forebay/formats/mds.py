@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -33,8 +32,6 @@ from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
-_MAX_INDEX_BYTES = 1 << 30
-_MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _LEVEL = 3
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
@@ -133,16 +130,8 @@ class Mds(Format):
         folder = paths[0]
         shards = _read_index(folder / INDEX_FILE)
         columns = [_stored_column(folder / INDEX_FILE, shards, i) for i in range(len(shards[0].column_names))]
-        if not any(shard.samples for shard in shards):
-            return TableSource(self.name, pa.schema([]), 0, lambda: iter(()))
-
-        def read() -> Iterator[tuple[str, tables.Rows, int]]:
-            for shard in shards:
-                path, memory = _open_shard(folder, shard)
-                offsets = read_offsets(path, memory, shard.samples, len(memory))
-                yield from blocks.row_batches(blocks.read_rows(path, memory, offsets, columns), path)
-
-        return tables.open_samples(self.name, read, folder)
+        counts = [shard.samples for shard in shards]
+        return blocks.open_blocks(self.name, folder, columns, counts, lambda i: _open_shard(folder, shards[i]))
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """Shards of a column `tokens`, or the one that the options name; `compress`: zstd or nothing."""
@@ -227,10 +216,7 @@ class MdsDataset(external.ExternalDataset):
 
     def _count(self, shard: MdsShard) -> int:
         column, (path, stored) = self._column, self._find(shard)
-        if external.file_size(path) != stored.bytes:
-            raise DatasetError(
-                f"{path}: expected {stored.bytes} bytes, got {external.file_size(path)}. Fetch it again."
-            )
+        external.check_size(path, stored.bytes, external.file_size(path))
         if column.length is not None:
             return shard.samples * column.length
         width, is_raw = column.kind.itemsize, stored is shard.raw_data
@@ -326,8 +312,7 @@ def _described(name: str, data: bytes) -> dict[str, Any]:
 
 def _open_shard(folder: Path, shard: MdsShard) -> tuple[Path, external.Bytes8]:
     path, stored = _stored_file(folder, shard)
-    if external.file_size(path) != stored.bytes:
-        raise DatasetError(f"{path}: expected {stored.bytes} bytes, got {external.file_size(path)}. Fetch it again.")
+    external.check_size(path, stored.bytes, external.file_size(path))
     _check_hash(path, stored)
     return path, external.map_file(path) if stored is shard.raw_data else _decompress(path, shard)
 
@@ -370,10 +355,10 @@ def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: byt
 
 
 def _read_index(path: Path) -> list[MdsShard]:
-    if external.file_size(path) > _MAX_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
+    if external.file_size(path) > blocks.MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
     try:
-        return MdsIndex.model_validate_json(external.read_head(path, _MAX_INDEX_BYTES)).shards
+        return MdsIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES)).shards
     except ValidationError as error:
         fault = error.errors()[0]
         location = ".".join(map(str, fault["loc"])) or "it"
@@ -436,11 +421,10 @@ def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:
     assert shard.zip_data is not None
     packed, size = shard.zip_data.bytes, shard.raw_data.bytes
     check_unpacked(path, packed, size + 1)
-    if shard.samples > max(_MAX_SAMPLES, packed):  # Empty ones: each costs memory here.
-        raise DatasetError(f"{path}: expected at most {_MAX_SAMPLES} samples, got {shard.samples}.")
+    if shard.samples > max(blocks.MAX_SAMPLES, packed):  # Empty ones: each costs memory here.
+        raise DatasetError(f"{path}: expected at most {blocks.MAX_SAMPLES} samples, got {shard.samples}.")
     data = external.read_head(path, packed + 1)
-    if len(data) != packed:
-        raise DatasetError(f"{path}: expected {packed} bytes, got {len(data)}. Fetch it again.")
+    external.check_size(path, packed, len(data))
     raw = bounded_unpack(data, (shard.compression or "").partition(":")[0], size + 1, path)
     if len(raw) != size:
         raise damaged(path, f"{size} bytes once decompressed", f"{len(raw)} or more")

@@ -183,14 +183,9 @@ def has_header(path: Path) -> bool:
 
 def ids_of(path: Path) -> Vector | None:
     """Return the file of sample ids that belongs to a file of tokens; None if there is none."""
-    stem = path.stem
-    number = re.fullmatch(r"(.*?)_?(\d+)", stem)
-    if number is None:
-        names = ["sample_ids"] if stem == "tokens" else [f"sample_ids_{stem}"]
-    elif number[1] == "train":
-        names = [f"sample_ids_{number[2]}", f"sample_ids_train_{number[2]}"]
-    else:
-        names = [f"sample_ids_{stem}"]
+    names = ["sample_ids" if path.stem == "tokens" else f"sample_ids_{path.stem}"]
+    if number := re.fullmatch(r"train_?(\d+)", path.stem):
+        names = [f"sample_ids_{number[1]}", f"sample_ids_train_{number[1]}"]
     for path_of_ids in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
         if path_of_ids.is_file():
             vector = _npy(path_of_ids) if detect(path_of_ids).format == "npy" else _raw(path_of_ids, np.dtype("<u8"))
