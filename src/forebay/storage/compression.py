@@ -62,7 +62,7 @@ def unpacked_head(packed: BinaryIO, compression: str, size: int) -> bytes:
     parts: list[bytes] = []
     remaining = size
     with suppress(*_ERRORS):
-        for data in _decoded(CountedReader(packed), compression, 1 << 31, step=256):
+        for data in unpack_members(CountedReader(packed), compression, 1 << 31, step=256):
             parts.append(data[:remaining])
             remaining -= len(parts[-1])
             if not remaining:
@@ -163,7 +163,7 @@ def unpack_stream(
 def _unpacked(packed: CountedReader, compression: str, max_ratio: int, max_window_bytes: int) -> Iterator[bytes]:
     size = 0
     try:
-        for data in _decoded(packed, compression, max_window_bytes):
+        for data in unpack_members(packed, compression, max_window_bytes):
             yield data
             size += len(data)
             if size > max(MIN_UNPACKED_BYTES, max_ratio * packed.count):
@@ -176,13 +176,11 @@ def _unpacked(packed: CountedReader, compression: str, max_ratio: int, max_windo
         raise CorruptInputError(f"damaged {compression} after {size} unpacked bytes: {reason}.") from error
 
 
-def unpack_gzip(packed: CountedReader) -> Iterator[bytes]:
-    """Yield the bytes of gzip members. Raises zlib.error, or EOFError where they end early, after all before it."""
-    return _decoded(packed, "gz", 0)
+def unpack_members(packed: CountedReader, compression: str, max_window_bytes: int, step: int = 0) -> Iterator[bytes]:
+    """Yield the bytes of members or frames one after the other, perhaps with zeros between them or at the end.
 
-
-def _decoded(packed: CountedReader, compression: str, max_window_bytes: int, step: int = 0) -> Iterator[bytes]:
-    """Members or frames one after the other, perhaps with zeros between them or at the end."""
+    Raises the decoder's error, or EOFError where they end early, after all before it.
+    """
     if compression == "lz4":
         with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
             while data := stream.read(_LZ4_STEP_BYTES):
