@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,8 +25,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import tables
+from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
-from forebay.formats.external import ExternalDataset
 from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
 from forebay.formats.report import Report, check_external
@@ -333,33 +334,25 @@ def _weight(row: dict[str, Any]) -> int:
     return sum(len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 8) for value in row.values())
 
 
-def check_blocks(
-    report: Report,
-    holds_tokens: Callable[[], bool],
-    open_dataset: Callable[[], ExternalDataset],
-    open_rows: Callable[[], TableSource],
-) -> None:
-    """Add to a report what a dataset holds: its tokens, or if it has none every value of its rows."""
-    fault = "index-mismatch"
-    try:
-        if holds_tokens():
-            return check_external(report, open_dataset)
-        fault = "damaged"
-        for batch in open_rows().batches():
-            report.read_bytes += batch.nbytes
-            report.add_count("rows", batch.num_rows)
-    except (DatasetError, UsageError) as error:
-        report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
+class BlockFormat(Format):
+    """Directories of blocks with an index, whose samples are tokens or rows."""
 
+    @abstractmethod
+    def holds_tokens(self, folder: Path) -> bool:
+        """Return whether samples are tokens, by the index. Raises DatasetError if that is damaged."""
 
-def decode_json(data: bytes) -> Any:
-    """Return the value of JSON."""
-    return orjson.loads(data)
-
-
-def decode_text(data: bytes) -> str:
-    """Return a text."""
-    return data.decode()
+    def check(self, path: Path, report: Report) -> None:
+        """Tokens as `open_tokens` finds them; every value of rows."""
+        fault = "index-mismatch"
+        try:
+            if self.holds_tokens(path):
+                return check_external(report, lambda: self.open_tokens(path, report.options.dtype))
+            fault = "damaged"
+            for batch in self.open_rows([path], ConvertOptions()).batches():
+                report.read_bytes += batch.nbytes
+                report.add_count("rows", batch.num_rows)
+        except (DatasetError, UsageError) as error:
+            report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
 
 
 def decode_number(dtype: str) -> Callable[[bytes], Any]:

@@ -261,6 +261,14 @@ def file_size(path: Path) -> int:
         return path.stat().st_size
 
 
+def index_edges(folder: Path) -> tuple[bytes, bytes]:
+    """Return the first 4 KiB and the last 64 of a folder's index.json; nothing where there is none."""
+    index = folder / "index.json"
+    if not index.is_file():
+        return b"", b""
+    return read_head(index, 4096), read_head(index, 1 << 16, max(0, file_size(index) - (1 << 16)))
+
+
 def check_size(path: Path, expected: int, got: int) -> None:
     """Raise DatasetError if a file has another size than expected."""
     if got != expected:

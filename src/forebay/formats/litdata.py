@@ -24,11 +24,9 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError
 from forebay.formats import blocks, external, tables
-from forebay.formats.base import Format
 from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.mds import inside_directory
-from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
@@ -73,7 +71,7 @@ class LitDataIndex(BaseModel, strict=True, defer_build=True):
         return self.config.item_loader == "PyTreeLoader"
 
 
-class LitData(Format):
+class LitData(blocks.BlockFormat):
     """Directories of LitData's chunks."""
 
     name = "litdata"
@@ -81,11 +79,8 @@ class LitData(Format):
 
     def is_dataset(self, folder: Path) -> bool:
         """By the first 4 KiB of index.json, or the last 64."""
-        index = folder / INDEX_FILE
-        if not index.is_file():
-            return False
-        tail = external.read_head(index, 1 << 16, max(0, external.file_size(index) - (1 << 16)))
-        return b'"data_format"' in tail or b'"chunk_bytes"' in external.read_head(index, 4096)
+        head, tail = external.index_edges(folder)
+        return b'"data_format"' in tail or b'"chunk_bytes"' in head
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return LitDataset(path, column)
@@ -122,16 +117,9 @@ class LitData(Format):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_chunks(samples, out, options, config, 0, digest.text), digest)
 
-    def check(self, path: Path, report: Report) -> None:
-        """Tokens as `LitDataset` opens them; every value of other samples."""
-
-        def holds_tokens() -> bool:
-            index, names = _read_index(path)
-            return bool(_token_leaves(names, index.config.data_format))
-
-        blocks.check_blocks(
-            report, holds_tokens, lambda: LitDataset(path), lambda: self.open_rows([path], ConvertOptions())
-        )
+    def holds_tokens(self, folder: Path) -> bool:
+        index, names = _read_index(folder)
+        return bool(_token_leaves(names, index.config.data_format))
 
 
 class LitDataset(external.ExternalDataset):
@@ -305,7 +293,7 @@ def _number_type(leaf: str) -> str:
 
 def _decoder(folder: Path, name: str, leaf: str) -> Callable[[bytes], Any]:
     decoders: dict[str, Callable[[bytes], Any]] = {
-        "str": blocks.decode_text, "text": blocks.decode_text, "json": _decode_json, "numpy": _decode_array,
+        "str": bytes.decode, "text": bytes.decode, "json": _decode_json, "numpy": _decode_array,
         "int": blocks.decode_number("<i8"), "float": blocks.decode_number("<f8"), "bool": blocks.decode_number("?"),
     }  # fmt: skip
     if kind := _number_type(leaf):
@@ -321,7 +309,7 @@ def _decoder(folder: Path, name: str, leaf: str) -> Callable[[bytes], Any]:
 def _decode_json(data: bytes) -> Any:
     if data[:1] <= b"\x20":
         raise ValueError("LitData's own encoding of nested values, which only its library reads")
-    return blocks.decode_json(data)
+    return orjson.loads(data)
 
 
 def _decode_array(data: bytes) -> NDArray[Any]:

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import orjson
 import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import blocks, external, tables
-from forebay.formats.base import Format
 from forebay.formats.blocks import I64, INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
@@ -39,8 +38,8 @@ _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     **{name: blocks.decode_number(kind) for name, kind in _TYPES.items()},
     **dict.fromkeys(("bytes", "jpeg", "png"), bytes),
-    "str": blocks.decode_text,
-    "json": blocks.decode_json,
+    "str": bytes.decode,
+    "json": orjson.loads,
     "int": blocks.decode_number("<i8"),
     "str_int": int,
     "str_float": float,
@@ -106,7 +105,7 @@ class TokenColumn:
         return self.encoding.startswith("ndarray") and self.length is None
 
 
-class Mds(Format):
+class Mds(blocks.BlockFormat):
     """Directories of MDS shards."""
 
     name = "mds"
@@ -114,13 +113,8 @@ class Mds(Format):
 
     def is_dataset(self, folder: Path) -> bool:
         """By the first 4 KiB and the last 64 of index.json."""
-        index = folder / INDEX_FILE
-        if not index.is_file():
-            return False
-        head = external.read_head(index, 4096).lstrip()
-        return head[:1] == b"{" and b'"shards"' in head + external.read_head(
-            index, 1 << 16, max(0, external.file_size(index) - (1 << 16))
-        )
+        head, tail = external.index_edges(folder)
+        return head.lstrip()[:1] == b"{" and b'"shards"' in head + tail
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return MdsDataset(path, dtype, column)
@@ -149,20 +143,10 @@ class Mds(Format):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_shards(samples, out, options, encodings), digest)
 
-    def check(self, path: Path, report: Report) -> None:
-        """Tokens as `MdsDataset` opens them; every value of shards that hold none."""
-
-        def holds_tokens() -> bool:
-            shard = _read_index(path / INDEX_FILE)[0]
-            has_text = any(encoding in ("str", "json") for encoding in shard.column_encodings)
-            return not has_text or any(name in shard.column_names for name in external.TOKEN_COLUMNS)
-
-        blocks.check_blocks(
-            report,
-            holds_tokens,
-            lambda: MdsDataset(path, report.options.dtype),
-            lambda: self.open_rows([path], ConvertOptions()),
-        )
+    def holds_tokens(self, folder: Path) -> bool:
+        shard = _read_index(folder / INDEX_FILE)[0]
+        has_text = any(encoding in ("str", "json") for encoding in shard.column_encodings)
+        return not has_text or any(name in shard.column_names for name in external.TOKEN_COLUMNS)
 
 
 class MdsDataset(external.ExternalDataset):
@@ -173,38 +157,34 @@ class MdsDataset(external.ExternalDataset):
         self._column = _find_column(path / INDEX_FILE, self._shards, dtype, column)
         with ThreadPoolExecutor(16) as pool:
             counts = list(pool.map(self._count, self._shards))
-            marks = list(
-                pool.map(lambda shard: external.fingerprint(self._find(shard)[0], len(self._shards)), self._shards)
-            )
+            stored = list(pool.map(partial(_stored_file, path), self._shards))
+        marks = external.fingerprints([file for file, _ in stored])
         files = [path / shard.raw_data.basename for shard in self._shards]
         parts = [
-            external.ExternalSlice(
-                i, external.shown_name(path, file), 0, count, shard.samples, self._find(shard)[1].bytes
-            )
+            external.ExternalSlice(i, external.shown_name(path, file), 0, count, shard.samples, stored[i][1].bytes)
             for i, (file, shard, count) in enumerate(zip(files, self._shards, counts))
         ]
         settings = {"column": self._column.name, "encodings": [self._column.encoding]}
         super().__init__(path, "mds", external.common_dtype(path, [self._column.kind]), files, marks, parts, settings)
-
-    def _find(self, shard: MdsShard) -> tuple[Path, ShardFile]:
-        return _stored_file(self._folder, shard)
 
     def _exists(self, file: int) -> bool:
         shard = self._shards[file]
         return any(f is not None and (self._folder / f.basename).is_file() for f in (shard.raw_data, shard.zip_data))
 
     def _mark(self, file: int) -> bytes:
-        path, stored = self._find(self._shards[file])
+        path, stored = _stored_file(self._folder, self._shards[file])
         _check_hash(path, stored)
         return external.fingerprint(path, len(self.files))
 
     def _hash_checks(self) -> tuple[str, ...]:
-        names = [self._find(shard)[1].hash_name for i, shard in enumerate(self._shards) if self._exists(i)]
+        names = [
+            _stored_file(self._folder, shard)[1].hash_name for i, shard in enumerate(self._shards) if self._exists(i)
+        ]
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
     def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         shard, column = self._shards[part.file], self._column
-        path, stored = self._find(shard)
+        path, stored = _stored_file(self._folder, shard)
         is_raw = stored is shard.raw_data
         memory = self._map(path, stored.bytes) if is_raw else _decompress(path, shard)
         begins, stops = self._locate(path, shard, memory)
@@ -215,7 +195,7 @@ class MdsDataset(external.ExternalDataset):
         return external.as_tokens(values.view(column.kind), path), document_ends
 
     def _count(self, shard: MdsShard) -> int:
-        column, (path, stored) = self._column, self._find(shard)
+        column, (path, stored) = self._column, _stored_file(self._folder, shard)
         external.check_size(path, stored.bytes, external.file_size(path))
         if column.length is not None:
             return shard.samples * column.length

@@ -52,11 +52,7 @@ class Vector:
 
 def check_no_chunks(folder: Path) -> None:
     """Raise UsageError for LitData's chunks: each begins with a table of offsets, which would be read as tokens."""
-    index = folder / "index.json"
-    if not index.is_file():
-        return
-    size = external.file_size(index)
-    if b'"data_format"' in external.read_head(index, 1 << 16, max(0, size - (1 << 16))):
+    if b'"data_format"' in external.index_edges(folder)[1]:
         raise UsageError(
             f"{folder}: expected files of tokens, got LitData's chunks. Give the directory with their index.json."
         )
@@ -174,11 +170,6 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     except (TypeError, SyntaxError, tokenize.TokenError) as error:
         raise ValueError(str(error)) from error
     return tuple(map(int, shape)), bool(fortran), dtype
-
-
-def has_header(path: Path) -> bool:
-    """Return whether a file begins with NumPy's or llm.c's header. Raises DatasetError if it cannot be read."""
-    return detect(path).format in HEADERS
 
 
 def ids_of(path: Path) -> Vector | None:

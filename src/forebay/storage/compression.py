@@ -59,15 +59,13 @@ def sniff_compression(head: bytes) -> str:
 
 def unpacked_head(packed: BinaryIO, compression: str, size: int) -> bytes:
     """Return up to `size` first bytes of what a compressed stream holds; fewer where it ends early or is damaged."""
-    parts: list[bytes] = []
-    remaining = size
+    head = bytearray()
     with suppress(*_ERRORS):
         for data in unpack_members(CountedReader(packed), compression, 1 << 31, step=256):
-            parts.append(data[:remaining])
-            remaining -= len(parts[-1])
-            if not remaining:
+            head += data[:size]
+            if len(head) >= size:
                 break
-    return b"".join(parts)
+    return bytes(head[:size])
 
 
 class ChunkStream(io.BufferedReader):
@@ -228,14 +226,9 @@ def _check_window(head: bytes, max_window_bytes: int) -> None:
             ) from None
 
 
-def max_unpacked(packed_bytes: int) -> int:
-    """Return how many bytes a block of this packed size may become."""
-    return max(_BLOCK_FLOOR, _BLOCK_RATIO * packed_bytes)
-
-
 def check_unpacked(location: object, packed_bytes: int, claimed_bytes: int) -> None:
-    """Raise DatasetError if packed bytes claim to be more than `max_unpacked`."""
-    if claimed_bytes > (limit := max_unpacked(packed_bytes)):
+    """Raise DatasetError if packed bytes claim to be more than 128 MiB and 200 times as many."""
+    if claimed_bytes > (limit := max(_BLOCK_FLOOR, _BLOCK_RATIO * packed_bytes)):
         raise DatasetError(
             f"{location}: expected at most {limit} bytes once decompressed, got {claimed_bytes} out of {packed_bytes}: "
             "a decompression bomb, or data without content. If you trust it, write it again uncompressed."
@@ -245,7 +238,7 @@ def check_unpacked(location: object, packed_bytes: int, claimed_bytes: int) -> N
 def bounded_unpack(data: bytes | memoryview, compression: str, size: int, location: object) -> bytes:
     """Return the first `size` bytes of a block of `zstd`, `gz`, `bz2`, `br` or `snappy`, fewer if it holds fewer.
 
-    Raises DatasetError if the block is damaged or `size` is more than `max_unpacked`.
+    Raises DatasetError if the block is damaged or `size` is more than `check_unpacked` allows.
     """
     check_unpacked(location, len(data), size)
     try:
