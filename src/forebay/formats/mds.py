@@ -306,7 +306,6 @@ def _stored_file(folder: Path, shard: MdsShard) -> tuple[Path, ShardFile]:
 
 
 def _stored_column(path: Path, shards: list[MdsShard], index: int) -> blocks.StoredColumn:
-    _check_columns(path, shards)
     name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
     size = shards[0].column_sizes[index] or None
     kind, _, rest = encoding.partition(":")
@@ -338,26 +337,20 @@ def _read_index(path: Path) -> list[MdsShard]:
     if external.file_size(path) > blocks.MAX_INDEX_BYTES:
         raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
     try:
-        return MdsIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES)).shards
+        shards = MdsIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES)).shards
     except ValidationError as error:
         fault = error.errors()[0]
         location = ".".join(map(str, fault["loc"])) or "it"
         raise DatasetError(
             f"{path}: expected MosaicML's index of version 2, got {location}: {fault['msg']}. Write or fetch it again."
         ) from error
-
-
-def _check_columns(path: Path, shards: list[MdsShard]) -> None:
-    names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
-    if not len(names) == len(encodings) == len(sizes) or any(
-        (shard.column_names, shard.column_encodings, shard.column_sizes) != (names, encodings, sizes)
-        for shard in shards
-    ):
+    columns = [(shard.column_names, shard.column_encodings, shard.column_sizes) for shard in shards]
+    if len({len(values) for values in columns[0]}) > 1 or any(of_shard != columns[0] for of_shard in columns):
         raise DatasetError(f"{path}: expected the same columns, with an encoding and size each, in every shard.")
+    return shards
 
 
 def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | None) -> TokenColumn:
-    _check_columns(path, shards)
     names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
     arrays = [name for name, encoding in zip(names, encodings) if encoding.split(":")[0] == "ndarray"]
     candidates = [name for name in reversed(external.TOKEN_COLUMNS) if name in names] or (
