@@ -95,7 +95,7 @@ def convert(
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     if is_url(out):
         with naming_source(path if isinstance(path, (str, Path)) else source.format):
-            return _noting_columns(_convert_to_bucket(source, str(out), to, options), source)
+            return _convert_to_bucket(source, str(out), to, options)
     target = Path(out)
     with naming_source(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
         check_output(path, target, to, force)  # Again: what a killed run moved away may be back.
@@ -114,13 +114,7 @@ def convert(
         manifest = staged / MANIFEST_FILE
         id = dataset_id(manifest.read_bytes()) if manifest.is_file() else ""
         _commit(staged, target)
-    return _noting_columns(ConversionReport(source.format, to, target, written, num_bytes, id), source)
-
-
-def _noting_columns(report: ConversionReport, source: TokenSource | TableSource) -> ConversionReport:
-    left_out = source.metadata.get("left_out", ()) if isinstance(source, TokenSource) else ()
-    notes = (*report.written.notes, *([f"columns left out: {', '.join(left_out)}"] if left_out else []))
-    return replace(report, written=replace(report.written, notes=notes))
+    return ConversionReport(source.format, to, target, written, num_bytes, id)
 
 
 def _write(source: TokenSource | TableSource, staged: Path, to: str, options: ConvertOptions) -> Written:

@@ -144,7 +144,7 @@ def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_i
             assert len(both.origin.sources()) == 2
             assert all_leaves(both) == all_leaves(dataset)
             assert mirror(both, tmp_path / "copy").complete
-    assert verify_dataset(tmp_path / "copy", dataset.id).ok
+    assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
 def test_a_directory_gets_the_hashes_where_no_peer_has_them(
@@ -157,7 +157,7 @@ def test_a_directory_gets_the_hashes_where_no_peer_has_them(
         remote = open_remote(URL, identity=make_identity("reader"), discovery=discovery)
         assert mirror(remote, tmp_path / "copy").complete
     assert (tmp_path / "copy" / CHUNKS_FILE).read_bytes() == expected
-    assert verify_dataset(tmp_path / "copy", dataset.id).ok
+    assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
 @pytest.mark.parametrize("change", ["lineage", "chunk_bytes", "table_sha256"])

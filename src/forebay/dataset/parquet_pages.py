@@ -34,7 +34,6 @@ class Column:
 class ColumnChunk:
     """A column's values in one row group: where its pages lie in the file."""
 
-    column: int
     start: int
     stop: int
     num_values: int
@@ -80,11 +79,11 @@ def read_footer(data: bytes) -> Footer:
         chunks = _structs(group.get(1))
         if len(chunks) != len(columns) or root.get(5) != len(columns):
             raise ValueError(f"expected {len(columns)} flat columns in each row group, got {len(chunks)}")
-        groups.append((_int(group, 3), [_chunk(i, chunk.get(3), len(data)) for i, chunk in enumerate(chunks)]))
+        groups.append((_int(group, 3), [_chunk(chunk.get(3), len(data)) for chunk in chunks]))
     return Footer(_int(metadata, 3), columns, groups)
 
 
-def _chunk(column: int, metadata: Any, num_bytes: int) -> ColumnChunk:
+def _chunk(metadata: Any, num_bytes: int) -> ColumnChunk:
     if not isinstance(metadata, dict):
         raise ValueError("column chunk: expected its facts in the footer")
     start, dictionary = _int(metadata, 9), _int(metadata, 11, 0)
@@ -92,7 +91,7 @@ def _chunk(column: int, metadata: Any, num_bytes: int) -> ColumnChunk:
     stop = start + _int(metadata, 7)
     if not 0 < start < stop <= num_bytes:
         raise ValueError(f"column chunk: expected it within the file's {num_bytes} bytes, got [{start}, {stop})")
-    return ColumnChunk(column, start, stop, _int(metadata, 5))
+    return ColumnChunk(start, stop, _int(metadata, 5))
 
 
 def _structs(value: Any) -> list[dict[int, Any]]:

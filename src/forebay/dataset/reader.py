@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from forebay import html
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
 from forebay.dataset.documents import Document, Documents
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
@@ -70,6 +70,7 @@ class Dataset:
     """
 
     max_open_slices = 64
+    _num_hashers = 4
 
     def __init__(
         self, path: Path, manifest: Manifest, table: SliceTable, id: str, verified: VerifiedChunks | None = None
@@ -293,30 +294,36 @@ class Dataset:
 
         Args:
             on_progress: Called with the bytes hashed since the last call, from one thread.
-            workers: Threads that hash; by default 4.
+            workers: Threads that hash; by default 4, of a remote dataset 8.
         """
-        changed: list[str] = []
-        missing: list[str] = []
-        if _state_of(self.path / TABLE_FILE, None, self.manifest.table_sha256):
-            changed.append(TABLE_FILE)
-        for name, sha256 in sorted(listed_files(self.manifest).items()):
-            state = _state_of(self.path / name, None, sha256)
-            (missing if state == "missing" else changed if state else []).append(name)
-        with ThreadPoolExecutor(workers or 4) as pool:
-            rows = map(self.table.row, range(self.num_slices))
-            for row, state in pool.map(lambda row: (row, self._state_of_slice(row)), rows):
-                (missing if state == "missing" else changed if state else []).append(row.name)
+        files: list[tuple[str, int | None, str]] = [(TABLE_FILE, None, self.manifest.table_sha256)]
+        files += ((name, None, sha256) for name, sha256 in sorted(listed_files(self.manifest).items()))
+        hashes = (row.tobytes().hex() for row in self.table.sha256)
+        files += zip(self.table.names.to_pylist(), self.table.bytes.tolist(), hashes)
+        names: dict[str, list[str]] = {"": [], "changed": [], "missing": []}
+        with ThreadPoolExecutor(workers or self._num_hashers) as pool:
+            for (name, size, _), state in zip(files, pool.map(lambda file: self._state_of(*file), files)):
+                names[state].append(name)
                 if on_progress is not None:
-                    on_progress(row.bytes)
+                    on_progress(size or 0)
         if self.table.chunk_bytes:
-            state = self._state_of_chunks()
-            (missing if state == "missing" else changed if state else []).append(CHUNKS_FILE)
-        extra = self._extra()
+            names[self._state_of_chunks()].append(CHUNKS_FILE)
+        changed, missing, extra = names["changed"], names["missing"], self._extra()
         failed = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
         return VerifyReport(not failed, failed, changed, missing, extra)
 
-    def _state_of_slice(self, row: SliceInfo) -> str:
-        return _state_of(self.path / row.name, row.bytes, row.sha256, row.chunk_bytes)
+    def _state_of(self, name: str, size: int | None, sha256: str) -> str:
+        """ "", "changed" or "missing": how a slice, or a file without a size, compares with its hash."""
+        path = self.path / name
+        try:
+            if not path.is_file():
+                return "missing"
+            if size is not None and path.stat().st_size != size:
+                return "changed"
+            chunk_bytes = 0 if size is None else self.table.chunk_bytes
+            return "" if hash_slice(path, chunk_bytes)[0] == sha256 else "changed"
+        except OSError:
+            return "changed"
 
     def _state_of_chunks(self) -> str:
         """ "", "changed" or "missing": whether `chunks.sha256` has the hashes of all slices."""
@@ -372,20 +379,18 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
         manifest = Manifest.from_json(manifest_bytes)
     except DatasetError as error:
         raise DatasetError(f"{folder}: {error}") from error
-    table_bytes = _read(folder, TABLE_FILE)
-    got = hashlib.sha256(table_bytes).hexdigest()
-    if got != manifest.table_sha256:
-        raise DatasetError(
-            f"{folder / TABLE_FILE}: expected sha256 {manifest.table_sha256}, got {got}. Fetch it again."
-        )
-    table = SliceTable.from_parquet(table_bytes, manifest.chunk_bytes)
-    check_totals(manifest, table)
+    table = table_of(manifest, _read(folder, TABLE_FILE), folder / TABLE_FILE)
     id = manifest.id
     return Dataset(folder, manifest, table, id, VerifiedChunks(folder, id, table) if verify == "once" else None)
 
 
-def check_totals(manifest: Manifest, table: SliceTable) -> None:
-    """Raise DatasetError unless the manifest's totals are the table's sums."""
+def table_of(manifest: Manifest, data: bytes, location: object) -> SliceTable:
+    """The table in `data`. Raises DatasetError unless it has the manifest's hash and totals."""
+    if (got := hashlib.sha256(data).hexdigest()) != manifest.table_sha256:
+        raise DatasetError(
+            f"{location}: expected sha256 {manifest.table_sha256}, got {got}. Fetch or publish it again."
+        )
+    table = SliceTable.from_parquet(data, manifest.chunk_bytes)
     total = manifest.tokens if manifest.layout == "tokens" else manifest.rows
     # Python integers where 64 bits might overflow: a hostile table may contain anything.
     expected = {"slices": manifest.slices, "bytes": manifest.bytes, manifest.layout: total}
@@ -396,18 +401,11 @@ def check_totals(manifest: Manifest, table: SliceTable) -> None:
         raise DatasetError(
             f"{TABLE_FILE}: expected the manifest's totals {expected}, got {actual}. Fetch both files again."
         )
+    return table
 
 
-def verify_dataset(
-    path: str | Path,
-    expected_id: str | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    workers: int | None = None,
-) -> VerifyReport:
+def verify_dataset(path: str | Path, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
     """As `Dataset.verify`; a damaged manifest or table is reported instead of raised.
-
-    Args:
-        expected_id: If given, a manifest with another id fails, too.
 
     Raises:
         DatasetError: If there is no manifest.
@@ -418,14 +416,12 @@ def verify_dataset(
         manifest = Manifest.from_json(data)
     except DatasetError:
         return VerifyReport(False, [MANIFEST_FILE], changed=[MANIFEST_FILE])
-    if expected_id is not None and dataset_id(data) != expected_id:
-        return VerifyReport(False, [MANIFEST_FILE], changed=[MANIFEST_FILE])
     table_path = folder / TABLE_FILE
     if not table_path.is_file():
         return VerifyReport(False, [TABLE_FILE], missing=[TABLE_FILE])
     if hash_file(table_path) != manifest.table_sha256:
         return VerifyReport(False, [TABLE_FILE], changed=[TABLE_FILE])
-    return open_dataset(folder, verify="never").verify(on_progress, workers)
+    return open_dataset(folder, verify="never").verify(on_progress)
 
 
 def local_path(path: str | Path) -> Path:
@@ -457,17 +453,6 @@ def listed_files(manifest: Manifest) -> dict[str, str]:
     if not isinstance(files, dict):
         return {}
     return {name: str(sha) for name, sha in files.items() if "/" not in name and name not in ("", ".", "..")}
-
-
-def _state_of(path: Path, size: int | None, sha256: str, chunk_bytes: int = 0) -> str:
-    try:
-        if not path.is_file():
-            return "missing"
-        if size is not None and path.stat().st_size != size:
-            return "changed"
-        return "" if hash_slice(path, chunk_bytes)[0] == sha256 else "changed"
-    except OSError:
-        return "changed"
 
 
 def _sum(column: Any) -> int:

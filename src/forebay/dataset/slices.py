@@ -104,12 +104,12 @@ def slice_of(memory: NDArray[np.uint8], path: Path) -> Slice:
         offset += count
         return memory[offset - count : offset].tobytes()
 
-    try:
-        entries = _read_header(read, len(memory))
-    except _HeaderError as error:
-        raise DatasetError(f"{path}: {error}. The file is no slice or is damaged; fetch it again.") from error
-    tensors = {name: memory[start:stop].view(DTYPES[kind]).reshape(shape) for name, kind, shape, start, stop in entries}
-    return Slice(path, tensors, {name: kind for name, kind, *_ in entries})
+    located = locate_tensors(read, len(memory), path)
+    tensors = {
+        name: memory[start:stop].view(DTYPES[kind]).reshape(shape)
+        for name, (kind, shape, start, stop) in located.items()
+    }
+    return Slice(path, tensors, {name: kind for name, (kind, *_) in located.items()})
 
 
 def release_pages(array: NDArray[Any]) -> None:
@@ -135,7 +135,11 @@ def _base(array: NDArray[Any]) -> Any:
     return base.obj if isinstance(base, memoryview) else base
 
 
-def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+_Entry = tuple[str, str, tuple[int, ...], int, int]
+_Extent = tuple[str, tuple[int, ...], int, int]  # The same without the name.
+
+
+def locate_tensors(read: Callable[[int], bytes], size: int, location: object = "a slice") -> dict[str, _Extent]:
     """Locate the tensors of a SafeTensors file of `size` bytes by its header.
 
     Args:
@@ -148,20 +152,17 @@ def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[s
         DatasetError: If it is not valid SafeTensors.
     """
     try:
-        return {name: tuple(entry) for name, *entry in _read_header(read, size)}  # type: ignore[misc]
+        return _read_header(read, size)
     except _HeaderError as error:
-        raise DatasetError(f"a slice: {error}. The file is no slice or is damaged; fetch it again.") from error
+        raise DatasetError(f"{location}: {error}. The file is no slice or is damaged; fetch it again.") from error
 
 
 class _HeaderError(ValueError):
-    """An invalid header; open_slice adds the path."""
+    """An invalid header; `locate_tensors` adds the path."""
 
 
-_Entry = tuple[str, str, tuple[int, ...], int, int]
-
-
-def _read_header(read: Callable[[int], bytes], size: int) -> list[_Entry]:
-    """Name, type, shape and bytes [start, stop) of the file of each tensor."""
+def _read_header(read: Callable[[int], bytes], size: int) -> dict[str, _Extent]:
+    """As `locate_tensors`; raises _HeaderError."""
     if size < 8:
         raise _HeaderError(f"expected at least 8 bytes of SafeTensors, got {size}")
     length = int.from_bytes(read(8), "little")
@@ -176,8 +177,8 @@ def _read_header(read: Callable[[int], bytes], size: int) -> list[_Entry]:
         raise
     except (ValueError, RecursionError) as error:
         raise _HeaderError(f"expected a header of JSON, got {error}") from error
-    entries = _check_header(header, size - 8 - length)
-    return [(*entry, 8 + length + start, 8 + length + stop) for *entry, start, stop in entries]  # type: ignore[misc]
+    entries, base = _check_header(header, size - 8 - length), 8 + length
+    return {name: (kind, shape, base + start, base + stop) for name, kind, shape, start, stop in entries}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -117,12 +117,8 @@ def _mark_of(path: Path, sha256: str) -> bytes:
 
 def _read(path: Path, start: int, stop: int) -> memoryview:
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             file.seek(start)
-            buffer = memoryview(bytearray(stop - start))
-            count = 0
-            while count < len(buffer) and (read := file.readinto(buffer[count:])):
-                count += read
-            return buffer[:count]
+            return memoryview(file.read(stop - start))
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}. Fetch it again.") from error

@@ -24,7 +24,6 @@ from forebay.formats.vectors import (
     RAW_SUFFIXES,
     VectorDataset,
     check_no_chunks,
-    has_header,
     ids_of,
 )
 
@@ -83,7 +82,7 @@ def _open_directory(path: Path, dtype: Any) -> ExternalDataset | None:
 def open_token_files(folder: Path, files: Sequence[Path], dtype: Any = None) -> ExternalDataset | None:
     """Open those of the files of a folder that hold a vector of tokens each; None if none does. Errors as above."""
     tokens = [file for file in files if not file.name.startswith(IDS_PREFIX)]
-    chosen = [file for file in tokens if has_header(file) or ids_of(file) is not None]
+    chosen = [file for file in tokens if detect(file).format in HEADERS or ids_of(file) is not None]
     if dtype is not None:
         chosen = [file for file in tokens if file in set(chosen) or file.suffix in RAW_SUFFIXES]
     if not chosen:
@@ -111,5 +110,5 @@ def _open_file(path: Path, dtype: Any) -> ExternalDataset | None:
 def _files(path: Path) -> Iterator[Path]:
     with reading(path):
         files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-    are_tokens = (file.suffix in RAW_SUFFIXES or is_index(file) or has_header(file) for file in files)
+    are_tokens = (file.suffix in RAW_SUFFIXES or is_index(file) or detect(file).format in HEADERS for file in files)
     return iter(files if any(islice(are_tokens, _MAX_SNIFFED)) else ())

@@ -5,7 +5,8 @@ size, which other tools read too.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pyarrow.ipc
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.arrow_ipc import check_blocks, check_stream, checked_stream
 from forebay.formats.base import Format
-from forebay.formats.columns import ColumnFormat, checked_rows, with_lists
+from forebay.formats.columns import READ_ERRORS, ColumnFormat, checked_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.external import ExternalDataset
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input, open_stored
+from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, open_stored
 from forebay.formats.records import Record
 from forebay.formats.report import Report, check_external
 from forebay.formats.saved_arrow import SavedDataset, files_of
@@ -37,11 +38,46 @@ class Arrow(ColumnFormat):
         is_stream = head.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(head[4:8], "little") < 1 << 24
         return head.startswith((b"ARROW1", b"FEA1")) or (is_stream and head[8:9] in b"\x0c\x10\x14\x18")
 
-    def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> AbstractContextManager[Any]:
-        return _open_input(file, options, split)
+    @contextmanager
+    def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> Iterator[Any]:
+        with ExitStack() as opened:
+            if file.compression:
+                stream = opened.enter_context(open_input(file, options))
+                yield pa.ipc.open_stream(checked_stream(stream))
+                return
+            stored = opened.enter_context(open_stored(file, is_random=True))
+            magic = stored.read(6)
+            stored.seek(0)
+            if magic[:4] == b"FEA1":
+                raise CorruptInputError(
+                    "Feather of version 1 is no longer read. Write it again with pyarrow or pandas."
+                )
+            is_remote = "://" in file.path
+            if magic == b"ARROW1":
+                if split is not None:
+                    check_blocks(stored, split.start, split.stop)
+                source = pa.PythonFile(stored) if is_remote else opened.enter_context(pa.memory_map(file.path))
+                yield pa.ipc.open_file(source)
+            elif is_remote:
+                yield pa.ipc.open_stream(checked_stream(stored))
+            else:
+                if split is not None:
+                    check_stream(stored)
+                yield pa.ipc.open_stream(opened.enter_context(pa.memory_map(file.path)))
 
-    def num_groups(self, reader: Any) -> int:
-        return int(getattr(reader, "num_record_batches", 0))  # A stream does not say.
+    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+        number = 0
+        try:
+            with self.open_file(file, options, None) as reader:
+                number = getattr(reader, "num_record_batches", 0)  # A stream does not say.
+        except READ_ERRORS:
+            pass  # Reading it reports what is wrong.
+        if not number:
+            yield 0, 0, file.bytes
+        step = max(1, number * SPLIT_BYTES // max(1, file.bytes))
+        for start in range(0, number, step):
+            stop = min(start + step, number)
+            yield start, stop, file.bytes * stop // number - file.bytes * start // number
 
     def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
         if isinstance(reader, pa.ipc.RecordBatchFileReader):
@@ -49,11 +85,9 @@ class Arrow(ColumnFormat):
         return ((-1 if index else 0, batch) for index, batch in enumerate(reader))
 
     def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
-        """Of a stream, which is read from its beginning, no row begins a group."""
         checked: dict[str, Any] = {}
-        is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
-        groups = range(split.start, split.stop or reader.num_record_batches) if is_file else ()
-        for start, batch in ((i, reader.get_batch(i)) for i in groups) if is_file else ((-1, b) for b in reader):
+        num_groups = split.stop - split.start if split.stop else None
+        for start, batch in islice(self.batches(reader, split.start), num_groups):
             yield from ((-1 if i else start, row) for i, row in enumerate(checked_rows(batch, keys, checked)))
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
@@ -83,29 +117,3 @@ class SavedArrow(Format):
 
     def check(self, path: Path, report: Report) -> None:
         check_external(report, lambda: SavedDataset(path))
-
-
-@contextmanager
-def _open_input(file: InputFile, options: ReadOptions, split: InputSplit | None = None) -> Iterator[Any]:
-    with ExitStack() as opened:
-        if file.compression:
-            stream = opened.enter_context(open_input(file, options))
-            yield pa.ipc.open_stream(checked_stream(stream))
-            return
-        stored = opened.enter_context(open_stored(file, is_random=True))
-        magic = stored.read(6)
-        stored.seek(0)
-        if magic[:4] == b"FEA1":
-            raise CorruptInputError("Feather of version 1 is no longer read. Write it again with pyarrow or pandas.")
-        is_remote = "://" in file.path
-        if magic == b"ARROW1":
-            if split is not None:
-                check_blocks(stored, split.start, split.stop)
-            source = pa.PythonFile(stored) if is_remote else opened.enter_context(pa.memory_map(file.path))
-            yield pa.ipc.open_file(source)
-        elif is_remote:
-            yield pa.ipc.open_stream(checked_stream(stored))
-        else:
-            if split is not None:
-                check_stream(stored)
-            yield pa.ipc.open_stream(opened.enter_context(pa.memory_map(file.path)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,14 +25,16 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import tables
+from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
-from forebay.formats.external import ExternalDataset
 from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
 from forebay.formats.report import Report, check_external
 
 INDEX_FILE = "index.json"
 MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
+MAX_INDEX_BYTES = 1 << 30
+MAX_SAMPLES = 1 << 20  # Of a compressed block of few bytes.
 I64 = NDArray[np.int64]
 _FILES = ("raw_data", "zip_data")  # Of a shard of MDS.
 
@@ -280,14 +283,39 @@ class StoredColumn:
     decode: Callable[[bytes], Any]
 
 
-def read_rows(path: Path, memory: Any, offsets: I64, columns: Sequence[StoredColumn]) -> Iterator[dict[str, Any]]:
+def open_blocks(
+    name: str, folder: Path, columns: Sequence[StoredColumn], counts: Sequence[int],
+    open_block: Callable[[int], tuple[Path, NDArray[np.uint8]]], *, has_sizes: bool = True,
+) -> TableSource:  # fmt: skip
+    """Return the samples of blocks as rows; block i has `counts[i]` samples.
+
+    Args:
+        open_block: Returns the path and bytes of a block by its number.
+        has_sizes: Whether each sample says the sizes of its columns; else the one column is all of it.
+    """
+    if not any(counts):
+        return TableSource(name, pa.schema([]), 0, lambda: iter(()))
+
+    def read() -> Iterator[tuple[str, tables.Rows, int]]:
+        for index, count in enumerate(counts):
+            path, memory = open_block(index)
+            rows = _read_rows(path, memory, read_offsets(path, memory, count, len(memory)), columns, has_sizes)
+            for batch in batched(rows, _weight, tables.BATCH_BYTES, tables.BATCH_ROWS):
+                yield str(path), batch, sum(map(_weight, batch))
+
+    return tables.open_samples(name, read, folder)
+
+
+def _read_rows(
+    path: Path, memory: Any, offsets: I64, columns: Sequence[StoredColumn], has_sizes: bool
+) -> Iterator[dict[str, Any]]:
     """Yield the samples of a block as rows. Raises DatasetError where a value is not what its column says."""
-    head = struct.Struct(f"<{sum(column.size is None for column in columns)}I")
+    head = struct.Struct(f"<{sum(column.size is None for column in columns) if has_sizes else 0}I")
     data = memoryview(memory)
     for number, (start, stop) in enumerate(pairwise(offsets.tolist())):
         if stop - start < head.size:
             raise damaged(path, "the sizes of its columns in every sample", "fewer bytes")
-        own, position = iter(head.unpack_from(data, start)), start + head.size
+        own, position = iter(head.unpack_from(data, start) or [stop - start]), start + head.size
         row: dict[str, Any] = {}
         for column in columns:
             begin, position = position, position + (next(own) if column.size is None else column.size)
@@ -302,43 +330,29 @@ def read_rows(path: Path, memory: Any, offsets: I64, columns: Sequence[StoredCol
         yield row
 
 
-def row_batches(rows: Iterable[dict[str, Any]], path: Path) -> Iterator[tuple[str, tables.Rows, int]]:
-    """Yield rows in batches, as `tables.open_samples` reads them."""
-    for batch in batched(rows, _weight, tables.BATCH_BYTES, tables.BATCH_ROWS):
-        yield str(path), batch, sum(map(_weight, batch))
-
-
 def _weight(row: dict[str, Any]) -> int:
     return sum(len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 8) for value in row.values())
 
 
-def check_blocks(
-    report: Report,
-    holds_tokens: Callable[[], bool],
-    open_dataset: Callable[[], ExternalDataset],
-    open_rows: Callable[[], TableSource],
-) -> None:
-    """Add to a report what a dataset holds: its tokens, or if it has none every value of its rows."""
-    fault = "index-mismatch"
-    try:
-        if holds_tokens():
-            return check_external(report, open_dataset)
-        fault = "damaged"
-        for batch in open_rows().batches():
-            report.read_bytes += batch.nbytes
-            report.add_count("rows", batch.num_rows)
-    except (DatasetError, UsageError) as error:
-        report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
+class BlockFormat(Format):
+    """Directories of blocks with an index, whose samples are tokens or rows."""
 
+    @abstractmethod
+    def holds_tokens(self, folder: Path) -> bool:
+        """Return whether samples are tokens, by the index. Raises DatasetError if that is damaged."""
 
-def decode_json(data: bytes) -> Any:
-    """Return the value of JSON."""
-    return orjson.loads(data)
-
-
-def decode_text(data: bytes) -> str:
-    """Return a text."""
-    return data.decode()
+    def check(self, path: Path, report: Report) -> None:
+        """Tokens as `open_tokens` finds them; every value of rows."""
+        fault = "index-mismatch"
+        try:
+            if self.holds_tokens(path):
+                return check_external(report, lambda: self.open_tokens(path, report.options.dtype))
+            fault = "damaged"
+            for batch in self.open_rows([path], ConvertOptions()).batches():
+                report.read_bytes += batch.nbytes
+                report.add_count("rows", batch.num_rows)
+        except (DatasetError, UsageError) as error:
+            report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
 
 
 def decode_number(dtype: str) -> Callable[[bytes], Any]:

@@ -21,14 +21,13 @@ from xml.etree import ElementTree
 
 from forebay.errors import MissingPackageError, PrepareError, install_command
 from forebay.formats.base import Format
-from forebay.formats.html import HtmlError, html_to_text
+from forebay.formats.html import BLANK_LINES, HtmlError, html_to_text
 from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, has_surrogate, strip_turn_marks, value_of
 from forebay.formats.text import read_data
 
 _HYPHENS = re.compile("[\x02\ufffe](?:\r?\n)?")  # As PDFium marks those that divide a word.
-_BLANK_LINES = re.compile(r"\n{3,}")
 _MAX_METADATA_BYTES = 8 << 20
 _CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 _DC, _OPF = "{http://purl.org/dc/elements/1.1/}", "{http://www.idpf.org/2007/opf}"
@@ -80,7 +79,7 @@ def _record(index: int, file: InputFile, options: ReadOptions, read: Any, what: 
         return fault
     try:
         text, fields = read(data, options.max_document_bytes)
-        text = strip_turn_marks(_BLANK_LINES.sub("\n\n", text)).strip()
+        text = strip_turn_marks(BLANK_LINES.sub("\n\n", text)).strip()
         if not text:
             raise _RefusedError(f"expected a text layer, got a {what} of images alone: it needs character recognition")
     except _RefusedError as error:

@@ -41,6 +41,7 @@ _PLAN_FILE = f"{_RECORDS}/plan.json"
 _PLAN_VERSION = 1
 _RECORD_BYTES = 1 << 10  # What a record has before the hashes of chunks.
 _NUM_READERS = 16
+_NOT_SETTINGS = ("on_progress", "on_skipped", "sink")  # Of ConvertOptions: they do not change what is written.
 
 
 def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions) -> dict[str, Any]:
@@ -49,19 +50,7 @@ def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions)
         [str(path), path.stat().st_size, path.version if isinstance(path, RemotePath) else str(path.stat().st_mtime_ns)]
         for path in source.files
     ]
-    names = [
-        "dtype",
-        "input_dtype",
-        "column",
-        "seq_len",
-        "slice_bytes",
-        "eos_id",
-        "name",
-        "compress",
-        "tensors",
-        "resize",
-    ]
-    settings = {name: getattr(options, name) for name in names}
+    settings = {name: value for name, value in vars(options).items() if name not in _NOT_SETTINGS}
     dataset = source.dataset.id if isinstance(source, TokenSource) and source.dataset is not None else ""
     plan = {"version": _PLAN_VERSION, "format": source.format, "to": to, "dataset": dataset, **settings, "files": files}
     return dict(orjson.loads(orjson.dumps(plan)))

@@ -129,8 +129,11 @@ def quantize(
     values: Array, name: str = "values", *, first_row: int = 0
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """I8 [N, …] in [-127, 127] and a scale for each row, F32 [N], 0 for zeros: |x - q * scale| <= scale / 2."""
+    infinite = ~np.isfinite(values)
+    if infinite.any():
+        raise _refused(values, infinite, "q8", name, first_row, "Only finite values can be quantized.")
     rows = values.reshape(len(values), -1).astype(np.float64)
-    largest = _magnitudes(values, name, first_row)
+    largest = np.abs(rows).max(1, initial=0.0)
     with np.errstate(over="ignore"):
         scale = (largest / _LEVELS).astype(np.float32)
         if np.isinf(scale).any():
@@ -143,14 +146,6 @@ def quantize(
     quantized = np.clip(np.rint(rows / steps), -_LEVELS, _LEVELS)
     assert (np.abs(rows - quantized * scale[:, None].astype(np.float64)) <= steps / 2 * (1 + 1e-12)).all()
     return quantized.astype(np.int8).reshape(values.shape), scale
-
-
-def _magnitudes(values: Array, name: str, first_row: int) -> NDArray[np.float64]:
-    infinite = ~np.isfinite(values)
-    if infinite.any():
-        raise _refused(values, infinite, "q8", name, first_row, "Only finite values can be quantized.")
-    rows = values.reshape(len(values), -1)
-    return np.asarray(np.abs(rows.astype(np.float64)).max(1, initial=0.0))
 
 
 def _refused(values: Array, invalid: Array, to: str, name: str, first_row: int, advice: str) -> DatasetError:

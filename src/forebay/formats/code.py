@@ -18,10 +18,9 @@ from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 
 from forebay.formats.base import Format
-from forebay.formats.detect import find_encoding
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, local_version
 from forebay.formats.records import Record, value_of
-from forebay.formats.text import document_of, read_document
+from forebay.formats.text import read_document
 
 _BINARY_BYTES = 8000  # As Git decides.
 _MAX_LICENCE_BYTES = 256 << 10
@@ -52,8 +51,6 @@ class SourceCode(Format):
             if b"\0" in data[:_BINARY_BYTES]:
                 yield Record(index, problem="blank")
                 continue
-            if record.problem and options.encoding == "auto" and (encoding := find_encoding(data)):
-                record = document_of(index, data.decode(encoding, "replace").encode())
             if not record.problem:
                 columns = options.columns.items()
                 values = tuple(value_of(_value(name, file, record.text, licences), kind) for name, kind in columns)

@@ -20,7 +20,7 @@ from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, Position, TableSource
 from forebay.formats.external import TOKEN_COLUMNS
-from forebay.formats.inputs import ALL_FIELDS, SPLIT_BYTES, InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, keys_of, to_record
 from forebay.formats.report import Report
 from forebay.formats.tables import contains, input_of, is_list, rows_at_once, tensor_shape
@@ -48,28 +48,10 @@ class ColumnFormat(Format):
     def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield the batches of a file from group `first` on, each with the number of the group that it begins or -1."""
 
-    @abstractmethod
-    def num_groups(self, reader: Any) -> int:
-        """Return the number of groups; 0 if only reading tells."""
-
     def open_path(self, path: Path) -> AbstractContextManager[Any]:
         """Open pyarrow's reader of a file, all groups of which are validated."""
         file = input_of(path, self.name)
         return self.open_file(file, ReadOptions(), InputSplit((file,)))
-
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-        number = 0
-        try:
-            with self.open_file(file, options, None) as reader:
-                number = self.num_groups(reader)
-        except READ_ERRORS:
-            pass  # Reading it reports what is wrong.
-        if not number:
-            yield 0, 0, file.bytes
-        step = max(1, number * SPLIT_BYTES // max(1, file.bytes))
-        for start in range(0, number, step):
-            stop = min(start + step, number)
-            yield start, stop, file.bytes * stop // number - file.bytes * start // number
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         file, number = split.files[0], -1

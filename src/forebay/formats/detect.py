@@ -21,7 +21,6 @@ SAMPLE_BYTES = 64 << 10
 RAW_TOKENS = "raw tokens"
 ARCHIVES = {b"PK\x03\x04": "a ZIP archive", b"7z\xbc\xaf'\x1c": "a 7-Zip archive", b"Rar!\x1a\x07": "a RAR archive"}
 HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--[^>]*-->\s*)*<(!doctype html|html)", re.IGNORECASE)
-_BOM = b"\xef\xbb\xbf"
 _MAY_BE_HTML = ("", "html", "text", "api")
 
 
@@ -91,7 +90,7 @@ def _find_placeholder(head: bytes, by_name: str) -> str:
     expected = f"expected {by_name or 'data'}{', as its name says' if by_name else ''}"
     if head.startswith(b"version https://git-lfs.github.com/spec/") and len(head) < 1024:
         return f"{expected}, got a pointer of Git LFS. Run `git lfs pull` to fetch the file itself."
-    if by_name not in _MAY_BE_HTML and HTML.match(head.removeprefix(_BOM)):
+    if by_name not in _MAY_BE_HTML and HTML.match(head.removeprefix(codecs.BOM_UTF8)):
         return f"{expected}, got an HTML page: the server sent an error page or a login form. Fetch the file again."
     return ""
 

@@ -218,8 +218,7 @@ class ExternalDataset(Dataset, ABC):
             memory = self._maps.pop(path, None)
             if memory is None or file_size(path) != num_bytes:
                 memory = map_file(path)
-            if len(memory) != num_bytes:
-                raise DatasetError(f"{path}: expected {num_bytes} bytes, got {len(memory)}. Fetch it again.")
+            check_size(path, num_bytes, len(memory))
             self._maps[path] = memory
             while len(self._maps) > _MAX_MAPS:
                 self._maps.popitem(last=False)
@@ -260,6 +259,20 @@ def file_size(path: Path) -> int:
     """Return the size of a file. Raises DatasetError if there is none."""
     with reading(path):
         return path.stat().st_size
+
+
+def index_edges(folder: Path) -> tuple[bytes, bytes]:
+    """Return the first 4 KiB and the last 64 of a folder's index.json; nothing where there is none."""
+    index = folder / "index.json"
+    if not index.is_file():
+        return b"", b""
+    return read_head(index, 4096), read_head(index, 1 << 16, max(0, file_size(index) - (1 << 16)))
+
+
+def check_size(path: Path, expected: int, got: int) -> None:
+    """Raise DatasetError if a file has another size than expected."""
+    if got != expected:
+        raise DatasetError(f"{path}: expected {expected} bytes, got {got}. Fetch it again.")
 
 
 def fingerprint(path: Path, num_files: int) -> bytes:

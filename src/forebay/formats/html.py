@@ -15,7 +15,7 @@ from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record, strip_turn_marks
 from forebay.formats.text import BOM, read_document
 
-_BLANK_LINES = re.compile(r"\n{3,}")
+BLANK_LINES = re.compile(r"\n{3,}")
 _MAX_ATTRIBUTES = 1000
 _MAX_REPEATED = 1000
 _MAX_INDENTED = 16  # Blanks that may indent nested lists, for each byte of HTML.
@@ -86,4 +86,4 @@ def html_to_text(html: str) -> str:
     text: str = extract_plain_text(parse_html(html), alt_texts=False, preserve_formatting=True)
     if len(text) > _MAX_GROWTH * len(html) + 1000:
         raise HtmlError(f"malformed HTML: {len(html)} characters become {len(text)} of text.")
-    return _BLANK_LINES.sub("\n\n", strip_turn_marks(text)).strip()
+    return BLANK_LINES.sub("\n\n", strip_turn_marks(text)).strip()

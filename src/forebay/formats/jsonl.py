@@ -101,10 +101,8 @@ class Jsonl(LineFormat):
 def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, start: int = -1) -> Record:
     """Return the document in the JSON object of a line at a byte offset."""
     location = f"byte {offset}"
-    if too_many_values(line):
-        problem = f"more than {MAX_VALUES} values in one object"
-        return Record(index, text=shown(line), problem=problem, location=location, start=start)
-    value, problem = parse_json(line)
+    is_large = too_many_values(line)
+    value, problem = (None, f"more than {MAX_VALUES} values in one object") if is_large else parse_json(line)
     if problem and not line.strip():
         return Record(index, problem="blank", start=start)
     if problem:

@@ -18,23 +18,18 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-import pyarrow as pa
 import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError
 from forebay.formats import blocks, external, tables
-from forebay.formats.base import Format
 from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.mds import inside_directory
-from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
-_MAX_INDEX_BYTES = 1 << 30
-_MAX_SAMPLES = 1 << 20  # Of a compressed chunk of few bytes.
 _LEVEL = 3
 _ARROW_MAGIC = b"LDARW01\0"  # Behind rows that are stored as Arrow.
 _NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
@@ -76,7 +71,7 @@ class LitDataIndex(BaseModel, strict=True, defer_build=True):
         return self.config.item_loader == "PyTreeLoader"
 
 
-class LitData(Format):
+class LitData(blocks.BlockFormat):
     """Directories of LitData's chunks."""
 
     name = "litdata"
@@ -84,11 +79,8 @@ class LitData(Format):
 
     def is_dataset(self, folder: Path) -> bool:
         """By the first 4 KiB of index.json, or the last 64."""
-        index = folder / INDEX_FILE
-        if not index.is_file():
-            return False
-        tail = external.read_head(index, 1 << 16, max(0, external.file_size(index) - (1 << 16)))
-        return b'"data_format"' in tail or b'"chunk_bytes"' in external.read_head(index, 4096)
+        head, tail = external.index_edges(folder)
+        return b'"data_format"' in tail or b'"chunk_bytes"' in head
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return LitDataset(path, column)
@@ -101,21 +93,11 @@ class LitData(Format):
             blocks.StoredColumn(name or "tokens", None, _decoder(folder, name, leaf))
             for name, leaf in zip(names, index.config.data_format)
         ]
-        if not any(chunk.chunk_size for chunk in index.chunks):
-            return TableSource(self.name, pa.schema([]), 0, lambda: iter(()))
-
-        def read() -> Iterator[tuple[str, tables.Rows, int]]:
-            for chunk in index.chunks:
-                path, memory = _open_chunk(folder, index, chunk)
-                offsets = read_offsets(path, memory, chunk.chunk_size, len(memory))
-                if not index.has_sizes:
-                    bounds = zip(offsets.tolist(), offsets[1:].tolist())
-                    rows = ({columns[0].name: columns[0].decode(memory[a:b].tobytes())} for a, b in bounds)
-                    yield from blocks.row_batches(rows, path)
-                    continue
-                yield from blocks.row_batches(blocks.read_rows(path, memory, offsets, columns), path)
-
-        return tables.open_samples(self.name, read, folder)
+        counts = [chunk.chunk_size for chunk in index.chunks]
+        return blocks.open_blocks(
+            self.name, folder, columns, counts, lambda i: _open_chunk(folder, index, index.chunks[i]),
+            has_sizes=index.has_sizes,
+        )  # fmt: skip
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """Chunks for the TokensLoader; U32 as int32. `compress`: zstd or nothing."""
@@ -135,16 +117,9 @@ class LitData(Format):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_chunks(samples, out, options, config, 0, digest.text), digest)
 
-    def check(self, path: Path, report: Report) -> None:
-        """Tokens as `LitDataset` opens them; every value of other samples."""
-
-        def holds_tokens() -> bool:
-            index, names = _read_index(path)
-            return bool(_token_leaves(names, index.config.data_format))
-
-        blocks.check_blocks(
-            report, holds_tokens, lambda: LitDataset(path), lambda: self.open_rows([path], ConvertOptions())
-        )
+    def holds_tokens(self, folder: Path) -> bool:
+        index, names = _read_index(folder)
+        return bool(_token_leaves(names, index.config.data_format))
 
 
 class LitDataset(external.ExternalDataset):
@@ -175,13 +150,11 @@ class LitDataset(external.ExternalDataset):
         super().__init__(path, "litdata", dtype, files, external.fingerprints(files), parts, settings)
 
     def _count(self, folder: Path, chunk: Chunk) -> int:
-        width, index = self._kind.itemsize, self._index
+        width, index, path = self._kind.itemsize, self._index, folder / chunk.filename
         if chunk.dim is not None and not index.has_sizes and not index.config.compression:
             if 4 * (chunk.chunk_size + 2) + chunk.dim * width != chunk.chunk_bytes:
-                path = folder / chunk.filename
                 raise damaged(path, f"{chunk.dim} tokens {self._kind}, as its index says", f"{chunk.chunk_bytes} bytes")
-            if (size := external.file_size(folder / chunk.filename)) != chunk.chunk_bytes:
-                raise _wrong_size(folder / chunk.filename, chunk.chunk_bytes, size)
+            external.check_size(path, chunk.chunk_bytes, external.file_size(path))
             return chunk.dim
         with limit_large_blocks(chunk.chunk_bytes if index.config.compression else 0):
             begins, stops = self._locate(*_open_chunk(folder, index, chunk), chunk)
@@ -265,10 +238,10 @@ def _write_chunks(
 def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
     """The index, and the name of each leaf: keys joined by dots, "" where a sample is one leaf."""
     path = folder / INDEX_FILE
-    if external.file_size(path) > _MAX_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
+    if external.file_size(path) > blocks.MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
     try:
-        index = LitDataIndex.model_validate_json(external.read_head(path, _MAX_INDEX_BYTES))
+        index = LitDataIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES))
         spec, leaves = index.config.data_spec, index.config.data_format
         names = list(_leaf_names(orjson.loads(spec)[1], "")) if spec else [""] * len(leaves)
         if len(names) != len(leaves) or len(set(names)) != len(names):
@@ -320,7 +293,7 @@ def _number_type(leaf: str) -> str:
 
 def _decoder(folder: Path, name: str, leaf: str) -> Callable[[bytes], Any]:
     decoders: dict[str, Callable[[bytes], Any]] = {
-        "str": blocks.decode_text, "text": blocks.decode_text, "json": _decode_json, "numpy": _decode_array,
+        "str": bytes.decode, "text": bytes.decode, "json": _decode_json, "numpy": _decode_array,
         "int": blocks.decode_number("<i8"), "float": blocks.decode_number("<f8"), "bool": blocks.decode_number("?"),
     }  # fmt: skip
     if kind := _number_type(leaf):
@@ -336,7 +309,7 @@ def _decoder(folder: Path, name: str, leaf: str) -> Callable[[bytes], Any]:
 def _decode_json(data: bytes) -> Any:
     if data[:1] <= b"\x20":
         raise ValueError("LitData's own encoding of nested values, which only its library reads")
-    return blocks.decode_json(data)
+    return orjson.loads(data)
 
 
 def _decode_array(data: bytes) -> NDArray[Any]:
@@ -349,18 +322,13 @@ def _open_chunk(folder: Path, index: LitDataIndex, chunk: Chunk) -> tuple[Path, 
     path, size = folder / chunk.filename, chunk.chunk_bytes
     memory = external.map_file(path)
     if codec := index.config.compression:
-        if chunk.chunk_size > max(_MAX_SAMPLES, len(memory)):  # Empty ones: each costs memory here.
-            raise DatasetError(f"{path}: expected at most {_MAX_SAMPLES} samples, got {chunk.chunk_size}.")
+        if chunk.chunk_size > max(blocks.MAX_SAMPLES, len(memory)):  # Empty ones: each costs memory here.
+            raise DatasetError(f"{path}: expected at most {blocks.MAX_SAMPLES} samples, got {chunk.chunk_size}.")
         memory = np.frombuffer(bounded_unpack(memory.data, codec.partition(":")[0], size + 1, path), np.uint8)
-    if len(memory) != size:
-        raise _wrong_size(path, size, len(memory))
+    external.check_size(path, size, len(memory))
     if memory[-8:].tobytes() == _ARROW_MAGIC:
         raise DatasetError(
             f"{path}: expected samples, got rows that LitData stores as Arrow. Read them with its library, and write "
             "them as Parquet."
         )
     return path, memory
-
-
-def _wrong_size(path: Path, expected: int, got: int) -> DatasetError:
-    return DatasetError(f"{path}: expected {expected} bytes, got {got}. Fetch it again.")

@@ -24,7 +24,7 @@ from forebay.errors import CorruptInputError
 from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input
 from forebay.formats.records import Record, shown, strip_turn_marks, value_of
-from forebay.formats.text import LineFormat
+from forebay.formats.text import LineFormat, skip_line
 
 _START = re.compile(rb"From [^\n]+ \d{1,2}:\d\d(?::\d\d)?[ \t][^\n]*\d{4}\b")
 _HEADER = re.compile(rb"From [^\n]*\n(?:>?[!-9;-~]+:|[ \t])")
@@ -91,11 +91,7 @@ def _first_line(file: BinaryIO, start: int) -> tuple[int, bool]:
     before = file.read(min(3, start))
     if before.endswith(b"\n"):
         return start, before.endswith((b"\n\n", b"\n\r\n"))
-    size = 0
-    while part := file.readline(_MAX_LINE):
-        size += len(part)
-        if part.endswith(b"\n"):
-            break
+    size = skip_line(file)
     return start + size, size == 1 and before.endswith(b"\n\r")
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,22 +19,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pyarrow as pa
+import orjson
 import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import blocks, external, tables
-from forebay.formats.base import Format
 from forebay.formats.blocks import I64, INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.report import Report
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
-_MAX_INDEX_BYTES = 1 << 30
-_MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _LEVEL = 3
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
@@ -42,8 +38,8 @@ _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     **{name: blocks.decode_number(kind) for name, kind in _TYPES.items()},
     **dict.fromkeys(("bytes", "jpeg", "png"), bytes),
-    "str": blocks.decode_text,
-    "json": blocks.decode_json,
+    "str": bytes.decode,
+    "json": orjson.loads,
     "int": blocks.decode_number("<i8"),
     "str_int": int,
     "str_float": float,
@@ -109,7 +105,7 @@ class TokenColumn:
         return self.encoding.startswith("ndarray") and self.length is None
 
 
-class Mds(Format):
+class Mds(blocks.BlockFormat):
     """Directories of MDS shards."""
 
     name = "mds"
@@ -117,13 +113,8 @@ class Mds(Format):
 
     def is_dataset(self, folder: Path) -> bool:
         """By the first 4 KiB and the last 64 of index.json."""
-        index = folder / INDEX_FILE
-        if not index.is_file():
-            return False
-        head = external.read_head(index, 4096).lstrip()
-        return head[:1] == b"{" and b'"shards"' in head + external.read_head(
-            index, 1 << 16, max(0, external.file_size(index) - (1 << 16))
-        )
+        head, tail = external.index_edges(folder)
+        return head.lstrip()[:1] == b"{" and b'"shards"' in head + tail
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return MdsDataset(path, dtype, column)
@@ -133,16 +124,8 @@ class Mds(Format):
         folder = paths[0]
         shards = _read_index(folder / INDEX_FILE)
         columns = [_stored_column(folder / INDEX_FILE, shards, i) for i in range(len(shards[0].column_names))]
-        if not any(shard.samples for shard in shards):
-            return TableSource(self.name, pa.schema([]), 0, lambda: iter(()))
-
-        def read() -> Iterator[tuple[str, tables.Rows, int]]:
-            for shard in shards:
-                path, memory = _open_shard(folder, shard)
-                offsets = read_offsets(path, memory, shard.samples, len(memory))
-                yield from blocks.row_batches(blocks.read_rows(path, memory, offsets, columns), path)
-
-        return tables.open_samples(self.name, read, folder)
+        counts = [shard.samples for shard in shards]
+        return blocks.open_blocks(self.name, folder, columns, counts, lambda i: _open_shard(folder, shards[i]))
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """Shards of a column `tokens`, or the one that the options name; `compress`: zstd or nothing."""
@@ -160,20 +143,10 @@ class Mds(Format):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_shards(samples, out, options, encodings), digest)
 
-    def check(self, path: Path, report: Report) -> None:
-        """Tokens as `MdsDataset` opens them; every value of shards that hold none."""
-
-        def holds_tokens() -> bool:
-            shard = _read_index(path / INDEX_FILE)[0]
-            has_text = any(encoding in ("str", "json") for encoding in shard.column_encodings)
-            return not has_text or any(name in shard.column_names for name in external.TOKEN_COLUMNS)
-
-        blocks.check_blocks(
-            report,
-            holds_tokens,
-            lambda: MdsDataset(path, report.options.dtype),
-            lambda: self.open_rows([path], ConvertOptions()),
-        )
+    def holds_tokens(self, folder: Path) -> bool:
+        shard = _read_index(folder / INDEX_FILE)[0]
+        has_text = any(encoding in ("str", "json") for encoding in shard.column_encodings)
+        return not has_text or any(name in shard.column_names for name in external.TOKEN_COLUMNS)
 
 
 class MdsDataset(external.ExternalDataset):
@@ -184,38 +157,34 @@ class MdsDataset(external.ExternalDataset):
         self._column = _find_column(path / INDEX_FILE, self._shards, dtype, column)
         with ThreadPoolExecutor(16) as pool:
             counts = list(pool.map(self._count, self._shards))
-            marks = list(
-                pool.map(lambda shard: external.fingerprint(self._find(shard)[0], len(self._shards)), self._shards)
-            )
+            stored = list(pool.map(partial(_stored_file, path), self._shards))
+        marks = external.fingerprints([file for file, _ in stored])
         files = [path / shard.raw_data.basename for shard in self._shards]
         parts = [
-            external.ExternalSlice(
-                i, external.shown_name(path, file), 0, count, shard.samples, self._find(shard)[1].bytes
-            )
+            external.ExternalSlice(i, external.shown_name(path, file), 0, count, shard.samples, stored[i][1].bytes)
             for i, (file, shard, count) in enumerate(zip(files, self._shards, counts))
         ]
         settings = {"column": self._column.name, "encodings": [self._column.encoding]}
         super().__init__(path, "mds", external.common_dtype(path, [self._column.kind]), files, marks, parts, settings)
-
-    def _find(self, shard: MdsShard) -> tuple[Path, ShardFile]:
-        return _stored_file(self._folder, shard)
 
     def _exists(self, file: int) -> bool:
         shard = self._shards[file]
         return any(f is not None and (self._folder / f.basename).is_file() for f in (shard.raw_data, shard.zip_data))
 
     def _mark(self, file: int) -> bytes:
-        path, stored = self._find(self._shards[file])
+        path, stored = _stored_file(self._folder, self._shards[file])
         _check_hash(path, stored)
         return external.fingerprint(path, len(self.files))
 
     def _hash_checks(self) -> tuple[str, ...]:
-        names = [self._find(shard)[1].hash_name for i, shard in enumerate(self._shards) if self._exists(i)]
+        names = [
+            _stored_file(self._folder, shard)[1].hash_name for i, shard in enumerate(self._shards) if self._exists(i)
+        ]
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
     def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         shard, column = self._shards[part.file], self._column
-        path, stored = self._find(shard)
+        path, stored = _stored_file(self._folder, shard)
         is_raw = stored is shard.raw_data
         memory = self._map(path, stored.bytes) if is_raw else _decompress(path, shard)
         begins, stops = self._locate(path, shard, memory)
@@ -226,11 +195,8 @@ class MdsDataset(external.ExternalDataset):
         return external.as_tokens(values.view(column.kind), path), document_ends
 
     def _count(self, shard: MdsShard) -> int:
-        column, (path, stored) = self._column, self._find(shard)
-        if external.file_size(path) != stored.bytes:
-            raise DatasetError(
-                f"{path}: expected {stored.bytes} bytes, got {external.file_size(path)}. Fetch it again."
-            )
+        column, (path, stored) = self._column, _stored_file(self._folder, shard)
+        external.check_size(path, stored.bytes, external.file_size(path))
         if column.length is not None:
             return shard.samples * column.length
         width, is_raw = column.kind.itemsize, stored is shard.raw_data
@@ -326,8 +292,7 @@ def _described(name: str, data: bytes) -> dict[str, Any]:
 
 def _open_shard(folder: Path, shard: MdsShard) -> tuple[Path, external.Bytes8]:
     path, stored = _stored_file(folder, shard)
-    if external.file_size(path) != stored.bytes:
-        raise DatasetError(f"{path}: expected {stored.bytes} bytes, got {external.file_size(path)}. Fetch it again.")
+    external.check_size(path, stored.bytes, external.file_size(path))
     _check_hash(path, stored)
     return path, external.map_file(path) if stored is shard.raw_data else _decompress(path, shard)
 
@@ -341,7 +306,6 @@ def _stored_file(folder: Path, shard: MdsShard) -> tuple[Path, ShardFile]:
 
 
 def _stored_column(path: Path, shards: list[MdsShard], index: int) -> blocks.StoredColumn:
-    _check_columns(path, shards)
     name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
     size = shards[0].column_sizes[index] or None
     kind, _, rest = encoding.partition(":")
@@ -370,29 +334,23 @@ def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: byt
 
 
 def _read_index(path: Path) -> list[MdsShard]:
-    if external.file_size(path) > _MAX_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
+    if external.file_size(path) > blocks.MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
     try:
-        return MdsIndex.model_validate_json(external.read_head(path, _MAX_INDEX_BYTES)).shards
+        shards = MdsIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES)).shards
     except ValidationError as error:
         fault = error.errors()[0]
         location = ".".join(map(str, fault["loc"])) or "it"
         raise DatasetError(
             f"{path}: expected MosaicML's index of version 2, got {location}: {fault['msg']}. Write or fetch it again."
         ) from error
-
-
-def _check_columns(path: Path, shards: list[MdsShard]) -> None:
-    names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
-    if not len(names) == len(encodings) == len(sizes) or any(
-        (shard.column_names, shard.column_encodings, shard.column_sizes) != (names, encodings, sizes)
-        for shard in shards
-    ):
+    columns = [(shard.column_names, shard.column_encodings, shard.column_sizes) for shard in shards]
+    if len({len(values) for values in columns[0]}) > 1 or any(of_shard != columns[0] for of_shard in columns):
         raise DatasetError(f"{path}: expected the same columns, with an encoding and size each, in every shard.")
+    return shards
 
 
 def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | None) -> TokenColumn:
-    _check_columns(path, shards)
     names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
     arrays = [name for name, encoding in zip(names, encodings) if encoding.split(":")[0] == "ndarray"]
     candidates = [name for name in reversed(external.TOKEN_COLUMNS) if name in names] or (
@@ -436,11 +394,10 @@ def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:
     assert shard.zip_data is not None
     packed, size = shard.zip_data.bytes, shard.raw_data.bytes
     check_unpacked(path, packed, size + 1)
-    if shard.samples > max(_MAX_SAMPLES, packed):  # Empty ones: each costs memory here.
-        raise DatasetError(f"{path}: expected at most {_MAX_SAMPLES} samples, got {shard.samples}.")
+    if shard.samples > max(blocks.MAX_SAMPLES, packed):  # Empty ones: each costs memory here.
+        raise DatasetError(f"{path}: expected at most {blocks.MAX_SAMPLES} samples, got {shard.samples}.")
     data = external.read_head(path, packed + 1)
-    if len(data) != packed:
-        raise DatasetError(f"{path}: expected {packed} bytes, got {len(data)}. Fetch it again.")
+    external.check_size(path, packed, len(data))
     raw = bounded_unpack(data, (shard.compression or "").partition(":")[0], size + 1, path)
     if len(raw) != size:
         raise damaged(path, f"{size} bytes once decompressed", f"{len(raw)} or more")

@@ -46,9 +46,6 @@ class Parquet(ColumnFormat):
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> pq.ParquetFile:
         return _open(file)
 
-    def num_groups(self, reader: Any) -> int:
-        return int(reader.num_row_groups)
-
     def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
         metadata = reader.metadata
         size = sum(max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import orjson
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
-from forebay.dataset.slices import Slice, hash_file, open_slice, write_rows_slice, write_token_slice
+from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
 from forebay.formats import tables
@@ -34,14 +34,13 @@ from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, TokenSource, Written
 from forebay.formats.images import with_images
 from forebay.formats.report import Report, add_slice, check_slices
+from forebay.formats.tables import Array
 from forebay.formats.token_stream import TokenStream, build_stream, slices_of
 
-Array: TypeAlias = NDArray[Any]
 REJECTS_FILE = "rejects.jsonl"
 _IGNORED = -100
 _HEADER_BYTES = 4096
 _TOKENIZER_FILE = "tokenizer.json"
-_BITS = ("BF16", "F8_E4M3", "F8_E5M2")
 
 
 class SafeTensors(Format):
@@ -68,7 +67,10 @@ class SafeTensors(Format):
                     "manifest first: forebay import DIR."
                 )
             num_rows += opened.num_rows
-            own = {name: _slice_field(opened, name) for name in sorted(opened.tensors)}
+            own = {
+                name: tables.field_of(name, array.dtype, array.shape[1:], opened.dtypes[name])
+                for name, array in sorted(opened.tensors.items())
+            }
             fields = fields or own
             for name in sorted(fields.keys() | own.keys()):
                 first, second = fields.get(name), own.get(name)
@@ -400,12 +402,6 @@ def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
         return {}
     shutil.copyfile(dataset.path / _TOKENIZER_FILE, out / _TOKENIZER_FILE)
     return {_TOKENIZER_FILE: hash_file(out / _TOKENIZER_FILE)}
-
-
-def _slice_field(opened: Slice, name: str) -> pa.Field:
-    array, kind = opened.tensors[name], opened.dtypes[name]
-    field = tables.field_of(name, array.dtype, array.shape[1:])
-    return field.with_metadata({tables.DTYPE_KEY: kind.encode()}) if kind in _BITS else field
 
 
 def _are_vectors(first: Any, second: Any) -> bool:

@@ -32,13 +32,12 @@ from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.images import Images
 from forebay.formats.records import batched
 from forebay.formats.tables import TableDigest, flatten, is_list, is_number, leaf_type
-from forebay.formats.token_stream import documents
+from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
 from forebay.storage.listing import Skipped, list_files
 from forebay.storage.origins import open_remote
 from forebay.storage.remote_path import RemotePath, find_paths, is_url, url_name
 
-_MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
 _JSON_NUMBERS = ("jsonl", "webdataset")
 _BLOCKS = ("mds", "litdata")
@@ -246,7 +245,7 @@ def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSour
     schema = pa.schema([pa.field(column, kind)])
 
     def read() -> Iterator[pa.RecordBatch]:
-        for rows in batched(documents(source.parts()), len, _MAX_TOKENS, 1 << 16):
+        for rows in batched(documents(source.parts()), len, MAX_TOKENS, 1 << 16):
             offsets = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
             lists = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows)), type=kind)
             yield pa.record_batch([lists], schema=schema)

@@ -39,6 +39,7 @@ Rows: TypeAlias = list[dict[str, Any]]
 BATCH_BYTES = 16 << 20
 BATCH_ROWS = 4096  # Of a batch that is made of rows as Python has them.
 DTYPE_KEY = b"forebay.dtype"  # Of a field's metadata: the type that bits in the column are of, as `BF16`.
+_BITS = ("BF16", "F8_E4M3", "F8_E5M2")
 INFERRED_BYTES = 64 << 20
 _MAX_UNPACKED_RATIO = 2000
 _CHECK_RATIO = 100_000  # A file of zeros is to be reported, not refused.
@@ -75,9 +76,9 @@ def rows_at_once(row_bytes: float) -> int:
 
 
 def field_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], kind: str = "") -> pa.Field:
-    """The column that holds rows of an array: `shape` is a row's, `kind` the type if the array has only its bits."""
+    """The column that holds rows of an array: `shape` is a row's, `kind` the type, of which it may have the bits."""
     value = pa.from_numpy_dtype(dtype)
-    metadata = {DTYPE_KEY: kind.encode()} if kind == "BF16" else None
+    metadata = {DTYPE_KEY: kind.encode()} if kind in _BITS else None
     return pa.field(name, pa.fixed_shape_tensor(value, shape) if shape else value, metadata=metadata)
 
 

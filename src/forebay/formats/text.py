@@ -29,10 +29,7 @@ class Text(Format):
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, file in enumerate(split.files):
-            data, record = read_document(index, file, options)
-            if record.problem and options.encoding == "auto" and (encoding := find_encoding(data)):
-                record = document_of(index, data.decode(encoding, "replace").encode())
-            yield record
+            yield read_document(index, file, options)[1]
 
 
 class LineFormat(Format):
@@ -89,7 +86,7 @@ def lines_of(file: BinaryIO, options: ReadOptions, offset: int = 0, stop: int = 
     """
     if offset:  # The line that crosses the border is of the split before.
         skip_to(file, offset - 1)
-        offset += _skip_line(file) - 1
+        offset += skip_line(file) - 1
     while not stop or offset < stop:
         line, size, problem, is_last = _next_line(file, options.max_document_bytes)
         if size or problem:
@@ -107,7 +104,7 @@ def _next_line(file: BinaryIO, limit: int) -> tuple[bytes, int, str, bool]:
         size = len(line)
         if line.endswith(b"\n"):
             return line, size, "", False
-        size += _skip_line(file)  # Nothing after the last line of a file; after damage it raises.
+        size += skip_line(file)  # Nothing after the last line of a file; after damage it raises.
     except CorruptInputError as error:
         return line[:SHOWN_CHARS], size, str(error), True
     if size > limit:
@@ -116,7 +113,8 @@ def _next_line(file: BinaryIO, limit: int) -> tuple[bytes, int, str, bool]:
     return line, size, "", not line
 
 
-def _skip_line(file: BinaryIO) -> int:
+def skip_line(file: BinaryIO) -> int:
+    """Skip the rest of a line; returns its size."""
     size = 0
     while part := file.readline(_STEP):
         size += len(part)
@@ -128,7 +126,10 @@ def _skip_line(file: BinaryIO) -> int:
 def read_document(index: int, file: InputFile, options: ReadOptions, html: bool = False) -> tuple[bytes, Record]:
     """Return the bytes of a file that is one document, and its record; no bytes where they cannot be read."""
     data, fault = read_data(index, file, options)
-    return data, fault or document_of(index, data, "", html)
+    record = fault or document_of(index, data, "", html)
+    if record.problem and not html and options.encoding == "auto" and (encoding := find_encoding(data)):
+        record = document_of(index, data.decode(encoding, "replace").encode())
+    return data, record
 
 
 def read_data(index: int, file: InputFile, options: ReadOptions) -> tuple[bytes, Record | None]:

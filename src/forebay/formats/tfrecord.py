@@ -366,8 +366,7 @@ def _fits(kind: Any) -> bool:
 
 
 def _is_blob(kind: Any) -> bool:
-    tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string)
-    return any(test(kind) for test in tests)
+    return kind in (pa.binary(), pa.large_binary(), pa.string(), pa.large_string())
 
 
 def _features(name: str, column: pa.Array, first_row: int) -> list[bytes | None]:

@@ -201,6 +201,8 @@ def build_stream(
     if source.num_documents != 0 and documents in ("none", "samples"):
         count = "" if source.num_documents is None else f"{source.num_documents} "
         notes.append(f"the ends of {count}documents are not in what was written")
+    if left_out := source.metadata.get("left_out"):
+        notes.append(f"columns left out: {', '.join(left_out)}")
     return TokenStream(source, dtype, documents, boundaries == "rows", max_id, options, notes)
 
 

@@ -52,11 +52,7 @@ class Vector:
 
 def check_no_chunks(folder: Path) -> None:
     """Raise UsageError for LitData's chunks: each begins with a table of offsets, which would be read as tokens."""
-    index = folder / "index.json"
-    if not index.is_file():
-        return
-    size = external.file_size(index)
-    if b'"data_format"' in external.read_head(index, 1 << 16, max(0, size - (1 << 16))):
+    if b'"data_format"' in external.index_edges(folder)[1]:
         raise UsageError(
             f"{folder}: expected files of tokens, got LitData's chunks. Give the directory with their index.json."
         )
@@ -176,21 +172,11 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return tuple(map(int, shape)), bool(fortran), dtype
 
 
-def has_header(path: Path) -> bool:
-    """Return whether a file begins with NumPy's or llm.c's header. Raises DatasetError if it cannot be read."""
-    return detect(path).format in HEADERS
-
-
 def ids_of(path: Path) -> Vector | None:
     """Return the file of sample ids that belongs to a file of tokens; None if there is none."""
-    stem = path.stem
-    number = re.fullmatch(r"(.*?)_?(\d+)", stem)
-    if number is None:
-        names = ["sample_ids"] if stem == "tokens" else [f"sample_ids_{stem}"]
-    elif number[1] == "train":
-        names = [f"sample_ids_{number[2]}", f"sample_ids_train_{number[2]}"]
-    else:
-        names = [f"sample_ids_{stem}"]
+    names = ["sample_ids" if path.stem == "tokens" else f"sample_ids_{path.stem}"]
+    if number := re.fullmatch(r"train_?(\d+)", path.stem):
+        names = [f"sample_ids_{number[1]}", f"sample_ids_train_{number[1]}"]
     for path_of_ids in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
         if path_of_ids.is_file():
             vector = _npy(path_of_ids) if detect(path_of_ids).format == "npy" else _raw(path_of_ids, np.dtype("<u8"))

@@ -21,7 +21,7 @@ from forebay.formats.base import Format
 from forebay.formats.http_message import body_text, http_complete, is_html, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
 from forebay.formats.records import Record, value_of
-from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_gzip
+from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_members
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_STRAY_BYTES = 64 << 10
@@ -383,7 +383,7 @@ def _members(stream: BinaryIO, max_ratio: int) -> Iterator[_Chunk]:
         stream.seek(start)
         packed = CountedReader(stream)
         try:
-            for data in unpack_gzip(packed):
+            for data in unpack_members(packed, "gz", 0):
                 size += len(data)
                 if size > max(MIN_UNPACKED_BYTES, max_ratio * (start + packed.count)):
                     yield _Damage(f"{start + packed.count} bytes grew to more than {max_ratio} times as many: a bomb")

@@ -29,7 +29,7 @@ from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
-from forebay.formats.jsonl import parse_json, parse_line, too_many_values
+from forebay.formats.jsonl import json_values, parse_json, parse_line, too_many_values
 from forebay.formats.records import SHOWN_CHARS, Record, batched, source_of, values_of
 from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
@@ -292,12 +292,7 @@ def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
             raise DatasetError(f"WebDataset: expected no gaps in {name!r}, got some (row {first_row} or after).")
         rows = tables.split_values(leaves.to_numpy(zero_copy_only=False), counts)
         return [row if row is None or shape is None else row.reshape(shape) for row in rows]
-    plain: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
-    if pa.types.is_floating(kind) and not np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)).all():
-        raise DatasetError(
-            f"WebDataset: expected finite numbers in {name!r}, which stands in JSON, got others (row {first_row} or "
-            "after). Write --to parquet, or leave the column out."
-        )
+    plain = json_values(name, column, first_row)
     if name == KEY:
         for key in plain:
             if not isinstance(key, str) or not key or "." in key.rpartition("/")[2] or leaves_folder(key):

@@ -111,16 +111,17 @@ class ChunkFile:
 
     def size_of(self, chunks: I64) -> int:
         """Bytes on disk of these chunks."""
-        size = len(chunks) * self.chunk_bytes
-        if len(chunks) and int(chunks.max()) == self.layout.num_chunks - 1:
-            size -= self.layout.num_chunks * self.chunk_bytes - round_up(self.info.bytes)
-        return size
+        return self._sum_of(chunks, round_up(self.info.bytes))
 
     def bytes_of(self, chunks: I64) -> int:
         """Bytes of the slice in these chunks."""
+        return self._sum_of(chunks, self.info.bytes)
+
+    def _sum_of(self, chunks: I64, num_bytes: int) -> int:
+        """The sizes of chunks of which all have `num_bytes`: only the last may differ."""
         size = len(chunks) * self.chunk_bytes
         if len(chunks) and int(chunks.max()) == self.layout.num_chunks - 1:
-            size -= self.layout.num_chunks * self.chunk_bytes - self.info.bytes
+            size -= self.layout.num_chunks * self.chunk_bytes - num_bytes
         return size
 
     def leaves(self) -> bytes:
@@ -283,13 +284,12 @@ def read_info(map_path: Path) -> SliceInfo | None:
 def read_generations(map_path: Path) -> NDArray[np.uint32]:
     """The generation of each slot that has pinned something of the slice: [64], or [0] if the file is none."""
     try:
-        info = read_info(map_path)
-        if info is None:
-            return np.zeros(0, np.uint32)
-        offset = MapLayout(info.bytes, info.chunk_bytes).generations
-        return np.fromfile(map_path, np.uint32, NUM_SLOTS, offset=offset)
+        if (info := read_info(map_path)) is not None:
+            offset = MapLayout(info.bytes, info.chunk_bytes).generations
+            return np.fromfile(map_path, np.uint32, NUM_SLOTS, offset=offset)
     except OSError:
-        return np.zeros(0, np.uint32)
+        pass
+    return np.zeros(0, np.uint32)
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> bool:

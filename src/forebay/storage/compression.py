@@ -59,15 +59,13 @@ def sniff_compression(head: bytes) -> str:
 
 def unpacked_head(packed: BinaryIO, compression: str, size: int) -> bytes:
     """Return up to `size` first bytes of what a compressed stream holds; fewer where it ends early or is damaged."""
-    parts: list[bytes] = []
-    remaining = size
+    head = bytearray()
     with suppress(*_ERRORS):
-        for data in _decoded(CountedReader(packed), compression, 1 << 31, step=256):
-            parts.append(data[:remaining])
-            remaining -= len(parts[-1])
-            if not remaining:
+        for data in unpack_members(CountedReader(packed), compression, 1 << 31, step=256):
+            head += data[:size]
+            if len(head) >= size:
                 break
-    return b"".join(parts)
+    return bytes(head[:size])
 
 
 class ChunkStream(io.BufferedReader):
@@ -163,7 +161,7 @@ def unpack_stream(
 def _unpacked(packed: CountedReader, compression: str, max_ratio: int, max_window_bytes: int) -> Iterator[bytes]:
     size = 0
     try:
-        for data in _decoded(packed, compression, max_window_bytes):
+        for data in unpack_members(packed, compression, max_window_bytes):
             yield data
             size += len(data)
             if size > max(MIN_UNPACKED_BYTES, max_ratio * packed.count):
@@ -176,13 +174,11 @@ def _unpacked(packed: CountedReader, compression: str, max_ratio: int, max_windo
         raise CorruptInputError(f"damaged {compression} after {size} unpacked bytes: {reason}.") from error
 
 
-def unpack_gzip(packed: CountedReader) -> Iterator[bytes]:
-    """Yield the bytes of gzip members. Raises zlib.error, or EOFError where they end early, after all before it."""
-    return _decoded(packed, "gz", 0)
+def unpack_members(packed: CountedReader, compression: str, max_window_bytes: int, step: int = 0) -> Iterator[bytes]:
+    """Yield the bytes of members or frames one after the other, perhaps with zeros between them or at the end.
 
-
-def _decoded(packed: CountedReader, compression: str, max_window_bytes: int, step: int = 0) -> Iterator[bytes]:
-    """Members or frames one after the other, perhaps with zeros between them or at the end."""
+    Raises the decoder's error, or EOFError where they end early, after all before it.
+    """
     if compression == "lz4":
         with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
             while data := stream.read(_LZ4_STEP_BYTES):
@@ -230,14 +226,9 @@ def _check_window(head: bytes, max_window_bytes: int) -> None:
             ) from None
 
 
-def max_unpacked(packed_bytes: int) -> int:
-    """Return how many bytes a block of this packed size may become."""
-    return max(_BLOCK_FLOOR, _BLOCK_RATIO * packed_bytes)
-
-
 def check_unpacked(location: object, packed_bytes: int, claimed_bytes: int) -> None:
-    """Raise DatasetError if packed bytes claim to be more than `max_unpacked`."""
-    if claimed_bytes > (limit := max_unpacked(packed_bytes)):
+    """Raise DatasetError if packed bytes claim to be more than 128 MiB and 200 times as many."""
+    if claimed_bytes > (limit := max(_BLOCK_FLOOR, _BLOCK_RATIO * packed_bytes)):
         raise DatasetError(
             f"{location}: expected at most {limit} bytes once decompressed, got {claimed_bytes} out of {packed_bytes}: "
             "a decompression bomb, or data without content. If you trust it, write it again uncompressed."
@@ -247,7 +238,7 @@ def check_unpacked(location: object, packed_bytes: int, claimed_bytes: int) -> N
 def bounded_unpack(data: bytes | memoryview, compression: str, size: int, location: object) -> bytes:
     """Return the first `size` bytes of a block of `zstd`, `gz`, `bz2`, `br` or `snappy`, fewer if it holds fewer.
 
-    Raises DatasetError if the block is damaged or `size` is more than `max_unpacked`.
+    Raises DatasetError if the block is damaged or `size` is more than `check_unpacked` allows.
     """
     check_unpacked(location, len(data), size)
     try:

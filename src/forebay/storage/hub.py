@@ -187,7 +187,7 @@ def fetch_range(url: str, start: int, stop: int, receive: Callable[[memoryview],
     try:
         read_range(origin, address, start, stop, receive, RANGE_TRIES, _MAX_WAIT_S)
     except TransientError as error:
-        raise _no_answer(label, error, RANGE_TRIES, time.monotonic() - started) from error
+        raise unreachable(label, str(error), RANGE_TRIES, time.monotonic() - started) from error
     except PermanentError as error:
         raise refusal(label, error.status, error.code, str(error)) from error
 
@@ -220,11 +220,7 @@ def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tup
     try:
         return retry_transient(attempt, tries, _MAX_WAIT_S)
     except TransientError as error:
-        raise _no_answer(label, error, tries, time.monotonic() - started) from error
-
-
-def _no_answer(label: str, error: Exception, tries: int, elapsed_s: float) -> DownloadError:
-    return unreachable(label, str(error).removeprefix(f"{hub_endpoint()}: "), tries, elapsed_s)
+        raise unreachable(label, str(error), tries, time.monotonic() - started) from error
 
 
 def _label(kind: str, name: str) -> str:
@@ -239,9 +235,10 @@ def unreachable(label: str, reason: str, tries: int, elapsed_s: float) -> Downlo
         advice = "name files that are here"
     else:
         advice = "take tiny_shakespeare: a part of it comes with the package"
+    endpoint = hub_endpoint()
     return DownloadError(
-        f"Failed to download {label}: expected an answer of {hub_endpoint()}, got {reason} (tries: {tries}, "
-        f"{elapsed_s:.1f} s). Check the internet connection and HF_ENDPOINT, or {advice}."
+        f"Failed to download {label}: expected an answer of {endpoint}, got {reason.removeprefix(f'{endpoint}: ')} "
+        f"(tries: {tries}, {elapsed_s:.1f} s). Check the internet connection and HF_ENDPOINT, or {advice}."
     )
 
 

@@ -6,17 +6,15 @@ and table are read and verified, slices are not copied; `verify` hashes them wit
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn
 
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, root_of
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
-from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files, local_path
+from forebay.dataset.reader import Dataset, local_path, table_of
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.storage.base import (
@@ -42,7 +40,6 @@ _SCHEMES = (
 _MAX_SMALL_BYTES = 1 << 30
 _MAX_TRIES = 5  # without a byte
 _MAX_WAIT_S = 4.0
-ListedFile: TypeAlias = "tuple[str, int | None, str]"  # name, bytes (None: unknown, and small), sha256 in hex
 
 
 def open_origin(
@@ -122,27 +119,21 @@ def open_remote(
 
 def read_dataset(origin: Origin, expected_id: str | None) -> RemoteDataset:
     """Read the manifest and table at an origin; errors as of `open_remote`."""
-    data = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
-    manifest = Manifest.from_json(data)
+    manifest = Manifest.from_json(read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES))
     id = manifest.id
     if expected_id is not None and id != expected_id:
         raise DatasetError(
             f"{origin.url}: expected the dataset {expected_id}, got {id}. Its data differ. "
             "Check the URL, or ask for the id that is there."
         )
-    table_data = read_small(origin, TABLE_FILE, _MAX_SMALL_BYTES)
-    if (table_sha256 := hashlib.sha256(table_data).hexdigest()) != manifest.table_sha256:
-        raise DatasetError(
-            f"{origin.url}: expected a {TABLE_FILE} with sha256 {manifest.table_sha256}, got {table_sha256}. "
-            "Publish it again."
-        )
-    table = SliceTable.from_parquet(table_data, manifest.chunk_bytes)
-    check_totals(manifest, table)
-    return RemoteDataset(origin, manifest, table, id)
+    data = read_small(origin, TABLE_FILE, _MAX_SMALL_BYTES)
+    return RemoteDataset(origin, manifest, table_of(manifest, data, f"{origin.url}/{TABLE_FILE}"), id)
 
 
 class RemoteDataset(Dataset):
     """A dataset behind an origin. Loaders and mirrors download its slices; `read_slice` stores one while it is used."""
+
+    _num_hashers = 8
 
     def __init__(self, origin: Origin, manifest: Manifest, table: SliceTable, id: str) -> None:
         super().__init__(Path(origin.url), manifest, table, id)
@@ -188,33 +179,22 @@ class RemoteDataset(Dataset):
             with suppress(NetworkError):
                 yield b"".join(map(bytes, source.read(CHUNKS_FILE, start, start + num_bytes)))
 
-    def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
-        """Read and hash every slice and listed file without storing them. See `Dataset.verify`."""
-        table, on_progress = self.table, on_progress or (lambda num_bytes: None)
-        files: list[ListedFile] = [(name, None, sha) for name, sha in sorted(listed_files(self.manifest).items())]
-        hashes = [row.tobytes().hex() for row in table.sha256]
-        files += zip(table.names.to_pylist(), table.bytes.tolist(), hashes)
-        names: dict[str, list[str]] = {"": [], "changed": [], "missing": []}
-        with ThreadPoolExecutor(workers or 8) as pool:
-            for (name, size, _), state in zip(files, pool.map(self._state_of, files)):
-                names[state].append(name)
-                on_progress(size or 0)
-        if self.table.chunk_bytes and not self._has_all_leaves():
-            names["changed" if self._has_file(CHUNKS_FILE) else "missing"].append(CHUNKS_FILE)
-        changed, missing = names["changed"], names["missing"]
-        return VerifyReport(not changed and not missing, sorted([*changed, *missing]), changed, missing)
-
-    def _has_file(self, name: str) -> bool:
-        return any(_has_bytes(source, name) for source in self.origin.sources())
-
-    def _state_of(self, file: ListedFile) -> str:
-        """The best state of a file at any source: "", "changed" or "missing"."""
+    def _state_of(self, name: str, size: int | None, sha256: str) -> str:
+        """The best state of a file at any source, read and not stored: "", "changed" or "missing"."""
         states = set[str]()
         for source in self.origin.sources():
-            states.add(object_state(source, *file, self.table.chunk_bytes))
+            states.add(object_state(source, name, size, sha256, self.table.chunk_bytes))
             if "" in states:
                 return ""
         return "changed" if "changed" in states else "missing"
+
+    def _state_of_chunks(self) -> str:
+        if self._has_all_leaves():
+            return ""
+        return "changed" if any(_has_bytes(source, CHUNKS_FILE) for source in self.origin.sources()) else "missing"
+
+    def _extra(self) -> list[str]:
+        return []
 
 
 def _has_bytes(source: Origin, name: str) -> bool:

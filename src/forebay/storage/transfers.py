@@ -104,7 +104,7 @@ class ChunkTransfer(Transfer):
         self._runs: list[ChunkRun] = []
         self._todo: list[ChunkRun] = []
         self._running: set[ChunkRun] = set()
-        self._base = entry.info.bytes - self._size_of(self._chunks)
+        self._base = entry.info.bytes - entry.bytes_of(self._chunks)
         self._has_ended = False
 
     @property
@@ -146,10 +146,6 @@ class ChunkTransfer(Transfer):
             raise fault
         return sources
 
-    def _size_of(self, chunks: I64) -> int:
-        size, num_bytes = self._entry.chunk_bytes, self._entry.info.bytes
-        return int((np.minimum((chunks + 1) * size, num_bytes) - chunks * size).sum())
-
     def _fetch(self, chunks: I64) -> None:
         entry, count = self._entry, self._run_chunks
         starts = np.flatnonzero((np.diff(chunks) > 1) | (chunks[1:] % count == 0)) + 1
@@ -162,7 +158,7 @@ class ChunkTransfer(Transfer):
                     self._end_run, self._on_wrong, self._state, self._order,
                 ) for run in np.split(chunks, starts) if len(run)
             ]  # fmt: skip
-            self._base = entry.info.bytes - self._size_of(chunks)
+            self._base = entry.info.bytes - entry.bytes_of(chunks)
             self._todo = self._runs[::-1]
             is_over = self._start_runs()
         if is_over:
