@@ -29,9 +29,9 @@ def test_machines_that_come_and_go_make_the_same_dataset(tmp_path: Path) -> None
             out, rng, kills = directory / "bucket/out", random.Random(5), 0
             while kills < 2 and process.poll() is None:
                 finished = len(list(out.glob(".work/done/*/*")))
-                deadline = time.monotonic() + scaled(60)
+                began = time.monotonic()
                 while process.poll() is None and len(list(out.glob(".work/done/*/*"))) < finished + 4:
-                    assert time.monotonic() < deadline, "the tasks do not go on"
+                    assert time.monotonic() < began + scaled(120), "the tasks do not go on"
                     time.sleep(0.05)
                 nodes.kill(rng.randrange(1, len(nodes.nodes)))
                 nodes.add()

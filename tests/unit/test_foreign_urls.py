@@ -67,16 +67,13 @@ def test_whatever_a_url_is_the_error_is_the_peers(url: str) -> None:
     assert parts.scheme in ("https", "s3", "gs") and not parts.query and not parts.username
 
 
-def test_urls_are_opened_where_the_reader_or_the_publisher_says_so() -> None:
+def test_urls_are_opened_where_the_reader_says_so() -> None:
     url = "https://data.example/d"
     with pytest.raises(PermanentError, match=r"--from-urls public"):
         open_untrusted_origin(url, "")
-    assert open_untrusted_origin(url, "", signed=[url]).url == url
     assert open_untrusted_origin(url, "public").url == url
     with pytest.raises(PermanentError, match=r"--from-urls any"):
         open_untrusted_origin("http://data.example/d", "public")
-    with pytest.raises(PermanentError):
-        open_untrusted_origin(url + "/other", "", signed=[url])
     with pytest.raises(PermanentError, match="account"):
         open_untrusted_origin("az://container/d", "any")
     assert open_untrusted_origin("s3://bucket/d", "public").url == "s3://bucket/d"

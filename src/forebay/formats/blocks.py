@@ -348,9 +348,11 @@ class BlockFormat(Format):
             if self.holds_tokens(path):
                 return check_external(report, lambda: self.open_tokens(path, report.options.dtype))
             fault = "damaged"
+            num_rows = 0
             for batch in self.open_rows([path], ConvertOptions()).batches():
                 report.read_bytes += batch.nbytes
-                report.add_count("rows", batch.num_rows)
+                num_rows += batch.num_rows
+            report.add_count("rows", num_rows)
         except (DatasetError, UsageError) as error:
             report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
 

@@ -51,9 +51,6 @@ class PeerOrigin(Origin):
         from_urls: Which URLs of peers are read.
     """
 
-    signed_urls: Collection[str] = ()
-    """Origins outside the network that a publisher signed for this dataset."""
-
     def __init__(
         self, identity: Identity, name: str, *, expected_id: str | None = None, discovery: Discovery | None = None,
         timeouts: Timeouts | None = None, publishers: Collection[str] = (), from_urls: FromUrls = "",
@@ -117,7 +114,7 @@ class PeerOrigin(Origin):
         if url not in self._opened:
             try:
                 timeouts = Timeouts(stall_s=10.0)
-                opened = open_untrusted_origin(url, self._from_urls, signed=self.signed_urls, timeouts=timeouts)
+                opened = open_untrusted_origin(url, self._from_urls, timeouts=timeouts)
             except NetworkError as error:
                 log.info("%s: a URL that peers name is not read: %s", self.url, error)
                 opened = UnusableOrigin(url, error)

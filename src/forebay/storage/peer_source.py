@@ -7,7 +7,7 @@ proxies of the reader.
 import logging
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -141,20 +141,17 @@ def check_from_urls(value: str) -> None:
         raise UsageError(f"from_urls: expected '', 'public' or 'any', got {value!r}.")
 
 
-def open_untrusted_origin(
-    url: str, from_urls: FromUrls, *, signed: Collection[str] = (), timeouts: Timeouts | None = None
-) -> Origin:
+def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts | None = None) -> Origin:
     """Return the web server or public bucket at a URL from the network, not connected yet.
 
     Addresses outside the public internet are refused when it connects, also after a redirect; `any` allows them. A
-    bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google. URLs in `signed`, by the dataset's
-    publisher, are allowed like `public`.
+    bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google.
 
     Raises:
         PermanentError: If `from_urls` does not allow the URL.
     """
     parts = check_url(url)
-    if not from_urls and url not in signed:
+    if not from_urls:
         raise PermanentError(
             f"{url}: expected permission to open a URL that a peer named, got none. To allow it, give "
             "--from-urls public (https and public buckets) or --from-urls any (also http and private addresses)."
