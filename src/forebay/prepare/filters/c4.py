@@ -113,9 +113,12 @@ def _small(c):  # type: ignore[no-untyped-def]
 def _phrases(line, n, phrase_ends, chars):  # type: ignore[no-untyped-def]
     bits = 0
     for i in range(n):
+        first = _small(line[i])
         for p in range(len(phrase_ends) - 1):
+            if first != chars[phrase_ends[p]]:
+                continue
             start, size = phrase_ends[p], phrase_ends[p + 1] - phrase_ends[p]
-            k = 0
+            k = 1
             while k < size and i + k < n and _small(line[i + k]) == chars[start + k]:
                 k += 1
             if k == size:
