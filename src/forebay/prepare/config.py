@@ -29,7 +29,7 @@ from forebay.prepare.recipe import GROUPS, STAGES, Recipe
 from forebay.prepare.scores.base import SCORERS, Score
 from forebay.prepare.scores.columns import Select
 from forebay.prepare.settings import field_types, fit, plain
-from forebay.toml import decode, parse_toml
+from forebay.toml import read_toml
 from forebay.units import parse_size
 
 Keys = tuple[str | int, ...]  # Keys from the outermost table in; a number is that of a table in an array of tables.
@@ -83,11 +83,7 @@ def load_recipe(
             )
         layers.append((f"{name}.toml", tomllib.loads(recipe_text(name))))
     if config is not None:
-        try:
-            data = Path(config).read_bytes()
-        except OSError as error:
-            raise UsageError(f"{config}: cannot read the recipe: {error.strerror or error}.") from error
-        layers.append((str(config), parse_toml(decode(data, str(config)), str(config))))
+        layers.append((str(config), read_toml(config)))
     return _build_recipe([*layers, ("", settings or {})], Recipe(), allow_code)
 
 
@@ -182,7 +178,7 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
                     stages.append(_stage(name, {} if table is True else table, path, allow_code, before))
         else:
             raise _unknown_key((name,), [*names, "score", *STAGES])
-    _check_code("tokenize", settings.get("tokenize"), "tokenizer", ("tokenize",), allow_code)
+    _check_code(settings.get("tokenize"), "tokenizer", ("tokenize",), allow_code)
     settings["dedup"], own = _own_methods(settings.get("dedup", {}), base.dedup, allow_code)
     recipe: Recipe = _build(Recipe, settings, (), base)
     if own:
@@ -209,7 +205,7 @@ def _scored(tables: Any, stages: Sequence[Stage], allow_code: bool) -> list[Stag
         if use not in SCORERS and use not in plugins("forebay.scorers"):
             if ":" not in use:
                 raise _SettingError((*path, "use"), f"expected one of {', '.join(SCORERS)} or module:Name, got {use!r}")
-            _check_code("score", {"use": use}, "use", path, allow_code)
+            _check_code({"use": use}, "use", path, allow_code)
         cls = _load_class("forebay.scorers", SCORERS.get(use, use), "a scorer", path)
         if not hasattr(cls, "score"):
             raise _SettingError((*path, "use"), f"expected the class of a scorer, with a method score, got {use!r}")
@@ -237,13 +233,13 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
     for name in names:
         settings = {} if table[name] is True else table[name]
         path: Keys = ("dedup", name)
-        _check_code("dedup", settings, "use", path, allow_code)
+        _check_code(settings, "use", path, allow_code)
         cls = _load_class("forebay.dedup", settings.get("use", name), "a deduplication method", path)
         own.append(_build(cls, {key: value for key, value in settings.items() if key != "use"}, path))
     return {key: value for key, value in table.items() if key not in names}, (*base.own, *own) if own else ()
 
 
-def _check_code(name: str, table: Any, key: str, path: Keys, allowed: bool) -> None:
+def _check_code(table: Any, key: str, path: Keys, allowed: bool) -> None:
     value = table.get(key) if isinstance(table, Mapping) else None
     is_code = value and (key == "use" or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
     if is_code and not allowed:
@@ -266,7 +262,7 @@ def _load_class(group: str, target: Any, what: str, path: Keys) -> Any:
 
 def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence[Stage]) -> Stage:
     for key in ("use", "extractor"):
-        _check_code(name, table, key, path, allow_code)
+        _check_code(table, key, path, allow_code)
     if not isinstance(table, Mapping):
         raise _SettingError(path, f"expected a table of settings, true or false, got {table!r}")
     try:

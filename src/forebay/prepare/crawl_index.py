@@ -70,12 +70,7 @@ class CrawlIndex(Format):
             with log_while_waiting(log, lambda: reason):
                 packed = dict(_fetched([entry for entry in batch if not entry.problem], folder))
             for entry in batch:
-                data = packed.pop(entry.index, b"")
-                problem = entry.problem or (data if isinstance(data, str) else "")
-                if problem:
-                    yield Record(entry.index, text=shown(entry.line), problem=problem, location=entry.location)
-                elif isinstance(data, bytes):
-                    yield from _documents(entry, data, options)
+                yield from _documents(entry, packed.pop(entry.index, entry.problem), options)
 
 
 CRAWL_INDEX = CrawlIndex()
@@ -140,17 +135,18 @@ def _fetched(entries: Sequence[_Entry], folder: RemoteFolder) -> Iterator[tuple[
             yield entry.index, data if isinstance(data, str) else data[entry.start - start : entry.stop - start]
 
 
-def _documents(entry: _Entry, data: bytes, options: ReadOptions) -> Iterator[Record]:
-    raw = next(raw_records(io.BytesIO(data), options), None)
-    if raw is None or raw.problem:
+def _documents(entry: _Entry, data: bytes | str, options: ReadOptions) -> Iterator[Record]:
+    """Yield the documents of a packed record; or what is wrong with it, or with `data` if that is a problem."""
+    raw = next(raw_records(io.BytesIO(data), options), None) if isinstance(data, bytes) else None
+    digest = raw.headers.get("warc-payload-digest", "").removeprefix("sha1:") if raw is not None else ""
+    if isinstance(data, str):
+        problem = data
+    elif raw is None or raw.problem:
         problem = "expected a WARC record, got " + (raw.problem if raw is not None else "nothing")
-        yield Record(entry.index, text=shown(entry.line), problem=problem, location=entry.location)
-        return
-    digest = raw.headers.get("warc-payload-digest", "").removeprefix("sha1:")
-    if digest and entry.digest and digest != entry.digest:
+    elif digest and entry.digest and digest != entry.digest:
         problem = f"expected the record with the digest {entry.digest}, as in the index, got {digest}"
-        yield Record(entry.index, text=shown(entry.line), problem=problem, location=entry.location)
+    else:
+        budget = OutputBudget(InputSplit(()), options)
+        yield from document_of(replace(raw, location=entry.location), entry.index, options, budget)
         return
-    yield from document_of(
-        replace(raw, location=entry.location), entry.index, options, OutputBudget(InputSplit(()), options)
-    )
+    yield Record(entry.index, text=shown(entry.line), problem=problem, location=entry.location)

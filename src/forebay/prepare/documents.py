@@ -217,19 +217,16 @@ class FunctionFilter(Stage):
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         settings = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        result: Any
         if self.per_document:
             rows = (dict(zip(batch.schema.names, row)) for row in zip(*batch.to_pydict().values()))
-            results = [self.function(row, **settings) for row in rows]
-            if results and isinstance(results[0], Measure):
-                values, low, high = zip(*((item.values, item.low, item.high) for item in results))
-                return check_rules(batch, self.reasons, [Measure(np.array(values), np.array(low), np.array(high))])
-            keep = np.array(results, np.bool_)
+            result = [self.function(row, **settings) for row in rows]
+            if result and isinstance(result[0], Measure):
+                result = Measure(*map(np.array, zip(*((item.values, item.low, item.high) for item in result))))
         else:
             result = self.function(batch, **settings)
-            if isinstance(result, Measure):
-                return check_rules(batch, self.reasons, [result])
-            keep = np.asarray(result, np.bool_)
-        return StageResult(batch, np.where(keep, -1, 0).astype(np.int16))
+        rule = result if isinstance(result, Measure) else ~np.asarray(result, np.bool_)
+        return check_rules(batch, self.reasons, [rule])
 
 
 def text_filter(

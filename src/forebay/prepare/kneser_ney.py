@@ -7,7 +7,7 @@ Source: Chen and Goodman 1998, section 4.1; Heafield et al. 2013 for adjusted co
 """
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from forebay.errors import PrepareError
 from forebay.files import open_atomic, remove_stale, temporary_directory
 from forebay.formats.records import batched
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Ints, jit
 from forebay.prepare.filters.perplexity import spaced
-from forebay.prepare.filters.words import hash_points
+from forebay.prepare.filters.points import hash_points
 
 UNKNOWN, START, END = 0, 1, 2
 _BATCH_CHARS = 1 << 20
@@ -99,7 +99,6 @@ _WORD_BITS = 21
 _WORD_MASK = (1 << _WORD_BITS) - 1
 _FALLBACK = (0.5, 1.0, 1.5)  # discounts where the counts of counts give none, as lmplz --discount_fallback
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
@@ -270,10 +269,9 @@ def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -
     return written
 
 
-def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], chunk: int) -> tuple[float, float, float]:
+def _discounts(adjusted: Ints, chunk: int) -> tuple[float, float, float]:
     t = np.zeros(5)
-    for start, part in _parts(adjusted, chunk):
-        part = part[~skip(start, start + len(part))]
+    for _, part in _parts(adjusted, chunk):
         t += np.bincount(np.minimum(part, 5), minlength=6)[:5]
     if (t[1:4] == 0).any():
         return _FALLBACK
@@ -286,16 +284,14 @@ def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], ch
 
 def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> None:
     level = levels[n - 1]
+    steps = np.array([0.0, *_discounts(level.adjusted, chunk)])
     if n == 1:
-        discounts = _discounts(level.adjusted, lambda a, b: level.at_start[a:b], chunk)
-        steps, counts = np.array([0.0, *discounts]), level.adjusted
+        counts = level.adjusted
         taken = steps[np.minimum(counts, 3)]
         total = counts.sum()
         level.probability[:] = (counts - taken) / total + taken.sum() / total / (len(counts) - 1)
         return
     below = levels[n - 2]
-    discounts = _discounts(level.adjusted, lambda a, b: np.zeros(b - a, bool), chunk)
-    steps = np.array([0.0, *discounts])
     totals = np.memmap(work / f"total{n}", np.float64, "w+", shape=below.keys.shape)
     spare = np.memmap(work / f"spare{n}", np.float64, "w+", shape=below.keys.shape)
     for start, keys in _parts(level.keys, chunk):

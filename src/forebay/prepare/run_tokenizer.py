@@ -33,11 +33,10 @@ def open_tokenizer(
     Raises UsageError for settings that the output, or the dataset that is extended, does not have.
     """
     if output.name == "report" and not recipe.tokenize.tokenizer:
-        recipe = _counting_bytes(recipe)
+        recipe = _with_tokenizer(recipe, "bytes")
     of_parent = parent is not None and is_parents_tokenizer(parent, recipe.tokenize.tokenizer)
     if parent is not None and of_parent:
-        policy = dataclasses.replace(recipe.tokenize, tokenizer=parent.manifest.tokenizer)
-        recipe = dataclasses.replace(recipe, tokenize=policy)
+        recipe = _with_tokenizer(recipe, parent.manifest.tokenizer)
     if output.needs_tokenizer and not recipe.tokenize.tokenizer:
         raise UsageError(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
@@ -47,7 +46,7 @@ def open_tokenizer(
     if parent is not None and not isinstance(output, DatasetOutput):
         raise UsageError(f"prepare --extend: expected --to dataset, got {output.name}. Leave out --extend.")
     if not output.needs_tokenizer:
-        recipe = _counting_bytes(recipe)
+        recipe = _with_tokenizer(recipe, "bytes")
     is_trained = own is None and tokenizers.vocab_to_train(recipe.tokenize.tokenizer) is not None
     try:
         loaded = parent_tokenizer(parent, recipe) if parent is not None and of_parent else None
@@ -57,15 +56,15 @@ def open_tokenizer(
         if output.name != "report":
             raise
         notify(f"{error} Bytes are counted in place of tokens.")
-        recipe = _counting_bytes(recipe)
+        recipe = _with_tokenizer(recipe, "bytes")
         loaded = _load_tokenizer(recipe)
     if parent is not None:
         check_extension(parent, recipe, loaded, document_ids)
     return recipe, loaded
 
 
-def _counting_bytes(recipe: Recipe) -> Recipe:
-    return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer="bytes"))
+def _with_tokenizer(recipe: Recipe, name: str) -> Recipe:
+    return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer=name))
 
 
 def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = None) -> tokenizers.TokenizerFile:

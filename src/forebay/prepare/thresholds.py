@@ -96,8 +96,8 @@ class ThresholdTable:
             distinct = np.unique(of_rows[reached])
             for limit in distinct[np.isfinite(distinct)].tolist():
                 rows = np.flatnonzero(reached & (of_rows == limit))
-                stats = _stats_of(values[rows], kind, limit)
-                for side, number in _nearest(values[rows], kind, limit, keys[rows]):
+                stats, nearest = _stats_of(values[rows], kind, limit, keys[rows])
+                for side, number in nearest:
                     row = int(rows[number])
                     text = _beginning(data[offsets[row] : offsets[row + 1]])
                     value, url = float(values[row]), batch.column("url")[row].as_py()
@@ -158,22 +158,19 @@ class ThresholdTable:
         return entries
 
 
-def _stats_of(values: NDArray[np.float64], kind: str, limit: float) -> ThresholdStats:
+def _stats_of(
+    values: NDArray[np.float64], kind: str, limit: float, keys: NDArray[np.uint64]
+) -> tuple[ThresholdStats, list[tuple[str, int]]]:
+    """The statistics of the values at a threshold, without examples; and of the nearest the side and the index."""
     ordered, near = np.sort(values), neighbours(limit)
     below = np.searchsorted(ordered, near, "left" if kind == "low" else "right")
     stats = ThresholdStats((below if kind == "low" else len(ordered) - below).tolist())
     fails = values < limit if kind == "low" else values > limit
     stats.bins = {"kept": Counter(count_bins(values[~fails])), "dropped": Counter(count_bins(values[fails]))}
     stats.is_whole = bool((values == np.floor(values)).all())
-    return stats
-
-
-def _nearest(values: NDArray[np.float64], kind: str, limit: float, keys: NDArray[np.uint64]) -> list[tuple[str, int]]:
-    """The side and the index of the values nearest to a threshold."""
-    fails = values < limit if kind == "low" else values > limit
     order = np.lexsort((keys, np.abs(values - limit)))
     sides = (("kept", order[~fails[order]]), ("dropped", order[fails[order]]))
-    return [(side, index) for side, indices in sides for index in indices[:NEAREST].tolist()]
+    return stats, [(side, index) for side, indices in sides for index in indices[:NEAREST].tolist()]
 
 
 def _beginning(data: NDArray[np.uint8]) -> str:

@@ -19,6 +19,7 @@ from forebay.errors import UsageError
 from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, splice, word_table
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers
+from forebay.prepare.filters.points import find
 from forebay.prepare.settings import Count, Positive, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
@@ -73,9 +74,7 @@ def _lines(offsets, data, automaton, positions, table, limits, starts, stops, ki
         i, stop = offsets[row], offsets[row + 1]
         lines_left, run, run_first, run_kept, row_first = 0, 0, n, 0, n
         while i < stop:
-            line, end = i, i
-            while end < stop and data[end] != 10:
-                end += 1
+            line, end = i, find(data, i, stop, 10)
             i = min(end + 1, stop)
             a, b = line, end
             while a < b and data[a] <= 32:

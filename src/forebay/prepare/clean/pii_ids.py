@@ -6,7 +6,7 @@ and check digit others have too needs a word such as `SSN` or `Steuer-ID` in the
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any, NamedTuple
 
@@ -126,18 +126,17 @@ def _pl_pesel(n: str) -> bool:
     return born and _weighted((1, 3, 7, 9, 1, 3, 7, 9, 1, 3, 1), n) % 10 == 0
 
 
-def _br_digits(n: str, start: int, weights: list[int]) -> bool:
+def _br_digits(n: str, start: int, weights: Sequence[int]) -> bool:
     for stop in (start, start + 1):
         rest = _weighted(weights[-stop:], n[:stop]) % 11
         if int(n[stop]) != (0 if rest < 2 else 11 - rest):
             return False
-        weights = [weights[0] + 1, *weights] if start == 9 else weights
     return _not_one_digit(n)
 
 
 def _br_cpf(n: str) -> bool:
     """Source: Receita Federal, Instrução Normativa 1548/2015."""
-    return _br_digits(n, 9, list(range(10, 1, -1)))
+    return _br_digits(n, 9, range(11, 1, -1))
 
 
 def _br_cnpj(n: str) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import text_buffers, text_column
-from forebay.prepare.filters.words import next_point
+from forebay.prepare.filters.points import next_point
 
 
 @jit()

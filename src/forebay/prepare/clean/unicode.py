@@ -22,7 +22,7 @@ from pydantic import Field
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column
-from forebay.prepare.filters.words import next_point
+from forebay.prepare.filters.points import next_point
 
 Bools = NDArray[np.bool_]
 

@@ -289,14 +289,8 @@ def fill_bits(keys: Any, bits: Any) -> None:
 @jit()
 def find(keys: Any, h: Any) -> int:
     """The place of a hash in sorted keys, or -1."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) >> 1
-        if keys[middle] < h:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < len(keys) and keys[low] == h else -1
+    index = np.searchsorted(keys, h)
+    return index if index < len(keys) and keys[index] == h else -1
 
 
 @jit()

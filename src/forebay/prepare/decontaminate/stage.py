@@ -17,6 +17,7 @@ from pydantic import Field
 
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
+from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.decontaminate.index import (
     EvaluationIndex,
     SetFiles,
@@ -140,9 +141,7 @@ class Decontaminate(Stage):
                 drop[row] = matches[0][0]
             hits += [(row, {**hit, "action": "cut" if row in changed else "dropped"}) for _, hit in matches]
         if changed:
-            texts = batch.column("text").to_pylist()
-            texts = [changed.get(row, text) for row, text in enumerate(texts)]
-            batch = replace_column(batch, "text", pa.array(texts, pa.large_string()))
+            batch = replace_column(batch, "text", replace_rows(batch.column("text"), changed))
         return StageResult(batch, drop, {"cut": len(changed)}, hits=hits)
 
 

@@ -34,13 +34,13 @@ from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
 from forebay.prepare.dedup.methods import Dedup, Semantic, Signed
 from forebay.prepare.dedup.overlap import sign_ngrams
 from forebay.prepare.dedup.semantic import (
+    MAX_CLUSTERS,
     AssignTask,
     CentroidsTask,
     CompareTask,
     VectorSplit,
     assign_clusters,
     compare_clusters,
-    default_clusters,
     find_centroids,
 )
 from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
@@ -293,7 +293,8 @@ def _find_similar(corpus: _Corpus, method: Semantic, drop: str, step: Step) -> l
     store, stem, width = corpus.store, f"{corpus.stem}-semantic", 4 * method.columns
     *firsts, documents = np.cumsum([0, *corpus.documents]).tolist()
     splits = tuple(VectorSplit(store, s.prefix, s.documents, first) for s, first in zip(corpus.splits, firsts))
-    clusters = min(method.clusters or default_clusters(documents), max(documents, 1))
+    # By default about the square root of the documents: assigning and comparing then cost the same.
+    clusters = min(method.clusters or max(1, int(documents**0.5)), MAX_CLUSTERS, max(documents, 1))
     (centroids,) = step(
         "centroids", find_centroids, [CentroidsTask(f"{stem}-centroids", store, splits, drop, width, clusters)]
     )

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
+from forebay.prepare.filters.points import next_point
 from forebay.prepare.filters.word_tables import categories
-from forebay.prepare.filters.words import next_point
 
 GAP, IGNORED = 0, 1
 ALONE = np.uint32(1 << 31)  # Set for a character that is a word by itself.

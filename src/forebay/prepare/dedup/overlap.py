@@ -15,6 +15,7 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, read_words
 from forebay.prepare.dedup.methods import Overlap
 from forebay.prepare.documents import text_buffers
+from forebay.prepare.filters.points import find
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
@@ -39,26 +40,6 @@ def mark_overlap(texts: pa.LargeStringArray, rule: Overlap, seen: NDArray[np.uin
 
 
 @jit()
-def _collect(data, i, stop, table, ngram, sample, words, hashes, out, line_ends, counts):  # type: ignore[no-untyped-def]
-    """The n-grams of each line, in order, into `out`; where each line ends, and how many it has; how many lines."""
-    lines = n = 0
-    while i < stop:
-        line_end = i
-        while line_end < stop and data[line_end] != 10:
-            line_end += 1
-        _, have = read_words(data, i, line_end, table, words, 0)
-        before = n
-        for j in range(hash_ngrams(words, have, ngram, hashes)):
-            if hashes[j] % np.uint64(sample) == _U0:
-                out[n] = max(hashes[j], _U1)
-                n += 1
-        i = min(line_end + 1, stop)
-        line_ends[lines], counts[lines] = i, n - before
-        lines += 1
-    return lines, n
-
-
-@jit()
 def _unique(hashes):  # type: ignore[no-untyped-def]
     """The hashes ascending, each once."""
     ascending = np.sort(hashes)
@@ -72,11 +53,23 @@ def _unique(hashes):  # type: ignore[no-untyped-def]
 
 @jit()
 def _ngrams_of(data, i, stop, table, ngram, sample):  # type: ignore[no-untyped-def]
-    capacity, lines = (stop - i) // 2 + 4, 1 + np.count_nonzero(data[i:stop] == 10)
+    """The n-grams of each line, in order; where each line ends, and how many it has."""
+    capacity, max_lines = (stop - i) // 2 + 4, 1 + np.count_nonzero(data[i:stop] == 10)
     words, hashes, out = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
-    line_ends, counts = np.empty(lines, np.int64), np.empty(lines, np.int64)
-    used, n = _collect(data, i, stop, table, ngram, sample, words, hashes, out, line_ends, counts)
-    return out[:n], line_ends[:used], counts[:used]
+    line_ends, counts = np.empty(max_lines, np.int64), np.empty(max_lines, np.int64)
+    lines = n = 0
+    while i < stop:
+        line_end = find(data, i, stop, 10)
+        _, have = read_words(data, i, line_end, table, words, 0)
+        before = n
+        for j in range(hash_ngrams(words, have, ngram, hashes)):
+            if hashes[j] % np.uint64(sample) == _U0:
+                out[n] = max(hashes[j], _U1)
+                n += 1
+        i = min(line_end + 1, stop)
+        line_ends[lines], counts[lines] = i, n - before
+        lines += 1
+    return out[:n], line_ends[:lines], counts[:lines]
 
 
 @jit()

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.dedup.methods import U64
 from forebay.storage.store import Store
 
-U64 = NDArray[np.uint64]
 _CHUNK_ROWS = 1 << 14
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """An odd factor: keys that were chosen for being small, as anchors are, lie in all ranges afterwards."""

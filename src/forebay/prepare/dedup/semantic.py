@@ -93,11 +93,6 @@ class CompareTask:
     memory_bytes: int
 
 
-def default_clusters(documents: int) -> int:
-    """About the square root of the documents: assigning and comparing then cost the same."""
-    return int(min(MAX_CLUSTERS, max(1, documents**0.5)))
-
-
 @jit()
 def _dot(a, b):  # type: ignore[no-untyped-def]
     """The product of two int16 vectors; 64 products fit in an int32, and a loop of that length becomes vector code."""

@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,13 @@ from forebay.dataset.reader import Dataset, listed_files
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.cutting import Flags
-from forebay.prepare.dedup.deduplicate import VERSION, DedupResult
+from forebay.prepare.dedup.deduplicate import VERSION, DedupResult, Mapper
 from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.storage.store import Store
 
 _FILE_DOCUMENTS = 1 << 18
 _NAME = "signatures-{:06d}.npz"
 _IS_FILE = re.compile(r"signatures-\d{6}\.npz")
-Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class KeepTask:
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_signatures(result: DedupResult, config: Dedup, work: Store, out: Store, map: Map) -> dict[str, str]:
+def write_signatures(result: DedupResult, config: Dedup, work: Store, out: Store, map: Mapper) -> dict[str, str]:
     """Write the signatures of all documents that stay, also of a dataset that is extended. Returns hashes by file."""
     drops = [None] * (len(result.signed) - len(result.drop)) + [*result.drop]
     groups: list[list[tuple[Signed, Flags | None]]] = [[]]

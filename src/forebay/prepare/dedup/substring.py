@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
 from forebay.prepare.documents import part_batches, text_buffers
-from forebay.prepare.filters.words import room_of
+from forebay.prepare.filters.points import find, room_of
 from forebay.storage.store import Store
 
 _BASE = np.uint64(0xD6E8FEB86659FD93)
@@ -113,10 +113,8 @@ def _hash_windows(data, i, stop, table, min_words, repeated, out, spans):  # typ
             if hashes[w - distance] == hashes[w] and others[w - distance] == others[w]:
                 first = w + min_words - distance
                 break
-        end = stops[w + min_words - 1]
         limit = starts[w + min_words] if w + min_words < have else stop
-        while end < limit and data[end] != 10:
-            end += 1
+        end = find(data, stops[w + min_words - 1], limit, 10)
         out[n, 0], out[n, 1] = max(hashes[w], _U1), others[w]
         spans[n, 0], spans[n, 1] = starts[first] - i, end - i
         n += 1
@@ -130,8 +128,8 @@ def mark_spans(offsets, counts, spans, cut, removed):  # type: ignore[no-untyped
     for d in range(len(counts)):
         for _ in range(counts[d]):
             if cut[row]:
-                for i in range(offsets[d] + spans[row, 0], offsets[d] + spans[row, 1]):
-                    removed[i - offsets[0]] = 1
+                start = offsets[d] - offsets[0]
+                removed[start + spans[row, 0] : start + spans[row, 1]] = 1
             row += 1
 
 

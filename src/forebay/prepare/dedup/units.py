@@ -12,6 +12,7 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash128, normalise, scratch_for
 from forebay.prepare.dedup.methods import Unit
 from forebay.prepare.documents import text_buffers
+from forebay.prepare.filters.points import find
 
 LINE, SENTENCE = 0, 1
 _KINDS = {"line": LINE, "sentence": SENTENCE}
@@ -78,10 +79,8 @@ def next_unit(data, i, stop, kind):  # type: ignore[no-untyped-def]
     A line ends at a line feed; a sentence too, or after `.`, `!`, `?` before white space, or after `。`, `！`, `？`.
     """
     if kind == LINE:
-        while i < stop:
-            if data[i] == 10:
-                return i, i + 1
-            i += 1
+        end = find(data, i, stop, 10)
+        return end, min(end + 1, stop)
     while i < stop:
         byte = data[i]
         if byte == 10:
@@ -159,8 +158,7 @@ def _mark_units(data, offsets, kind, span, table, min_characters, scratch, cut, 
             if seen < span or lengths.sum() < min_characters:
                 continue
             if rows < len(cut) and cut[rows]:
-                for j in range(begins[seen % span], after):
-                    removed[j - offsets[0]] = 1
+                removed[begins[seen % span] - offsets[0] : after - offsets[0]] = 1
             rows += 1
     return rows
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.extract.tags import ARIA_HIDDEN, HIDDEN, HIDDEN_ATTRIBUTE
+from forebay.prepare.filters.points import find, look_up, starts_with
 from forebay.prepare.filters.word_tables import MIX
-from forebay.prepare.filters.words import look_up
 
 
 def _name(text: str) -> int:
@@ -61,11 +61,8 @@ def read_class_words(data, start, stop, words, total):  # type: ignore[no-untype
 
 @jit()
 def _contains(data, start, stop, word):  # type: ignore[no-untyped-def]
-    for i in range(start, stop - len(word) + 1):
-        k = 0
-        while k < len(word) and data[i + k] == word[k]:
-            k += 1
-        if k == len(word):
+    for i in range(start, stop):  # noqa: SIM110 - numba has no generators here
+        if starts_with(data, i, stop, word):
             return True
     return False
 
@@ -105,9 +102,8 @@ def read_attributes(data, i, words, total):  # type: ignore[no-untyped-def]
                 j += 1
             if j < n and (data[j] == 34 or data[j] == 39):
                 quote = data[j]
-                start = stop = j + 1
-                while stop < n and data[stop] != quote:
-                    stop += 1
+                start = j + 1
+                stop = find(data, start, n, quote)
                 i = stop + 1
             else:
                 start = stop = j

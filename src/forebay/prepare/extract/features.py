@@ -47,8 +47,8 @@ from forebay.prepare.extract.page import (
     ScannedPage,
 )
 from forebay.prepare.extract.tags import HEADING, NUM_FLAGS, SHARES, TAGS, tag_tables
+from forebay.prepare.filters.points import kind, table_size
 from forebay.prepare.filters.word_tables import TERMINAL, character_table
-from forebay.prepare.filters.words import kind
 
 _BASE = 35
 _NEIGHBOUR = 19  # Columns of a neighbour: the first of the base.
@@ -96,9 +96,7 @@ def _common_ancestor(elements, a, b):  # type: ignore[no-untyped-def]
 @jit()
 def _slots(values):  # type: ignore[no-untyped-def]
     """Numbers from 0 for the values that differ, in the order of the first of each."""
-    size = 16
-    while size < 2 * len(values):
-        size *= 2
+    size = table_size(len(values))
     table = np.full(size, -1, np.int64)
     out = np.empty(len(values), np.int64)
     firsts = np.empty(len(values), np.int64)

@@ -74,10 +74,10 @@ from forebay.prepare.extract.text import (
     head_table,
     put,
     put_formula,
-    read_reference,
+    put_next,
 )
+from forebay.prepare.filters.points import find, look_up
 from forebay.prepare.filters.word_tables import MIX, character_table
-from forebay.prepare.filters.words import look_up, next_point
 
 MAX_DEPTH = 512
 MAX_ROWS = 100_000
@@ -135,9 +135,7 @@ def _skip_declaration(data, i):  # type: ignore[no-untyped-def]
         while i + 2 < n and not (data[i] == 45 and data[i + 1] == 45 and data[i + 2] == 62):
             i += 1
         return min(n, i + 3)
-    while i < n and data[i] != 62:
-        i += 1
-    return i + 1
+    return find(data, i, n, 62) + 1
 
 
 @jit()
@@ -294,25 +292,11 @@ def _scan(  # type: ignore[no-untyped-def]
     skip, skip_depth = np.int64(0), 0
     i = 0
     while i < n:
-        c = data[i]
-        if c != 60:
+        if data[i] != 60:
             if skip:
                 i += 1
                 continue
-            if c == 38:
-                points, end = read_reference(data, i, n, references)
-                if points >= 0:
-                    put(points & 0x1FFFFF, s, out, blocks, block_weights, words, chars)
-                    if points >> 21:
-                        put(points >> 21, s, out, blocks, block_weights, words, chars)
-                    i = end
-                    continue
-            if c < 0x80:
-                put(np.int64(c), s, out, blocks, block_weights, words, chars)
-                i += 1
-            else:
-                point, i = next_point(data, i)
-                put(np.int64(point), s, out, blocks, block_weights, words, chars)
+            i = put_next(data, i, n, references, s, out, blocks, block_weights, words, chars)
             continue
         following = data[i + 1] if i + 1 < n else np.uint8(0)
         is_end = following == 47

@@ -78,12 +78,6 @@ NUM_FLAGS = NOSCRIPT.bit_length() + len(CONCEPTS)
 SHARES = (ARTICLE, MAIN, LIST, TABLE, FORM, HIDDEN | HIDDEN_ATTRIBUTE | ARIA_HIDDEN, NOSCRIPT)
 """Bits of which the model sees how much of a page's text has any."""
 
-_WINDOWS_1252 = (
-    0x20AC, 0x81, 0x201A, 0x192, 0x201E, 0x2026, 0x2020, 0x2021, 0x2C6, 0x2030, 0x160, 0x2039, 0x152, 0x8D, 0x17D, 0x8F,
-    0x90, 0x2018, 0x2019, 0x201C, 0x201D, 0x2022, 0x2013, 0x2014, 0x2DC, 0x2122, 0x161, 0x203A, 0x153, 0x9D, 0x17E,
-    0x178,
-)  # fmt: skip
-
 Table = tuple[NDArray[np.uint64], NDArray[np.int32]]
 
 
@@ -111,7 +105,8 @@ def reference_table() -> tuple[Table, NDArray[np.int64], NDArray[np.int64]]:
     names = sorted(html.entities.html5)
     values = [[ord(char) for char in html.entities.html5[name]] for name in names]
     points = np.array([chars[0] | (chars[1] << 21 if len(chars) > 1 else 0) for chars in values], np.int64)
-    return hash_table({name: i for i, name in enumerate(names)}, 8192), points, np.array(_WINDOWS_1252, np.int64)
+    windows = [ord(bytes((byte,)).decode("cp1252", "ignore") or chr(byte)) for byte in range(0x80, 0xA0)]
+    return hash_table({name: i for i, name in enumerate(names)}, 8192), points, np.array(windows, np.int64)
 
 
 @lru_cache(1)

@@ -32,8 +32,8 @@ from forebay.prepare.extract.page import (
     UPPERS,
     WORDS,
 )
+from forebay.prepare.filters.points import encode_point, kind, look_up, next_point
 from forebay.prepare.filters.word_tables import DIGIT, LETTER, MIX, SPACE, TERMINAL, UPPER
-from forebay.prepare.filters.words import kind, look_up, next_point
 
 # Of the state `s` of the scanner.
 OPEN, POS, PENDING, IN_LINK, NUM_BLOCKS, GAP_TAGS, IN_WORD, WORD, WORD_CHARS, AT_ELEMENT, BR, IN_PRE = range(12)
@@ -110,27 +110,6 @@ def close_block(s, out, blocks, block_weights, words):  # type: ignore[no-untype
     s[BR] = 0
 
 
-@jit(forceinline=True)
-def _write(out, pos, c):  # type: ignore[no-untyped-def]
-    if c < 0x80:
-        out[pos] = c
-        return pos + 1
-    if c < 0x800:
-        out[pos] = 0xC0 | c >> 6
-        out[pos + 1] = 0x80 | c & 0x3F
-        return pos + 2
-    if c < 0x10000:
-        out[pos] = 0xE0 | c >> 12
-        out[pos + 1] = 0x80 | c >> 6 & 0x3F
-        out[pos + 2] = 0x80 | c & 0x3F
-        return pos + 3
-    out[pos] = 0xF0 | c >> 18
-    out[pos + 1] = 0x80 | c >> 12 & 0x3F
-    out[pos + 2] = 0x80 | c >> 6 & 0x3F
-    out[pos + 3] = 0x80 | c & 0x3F
-    return pos + 4
-
-
 @jit()
 def put(c, s, out, blocks, block_weights, words, chars):  # type: ignore[no-untyped-def]
     """Append a character to the block that is open, or to a new one."""
@@ -169,7 +148,7 @@ def put(c, s, out, blocks, block_weights, words, chars):  # type: ignore[no-unty
         s[PENDING] = 0
     s[BR] = 0
     b = blocks[s[OPEN]]
-    s[POS] = _write(out, s[POS], c)
+    s[POS] = encode_point(c, out, s[POS])
     b[CHARS] += 1
     b[LAST] = c
     ideograph = 0x2E80 <= c < 0xA000 or 0xE00 <= c < 0xF00 or 0x1000 <= c < 0x10A0 or 0x1780 <= c < 0x1800
@@ -256,17 +235,22 @@ def read_reference(data, i, stop, references):  # type: ignore[no-untyped-def]
     return (points[number], j) if number >= 0 else (np.int64(-1), i)
 
 
+@jit(forceinline=True)
+def put_next(data, i, stop, references, s, out, blocks, block_weights, words, chars):  # type: ignore[no-untyped-def]
+    """`put` the character, or what the reference means, that begins at byte i; where the next one begins."""
+    points, end = read_reference(data, i, stop, references) if data[i] == 38 else (np.int64(-1), i)
+    if points < 0:
+        point, end = next_point(data, i)
+        points = np.int64(point)
+    put(points & 0x1FFFFF, s, out, blocks, block_weights, words, chars)
+    if points >> 21:
+        put(points >> 21, s, out, blocks, block_weights, words, chars)
+    return end
+
+
 @jit()
 def put_formula(data, i, stop, references, s, out, blocks, block_weights, words, chars):  # type: ignore[no-untyped-def]
     put(np.int64(36), s, out, blocks, block_weights, words, chars)
     while i < stop:
-        points, end = read_reference(data, i, stop, references) if data[i] == 38 else (np.int64(-1), i)
-        if points >= 0:
-            i = end
-        else:
-            point, i = next_point(data, i)
-            points = np.int64(point)
-        put(points & 0x1FFFFF, s, out, blocks, block_weights, words, chars)
-        if points >> 21:
-            put(points >> 21, s, out, blocks, block_weights, words, chars)
+        i = put_next(data, i, stop, references, s, out, blocks, block_weights, words, chars)
     put(np.int64(36), s, out, blocks, block_weights, words, chars)

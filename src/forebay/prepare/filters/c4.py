@@ -13,8 +13,10 @@ import pyarrow as pa
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, StageResult, replace_column, text_buffers, text_column
 from forebay.prepare.filters.languages import ByLanguage, LanguageStage
+from forebay.prepare.filters.points import decode, encode, kind, room_of, starts_with, trim
+from forebay.prepare.filters.unspaced import word_runs
 from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
-from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim, word_runs
+from forebay.prepare.filters.words import cut_words, tables
 from forebay.prepare.settings import Count
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
@@ -25,6 +27,7 @@ _PHRASES = ("lorem ipsum", "javascript", "terms of use", "privacy policy", "cook
 _MORE_PHRASES = ("use of cookies", "use cookies")  # Source: c4_utils.py, _POLICY_SUBSTRINGS.
 
 
+_EDIT, _CITATION = (np.frombuffer(mark, np.uint8) for mark in (b"[edit]", b"[citation needed]"))
 _PHRASE_BYTES = np.frombuffer("".join((*_PHRASES, *_MORE_PHRASES)).encode(), np.uint8)
 _PHRASE_ENDS = np.cumsum([0, *map(len, (*_PHRASES, *_MORE_PHRASES))])
 
@@ -85,17 +88,14 @@ def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
             if j < stop and points[j] == 93:
                 i = j + 1
                 continue
-            skip = 0
-            if _same(points, i + 1, stop, (101, 100, 105, 116, 93)):
-                skip = 6
-            elif _same(
-                points, i + 1, stop, (99, 105, 116, 97, 116, 105, 111, 110, 32, 110, 101, 101, 100, 101, 100, 93)
-            ):
-                skip = 17
-            if skip:
-                i += skip
+            if starts_with(points, i, stop, _EDIT):
+                i += len(_EDIT)
                 continue
-            n = _copy(points, i, j, line, n)  # the digits cannot begin a citation: linear
+            if starts_with(points, i, stop, _CITATION):
+                i += len(_CITATION)
+                continue
+            line[n : n + j - i] = points[i:j]  # the digits cannot begin a citation: linear
+            n += j - i
             i = j
             continue
         line[n] = points[i]
@@ -104,38 +104,22 @@ def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
     return n
 
 
-@jit()
-def _copy(points, start, stop, line, n):  # type: ignore[no-untyped-def]
-    for i in range(start, stop):
-        line[n] = points[i]
-        n += 1
-    return n
-
-
-@jit()
-def _same(points, start, stop, chars):  # type: ignore[no-untyped-def]
-    if stop - start < len(chars):
-        return False
-    for i, c in enumerate(chars):  # noqa: SIM110 - numba has no generators here
-        if points[start + i] != c:
-            return False
-    return True
+@jit(forceinline=True)
+def _small(c):  # type: ignore[no-untyped-def]
+    return c | 32 if 65 <= c <= 90 else c
 
 
 @jit()
 def _phrases(line, n, phrase_ends, chars):  # type: ignore[no-untyped-def]
     bits = 0
     for i in range(n):
+        first = _small(line[i])
         for p in range(len(phrase_ends) - 1):
-            first = line[i] | 32 if 65 <= line[i] <= 90 else line[i]
-            size = phrase_ends[p + 1] - phrase_ends[p]
-            if first != chars[phrase_ends[p]] or i + size > n:
+            if first != chars[phrase_ends[p]]:
                 continue
+            start, size = phrase_ends[p], phrase_ends[p + 1] - phrase_ends[p]
             k = 1
-            while k < size:
-                c = line[i + k] | 32 if 65 <= line[i + k] <= 90 else line[i + k]
-                if c != chars[phrase_ends[p] + k]:
-                    break
+            while k < size and i + k < n and _small(line[i + k]) == chars[start + k]:
                 k += 1
             if k == size:
                 bits |= 1 << p
@@ -234,10 +218,8 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
         if drop[row] < 0 and sentences < rules[3]:
             drop[row] = _FEW
         if drop[row] >= 0:
-            written = first_out
-            for i in range(offsets[row], offsets[row + 1]):
-                out[written] = data[i]
-                written += 1
+            written = first_out + offsets[row + 1] - offsets[row]
+            out[first_out:written] = data[offsets[row] : offsets[row + 1]]
         else:
             counts += removed
         stops[row + 1] = written

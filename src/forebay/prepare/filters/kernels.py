@@ -10,20 +10,10 @@ from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
+from forebay.prepare.filters.points import decode, hash_points, kind, look_up, next_point, room_of, table_size, trim
+from forebay.prepare.filters.unspaced import word_runs
 from forebay.prepare.filters.word_tables import BREAK, SPACE, TERMINAL, UNSPACED, character_table
-from forebay.prepare.filters.words import (
-    HAS_LETTER,
-    IS_DENSE,
-    IS_TEXT,
-    decode,
-    hash_points,
-    kind,
-    look_up,
-    next_point,
-    room_of,
-    trim,
-    word_runs,
-)
+from forebay.prepare.filters.words import HAS_LETTER, IS_DENSE, IS_TEXT
 
 QUALITY = (
     "words", "text_words", "text_chars", "alpha_words", "hashes", "ellipses", "lines", "bullets", "trails", "stops",
@@ -59,14 +49,6 @@ def _insert(slots, h):  # type: ignore[no-untyped-def]
         slot = (slot + np.uint64(1)) & mask
     slots[slot] = h
     return False
-
-
-@jit()
-def _table_size(entries):  # type: ignore[no-untyped-def]
-    size = 16
-    while size < 2 * entries:
-        size *= 2
-    return size
 
 
 @jit()
@@ -115,7 +97,7 @@ def measure_quality(cut, table, stop_keys, stop_values, languages, out):  # type
 
 @jit()
 def _same_parts(points, start, stop, min_newlines, slots):  # type: ignore[no-untyped-def]
-    """Parts between runs of at least `least` newlines: how many, how many again, and the characters of those."""
+    """Parts between runs of at least `min_newlines` newlines: how many, how many again, and the characters of those."""
     parts = same = same_chars = 0
     i = begin = start
     while i <= stop:
@@ -131,14 +113,8 @@ def _same_parts(points, start, stop, min_newlines, slots):  # type: ignore[no-un
                 same += 1
                 same_chars += i - begin
             begin = j
-            if i == stop:
-                break
-            if j == stop:
-                i = stop
-                continue
-        elif j == stop:
-            i = stop
-            continue
+        if i == stop:
+            break
         i = j
     return parts, same, same_chars
 
@@ -151,7 +127,7 @@ def _gram(sums, i, n, power):  # type: ignore[no-untyped-def]
 @jit()
 def _count(sums, places, num_places, n, power, slots, counts, slot_of):  # type: ignore[no-untyped-def]
     """How often the n-gram at each of the first `num_places` places occurs there: `counts[slot_of[k]]`; the highest."""
-    size = _table_size(num_places + 1)
+    size = table_size(num_places + 1)
     mask = np.uint64(size - 1)
     slots[:size] = 0
     best = 0
@@ -171,7 +147,7 @@ def _count(sums, places, num_places, n, power, slots, counts, slot_of):  # type:
 @jit()
 def _same_chars(sums, lengths, places, num_places, n, power, slots):  # type: ignore[no-untyped-def]
     """Characters of n-grams that came before, none counted in two of them."""
-    table = slots[: _table_size(num_places + 1)]
+    table = slots[: table_size(num_places + 1)]
     table[:] = 0
     chars = free = 0
     for k in range(num_places):
@@ -229,10 +205,10 @@ def measure_repetition(cut, table, sizes, out):  # type: ignore[no-untyped-def]
         for i in range(n):
             breaks += points[i] == 10
         words = cut.starts[row + 1] - cut.starts[row]
-        size = _table_size(max(breaks, words) + 1)
+        size = table_size(max(breaks, words) + 1)
         if size > len(slots):
             slots, counts = np.empty(size, np.uint64), np.empty(size, np.int32)
-        parts = slots[: _table_size(breaks + 1)]
+        parts = slots[: table_size(breaks + 1)]
         a, b = trim(points, 0, n, table)
         out[row, 0] = n
         parts[:] = 0
@@ -254,7 +230,7 @@ def measure_lines(cut, table, short, out):  # type: ignore[no-untyped-def]
         newlines = 0
         for i in range(n):
             newlines += points[i] == 10
-        slots = np.zeros(_table_size(newlines + 2), np.uint64)
+        slots = np.zeros(table_size(newlines + 2), np.uint64)
         lines = ended = shorts = same_chars = 0
         start = 0
         for i in range(n + 1):

@@ -26,6 +26,7 @@ from forebay.prepare.filters.languages import (
     language_hashes,
     stop_word_table,
 )
+from forebay.prepare.filters.points import decode, find, hash_points, kind, look_up, room_of, trim
 from forebay.prepare.filters.word_tables import (
     DIGIT,
     LETTER,
@@ -37,7 +38,7 @@ from forebay.prepare.filters.word_tables import (
     table_of_hashes,
     word_lists,
 )
-from forebay.prepare.filters.words import cut_words, decode, hash_points, kind, look_up, room_of, tables, trim
+from forebay.prepare.filters.words import cut_words, tables
 from forebay.prepare.settings import Count, Share, Texts
 
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
@@ -281,9 +282,7 @@ def _rewrite(offsets, data, table, keys, values, rules, languages, has_list, mea
         start, stop = offsets[row], offsets[row + 1]
         first = True
         while start <= stop:
-            end = start
-            while end < stop and data[end] != 10:
-                end += 1
+            end = find(data, start, stop, 10)
             code, words = -1, 0
             if 0 < end - start <= MAX_LINE_BYTES:
                 n = decode(data, start, end, points)

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError, install_command
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
+from forebay.prepare.filters.points import decode, encode, kind, room_of
 from forebay.prepare.filters.word_tables import BREAK
-from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
+from forebay.prepare.filters.words import clip, cut_words, tables
 from forebay.prepare.scores.base import COLUMN, Scorer, number_column
 from forebay.prepare.scores.columns import Select
 from forebay.prepare.settings import Number, check_fields, check_order

@@ -32,21 +32,44 @@ def decode(data, start, stop, points):  # type: ignore[no-untyped-def]
     return n
 
 
+@jit(forceinline=True)
+def encode_point(c, out, pos):  # type: ignore[no-untyped-def]
+    """UTF-8 of a code point into `out` from byte `pos` on; where it ends."""
+    if c < 0x80:
+        out[pos] = c
+        return pos + 1
+    width = 1 if c < 0x800 else 2 if c < 0x10000 else 3
+    out[pos] = (0xFF00 >> (width + 1) & 0xFF) | (c >> (6 * width))
+    for k in range(width - 1, -1, -1):
+        out[pos + width - k] = 0x80 | ((c >> (6 * k)) & 0x3F)
+    return pos + width + 1
+
+
 @jit()
 def encode(points, start, stop, out, pos):  # type: ignore[no-untyped-def]
-    """UTF-8 of `points[start:stop]` into `out` from byte `at` on; where it ends."""
+    """`encode_point` of `points[start:stop]`, one after the other."""
     for i in range(start, stop):
-        c = points[i]
-        if c < 0x80:
-            out[pos] = c
-            pos += 1
-            continue
-        width = 1 if c < 0x800 else 2 if c < 0x10000 else 3
-        out[pos] = (0xFF00 >> (width + 1) & 0xFF) | (c >> (6 * width))
-        for k in range(width - 1, -1, -1):
-            out[pos + width - k] = 0x80 | ((c >> (6 * k)) & 0x3F)
-        pos += width + 1
+        pos = encode_point(points[i], out, pos)
     return pos
+
+
+@jit(forceinline=True)
+def find(data, start, stop, value):  # type: ignore[no-untyped-def]
+    """The first place in `[start, stop)` with that value, or `stop`."""
+    while start < stop and data[start] != value:
+        start += 1
+    return start
+
+
+@jit()
+def starts_with(data, start, stop, prefix):  # type: ignore[no-untyped-def]
+    """Whether `data[start:stop]` begins with `prefix`."""
+    if stop - start < len(prefix):
+        return False
+    for i in range(len(prefix)):  # noqa: SIM110 - numba has no generators here
+        if data[start + i] != prefix[i]:
+            return False
+    return True
 
 
 @jit(forceinline=True)
@@ -83,6 +106,15 @@ def hash_points(points, start, stop):  # type: ignore[no-untyped-def]
         h ^= h >> np.uint64(29)
     h *= np.uint64(MIX)
     return h if h != 0 else np.uint64(1)
+
+
+@jit()
+def table_size(entries):  # type: ignore[no-untyped-def]
+    """A power of two of slots, at least half of which stay free."""
+    size = 16
+    while size < 2 * entries:
+        size *= 2
+    return size
 
 
 @jit(forceinline=True)

@@ -236,26 +236,32 @@ class GopherRepetition(LanguageStage):
         )
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
-        from forebay.prepare.filters.kernels import REPETITION, measure_repetition
-
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
-        sizes = sorted((n, len(REPETITION) + i, i < len(self.top_ngrams)) for i, (n, _) in enumerate(grams))
-        table = np.array(sizes, np.int64).reshape(-1, 3)
-        columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), [table])
-        m = dict(zip(REPETITION, columns[: len(REPETITION)], strict=True))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rules = (
-                m["chars"] == 0,
-                Measure(m["same_paragraphs"] / m["paragraphs"], high=self.max_duplicate_paragraphs),
-                Measure(m["paragraph_chars"] / m["chars"], high=self.max_duplicate_paragraph_chars),
-                Measure(m["same_lines"] / m["lines"], high=self.max_duplicate_lines),
-                Measure(m["line_chars"] / m["chars"], high=self.max_duplicate_line_chars),
-                *(
-                    Measure(chars / m["chars"], high=limit)
-                    for chars, (_, limit) in zip(columns[len(REPETITION) :], grams, strict=True)
-                ),
-            )
-        return check_rules(batch, self.reasons, rules)
+        chars, shares = repetition_shares(batch, [n for n, _ in self.top_ngrams], [n for n, _ in self.duplicate_ngrams])
+        limits = (
+            self.max_duplicate_paragraphs, self.max_duplicate_paragraph_chars, self.max_duplicate_lines,
+            self.max_duplicate_line_chars, *(limit for _, limit in grams),
+        )  # fmt: skip
+        measures = (Measure(share, high=limit) for share, limit in zip(shares, limits, strict=True))
+        return check_rules(batch, self.reasons, (chars == 0, *measures))
+
+
+def repetition_shares(
+    batch: pa.RecordBatch, top: Sequence[int], duplicate: Sequence[int]
+) -> tuple[NDArray[np.int64], list[NDArray[np.float64]]]:
+    """The characters of each text; and the shares in the order of `GopherRepetition`, with n-grams of these n."""
+    from forebay.prepare.filters.kernels import REPETITION, measure_repetition
+
+    sizes = sorted((n, len(REPETITION) + i, i < len(top)) for i, n in enumerate((*top, *duplicate)))
+    table = np.array(sizes, np.int64).reshape(-1, 3)
+    columns = measure(measure_repetition, batch, len(REPETITION) + len(sizes), [table])
+    m = dict(zip(REPETITION, columns))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = [
+            m["same_paragraphs"] / m["paragraphs"], m["paragraph_chars"] / m["chars"], m["same_lines"] / m["lines"],
+            m["line_chars"] / m["chars"], *(chars / m["chars"] for chars in columns[len(REPETITION) :]),
+        ]  # fmt: skip
+    return m["chars"], shares
 
 
 @dataclass(frozen=True)
@@ -332,23 +338,17 @@ class Signals(Scorer):
         return dict.fromkeys(_COLUMNS, "number")
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[Any]]:
-        from forebay.prepare.filters import kernels
+        from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
-        sizes = [(n, len(kernels.REPETITION) + i, n in _TOP) for i, n in enumerate((*_TOP, *_DUPLICATE))]
         q, _ = quality_measures(batch, "auto")
-        repeats = measure(
-            kernels.measure_repetition, batch, len(kernels.REPETITION) + len(sizes), [np.array(sizes, np.int64)]
-        )
-        shape = measure(kernels.measure_lines, batch, len(kernels.FINEWEB), [FineWeb.short_line_chars])
-        r, grams = dict(zip(kernels.REPETITION, repeats)), repeats[len(kernels.REPETITION) :]
-        f = dict(zip(kernels.FINEWEB, shape, strict=True))
+        _, repeats = repetition_shares(batch, _TOP, _DUPLICATE)
+        shape = measure(measure_lines, batch, len(FINEWEB), [FineWeb.short_line_chars])
+        f = dict(zip(FINEWEB, shape, strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
             values = [
                 q["text_words"], q["lines"], q["text_chars"] / q["text_words"], q["stops"],
                 q["hashes"] / q["words"], q["ellipses"] / q["words"], q["bullets"] / q["lines"],
-                q["trails"] / q["lines"], q["alpha_words"] / q["words"], r["same_paragraphs"] / r["paragraphs"],
-                r["paragraph_chars"] / r["chars"], r["same_lines"] / r["lines"], r["line_chars"] / r["chars"],
-                f["ended"] / f["lines"], f["short"] / f["lines"], f["newlines"] / f["words"],
-                *(chars / r["chars"] for chars in grams),
+                q["trails"] / q["lines"], q["alpha_words"] / q["words"], *repeats[:4], f["ended"] / f["lines"],
+                f["short"] / f["lines"], f["newlines"] / f["words"], *repeats[4:],
             ]  # fmt: skip
         return dict(zip(_COLUMNS, values, strict=True))

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.filters.points import decode, encode, hash_points, kind, look_up, next_point, room_of, trim
-from forebay.prepare.filters.unspaced import unspaced_word, word_runs
+from forebay.prepare.filters.points import decode, find, hash_points, kind, look_up, room_of, starts_with
+from forebay.prepare.filters.unspaced import unspaced_word
 from forebay.prepare.filters.word_tables import (
     CURRENCY,
     DIGIT,
@@ -33,11 +33,6 @@ from forebay.prepare.filters.word_tables import (
     special_words,
 )
 
-__all__ = [  # what other modules import from here, of this one, `points` and `unspaced`
-    "clip", "cut_words", "decode", "encode", "hash_points", "kind", "look_up", "next_point", "room_of", "split_words",
-    "tables", "trim", "word_runs", "word_table",
-]  # fmt: skip
-
 LOOK_BYTES = 8 << 20
 """Of longer documents the first so many bytes are measured: bounded memory (about 300 MB in the worst case)."""
 
@@ -47,6 +42,7 @@ _UNIT_NAMES = (
     "m g t T G M K % km dm cm mm nm mb mB Mb MB kb kB Kb KB gb gB Gb GB tb tB Tb TB lb lB kg mg ha yd in ft oz Pa mph "
     "kmh km/h"
 )
+_SCHEME_END = np.frombuffer(b"://", np.uint8)
 _UNITS = np.array([int.from_bytes(name.encode(), "big") for name in _UNIT_NAMES.split()], np.int64)
 
 
@@ -75,20 +71,10 @@ def _special(points, start, stop, keys, values):  # type: ignore[no-untyped-def]
 
 @jit()
 def _is_address(points, start, stop, kinds):  # type: ignore[no-untyped-def]
-    begin = start
-    first_slash = stop
-    for i in range(start, stop):
-        if points[i] == 47:
-            if i > start + 2 and points[i - 1] == 58 and i + 1 < stop and points[i + 1] == 47:
-                begin = i + 2
-            first_slash = i
-            break
-    if begin > start:
-        first_slash = stop
-        for i in range(begin, stop):
-            if points[i] == 47:
-                first_slash = i
-                break
+    begin, first_slash = start, find(points, start, stop, 47)
+    if first_slash > start + 2 and starts_with(points, first_slash - 1, stop, _SCHEME_END):
+        begin = first_slash + 2
+        first_slash = find(points, begin, stop, 47)
     for i in range(begin, first_slash):
         if points[i] == 64:
             begin = i + 1

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,9 +27,8 @@ _MIN_LENGTH = 32
 _CHARS_PER_TOKEN = 32  # So many characters of a text are tokenized for a token that the model sees.
 
 
-class _Runner(Protocol):
-    def __call__(self, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Logits, float32 [rows, labels]."""
+_Runner = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""Ids and mask, int64 [rows, tokens], to logits, float32 [rows, labels]."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class SequenceClassifier(Scorer):
         """The model, loaded once a process."""
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float32]]:
-        tokenizer, config = _load_tokenizer(self.model), _load_config(self.model)
-        max_tokens, labels = min(self.max_tokens, config.max_tokens), config.labels
+        tokenizer, (labels, positions) = _load_tokenizer(self.model), _load_config(self.model)
+        max_tokens = min(self.max_tokens, positions)
         tokenizer.enable_truncation(max_tokens)
         limit = max_tokens * _CHARS_PER_TOKEN
         encoded = tokenizer.encode_batch([text[:limit] for text in batch.column("text").to_pylist()])
@@ -148,13 +147,8 @@ def _load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-class _Config(NamedTuple):
-    labels: tuple[str, ...]
-    max_tokens: int
-
-
 @lru_cache(4)
-def _load_config(model: str) -> _Config:
+def _load_config(model: str) -> tuple[tuple[str, ...], int]:
     """The labels of a model, and how many tokens it has positions for."""
     path = Path(model, "config.json")
     try:
@@ -166,7 +160,7 @@ def _load_config(model: str) -> _Config:
             positions -= int(config.get("pad_token_id") or 1) + 1
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(f"model: expected the settings of a model at {path}, got: {error}") from error
-    return _Config(labels, max(1, positions))
+    return labels, max(1, positions)
 
 
 @lru_cache(2)

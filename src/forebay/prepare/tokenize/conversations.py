@@ -120,8 +120,7 @@ class Conversations(Settings):
         names = {number: name for name, number in vocab.items()}
         bos, eos = (names.get(-1 if token is None else token, "") for token in (spec.bos_id, spec.eos_id))
         hide, show = guarded(list(vocab))
-        spans: list[list[tuple[bool, bool, str]]] = []
-        reasons = []
+        rendered = []
         for text in texts:
             parts, reason = list[tuple[bool, bool, str]](), "" if text else "empty"
             try:
@@ -129,11 +128,10 @@ class Conversations(Settings):
                     parts += [(trained, is_name, part) for is_name, part in pieces(span, list(vocab))]
             except UnfitConversationError as error:
                 parts, reason = [], str(error)
-            spans.append(parts)
-            reasons.append(reason)
-        plain = [show(part) for parts in spans for _, is_name, part in parts if not is_name]
+            rendered.append((parts, reason))
+        plain = [show(part) for parts, _ in rendered for _, is_name, part in parts if not is_name]
         encoded = iter(encoder_for(spec).encode(plain))
-        for parts, reason in zip(spans, reasons):
+        for parts, reason in rendered:
             ids = [np.empty(0, np.uint32)]
             for trained, is_name, part in parts:
                 words = np.array([vocab[part]]) if is_name else next(encoded)

@@ -22,6 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.formats.records import batched
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.engines.base import resident_bytes
 from forebay.prepare.tokenize.tokenizers import (
@@ -186,7 +187,7 @@ class LibraryEncoder:
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         return [
             np.array(encoding.ids, np.uint32)
-            for batch in _batches(texts)
+            for batch in batched(texts, len, _CALL_BYTES, _CALL_BYTES)
             for encoding in encode_batch(self._tokenizer, batch)
         ]
 
@@ -222,7 +223,7 @@ class FastEncoder:
                 )
         self._calls += 1
         ids: list[NDArray[Any]] = []
-        for batch in _batches(texts, _FAST_CALL_BYTES):
+        for batch in batched(texts, len, _FAST_CALL_BYTES, _FAST_CALL_BYTES):
             ids += [self._engine.encode(text) for text in batch]
             if resident_bytes() - self._base_bytes > _GROWTH_BYTES:
                 self._load()
@@ -306,14 +307,3 @@ def _safe_cut(data: bytes) -> Cut:
     names = [*model["vocab"], *(token["content"].replace(" ", "▁") for token in added)]
     complete = all(token.get("normalized") and not re.match("[ ▁]", token["content"]) for token in added)
     return "at" if marked and complete and not any(re.search("[^▁]▁", name) for name in names) else ""
-
-
-def _batches(texts: Sequence[str], limit: int = _CALL_BYTES) -> Iterator[Sequence[str]]:
-    start, size = 0, 0
-    for stop, text in enumerate(texts, 1):
-        size += len(text)
-        if size >= limit:
-            yield texts[start:stop]
-            start, size = stop, 0
-    if start < len(texts):
-        yield texts[start:]
