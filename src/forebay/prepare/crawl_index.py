@@ -70,7 +70,7 @@ class CrawlIndex(Format):
             with log_while_waiting(log, lambda: reason):
                 packed = dict(_fetched([entry for entry in batch if not entry.problem], folder))
             for entry in batch:
-                yield from _documents(entry, packed.pop(entry.index, entry.problem), options)
+                yield from _documents(entry, packed.pop(entry.index, entry.problem or b""), options)
 
 
 CRAWL_INDEX = CrawlIndex()
