@@ -294,7 +294,7 @@ def _find_similar(corpus: _Corpus, method: Semantic, drop: str, step: Step) -> l
     *firsts, documents = np.cumsum([0, *corpus.documents]).tolist()
     splits = tuple(VectorSplit(store, s.prefix, s.documents, first) for s, first in zip(corpus.splits, firsts))
     # By default about the square root of the documents: assigning and comparing then cost the same.
-    clusters = min(method.clusters or max(1, int(documents**0.5)), MAX_CLUSTERS, max(documents, 1))
+    clusters = min(method.clusters or min(int(documents**0.5), MAX_CLUSTERS), documents) or 1
     (centroids,) = step(
         "centroids", find_centroids, [CentroidsTask(f"{stem}-centroids", store, splits, drop, width, clusters)]
     )
