@@ -139,7 +139,7 @@ def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None
     manifest, table = Manifest.from_json(reported), SliceTable.from_parquet(listed)
     with OriginServer(own) as server:
         (own / TABLE_FILE).write_bytes(listed[:-1] + bytes([listed[-1] ^ 1]))
-        with pytest.raises(DatasetError, match=r"slices\.parquet with sha256"):
+        with pytest.raises(DatasetError, match=r"slices\.parquet: expected sha256"):
             Loader(server.url, **ONE_BY_ONE)
         (own / TABLE_FILE).write_bytes(listed)
         (own / MANIFEST_FILE).write_bytes(reported.replace(b"6", b"7", 1))
