@@ -148,10 +148,14 @@ def prepare_dataset(
         recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    member = task.partition("/")[0] if task != "finish" else ""
+    share = parse_share(task) if task not in ("", "finish") else None
+    if task and engine != "local":
+        raise UsageError(
+            f"task: expected the local engine, which each process has, got {engine!r}. Leave out one of both."
+        )
     progress = ProgressRecord(
-        store, recipe.name, output.name, workers or cores(), on_progress, on_message, member=member,
-        price_per_core_hour=price_per_core_hour(),
+        store, recipe.name, output.name, workers or cores(), on_progress, on_message,
+        member=str(share[0]) if share is not None else "", price_per_core_hour=price_per_core_hour(),
     )  # fmt: skip
     notify = progress.notify
     parent = open_parent(extend, store) if extend is not None else None
@@ -162,16 +166,11 @@ def prepare_dataset(
         notify(line)
     if strict:
         _refuse_skipped(sources.skipped)
-    share = parse_share(task) if task not in ("", "finish") else (0, 1)
-    if task and engine != "local":
-        raise UsageError(
-            f"task: expected the local engine, which each process has, got {engine!r}. Leave out one of both."
-        )
-    opener = (
-        ShareEngine(workers, *share, store.child(".work"), notify)
-        if task
-        else open_engine(engine, workers, store, notify)
-    )
+    opener: Engine
+    if task:
+        opener = ShareEngine(workers, *(share or (0, 1)), store.child(".work"), notify)
+    else:
+        opener = open_engine(engine, workers, store, notify)
     with progress.recorded(), disk_errors(store), locked(store, shared=bool(task)), opener as opened:
         progress.watch(opened)
         if write_ids is not None:  # fail now rather than when all the work is done
@@ -183,7 +182,7 @@ def prepare_dataset(
         sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
         run = PrepareRun(
             store, recipe, opened, write_ids, document_ids, progress, notify, parent, recorded,
-            is_shared=bool(task) or isinstance(store, BucketStore), is_member=task not in ("", "finish"),
+            is_shared=bool(task) or isinstance(store, BucketStore), is_member=share is not None,
         )  # fmt: skip
         try:
             return _run(run, _Job(output, sources, own_splits, loaded, strict))
