@@ -136,8 +136,16 @@ def test_results_do_not_depend_on_workers(warm: Engine) -> None:
 
 
 def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> None:
-    first = set(collect(two, process_id, pieces(8)))
-    second = set(collect(two, process_id, pieces(8)))
+    def both() -> set[object]:
+        """The processes of as many maps as it takes until both had a task: one may start late."""
+        seen: set[object] = set()
+        deadline = time.monotonic() + scaled(30)
+        while len(seen) < 2:
+            assert time.monotonic() < deadline, seen
+            seen |= set(collect(two, process_id, pieces(8)))
+        return seen
+
+    first, second = both(), both()
     assert len(first) == 2 and first == second
     assert os.getpid() not in first
     two.close()
