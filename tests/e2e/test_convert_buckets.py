@@ -91,8 +91,12 @@ class World:
         return self.run(str(self.folder / "hub/datasets/me" / repo), str(self.folder / "local" / repo), *words)
 
     def objects(self, prefix: str) -> dict[str, bytes]:
-        root = self.folder / "s3/mine" / prefix
-        return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+        root, objects = self.folder / "s3/mine" / prefix, {}
+        for folder, _, names in os.walk(root):
+            for path in (Path(folder, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):  # the server's file of an upload that ended meanwhile
+                    objects[path.relative_to(root).as_posix()] = path.read_bytes()
+        return dict(sorted(objects.items()))
 
     def scratch_bytes(self) -> int:
         total = 0

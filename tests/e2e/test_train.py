@@ -357,8 +357,8 @@ def test_less_than_a_kilobyte_a_slice_passes_through_the_scheduler(world: World)
     service = world.scheduler()
     with Relay(service.address) as relay:
         # A handshake costs some 4 KB, once a worker; here it counts. Receipts each half of `receipt_s`, of slices that
-        # take long, as on a busy machine, are not what is measured here.
-        report = world.work("w1", service, via=relay.address, receipt_s=scaled(2.0))
+        # take long, as on a machine that becomes busy, are not what is measured here: none falls into this run.
+        report = world.work("w1", service, via=relay.address, receipt_s=scaled(20.0))
     assert report["samples"] == SAMPLES
     assert relay.carried < 1024 * (NUM_SLICES - 1) + 5000, relay.carried / (NUM_SLICES - 1)
     print(f"{relay.carried / (NUM_SLICES - 1):.0f} bytes a slice")
