@@ -225,7 +225,7 @@ def _with_recorded_columns(
     stages, again = without_scoring(recipe.stages, {n: s for n, s in made_by.items() if n in named or s is not None})
     for name in again:
         notify(f"{name}: the input has its columns, made with other settings or another version: it is scored again")
-    made_again = {column for stage in stages for column in getattr(stage, "adds", ())}
+    made_again = {column for stage in stages for column in getattr(stage, "adds", getattr(stage, "scored", ()))}
     kinds = {name: c["kind"] for name, c in usable.items() if name not in made_again}
     if not kinds and stages == recipe.stages:
         return recipe, {}

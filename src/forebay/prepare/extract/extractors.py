@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from forebay.errors import UsageError, install_command
@@ -62,7 +62,7 @@ class Trafilatura:
     def __init__(self, **options: Any) -> None:
         self._extract = _library("trafilatura", "trafilatura").extract
         self._options = options
-        self.version = _version("trafilatura")
+        self.version = version("trafilatura")
 
     def extract(self, html: str, markdown: bool) -> str:
         text = self._extract(html, output_format="markdown" if markdown else "txt", **self._options)
@@ -75,7 +75,7 @@ class Resiliparse:
     def __init__(self, **options: Any) -> None:
         _library("resiliparse", "prepare")
         self._options = {"main_content": True, "alt_texts": False, **options}
-        self.version = _version("resiliparse")
+        self.version = version("resiliparse")
 
     def extract(self, html: str, markdown: bool) -> str:
         from resiliparse.extract.html2text import extract_plain_text
@@ -121,13 +121,6 @@ def _library(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UsageError(f"extract: {name} is not installed. Install it: {install_command(extra)}.") from error
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 __all__ = ["Extractor", "HtmlError", "extract_html", "open_extractor"]

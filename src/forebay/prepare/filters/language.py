@@ -60,10 +60,6 @@ class Language(Stage):
         name = PurePath(self.model).name or "lid.176.ftz"
         return {column: ["language", self.version, name] for column in ("language", "language_score")}
 
-    @property
-    def adds(self) -> tuple[str, ...]:
-        return tuple(self.scored)
-
     def from_columns(self) -> "Language":
         return replace(self, model=COLUMN)
 

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column
-from forebay.prepare.filters.word_tables import hash_word, table_of_hashes
+from forebay.prepare.filters.word_tables import HashTable, hash_word, table_of_hashes
 from forebay.prepare.settings import check_fields
 
 ByLanguage = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 """Settings of languages: `(("de", (("min_words", 30),)),)`; in a recipe a table for each."""
-WordTable = tuple[NDArray[np.uint64], NDArray[np.int32]]
 UNSPACED = ("zh", "ja", "th", "lo", "km", "my")
 """Languages that are written without spaces, of which a text without a language is known by its script."""
 
@@ -59,7 +58,7 @@ def language_code(language: str) -> str:
     return _lists()[1].get(name, name)
 
 
-def stop_word_table(lists: Sequence[tuple[str, Sequence[str]]]) -> WordTable:
+def stop_word_table(lists: Sequence[tuple[str, Sequence[str]]]) -> HashTable:
     """A table for compiled code: the hash of a word xor `language_hash` gives its number, unlike any other's."""
     hashes: dict[int, int] = {}
     for language, words in lists:

@@ -20,7 +20,6 @@ from forebay.prepare.documents import Measure, StageResult, first_failing, repla
 from forebay.prepare.filters.languages import (
     ByLanguage,
     LanguageStage,
-    WordTable,
     all_stop_words,
     language_hash,
     language_hashes,
@@ -34,6 +33,7 @@ from forebay.prepare.filters.word_tables import (
     SPACE,
     UNSPACED,
     UPPER,
+    HashTable,
     hash_word,
     table_of_hashes,
     word_lists,
@@ -140,7 +140,7 @@ class _Rules(NamedTuple):
 
 
 @lru_cache(16)
-def _stop_table(words: Any) -> tuple[*WordTable, dict[str, int]]:
+def _stop_table(words: Any) -> tuple[*HashTable, dict[str, int]]:
     if words != "auto":
         return *stop_word_table([("", [word.lower() for word in words])]), {}
     lists = {**all_stop_words(), "en": tuple(word_lists()["lines"]["english"].split())}
@@ -152,7 +152,7 @@ def _stop_table(words: Any) -> tuple[*WordTable, dict[str, int]]:
 
 
 @lru_cache(1)
-def _phrase_table() -> WordTable:
+def _phrase_table() -> HashTable:
     """The hash of a phrase's words, one after the other: where in a line it counts; of a counter's word: 0."""
     lists = word_lists()["lines"]
     phrases = {hash_word(word): 0 for word in lists["counters"].split()}

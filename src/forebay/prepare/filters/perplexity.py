@@ -103,10 +103,6 @@ class Perplexity(Stage):
     def scored(self) -> dict[str, list[Any]]:
         return {} if self.model == COLUMN else {"perplexity": ["kenlm", Kenlm.version, PurePath(self.model).name]}
 
-    @property
-    def adds(self) -> tuple[str, ...]:
-        return tuple(self.scored)
-
     def from_columns(self) -> "Perplexity":
         return replace(self, model=COLUMN)
 

@@ -22,13 +22,13 @@ from forebay.prepare.filters.languages import (
     UNSPACED,
     ByLanguage,
     LanguageStage,
-    WordTable,
     all_stop_words,
     language_hash,
     language_hashes,
     stop_word_table,
     stop_words,
 )
+from forebay.prepare.filters.word_tables import HashTable
 from forebay.prepare.scores.base import Scorer
 from forebay.prepare.settings import Count, Number, Share, Texts, check_order
 
@@ -176,7 +176,7 @@ def quality_measures(
 
 
 @lru_cache(16)
-def _stop_table(words: tuple[str, ...] | Literal["auto"]) -> tuple[*WordTable, dict[str, int]]:
+def _stop_table(words: tuple[str, ...] | Literal["auto"]) -> tuple[*HashTable, dict[str, int]]:
     """The table, and the hash of each language that has a list of its own in it."""
     if words != "auto":
         return *stop_word_table([("", words)]), {}

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+HashTable = tuple[NDArray[np.uint64], NDArray[np.int32]]
+"""An open-addressed table for compiled code: hashes uint64 [slots] (0: free), values int32 [slots]."""
 SPACE, LETTER, SYMBOL, BREAK = 1, 2, 4, 8
 LOWER, UPPER, DIGIT, EDGE = 16, 32, 64, 128
 OPENING, ICON, QUOTE, TERMINAL, PUNCTUATION, CURRENCY = 256, 512, 1024, 2048, 4096, 8192
@@ -101,12 +103,12 @@ def hash_word(text: str) -> int:
     return (h * MIX) & _MASK or 1
 
 
-def hash_table(values: dict[str, int], slots: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """An open-addressed table of words for the compiled code: hashes uint64 [slots] (0: free), values int32 [slots]."""
+def hash_table(values: dict[str, int], slots: int) -> HashTable:
+    """A table of words for compiled code."""
     return table_of_hashes({hash_word(word): value for word, value in values.items()}, slots)
 
 
-def table_of_hashes(values: dict[int, int], slots: int = 0) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+def table_of_hashes(values: dict[int, int], slots: int = 0) -> HashTable:
     """`hash_table` by hashes; by default with a power of two of slots that leaves at least half of them free."""
     slots = slots or max(16, 1 << (2 * len(values)).bit_length())
     keys, codes = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)
@@ -120,7 +122,7 @@ def table_of_hashes(values: dict[int, int], slots: int = 0) -> tuple[NDArray[np.
 
 
 @lru_cache(1)
-def special_words() -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+def special_words() -> HashTable:
     """Chunks that are not cut by rule, and after how many characters they are cut instead (0: not at all)."""
     lists = {name: text.split() for name, text in word_lists()["cut"].items()}
     specials = dict.fromkeys(lists["uncut"], 0)
