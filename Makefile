@@ -26,7 +26,7 @@ lint: setup
 	$(PY) scripts/check_names.py src benchmarks examples
 
 # Kernels are compiled beside the checks, once: else each process of the tests compiles those that it needs.
-# Four processes on two cores, as many tests wait for what is slow, dead or silent on purpose.
+# Three processes on two cores, as many tests wait for what is slow, dead or silent on purpose.
 test: setup
 	@$(PY) scripts/compile_kernels.py & $(MAKE) --no-print-directory lint && $(PY) -m pytest -n 3 --dist loadgroup
 

@@ -252,7 +252,7 @@ def test_a_node_is_probed_revoked_and_drains_on_sigterm(dataset: Path, tmp_path:
         time.sleep(1.1)  # it looks once a second
         assert_one_line(forebay("status", address, "--identity", tmp_path / "bob"), address)
         node.terminate()
-        assert node.wait(20) == 0
+        assert node.wait(scaled(20)) == 0
     dht.close()
     assert_one_line(forebay("status", address, "--identity", tmp_path / "alice", "--timeout", "1"), address)
     before = last_json(forebay("network", "show", tmp_path / "alice", "--json"))

@@ -157,7 +157,7 @@ def test_every_live_worker_hears_of_the_end(tmp_path: Path, start: Start, networ
         out, message = worker.communicate(timeout=scaled(150))
         assert worker.returncode == 0, message
         assert json.loads(out.splitlines()[-1])["report"]["done"]
-    assert scheduler.wait(60) == 0
+    assert scheduler.wait(scaled(60)) == 0
 
 
 def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, network: dict[str, Path]) -> None:
@@ -181,7 +181,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
     out, message = status.communicate(timeout=scaled(60))
     assert status.returncode == 0, message
     assert "incomplete" in out and "50 samples of slices set aside were not used" in out and "slice 4 is set" in out
-    assert again.wait(60) == 1
+    assert again.wait(scaled(60)) == 1
 
 
 @pytest.mark.parametrize(

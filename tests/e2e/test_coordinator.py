@@ -70,7 +70,7 @@ class Process:
     def wait(self, timeout_s: float = 60) -> int:
         code = self.popen.wait(timeout_s)
         for reader in self._readers:
-            reader.join(5)
+            reader.join(scaled(5))
             assert not reader.is_alive()
         for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             assert stream is not None
@@ -214,7 +214,7 @@ def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(scaled(20))
     assert sorted(member.generation.rank for member in members) == [0, 1, 2, 3]
     reported = members[2].config
     assert (reported["batch_size"], reported["dataset_name"], reported["seq_len"], reported["num_steps"]) == (
@@ -307,7 +307,7 @@ def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_
         joining.start()
         until(lambda: membership.changing, "news of the newcomer")
         assert membership.boundary(5).start_sample == 5 * 4
-        joining.join(10)
+        joining.join(scaled(10))
         run_id = desk.run_id
         membership.leave()
         other.leave()

@@ -24,6 +24,7 @@ pytest.importorskip("libtorrent")
 
 from forebay.ledger.verify import verify_ledger
 from forebay.network.pki.identity import verify
+from support.calibration import scaled
 from support.feeding import has_id
 from support.nodes import Bootstrap, Node, make_dataset, make_network
 
@@ -103,7 +104,7 @@ class Cluster:
             if node.role == "work":
                 assert node.wait(timeout_s) == 0, self.log(name)
         self.nodes["scheduler"].terminate()
-        assert self.nodes["scheduler"].wait(20) == 0, self.log("scheduler")
+        assert self.nodes["scheduler"].wait(scaled(20)) == 0, self.log("scheduler")
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()[-4000:]
@@ -114,8 +115,8 @@ def run_job(directory: Path, rounds: int, epochs: int, seed: int) -> tuple[float
     chance = random.Random(seed)
     with ExitStack() as stack:
         cluster = Cluster(directory, stack, epochs, chance)
-        assert cluster.nodes["scheduler"].up.wait(40), cluster.log("scheduler")
-        assert cluster.nodes["worker-0"].up.wait(20)
+        assert cluster.nodes["scheduler"].up.wait(scaled(40)), cluster.log("scheduler")
+        assert cluster.nodes["worker-0"].up.wait(scaled(20))
         began = time.monotonic()
         for _ in range(rounds):
             time.sleep(chance.uniform(0.1, 1.0))

@@ -71,7 +71,7 @@ def run_ranks(world: Path, folder: Path, address: str, identities: list[str], **
         processes.append(_processes.Process(target=_rank, args=(world, identity, address, out, how), daemon=True))
         processes[-1].start()
     for process in processes:
-        process.join(60.0)
+        process.join(scaled(60.0))
         assert process.exitcode == 0
     for rank, out in enumerate(outs):
         local = Loader(world / "c4", **READ, rank=rank)

@@ -106,7 +106,7 @@ def together(jobs: dict[str, Callable[[], dict[str, float]]]) -> dict[str, dict[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(scaled(90))
     reports: dict[str, dict[str, float]] = {}
     for name, result in results.items():
         if isinstance(result, Exception):

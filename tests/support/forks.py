@@ -58,8 +58,8 @@ class Forks:
     def close(self) -> None:
         assert self._popen.stdin is not None
         self._popen.stdin.close()
-        self._popen.wait(20.0)
-        self._reader.join(5.0)
+        self._popen.wait(scaled(20.0))
+        self._reader.join(scaled(5.0))
 
     def _read(self) -> None:
         assert self._popen.stdout is not None

@@ -28,6 +28,7 @@ from forebay.scheduler.server import SchedulerService
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.calibration import scaled
 from support.leases import work
 
 HOST = "127.0.0.1"
@@ -98,7 +99,7 @@ class Node:
 
     def wait(self, timeout_s: float = 60.0) -> int:
         code = self.popen.wait(timeout_s)
-        self._reader.join(5.0)
+        self._reader.join(scaled(5.0))
         return code
 
     def again(self) -> Node:

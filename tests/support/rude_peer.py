@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.network.pki.identity import Identity
+from support.calibration import scaled
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class RudePeer:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(scaled(20))
 
     def cut(self) -> None:
         """Close all connections that are open now."""

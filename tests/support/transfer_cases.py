@@ -14,6 +14,7 @@ from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_origin
 from forebay.storage.transfers import FileTransfer
 from support import cached
+from support.calibration import scaled
 
 MIB = 1 << 20
 CHUNK = 1 << 16
@@ -59,7 +60,7 @@ def fetch(
         run_bytes=1 << 18,
         **more,
     )
-    assert moved.wait(60)
+    assert moved.wait(scaled(60))
     if moved.error is None:
         assert part.stat().st_size == info.bytes
         assert hash_slice(part, info.chunk_bytes)[0] == info.sha256

@@ -116,7 +116,7 @@ def test_the_coordinator_s_clock_outlives_a_full_disk(
         waiting.start()
         eventually(lambda: len(coordinator.status()["members"]) == 2)
         monkeypatch.setattr(RunStore, "save", fail)
-        waiting.join(60)
+        waiting.join(scaled(60))
         eventually(lambda: failures > 5)
         assert len(coordinator.status()["members"]) == 2 and caplog.text.count("full") == 1
         monkeypatch.setattr(RunStore, "save", save)
