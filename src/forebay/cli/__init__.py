@@ -6,12 +6,10 @@ the last line of stdout is one object, for a failure `{"error": {"type", "messag
 
 import argparse
 import errno
-import gc
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from forebay.cli import (
     convert,
@@ -37,22 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = make_parser().parse_args(argv)
         with parser.logging_to_stderr(args):
             return _run(args)
-
-
-def run() -> NoReturn:
-    """Run the command of this process and exit: the console script and `python -m forebay`."""
-    try:
-        code = main()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
-    except KeyboardInterrupt:  # when the command had ended
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("forebay: interrupted", file=sys.stderr)
-        code = 130
-    # An interrupt during `exec` of a string (which creates dataclasses) makes Python exit by the signal although it
-    # was caught, unless another string is executed after it.
-    exec("")
-    gc.freeze()  # Else the exit looks for cycles in all that was imported: 0.2 s.
-    sys.exit(code)
 
 
 def _run(args: argparse.Namespace) -> int:
