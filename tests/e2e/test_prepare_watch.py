@@ -107,8 +107,8 @@ def forebay(*arguments: str | Path, code: int = 0) -> str:
     return done.stdout
 
 
-def top_until(out: Path, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """What `forebay top --json` prints once something is so."""
+def top_until(out: Path, reached: Callable[[dict[str, Any]], bool], *runs: subprocess.Popen[str]) -> dict[str, Any]:
+    """What `forebay top --json` prints once something is so, while these processes run."""
     deadline = time.monotonic() + scaled(120)
     view: dict[str, Any] = {}
     while time.monotonic() < deadline:
@@ -116,6 +116,8 @@ def top_until(out: Path, reached: Callable[[dict[str, Any]], bool]) -> dict[str,
             view = json.loads(forebay("top", out, "--json"))
             if reached(view):
                 return view
+        ended = [run.args for run in runs if run.poll() is not None]
+        assert not ended, (ended, [path.read_text()[-2000:] for path in out.parent.glob("*.log")])
         time.sleep(0.2)
     raise AssertionError(f"top does not get there: {view}")
 
@@ -242,7 +244,9 @@ def test_tasks_on_ray_and_one_that_fails_there(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = start(tmp_path, out, 2, engine="ray")
     try:
-        view = top_until(out, lambda view: view["figures"].get("tasks") == [5, ""] and len(view.get("tasks", [])) == 1)
+        view = top_until(
+            out, lambda view: view["figures"].get("tasks") == [5, ""] and len(view.get("tasks", [])) == 1, run
+        )
         (task,) = view["tasks"]
         assert task["task"].endswith("04.txt") and task["host"] == HOST and task["node"].count(".") == 3
         assert task["pid"] not in (0, run.pid) and Path(f"/proc/{task['pid']}").exists()

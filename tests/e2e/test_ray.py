@@ -46,6 +46,7 @@ def doom(piece, scale):
 SCRIPT = """
 import json, sys
 from pathlib import Path
+import ray
 import ray_tasks as tasks
 from forebay.errors import DatasetError, PrepareError
 from forebay.prepare.engines.local import LocalEngine
@@ -57,10 +58,23 @@ def collect(engine, run, n):
     engine.map(run, [tasks.Piece(i) for i in range(n)], found.__setitem__)
     return [found[i] for i in range(n)]
 
+def late(**options):
+    raise Exception("The current node timed out during startup.")
+
+def never_started():
+    ray.init, said = late, []
+    with RayEngine(2, on_message=said.append) as engine:
+        try:
+            collect(engine, tasks.square, 1)
+        except PrepareError as error:
+            return [*said, str(error)]
+
 if __name__ == "__main__":
-    said, facts = [], {}
+    said, facts, starts = [], {}, [late, ray.init]
+    ray.init = lambda **options: starts.pop(0)(**options)
     with RayEngine(2, store=open_store(Path(sys.argv[1]) / "out"), on_message=said.append) as engine:
         facts["squares"] = collect(engine, tasks.square, 50)
+        facts["started_again"], said[:] = list(said), []
         facts["unlucky"] = collect(engine, tasks.unlucky, 6)
         facts["unlucky_said"] = sorted(said)
         try:
@@ -71,6 +85,7 @@ if __name__ == "__main__":
             collect(engine, tasks.doom, 1)
         except PrepareError as error:
             facts["doom"] = str(error)
+    facts["never_started"] = never_started()
     with LocalEngine(2) as engine:
         facts["local"] = collect(engine, tasks.square, 50)
     facts["left"] = sorted(path.name for path in (Path(sys.argv[1]) / "out").iterdir())
@@ -106,3 +121,7 @@ def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path) -> None
     assert fields["error"] == ["DatasetError", "line 0 is not JSON."]
     assert fields["doom"].startswith("task 0 (warc/x.gz) died with its worker")
     assert fields["left"] == []
+    again = "engine ray: a cluster of this machine did not start: The current node timed out during startup. "
+    assert fields["started_again"] == [f"{again}It is started again."]
+    *attempts, error = fields["never_started"]
+    assert len(attempts) == 2 and error.startswith(again.replace("did not start", "cannot be reached or started"))

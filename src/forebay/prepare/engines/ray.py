@@ -26,6 +26,7 @@ from forebay.storage.store import FolderStore, Store
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
 _STOP_S = 10.0
+_STARTS = 3  # Of a cluster of this machine: Ray allows its processes 15 s, which a busy machine may exceed.
 _CRASHES = 2  # Of workers under a task before it runs with smaller batches.
 _CPUS_S = 5.0  # How often the cluster is asked for its number of CPUs, as nodes come and go.
 _RUNNING = "running/"  # In the work of a run: for each Ray worker which task it has, as Ray does not tell the driver.
@@ -188,20 +189,29 @@ class RayEngine(Engine):
             return
         if not self._ray.is_initialized():
             self._owns_cluster = True
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self._ray.init(**self._options())
-            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                raise PrepareError(
-                    f"engine ray: {self._address or 'a cluster of this machine'} cannot be reached or started: "
-                    f"{str(error).rstrip('.')}. Look at it with `ray status`. Ray and Python must be of the same "
-                    "versions on all nodes; a cluster that asks for a token needs RAY_AUTH_MODE=token here, too."
-                ) from error
+            self._start()
         # Ray's own retries would repeat an attempt that ran out of memory as it was.
         self._remote = self._ray.remote(max_retries=0, num_cpus=1)(_attempt)
         if isinstance(self._store, FolderStore):
             self._probe(self._store.path)
+
+    def _start(self) -> None:
+        for start in range(1, _STARTS + 1):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._ray.init(**self._options())
+                return
+            except Exception as error:  # Ray raises a plain one when its own limits of time are over.
+                reason = str(error).rstrip(".")
+                if self._address is not None or start == _STARTS:
+                    raise PrepareError(
+                        f"engine ray: {self._address or 'a cluster of this machine'} cannot be reached or started: "
+                        f"{reason}. Look at it with `ray status`. Ray and Python must be of the same versions on all "
+                        "nodes; a cluster that asks for a token needs RAY_AUTH_MODE=token here, too."
+                    ) from error
+                self._on_message(f"engine ray: a cluster of this machine did not start: {reason}. It is started again.")
+                self._ray.shutdown()
 
     def _options(self) -> dict[str, Any]:
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
