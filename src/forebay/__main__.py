@@ -13,7 +13,7 @@ def run() -> NoReturn:
 
         code = main()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
-    except KeyboardInterrupt:  # before the command began, or when it had ended
+    except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("forebay: interrupted", file=sys.stderr)
         code = 130

@@ -40,9 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         return int(args.verb(args) or 0)
-    except KeyboardInterrupt:
-        print("forebay: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader of our output ended: not a failure. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

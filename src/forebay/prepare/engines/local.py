@@ -221,17 +221,12 @@ class LocalEngine(base.Engine):
                     "many --workers."
                 )
             if pair is not None:
-                log, peak_bytes = worker.log.tail.decode("utf-8", "replace"), worker.peak_bytes
-                process: dict[str, Any] = {
-                    "host": HOST,
-                    "pid": worker.process.pid,
-                    "log": log,
-                    "peak_bytes": peak_bytes,
-                }
-                if outcome is None:
-                    attempts.died(*pair, _describe_exit(code), **process)
-                else:
-                    attempts.died(*pair, "ran out of memory", "memory", **process)
+                kind: base.Kind = "memory" if outcome else "died"
+                how = "ran out of memory" if outcome else _describe_exit(code)
+                log = worker.log.tail.decode("utf-8", "replace")
+                attempts.died(
+                    *pair, how, kind, host=HOST, pid=worker.process.pid, log=log, peak_bytes=worker.peak_bytes
+                )
         elif pair is not None:
             on_done(pair[0], base.result_of(outcome))
 
