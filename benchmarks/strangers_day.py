@@ -44,7 +44,6 @@ from benchmarks.swarm import HOST, NAME, make_dataset
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.chain import Used, receipt_message
 from forebay.network.addresses import parse_address
-from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.peer import Scope
 from forebay.network.pki.files import read_issuer
@@ -656,13 +655,11 @@ class World:
 
     def _start_attacker(self, folder: Path, scheduler: str, data: str) -> subprocess.Popen[str]:
         identity = self.homes["attacker"]
-        with Client(identity) as client:
-            job = client.request_json(scheduler, "GET", "/v1/job")[0]
         dataset = open_dataset(self.folder / "data")
         settings = {
             "node": str(identity.node_dir), "scheduler": scheduler, "data": data, "folder": str(folder),
             "others": [home.peer_id for name, home in self.homes.items() if name != "attacker"],
-            "dataset_id": job["dataset_id"],
+            "dataset_id": dataset.id,
             "hashes": [dataset.table.row(i).sha256 for i in range(dataset.num_slices)],
         }  # fmt: skip
         (folder / "facts.json").write_text(json.dumps(settings))

@@ -43,11 +43,16 @@ class Steps(Stage):
                 time.sleep(0.05)
         if "crash" in text and not (FOLDER / "crashed").exists():
             (FOLDER / "crashed").touch()
-            print("a library says why", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.die()
+        if "deadly" in text and not (FOLDER / "fixed").exists():
+            self.die()
         if "fatal" in text and not (FOLDER / "fixed").exists():
             raise ValueError("the model refuses this text")
         return StageResult(batch, np.full(batch.num_rows, -1, np.int16))
+
+    def die(self):
+        print("a library says why", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 
 SCRIPT = """
@@ -213,26 +218,29 @@ def tables_of(page: Path) -> dict[str, list[list[str]]]:
     return parser.tables
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int) -> None:
-    corpus(tmp_path, 6, fatal=[4], crash=[2] * (workers > 1))
+@pytest.mark.parametrize(("workers", "how"), [(1, "fatal"), (2, "fatal"), (2, "deadly")])
+def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int, how: str) -> None:
+    corpus(tmp_path, 6, **{how: [4]})
     out = tmp_path / "out"
     assert start(tmp_path, out, workers).wait(scaled(120)) == 1
     log = (tmp_path / "run.log").read_text()
-    assert "ValueError: the model refuses this text" in log
     assert log.strip().endswith(f"`forebay report {out}` prints the log of the task.")
     printed = forebay("report", out)
     assert printed.count("failed task") == 1 and f"failed task: {tmp_path}/source/04.txt" in printed
-    assert "raise ValueError" in printed and f" of {HOST}\n" in printed and "attempt 1" in printed
     fields = json.loads(forebay("report", out, "--json"))
     (failure,) = fields["failed"]
-    assert failure["kind"] == "error" and failure["inputs"] == [f"{tmp_path}/source/04.txt"]
-    assert failure["pid"] > 0 and failure["peak_bytes"] > 1e6 and failure["step"] == "process_split"
-    assert fields["record"]["state"] == "failed" and fields["record"]["retries"][-1]["kind"] == "error"
-    if workers > 1:
-        assert "a library says why" in log  # what workers write is passed on
-        died = json.loads(next(p for p in (out / ".work/failed").iterdir() if "died" in p.read_text()).read_text())
-        assert died["kind"] == "died" and died["log"].strip() == "a library says why" and died["host"] == HOST
+    assert failure["pid"] > 0 and failure["step"] == "process_split" and failure["host"] == HOST
+    assert fields["record"]["state"] == "failed" and fields["record"]["retries"][-1]["kind"] == failure["kind"]
+    if how == "fatal":
+        assert "ValueError: the model refuses this text" in log
+        assert "raise ValueError" in printed and f" of {HOST}\n" in printed and "attempt 1" in printed
+        assert failure["kind"] == "error" and failure["inputs"] == [f"{tmp_path}/source/04.txt"]
+        assert failure["peak_bytes"] > 1e6
+    else:
+        assert log.count("a library says why") == 4  # what workers write is passed on
+        assert "also alone and with the smallest batches" in log and "standard error, the last of it:" in printed
+        assert failure["kind"] == "died" and failure["attempt"] == 4
+        assert failure["log"].strip() == "a library says why"
     (tmp_path / "fixed").touch()
     assert start(tmp_path, out, workers).wait(scaled(120)) == 0
     assert not (out / ".work").exists() and "failed task" not in forebay("report", out)

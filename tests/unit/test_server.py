@@ -450,6 +450,27 @@ def test_handshakes_of_an_address(make_identity: Make, desk: Desk) -> None:
             sock.close()
 
 
+def test_a_server_that_was_slow_itself_cuts_no_client(make_identity: Make, desk: Desk) -> None:
+    """Its loop stands still for longer than a handshake and a head may take, while their rest is in the socket."""
+    identity, is_still = make_identity("c"), threading.Event()
+    with serve(make_identity("s"), desk, limits=ServerLimits(handshake_s=0.4, head_s=0.4)) as server:
+
+        def stand_still() -> None:
+            is_still.set()
+            time.sleep(1.5)
+
+        with connect(server, identity) as tls, socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+            tls.sendall(b"GET /echo HTTP/1.1\r\n")
+            until(lambda: server.num_connections == 2)
+            server.run_soon(stand_still)
+            assert is_still.wait(scaled(10))
+            tls.sendall(b"\r\n")
+            with identity.client_context().wrap_socket(sock) as late:  # waits for the server's part
+                for one in (tls, late):
+                    one.sendall(b"GET /echo HTTP/1.1\r\n\r\n" if one is late else b"")
+                    assert read_answers(one)[0].status == 200
+
+
 # Background tasks, drain, close.
 
 

@@ -223,10 +223,12 @@ class Server:
             pause_s = min(MAX_WAIT_S, 2 * pause_s)
 
     async def _sweep(self) -> None:
-        limits = self._core.limits
+        core, limits = self._core, self._core.limits
         while True:
-            await asyncio.sleep(min(4.0, limits.idle_s / 4, limits.head_s / 4))
-            self._core.sweep()
+            due = self._loop.time() + min(4.0, limits.idle_s / 4, limits.head_s / 4, limits.handshake_s / 2)
+            await asyncio.sleep(due - self._loop.time())
+            core.stalled_s += max(0.0, self._loop.time() - due)
+            core.sweep()
 
     async def _accept(self) -> None:
         assert self._listener is not None
@@ -248,16 +250,15 @@ class Server:
             task = self._loop.create_task(self._handshake(sock, host))
             # A task that is cancelled before its first step never runs.
             task.add_done_callback(lambda done, sock=sock: sock.close() if done.cancelled() else None)  # type: ignore[misc]
-            self._core.connections.add_handshake(task, host)
+            self._core.connections.add_handshake(task, host, self._core.time())
 
     async def _handshake(self, sock: socket.socket, host: str) -> None:
-        core, limits = self._core, self._core.limits
+        core = self._core
         try:
             if self._tls is not None:
-                async with asyncio.timeout(limits.handshake_s):
-                    sock = await handshake(self._loop, sock, self._tls)
+                sock = await handshake(self._loop, sock, self._tls)
             SocketTransport(self._loop, sock, PeerProtocol(core, host))
-        except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError: strangers, resets
+        except OSError as error:  # ssl.SSLError is an OSError: strangers, resets
             log.debug("server %s: refused a connection from %s: %s", self.address, host, error)
             core.connections.num_refused += 1
             if isinstance(error, ssl.SSLError) and self.identity is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,7 @@ class ConnectionTable:
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.num_refused = 0
-        self._handshakes: dict[asyncio.Task[None], str] = {}  # the oldest first
+        self._handshakes: dict[asyncio.Task[None], tuple[str, float]] = {}  # address and start; the oldest first
         self._connections: dict[PeerProtocol, None] = {}
         self._by_peer: Counter[str] = Counter()
         self._by_org: Counter[str] = Counter()
@@ -64,16 +65,14 @@ class ConnectionTable:
         First ends the oldest handshake of the address that has most; then a connection of the peer that has most which
         is idle, or whose client has read nothing for SLOW_S. Strangers thus take no place from members.
         """
-        by_address = Counter(self._handshakes.values())
+        by_address = Counter(host for host, _ in self._handshakes.values())
         is_crowded = by_address[address] >= self.limits.handshakes_per_address
         if not is_crowded and len(self) < self.limits.connections:
             return True
         busiest = address if is_crowded else max(by_address, key=by_address.__getitem__, default="")
-        oldest = next((task for task, host in self._handshakes.items() if host == busiest), None)
+        oldest = next((task for task, (host, _) in self._handshakes.items() if host == busiest), None)
         if oldest is not None:
-            del self._handshakes[oldest]
-            oldest.cancel()
-            self.num_refused += 1
+            self._refuse(oldest)
             return True
         peer_id, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
         if num > 1 and self._end_idle(peer_id):  # members with one connection each keep it
@@ -81,15 +80,20 @@ class ConnectionTable:
         self.num_refused += 1
         return False
 
-    def add_handshake(self, task: asyncio.Task[None], address: str) -> None:
+    def add_handshake(self, task: asyncio.Task[None], address: str, now: float) -> None:
         """Count a connection whose handshake runs in a task."""
-        self._handshakes[task] = address
+        self._handshakes[task] = address, now
         task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
-    def cancel_handshakes(self) -> None:
-        """End all connections that are in their handshake."""
-        for task in list(self._handshakes):
-            task.cancel()
+    def cancel_handshakes(self, before: float = math.inf) -> None:
+        """End all connections in a handshake that started before a time."""
+        for task in [task for task, (_, started) in self._handshakes.items() if started < before]:
+            self._refuse(task)
+
+    def _refuse(self, handshake: asyncio.Task[None]) -> None:
+        del self._handshakes[handshake]
+        handshake.cancel()
+        self.num_refused += 1
 
     def add(self, connection: PeerProtocol) -> bool:
         """Count a connection after its handshake; False if its peer or organisation has too many, none of them idle."""
@@ -120,7 +124,7 @@ class ConnectionTable:
         if not idle and not slow:
             return False
         oldest = min(idle, key=lambda c: c.since) if idle else min(slow, key=lambda c: c.sent_at)
-        if not idle and oldest.core.loop.time() - oldest.sent_at < SLOW_S:
+        if not idle and oldest.core.time() - oldest.sent_at < SLOW_S:
             return False
         oldest.abort()
         self.remove(oldest)
@@ -136,7 +140,7 @@ class PeerProtocol(HttpToolsProtocol):
         self.address = address
         self.peer = Peer("", b"", address)
         self.phase = "idle"  # waits for: "idle" (a request), "head", "body"
-        self.since = self.sent_at = core.loop.time()  # start of the phase; when the client last took a piece
+        self.since = self.sent_at = core.time()  # start of the phase; when the client last took a piece
         self.head_bytes = self.unfinished_bytes = 0
         self.num_messages = 0  # started plus complete
         self.num_active = 0  # requests
@@ -198,7 +202,7 @@ class PeerProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"].update(peer=self.peer, connection=self)
-        self.phase, self.since = "head", self.loop.time()
+        self.phase, self.since = "head", self.core.time()
         self.num_messages += 1
         self.head_bytes = self.unfinished_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -213,11 +217,11 @@ class PeerProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.phase, self.since = "body", self.loop.time()
+        self.phase, self.since = "body", self.core.time()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self.phase, self.since = "idle", self.loop.time()
+        self.phase, self.since = "idle", self.core.time()
         self.num_messages += 1
         self.unfinished_bytes = 0
         super().on_message_complete()
@@ -266,6 +270,7 @@ class ServerCore:
         self.connections = ConnectionTable(limits)
         self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
         self.num_bytes = 0
+        self.stalled_s = 0.0
         self.answers: Counter[int] = Counter()
         self.limited: Counter[str] = Counter()
         self.task_failures: Counter[str] = Counter()
@@ -282,6 +287,10 @@ class ServerCore:
             connection.transport.get_extra_info("socket").close()
         self.connections, self.requests = ConnectionTable(self.limits), RequestTable(self.limits)
         self.replies, self.state = ReplyCache(), ServerState()
+
+    def time(self) -> float:
+        """The clock of clients' time limits, in seconds: what the loop itself was late by does not count."""
+        return self.loop.time() - self.stalled_s
 
     def admit(self, connection: PeerProtocol, der: bytes | None) -> bool:
         """Authenticate a connection after its TLS handshake; whether it may stay."""
@@ -320,7 +329,7 @@ class ServerCore:
             connection.abort()
         finally:
             connection.num_active -= 1
-            connection.since = self.loop.time()
+            connection.since = self.time()
             connection.forget_request()
 
     def _check(self, scope: Scope, connection: PeerProtocol) -> ApiError | None:
@@ -357,7 +366,7 @@ class ServerCore:
                 self.answers[message["status"]] += 1
                 connection.end_if_unread()
             await send(message)
-            connection.sent_at = self.loop.time()
+            connection.sent_at = self.time()
 
         key = _header(scope, b"idempotency-key") if scope["method"] == "POST" else None
         try:
@@ -377,7 +386,8 @@ class ServerCore:
 
     def sweep(self) -> None:
         """End connections that are late, expired or revoked."""
-        now, refusals = self.loop.time(), dict[str, str | None]()
+        now, refusals = self.time(), dict[str, str | None]()
+        self.connections.cancel_handshakes(now - self.limits.handshake_s)
         for connection in self.connections.all():
             peer = connection.peer
             if peer.peer_id and peer.peer_id not in refusals:
