@@ -444,13 +444,19 @@ def test_a_coordinators_ranks_go_on_when_any_of_them_is_killed(cluster: Cluster)
     assert report["ok"] and report["steps"] == len(expected), report
 
 
+class Brief(Leased):
+    """With leases that a killed worker keeps from others only for a moment."""
+
+    term_s = 1.0
+
+
 def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> None:
     """What a killed worker had not committed comes again; what the ledger has as used does not.
 
     The scheduler is killed, too, and started again where it was.
     """
     chance, num_epochs = random.Random(SEED), 1 + KILLS // 4
-    source = Leased(cluster, CASES["masks"], ["--epochs", str(num_epochs)])
+    source = Brief(cluster, CASES["masks"], ["--epochs", str(num_epochs)])
     source.spec["samples"] = {"prefetch_batches": 2}  # Batches that were formed, and not given, come again, too.
     pause_s, names = 0.02, iter(range(WORKERS, 8))
     live = {index: source.start(index, pause_s=pause_s) for index in range(WORKERS)}

@@ -57,7 +57,7 @@ class Process:
 
     def wait_for(self, key: str) -> dict[str, Any]:
         with self._changed:
-            assert self._changed.wait_for(lambda: any(key in line for line in self.lines), 40), self.lines
+            assert self._changed.wait_for(lambda: any(key in line for line in self.lines), scaled(40)), self.lines
             return next(line for line in self.lines if key in line)
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class Hand:
             rows = [{**vars(used), "proof": proof_by_hand(self.client, lease)} for used, lease in zip(uses, leases)]
             signature = self.identity.sign(receipt_message(job_id, uses)).hex()
             body |= {"job_id": job_id, "uses": rows, "signature": signature}
-        answer, _ = self.client.request_json(address, "POST", "/v2/exchange", body, timeout_s=5)
+        answer, _ = self.client.request_json(address, "POST", "/v2/exchange", body, timeout_s=30)
         return dict(answer)
 
 

@@ -34,7 +34,7 @@ from forebay.load.shard_cache import ShardFetch
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
 from forebay.storage.chunk_file import ABSENT, PRESENT, ChunkFile, read_info
-from support.calibration import scaled
+from support.calibration import scaled, slowness
 from support.feeding import small_disk
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -73,6 +73,7 @@ def running(bucket: Path) -> Iterator[S3Server]:
 def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """The bucket, and a directory of one's own to keep shards in: DATASET_BINS_PATH is key prefix and directory."""
     running.faults.__init__()  # type: ignore[misc]
+    until(lambda: running.at_once == 0)  # Those of the test before count as sent what was on its way.
     running.requests.clear()
     running.bytes_sent.clear()
     monkeypatch.chdir(tmp_path)
@@ -233,11 +234,13 @@ def test_as_the_guides_own_code_calls_it(server: S3Server) -> None:
 
 
 def test_training_begins_with_the_first_shard_and_the_next_comes_beside_it(server: S3Server) -> None:
-    server.faults.bytes_per_s = 2 << 20
+    server.faults.bytes_per_s = 1 << 18  # Two seconds a shard.
+    objects()
     with SharedShardedDatasetManager(**QUICK) as shards:
         shards.at_step(0)
         assert asked(server, 1) < SAMPLES * L * 2 and asked(server, 2) == 0
         assert complete() == [0]
+        server.faults.bytes_per_s = 0.0
         until(lambda: complete() == [0, 1])
         assert asked(server, 2) == 0
         assert shards.upcoming_dataset is not None and arrived(shards.upcoming_dataset)
@@ -281,7 +284,12 @@ def test_a_network_cut_is_not_felt_before_the_swap(
     server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.3)
-    with SharedShardedDatasetManager(**{**QUICK, "timeout_s": 0.5}) as shards:
+
+    def mend() -> None:
+        until(lambda: "waiting for shard 1: " in caplog.text)
+        server.faults.refuse = False
+
+    with SharedShardedDatasetManager(**QUICK) as shards:
         steps = shards.batches(0, 6, batch_size=8)
         next(steps)
         server.cut()
@@ -291,13 +299,15 @@ def test_a_network_cut_is_not_felt_before_the_swap(
         shards._shards.evict([0])  # had it come already
         assert complete() == [0]
         assert [next(steps).step, next(steps).step] == [1, 2]
-        threading.Timer(0.8, setattr, (server.faults, "refuse", False)).start()
+        mending = threading.Thread(target=mend)
+        mending.start()
         began = time.monotonic()
         assert next(steps).step == 3
         waited_s = time.monotonic() - began
+        mending.join()
         stats = shards.stats()
     assert waited_s >= stats["stall_s"] > 0.3 and stats["late_swaps"] == 1
-    assert "waiting for shard 1: " in caplog.text and "s late" in caplog.text
+    assert "s late" in caplog.text
 
 
 def test_a_store_that_stays_away_is_told(server: S3Server) -> None:
@@ -357,7 +367,8 @@ def test_a_scaled_run_takes_what_its_plan_says(
     server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """14 shards of 215 GB on 750 GB, 400 000 times smaller; a few times, since the machine may be busy."""
-    shard_bytes, rate, turns, step_s = SAMPLES * L * 2 + SAMPLES * 8, 1 << 19, 5, 0.1
+    factor = min(4.0, slowness())  # A busy machine takes as much longer for what the plan leaves out.
+    shard_bytes, rate, turns, step_s = SAMPLES * L * 2 + SAMPLES * 8, int((1 << 19) / factor), 5, 0.1 * factor
     command = ["plan", "--shards", "--bytes", str(14 * shard_bytes), "--slice-bytes", str(shard_bytes), "--json"]
     command += ["--bandwidth", f"{rate}B/s", "--disk", str(-(-shard_bytes * 750 // 215))]
     assert main([*command, "--step-s", str(3 * step_s / 455)]) == 0  # 3 steps here are 455 there.
@@ -588,8 +599,8 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
 
     with SharedShardedDatasetManager(**QUICK) as shards:
         shards.at_step(0)
+        server.faults.bytes_per_s = 1 << 17  # Four seconds a shard: it is killed in the middle of one.
         until(helpers)
-        server.faults.bytes_per_s = 1 << 19
         until(lambda: asked(server, 1) > 1 << 16)
         assert shards.upcoming_dataset is not None and helpers()[0].nice() == 19
         helpers()[0].kill()

@@ -46,7 +46,7 @@ MIXTURE = {
 
 
 class Strangers(Leased):
-    seq_len = SEQ_LEN
+    seq_len, term_s = SEQ_LEN, 1.0
 
     def loader(self, index: int) -> dict[str, Any]:
         spec = super().loader(index)

@@ -329,7 +329,7 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
     """Another data node announces its own dataset under the name: only what the publisher signed counts."""
     anne, scheduler = make_identity("anne"), make_identity("scheduler")
 
-    def schedule() -> SchedulerService:
+    def schedule(wait_s: float) -> SchedulerService:
         return SchedulerService(
             scheduler,
             NAME,
@@ -337,17 +337,17 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
             Client(scheduler),
             tmp_path / "state",
             seq_len=8,
-            wait_s=0.2,
+            wait_s=wait_s,
             publishers=[anne.peer_id],
         )
 
     with pytest.raises(DatasetError, match="Not counted"):
-        schedule().start()
+        schedule(0.2).start()
     sign_dataset(anne, dataset.path, NAME, dataset.id)
     false = make_dataset(tmp_path / "false", 5, 120)
     (false.path / "manifest.sig.json").write_bytes((dataset.path / "manifest.sig.json").read_bytes())
     with DataNode(make_identity("liar"), [false], HOST, 0, table):
-        service = schedule()
+        service = schedule(30.0)
         service.start()
         try:
             assert service.status()["dataset_id"] == dataset.id

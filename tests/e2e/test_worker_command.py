@@ -81,8 +81,15 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Network, start: Start) -> None:
-    service = network.schedule(packing="best_fit")
+    service = network.schedule(packing="best_fit", lease_s=600.0)
     lines, report, _ = finish(start(service, READ_ALL))
     ids = [sample for line in lines for sample in line["ids"]]
     assert sorted(ids) == sorted(static_samples(network.dataset, packing="best_fit"))
@@ -114,7 +121,7 @@ with forebay.Loader("DATASET", seq_len=16, batch_size=5) as other:  # A dataset:
 def test_a_program_that_closes_its_loader_may_leave_without_the_interpreters_end(
     network: Network, start: Start
 ) -> None:
-    service = network.schedule()
+    service = network.schedule(lease_s=600.0)
     program = "import os, forebay\nwith forebay.Loader() as loader:\n    list(loader)\nos._exit(0)\n"
     _, report, _ = finish(start(service, program))
     samples = len(static_samples(network.dataset))
@@ -122,12 +129,19 @@ def test_a_program_that_closes_its_loader_may_leave_without_the_interpreters_end
     assert_used_once(service, samples)
 
 
-def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, start: Start) -> None:
+def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, start: Start, tmp_path: Path) -> None:
     """As torchrun starts them: RANK and WORLD_SIZE are in their environment."""
-    service = network.schedule()
+    service = network.schedule(lease_s=600.0)
+    # None begins before the other can: else a late one finds nothing left.
+    gate = f"""
+open({str(tmp_path / "begun-")!r} + os.environ["RANK"], "w").close()
+while not all(os.path.exists({str(tmp_path / "begun-")!r} + rank) for rank in "01"):
+    time.sleep(0.01)
+"""
     launcher = f"""
 import os, subprocess, sys
-ranks = [subprocess.Popen([sys.executable, "-c", {READ_ALL!r}], env=os.environ | {{
+program = {READ_ALL.replace("for batch", gate + "for batch")!r}
+ranks = [subprocess.Popen([sys.executable, "-c", program], env=os.environ | {{
     "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}}) for rank in range(2)]
 sys.exit(sum(rank.wait() for rank in ranks))
 """
@@ -180,8 +194,9 @@ child = subprocess.Popen([sys.executable, "-c", marks])
 """
     process = start(service, program, PAUSE_S="1.0")
     assert process.stdout is not None
-    while '"ids"' not in process.stdout.readline():
-        pass
+    printed = ""
+    while '"ids"' not in printed or "{}\n" not in printed:  # The child has its handler, too.
+        printed += process.stdout.readline()
     until(lambda: service.status()["samples_used"] > 0)
     process.send_signal(number)
     out, errors = process.communicate(timeout=scaled(30))
@@ -205,7 +220,7 @@ def test_kill_9_of_the_command_or_of_the_worker(network: Network, start: Start) 
     leased = service.status()["workers"]
     assert [worker["leases"] for worker in leased.values() if worker["name"] == "a"] in ([], [0])
     orphan.kill()
-    until(lambda: not psutil.pid_exists(pids[1]) or psutil.Process(pids[1]).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(pids[1]))
     finish(start(service, READ_ALL, node=network.node_b))  # On the cache of the one that was killed.
     assert_used_once(service, len(static_samples(network.dataset)))
 

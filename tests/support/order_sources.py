@@ -187,10 +187,11 @@ class Coordinated(Source):
 class Leased(Source):
     name = "lease"
     is_lockstep = is_global = False
+    term_s = 30.0  # Of a lease. Shorter, a machine that stands still loses some, and their samples come again.
 
     def with_datasets(self, spec: dict[str, Any]) -> dict[str, Any]:
         names = spec["dataset"]
-        jobs, self.lease_s = names if isinstance(names, list) else [names], round(scaled(1.0), 2)
+        jobs, self.lease_s = names if isinstance(names, list) else [names], round(scaled(self.term_s), 2)
         self.states = {name: self.directory / f"state-{name}" for name in jobs}
         self.schedulers = {name: self.start_scheduler(name) for name in jobs}
         addresses = {name: address for name, (_, address) in self.schedulers.items()}

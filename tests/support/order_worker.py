@@ -218,8 +218,12 @@ class Member:
                     raise
                 time.sleep(0.05)  # The coordinator was killed, and comes back.
                 continue
-            if verb == "join" and reply.get("error") == "expelled" and time.monotonic() < give_up_at:
+            refused = reply.get("error") if verb == "join" and time.monotonic() < give_up_at else None
+            if refused == "expelled":
                 continue  # This process was slower than the others may wait: it joins again.
+            if refused in ("duplicate", "unsure"):
+                time.sleep(0.05)  # The coordinator has not noticed yet that the process before this one was killed.
+                continue
             assert response.status == 200, (verb, body, reply)
             return reply
 
