@@ -81,7 +81,7 @@ def test_nothing_is_sent_again_after_a_time_out(client: Client, make_identity: M
     with RudePeer(make_identity("peer"), wait) as peer:
         for method in ("GET", "POST"):
             with pytest.raises(NetworkError, match="in time") as caught:
-                client.request_json(peer.address, method, "/x", timeout_s=0.5)
+                client.request_json(peer.address, method, "/x", timeout_s=scaled(0.5))
             assert not isinstance(caught.value, ConnectionLostError)
         assert len(peer.asked) == 2
         silent.set()

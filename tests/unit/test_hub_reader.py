@@ -26,6 +26,7 @@ class _File:
     def __init__(self, size: int) -> None:
         self.data = bytes(i * 7 % 251 for i in range(size))
         self.under_way, self.most, self.ranges = 0, 0, list[tuple[int, int]]()
+        self.pause_s = 0.002  # of each request
         self.refuse: Callable[[int], bool] = lambda start: False
         self.blocks = BlockCache()
         self.reader = BlockStream("hf://url", size, "", self.blocks)
@@ -42,7 +43,7 @@ class _File:
                 raise PrepareError(f"at {start}")
             for index in range(start, stop, 5):
                 take(memoryview(self.data)[index : min(index + 5, stop)])
-            time.sleep(0.002)
+            time.sleep(self.pause_s)
         finally:
             with self._lock:
                 self.under_way -= 1
@@ -79,6 +80,7 @@ def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers:
 
 def test_reading_on_has_requests_under_way_at_the_same_time_and_asks_for_no_byte_twice() -> None:
     file = _File(16 * 600)
+    file.pause_s = 0.05  # far longer than to start a thread, also on a busy machine
     for number in range(60):
         file.assert_reads(number)
     starts = sorted(file.ranges)

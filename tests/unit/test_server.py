@@ -405,13 +405,16 @@ def test_rate_of_requests(desk: Desk, make_identity: Make, acme: Make, own: bool
     limits = ServerLimits(requests_per_s=2) if own else ServerLimits(organisation_requests_per_s=2)
     with serve(make_identity("s"), desk, limits=limits) as server, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(server, acme(name))) for name in ("a", "b")]
-        got = []
-        for turn in range(8):
-            sock = socks[0 if own else turn % 2]
+        taken, started = 0, time.monotonic()
+        while True:
+            sock = socks[0 if own else taken % 2]
             sock.sendall(b"GET /echo HTTP/1.1\r\n\r\n")
-            got += read_answers(sock)
-        assert got[0].status == 200 and got[-1].status == 429
-        refused = got[-1]
+            (refused,) = read_answers(sock)
+            if refused.status != 200:
+                break
+            taken += 1
+        # The burst is twice the rate; more is saved up while the machine stands still.
+        assert 4 <= taken <= 4 + 2 * (time.monotonic() - started) and refused.status == 429
         assert (refused.json()["error"], refused.headers["retry-after"]) == ("rate", "1")
         assert ("peer" if own else "organisation") in refused.json()["message"] and "2 requests" in refused.json()[
             "message"
@@ -453,11 +456,11 @@ def test_handshakes_of_an_address(make_identity: Make, desk: Desk) -> None:
 def test_a_server_that_was_slow_itself_cuts_no_client(make_identity: Make, desk: Desk) -> None:
     """Its loop stands still for longer than a handshake and a head may take, while their rest is in the socket."""
     identity, is_still = make_identity("c"), threading.Event()
-    with serve(make_identity("s"), desk, limits=ServerLimits(handshake_s=0.4, head_s=0.4)) as server:
+    with serve(make_identity("s"), desk, limits=ServerLimits(handshake_s=1.5, head_s=1.5)) as server:
 
         def stand_still() -> None:
             is_still.set()
-            time.sleep(1.5)
+            time.sleep(2.5)
 
         with connect(server, identity) as tls, socket.create_connection(("127.0.0.1", server.port), 20) as sock:
             tls.sendall(b"GET /echo HTTP/1.1\r\n")
@@ -625,7 +628,9 @@ def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Cl
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_no_free_descriptors_for_a_moment(server: Server, client: Client) -> None:
+def test_no_free_descriptors_for_a_moment(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who cannot read its revocation lists trusts nobody: here nobody looks at them amid the test.
+    monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 600.0)
     client.request_json(server.address, "GET", "/echo")
     assert client.identity is not None
     context = client.identity.client_context()

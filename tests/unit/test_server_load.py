@@ -44,7 +44,7 @@ def test_requests_sent_at_once_are_all_answered(make_identity: Make) -> None:
 
 
 def test_who_drips_costs_no_thread_and_is_cut(make_identity: Make) -> None:
-    limits = ServerLimits(head_s=0.3, handshake_s=0.3, body_s=0.3)
+    limits = ServerLimits(head_s=0.3, handshake_s=1.5, body_s=0.3)
     identity = make_identity("c")
     with serve(make_identity("s"), echo, limits=limits) as server, Client(identity) as client:
         client.request_json(server.address, "GET", "/")
@@ -70,11 +70,15 @@ def test_who_drips_costs_no_thread_and_is_cut(make_identity: Make) -> None:
 
 def test_idle_connections_share_one_thread_and_end_in_time(make_identity: Make) -> None:
     identity = make_identity("c")
-    with serve(make_identity("s"), echo, limits=ServerLimits(idle_s=1.2)) as server:
+    with serve(make_identity("s"), echo) as server:
         before = threading.active_count()
         idle = [connect(server, identity) for _ in range(30)]
         until(lambda: server.num_connections == 30)
         assert threading.active_count() <= before
+        for tls in idle:
+            tls.close()
+    with serve(make_identity("t"), echo, limits=ServerLimits(idle_s=1.2)) as server:
+        idle = [connect(server, identity) for _ in range(3)]
         until(lambda: server.num_connections == 0, 5)
         for tls in idle:
             tls.close()
@@ -146,7 +150,7 @@ def test_a_slow_reader_is_not_cut(make_identity: Make, tmp_path: Path) -> None:
         serve(
             make_identity("s"),
             lambda request: file_response(request.http, file, 4 << 20),
-            limits=ServerLimits(send_s=1.5),
+            limits=ServerLimits(send_s=2.0, idle_s=2.0),  # It looks at its clients every 0.5 s: see `_sweep`.
         ) as server,
         connect(server, identity) as tls,
     ):

@@ -145,7 +145,7 @@ def test_a_black_hole_is_told_with_endpoint_attempts_and_time(server: OriginServ
 
     with pytest.raises(NetworkError, match=r"big: got \d+ of \d+ bytes, then none for .* failed attempts in .*127"):
         download_large_file(
-            server.url, "big", path, timeout_s=0.4, chunk_size=1 << 16, max_workers=2,
+            server.url, "big", path, timeout_s=1.5, chunk_size=1 << 16, max_workers=2,
             on_progress=fall,
         )  # fmt: skip
     server.faults.black_hole, server.faults.connection_bytes_per_s = False, 0.0

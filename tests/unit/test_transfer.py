@@ -105,9 +105,16 @@ def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
     assert sum(server.requests.values()) < 14 + 16 + 40 * took, "it is not hammered"
 
 
-def test_retry_after_is_honoured(server: OriginServer, tmp_path: Path) -> None:
-    server.faults.requests_per_s, server.faults.retry_after = 1e-9, "1"
-    threading.Timer(0.3, lambda: setattr(server.faults, "requests_per_s", 0)).start()
+def test_retry_after_is_honoured(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_at: list[float] = []
+
+    def too_many() -> bool:
+        """For 0.3 s from the first request on."""
+        asked_at.append(time.monotonic())
+        return time.monotonic() - asked_at[0] < 0.3
+
+    server.faults.retry_after = "1"
+    monkeypatch.setattr(server, "too_many", too_many)
     with RunFetcher(connections=4, **QUICK) as transfers:
         began = time.monotonic()
         assert fetch(transfers, tmp_path / "part", server.url).error is None
@@ -416,19 +423,19 @@ moved.wait()
 
 def test_killed_at_any_moment(server: OriginServer, tmp_path: Path) -> None:
     """kill -9 again and again: each run fetches only what is missing, and a piece for each connection at most."""
-    part, chance = tmp_path / "part", random.Random(5)
+    part, chance, kills = tmp_path / "part", random.Random(5), 0
     server.faults.bytes_per_s = 5_000_000
-    for _ in range(3):
+    while kills < 3 or not kept_bytes(part):  # On a busy machine each may be killed before its first chunk.
+        kills += 1
         command = [sys.executable, "-c", KILLED, server.url, str(part), str(INFO.bytes), INFO.sha256, LEAVES.hex()]
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
-        time.sleep(0.05 + 0.2 * chance.random())
+        time.sleep((0.05 + 0.2 * chance.random()) * max(1, kills - 2))
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
     retained = kept_bytes(part)
-    assert retained > 0
     server.faults.bytes_per_s = 0
     time.sleep(0.1)
     server.reset()

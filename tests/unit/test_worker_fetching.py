@@ -31,6 +31,7 @@ from support.feeding import make_dataset
 from support.handlers import Request, serve
 from support.leases_by_hand import DATASET, FetchingWorker, answer
 from support.origin_server import OriginServer
+from support.wire import until
 
 Make = Callable[[str], Identity]
 CONTENT = random.Random(7).randbytes(300_000)
@@ -43,7 +44,8 @@ class Node:
     def __init__(self, identity: Identity, file: Path) -> None:
         self.file = file
         self.refuse: Response | None = None
-        self.stall_s = 0.0
+        self.gate = threading.Event()
+        self.gate.set()
         self.ranges: list[str] = []
         self.server = serve(identity, self.answer)
         self.server.start()
@@ -53,7 +55,7 @@ class Node:
     def answer(self, request: Request) -> Response:
         assert request.path == f"/v1/slices/{SHA256}"
         self.ranges.append(request.headers["range"])
-        time.sleep(self.stall_s)
+        assert self.gate.wait(20)
         return self.refuse or file_response(request.http, self.file, len(CONTENT))
 
     def provider(self) -> dict[str, Any]:
@@ -207,23 +209,26 @@ def test_a_whole_file_instead_of_a_range_is_told_of(worker: FetchingWorker, make
 
 
 def test_who_gives_no_bytes_is_left(worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_PACE_S", 0.3)
+    monkeypatch.setattr(fetching, "_PACE_S", 1.0)
     silent, honest = make_node("silent", origin=False), make_node("honest")
-    silent.stall_s = 1.5
+    silent.gate.clear()
     began = time.monotonic()
     assert worker.fetched(lease(worker, silent, honest)) == CONTENT
-    assert time.monotonic() - began < scaled(1.5) and worker.bad == [(silent.peer_id, False)]
+    assert time.monotonic() - began < scaled(4.0) and worker.bad == [(silent.peer_id, False)]
+    silent.gate.set()
 
 
 def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, make_node: Nodes) -> None:
     slow = make_node("slow")
-    slow.stall_s = 0.5
+    slow.gate.clear()
     current = lease(worker, slow)
-    time.sleep(0.1)
+    until(lambda: bool(slow.ranges))
     request = worker.leases.state.request(time.monotonic())
     worker.leases.state.receive(request, answer(lost=[current.grant.lease_id]), time.monotonic())
     assert current.ended and worker.leases.state.leases == []
-    time.sleep(0.6)
+    time.sleep(0.4)  # It looks four times a second.
+    slow.gate.set()
+    time.sleep(0.2)
     assert current.path is None
     worker.cache.path_of(SHA256).unlink(missing_ok=True)
 

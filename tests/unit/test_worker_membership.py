@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client, RemoteError
@@ -21,7 +22,7 @@ from support.calibration import scaled
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    with Coordinator(config={"batch_size": 2}) as coordinator:
+    with Coordinator(rules=Rules(lost_s=60.0), config={"batch_size": 2}) as coordinator:
         yield coordinator
 
 

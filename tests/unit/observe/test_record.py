@@ -93,7 +93,7 @@ def test_a_kill_at_any_moment_leaves_a_record(tmp_path: Path) -> None:
         process = multiprocessing.get_context("spawn").Process(target=_write_until_killed, args=(tmp_path,))
         process.start()
         deadline = time.monotonic() + scaled(30)
-        while not list(tmp_path.glob("*.views.jsonl")) and time.monotonic() < deadline:
+        while not any(path.stat().st_size for path in tmp_path.glob("*.views.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.02 + 0.05 * turn)
         assert process.pid is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -108,7 +109,11 @@ def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.
 
 
 def children() -> set[str]:
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    result: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # A thread that ended meanwhile.
+            result.update((task / "children").read_text().split())
+    return result
 
 
 @pytest.mark.usefixtures("hostile")
@@ -117,7 +122,7 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     recipe = load_recipe(settings={"length": {"min_chars": 1}})
     before = children()
     prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
-    assert children() == before
+    assert children() <= before
 
 
 def test_limits_are_checked() -> None:
