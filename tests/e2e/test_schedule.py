@@ -91,7 +91,9 @@ class Hand:
         return dict(answer)
 
 
-def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: ExitStack) -> None:
+@pytest.fixture
+def homes(tmp_path: Path, stack: ExitStack) -> dict[str, Path]:
+    """Members, of which the data node is up."""
     bootstrap = Bootstrap(2)
     stack.callback(bootstrap.close)
     homes = make_network(tmp_path, ["data", "scheduler", "worker"], bootstrap.at)
@@ -100,6 +102,31 @@ def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: E
     node = DataNode(Identity.load(homes["data"]), [make_dataset(tmp_path / "d", 6, 40)], HOST, 0, dht, ttl_s=30)
     node.start()
     stack.callback(node.stop)
+    return homes
+
+
+def test_a_scheduler_that_stood_still_takes_no_lease_back_for_it(
+    tmp_path: Path, stack: ExitStack, homes: dict[str, Path]
+) -> None:
+    scheduler = Process(
+        NAME, "--identity", str(homes["scheduler"]), "--state", str(tmp_path / "state"), "--seq-len", str(SEQ_LEN),
+        "--lease-timeout", "5",
+    )  # fmt: skip
+    stack.callback(scheduler.end)
+    address = scheduler.wait_for("ready")["address"]
+    worker = Hand(homes["worker"], stack)
+    leases = worker.say(address, want=2)["leases"]
+    ids = [lease["lease_id"] for lease in leases]
+    scheduler.popen.send_signal(signal.SIGSTOP)
+    time.sleep(7.0)
+    scheduler.popen.send_signal(signal.SIGCONT)
+    time.sleep(0.5)  # It looks at the leases before the next message.
+    assert list(worker.say(address, known_leases=ids)["active"]) == ids
+
+
+def test_a_standby_goes_on_where_a_killed_scheduler_was(
+    tmp_path: Path, stack: ExitStack, homes: dict[str, Path]
+) -> None:
     arguments = [NAME, "--identity", str(homes["scheduler"]), "--state", str(tmp_path / "state")]
     arguments += ["--seq-len", str(SEQ_LEN), "--lease-timeout", "30", "--standby"]
     first = Process(*arguments)

@@ -189,7 +189,8 @@ class ChunkCache(SharedState):
             marks = entry.marks[chunks]
             if (marks >= FETCHING).any():
                 others = [FETCHING + slot for slot in self._live() if slot != self._slot_number]
-                is_dead = (marks >= FETCHING) & ~np.isin(marks, others) & ~np.isin(chunks, self._claimed(entry))
+                claimed = list(self._claims.get(entry.info.sha256, ()))
+                is_dead = (marks >= FETCHING) & ~np.isin(marks, others) & ~np.isin(chunks, claimed)
                 entry.marks[chunks[is_dead]] = ABSENT
             absent = chunks[entry.marks[chunks] == ABSENT]
             if not len(absent):
@@ -356,9 +357,6 @@ class ChunkCache(SharedState):
                 file.unlink()
                 self._stored -= num_bytes
         return None
-
-    def _claimed(self, entry: ChunkFile) -> list[int]:
-        return list(self._claims.get(entry.info.sha256, ()))
 
     def _make_space(self, num_bytes: int) -> str:
         """Evict until so many bytes fit the budget and the disk; why they do not, or ""."""

@@ -140,7 +140,8 @@ def _licence_of_folder(folder: Path) -> str:
 def licence_of(text: str) -> str:
     """Return the SPDX id of the licence that a text is, with those of others in it; "" if it is none that is known."""
     runs = _runs(text)
-    similarity, best = max((_similarity(runs, licence), name) for name, licence in _licences().items())
+    shares = {name: 2 * len(runs & other) / max(1, len(runs) + len(other)) for name, other in _licences().items()}
+    similarity, best = max((share, name) for name, share in shares.items())
     if similarity < _MIN_SIMILARITY:
         return ""
     first = _licences()[best]
@@ -160,7 +161,3 @@ def _licences() -> dict[str, frozenset[tuple[str, ...]]]:
 def _runs(text: str) -> frozenset[tuple[str, ...]]:
     words = _WORDS.findall(_COPYRIGHT.sub("", text).lower())
     return frozenset(zip(words, words[1:], words[2:]))
-
-
-def _similarity(a: frozenset[tuple[str, ...]], b: frozenset[tuple[str, ...]]) -> float:
-    return 2 * len(a & b) / max(1, len(a) + len(b))

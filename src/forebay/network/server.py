@@ -225,8 +225,9 @@ class Server:
     async def _sweep(self) -> None:
         core, limits = self._core, self._core.limits
         while True:
-            due = self._loop.time() + min(4.0, limits.idle_s / 4, limits.head_s / 4, limits.handshake_s / 2)
-            await asyncio.sleep(due - self._loop.time())
+            period_s = min(4.0, limits.idle_s / 4, limits.head_s / 4, limits.handshake_s / 2, limits.send_s / 4)
+            due = self._loop.time() + period_s
+            await asyncio.sleep(period_s)
             core.stalled_s += max(0.0, self._loop.time() - due)
             core.sweep()
 

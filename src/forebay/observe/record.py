@@ -44,7 +44,8 @@ class RunRecord:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:  # A line that was cut is ended, so that the next one can be read.
                 self._size = file.tell()
-                if self._size and _last_byte(self.path) != b"\n":
+                file.seek(max(0, self._size - 1))
+                if file.read() not in (b"", b"\n"):
                     file.write(b"\n")
         except OSError as error:
             raise UsageError(
@@ -70,12 +71,6 @@ class RunRecord:
         rest = b"".join(lines[1::2])
         atomic_write(self.path, rest)
         self._size, self._interval_s = len(rest), 2 * self._interval_s
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read()
 
 
 class RecordReader:

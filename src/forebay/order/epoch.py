@@ -120,8 +120,5 @@ class Epoch:
         keys = subkeys(self._window_key, lane.view(np.uint64), window.view(np.uint64))
         permuted = permute_each((index - lows).view(np.uint64), sizes.view(np.uint64), keys)
         sequence = lanes.start(lane) + lows + permuted.view(np.int64)
-        places = self._places(sequence)
+        places = np.searchsorted(self._bounds, sequence, side="right") - 1
         return places, sequence - self._bounds[places]
-
-    def _places(self, sequence: I64) -> I64:
-        return np.searchsorted(self._bounds, sequence, side="right") - 1

@@ -297,7 +297,7 @@ class OwnedRun(Run):
     def progress(self, step: int) -> RunProgress:
         check_range(step, step, self._end)
         epoch, within = divmod(step, self._per_epoch)
-        return RunProgress(epoch, within, self._taken(within))
+        return RunProgress(epoch, within, within * self.orders[0].num_samples // self._per_epoch)
 
     def epoch_stop(self, step: int) -> int | None:
         stop = (step // self._per_epoch + 1) * self._per_epoch
@@ -341,9 +341,6 @@ class OwnedRun(Run):
             into = slice(epoch * num_samples + low - int(taken[0]), epoch * num_samples + high - int(taken[0]))
             slices[into], samples[into] = order.samples_at(epoch, np.arange(low, high, dtype=np.int64))
         return Steps(start, taken - taken[0], np.zeros_like(slices), slices, samples)
-
-    def _taken(self, within: int) -> int:
-        return within * self.orders[0].num_samples // self._per_epoch
 
 
 def _joined(parts: list[I64]) -> I64:

@@ -55,6 +55,7 @@ LIMITS = ServerLimits(
 GATHER_S = 0.005  # how long a commit waits for others: about as long as an fsync, and one for many saves CPU
 CHECK_EVERY_S, MAX_CHECK_WAIT_S = 0.5, 600.0
 QUIET_S = 1.0  # a worker that lost its connection before the response repeats its request within this time
+STOPPED_S = 1.0  # looks at leases that are later show that this process or its machine was suspended: no worker is late
 END_S = 5.0  # how long a scheduler that starts with finished jobs waits for requests of workers
 
 log = logging.getLogger(__name__)
@@ -237,10 +238,13 @@ class SchedulerService:
     async def _run_expiry(self) -> None:
         interval_s = min(1.0, self._catalog.spec.lease_s / 4)
         while True:
+            due = time.monotonic() + interval_s
             await asyncio.sleep(interval_s)
             try:
                 with self._lock:
                     journal = self._open_journal()
+                    if time.monotonic() - due > STOPPED_S:
+                        journal.core.table.extend_all(time.monotonic())
                     if journal.broken:  # what could not be written did not happen: restore the core from the disk
                         journal.close()
                         self._journal = self._read_journal()

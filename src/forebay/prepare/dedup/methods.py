@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import PrepareError, UsageError
+from forebay.formats.tables import is_list
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.settings import Positive, Share, check_fields
@@ -190,7 +191,7 @@ def quantize(vectors: NDArray[Any]) -> Vectors:
 def embeddings_of(batch: pa.RecordBatch, name: str, dimension: int, width: int) -> Vectors:
     """int16 [rows, width]: the column of lists of `dimension` floats; zeros for a missing one, and beyond them."""
     column = batch.column(name) if name in batch.schema.names else None
-    if column is None or not (_is_list(column.type) and pa.types.is_floating(column.type.value_type)):
+    if column is None or not (is_list(column.type) and pa.types.is_floating(column.type.value_type)):
         got = f"a column of {column.type}" if column is not None else f"columns {', '.join(batch.schema.names)}"
         raise PrepareError(
             f"dedup.embedding: expected a column {name!r} of lists of floats, got {got}. A stage makes it."
@@ -206,10 +207,6 @@ def embeddings_of(batch: pa.RecordBatch, name: str, dimension: int, width: int) 
     values = column.take(pa.array(present)).flatten().fill_null(np.nan).to_numpy(zero_copy_only=False)
     out[present, :dimension] = quantize(values.reshape(-1, dimension))
     return out
-
-
-def _is_list(kind: Any) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 @dataclass(frozen=True)
