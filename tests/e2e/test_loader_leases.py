@@ -60,7 +60,7 @@ class Network:
     def schedule(self, name: str = "web", **settings: Any) -> SchedulerService:
         node = join(self.directory / "network", self.directory / f"scheduler-{name}", "scheduler")
         client = self._stack.enter_context(Client(node))
-        settings = {"seq_len": SEQ_LEN, "lease_s": scaled(2.0), **settings}
+        settings = {"seq_len": SEQ_LEN, **settings}
         service = SchedulerService(node, name, self.discovery, client, self.directory / f"state-{name}", **settings)
         service.start()
         self._stack.callback(service.stop)
@@ -168,13 +168,15 @@ def test_lost_leases_are_counted_and_what_was_formed_ahead_is_not_given(
 ) -> None:
     """While the worker's requests do not arrive, its leases expire: what it used meanwhile counts as wasted."""
     service = network.schedule(lease_s=0.5)
-    real, is_cut = SchedulerClient.exchange, threading.Event()
+    real, is_cut, losses = SchedulerClient.exchange, threading.Event(), list[Any]()
 
     def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
         if is_cut.is_set():
             time.sleep(2.0)
             is_cut.clear()
-        return real(self, *args)
+        reply = real(self, *args)
+        losses.extend([reply["lost"]] if reply.get("lost") else [])
+        return reply
 
     monkeypatch.setattr(SchedulerClient, "exchange", exchange)
     num_given = 0
@@ -190,7 +192,8 @@ def test_lost_leases_are_counted_and_what_was_formed_ahead_is_not_given(
     num_samples = len(static_samples(network.dataset))
     assert stats["leases_lost"] > 0
     assert num_given == num_samples + stats["wasted_samples"]
-    assert stats["wasted_samples"] <= (4 + 2) * BATCH + 0.2 / 0.03 * BATCH
+    # On a busy machine they expire at other times, too.
+    assert stats["wasted_samples"] <= len(losses) * ((4 + 2) * BATCH + 0.2 / 0.03 * BATCH)
     assert_used_once(service, num_samples)
 
 

@@ -309,7 +309,12 @@ def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
         server.faults.drop = 1.0
         result += next(batches).sample_ids.tolist()  # It was here.
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-        back = threading.Timer(1.0, lambda: setattr(server.faults, "drop", 0.0))
+
+        def come_back() -> None:
+            until(lambda: loader.stats()["waiting_s"] > 1, "it waits")
+            server.faults.drop = 0.0
+
+        back = threading.Thread(target=come_back)
         back.start()
         result += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
         back.join()

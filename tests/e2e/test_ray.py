@@ -70,7 +70,7 @@ def never_started():
             return [*said, str(error)]
 
 if __name__ == "__main__":
-    said, facts, starts = [], {}, [late, ray.init]
+    said, facts, starts = [], {}, [late, ray.init, ray.init]
     ray.init = lambda **options: starts.pop(0)(**options)
     with RayEngine(2, store=open_store(Path(sys.argv[1]) / "out"), on_message=said.append) as engine:
         facts["squares"] = collect(engine, tasks.square, 50)
@@ -122,6 +122,6 @@ def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path) -> None
     assert fields["doom"].startswith("task 0 (warc/x.gz) died with its worker")
     assert fields["left"] == []
     again = "engine ray: a cluster of this machine did not start: The current node timed out during startup. "
-    assert fields["started_again"] == [f"{again}It is started again."]
+    assert fields["started_again"][0] == f"{again}It is started again."  # A busy machine may make the second late, too.
     *attempts, error = fields["never_started"]
     assert len(attempts) == 2 and error.startswith(again.replace("did not start", "cannot be reached or started"))
