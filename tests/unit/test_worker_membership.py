@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from forebay.coordinator.server import Coordinator
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.threads import failures
+from forebay.worker import membership_state
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError, MembershipState, Pause, Request
 from support.calibration import scaled
@@ -102,3 +105,26 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     assert state.changing and state.broken
     assert next(state.join()).body["session"] == "b"  # type: ignore[union-attr,index]
     assert not state.changing
+
+
+def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts it again, such as a service manager, may be faster than the coordinator."""
+    monkeypatch.setattr(membership_state, "NOTICE_S", scaled(60.0))
+    with Coordinator(config={"batch_size": 2}) as coordinator:
+        program = (
+            "import time; from forebay.worker.membership import Membership\n"
+            f"Membership({coordinator.address!r}, 'w').join(); print('joined', flush=True); time.sleep(600)"
+        )
+        first = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        try:
+            assert first.stdout is not None and first.stdout.readline() == b"joined\n"
+            again = Membership(coordinator.address, "w")
+            thread = threading.Thread(target=again.join)
+            thread.start()
+            time.sleep(1.0)  # It is refused, as the first lives; without patience that was the end.
+        finally:
+            first.kill()
+            first.communicate()
+        thread.join(scaled(60))
+        assert not thread.is_alive() and again.generation.world_size == 1
+        again.leave()

@@ -294,7 +294,7 @@ def fetch_in_process(shards: ShardCache, shard: ShardInfo, stop: threading.Event
         [sys.executable, "-P", "-m", "forebay.load.shard_cache"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
     ) as process:  # fmt: skip
-        message: bytes | None = pickle.dumps((shards.arguments, shard))
+        message: bytes | None = pickle.dumps((shards.arguments, shard, os.getpid()))
         try:
             while True:
                 try:
@@ -319,9 +319,11 @@ def fetch_in_process(shards: ShardCache, shard: ShardInfo, stop: threading.Event
 
 def main() -> None:
     """Fetch the shard that the standard input names, and write the result. Ends with its parent."""
-    arguments, shard = pickle.load(sys.stdin.buffer)
+    arguments, shard, parent = pickle.load(sys.stdin.buffer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
     end_with_parent()  # Else it ends when it is complete.
+    if os.getppid() != parent:  # It ended before.
+        return
     os.nice(19)
     result: int | ForebayError
     try:

@@ -22,6 +22,7 @@ from forebay.network.retry import backoff_s
 
 WAIT_S = 2.0  # how long the coordinator may hold a request of a worker that waits; bounds the time to stop, too
 FIRST_WAIT_S = 0.3
+NOTICE_S = 2.0  # in which the coordinator hears that a process that was killed has no connection any more
 MAX_PAUSE_S = RETRY_S / 1.5  # between two requests without an answer, on average; never more than RETRY_S
 
 
@@ -160,16 +161,16 @@ class MembershipState:
             yield from self.agree()
         self.session, self._lost, self._run_to = self.new_session(), "", 0
         body = {**self._me(), "step": self._weights[0], "samples": self._weights[1]}
-        unsure_until, noted = self.clock() + self._heartbeat_s + 2 * self._lost_s, ""
-        wait_s = FIRST_WAIT_S
+        now, noted, wait_s = self.clock(), "", FIRST_WAIT_S
+        ask_until = {"duplicate": now + NOTICE_S, "unsure": now + self._heartbeat_s + 2 * self._lost_s}
         while True:
             try:
                 answer = yield from self._call("/v1/members/join", {**body, "wait_s": wait_s}, wait_s)
             except RemoteError as error:
-                if error.code == "unsure" and self.clock() < unsure_until and not self.closed:
+                if self.clock() < ask_until.get(error.code, 0.0) and not self.closed:
                     yield Pause(0.5)
                     continue
-                if error.code in ("duplicate", "unsure"):
+                if error.code in ask_until:
                     raise DuplicateWorkerError(str(error).partition(f"{error.code}: ")[2] or str(error)) from error
                 if error.code == "expelled":
                     continue
