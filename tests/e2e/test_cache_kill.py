@@ -86,6 +86,8 @@ def test_four_loaders_within_the_budget_and_killed_at_any_moment(server: OriginS
             readers[victim].kill()
             readers[victim].join()
             readers[victim] = start(4 + round_, victim)
+        # The looks stop the readers for most of the rounds.
+        until(lambda: sum(len(steps_of(out)) for out in outs) > 100, "a hundred batches")
         assert looks > 5 and max_value > BUDGET // 2
     finally:
         for reader in readers:

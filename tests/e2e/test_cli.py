@@ -187,8 +187,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
-    assert_one_line(forebay("find", "no-such-name", "--identity", node, "--timeout", 2), "no-such-name")
-    state = ("--state", tmp_path / "s", "--timeout", 2)
+    timeout = ("--timeout", scaled(2))  # Within it the DHT node, which is there, has to answer.
+    assert_one_line(forebay("find", "no-such-name", "--identity", node, *timeout), "no-such-name")
+    state = ("--state", tmp_path / "s", *timeout)
     assert_one_line(forebay("scheduler", "no-such-name", "--identity", node, *state), "no-such-name")
 
 
@@ -246,10 +247,11 @@ def test_a_node_is_probed_revoked_and_drains_on_sigterm(dataset: Path, tmp_path:
     with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as node:
         assert node.stdout is not None
         address = json.loads(node.stdout.readline())["address"]
-        assert last_json(forebay("status", address, "--identity", tmp_path / "bob", "--json"))["healthy"]
+        ask = ("status", address, "--identity", tmp_path / "bob", "--timeout", 20)
+        assert last_json(forebay(*ask, "--json"))["healthy"]
         assert forebay("network", "revoke", peer, tmp_path / "alice").returncode == 0
         time.sleep(1.1)  # it looks once a second
-        assert_one_line(forebay("status", address, "--identity", tmp_path / "bob"), address)
+        assert_one_line(forebay(*ask), address)
         node.terminate()
         assert node.wait(scaled(20)) == 0
     dht.close()

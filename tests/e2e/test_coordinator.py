@@ -142,6 +142,11 @@ def get(address: str, path: str) -> Any:
         return json.load(answer)
 
 
+def waiting(address: str) -> str:
+    """The workers that wait for an answer of the coordinator: they will know of a change at once."""
+    return "".join(sorted(m["worker_id"] for m in get(address, "/v1/status")["members"] if m["seen_s"] == 0))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     spawn: Callable[..., Process], tmp_path: Path
@@ -158,24 +163,33 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
         "num_steps=60",
     )
     first, address = coordinator(spawn, *flags)
-    workers = Workers(spawn, address, batch_size=BATCH, num_steps=7, step_s=0.03, timeout_s=scaled(20))
+    gate = tmp_path / "gate"  # Its size: up to which step the workers go, however late this process looks.
+    gate.write_bytes(bytes(10))
+    workers = Workers(
+        spawn, address, batch_size=BATCH, num_steps=7, step_s=0.03, timeout_s=scaled(20), gate=str(gate)
+    )  # fmt: skip
     numbers = {name: workers.begin(name) for name in "abcd"}
     until(lambda: all(workers.steps(name) >= 5 for name in "abcd"), "five steps of each worker")
     rank = workers.last("b")["rank"]
     workers.kill(numbers["b"])
+    os.truncate(gate, 20)
     until(lambda: workers.last("a")["world"] == 3, "a generation of three")
     workers.begin("e")
+    until(lambda: waiting(address) == "acde", "the newcomer")
+    os.truncate(gate, 40)
     until(lambda: workers.last("a")["world"] == 4, "a generation with the newcomer")
     first.end()  # the coordinator, killed: training goes on
-    reached = workers.last("a")["step"]
-    until(lambda: workers.last("a")["step"] >= reached + 3, "steps without a coordinator")
+    os.truncate(gate, 45)
+    until(lambda: workers.last("a")["step"] == 44, "steps without a coordinator")
     second, _ = coordinator(spawn, *flags, "--exit-when-done", listen=address)
     workers.begin("b")  # back under its name
+    until(lambda: waiting(address) == "abcde", "the worker that is back")
+    os.truncate(gate, 1000)
     until(lambda: len(workers.said("code")) == 6, "the end of all workers")
     codes = sorted(line["code"] for line in workers.said("code"))
     assert codes == [-signal.SIGKILL, 0, 0, 0, 0, 0], "".join(workers.process.notes)
     assert second.wait() == 0, second.notes
-    assert {line["rank"] for line in workers.said("step", "b")} == {rank}
+    assert {line["rank"] for line in workers.said("step", "b")} == {rank} and workers.steps("b") > 10
 
     lines = workers.said("step")
     retained: dict[int, int] = {}

@@ -131,7 +131,12 @@ def test_the_view_has_workers_waits_coverage_nodes_and_events(job: tuple[World, 
 
     def is_whole(v: View) -> bool:
         states = {row["name"]: row["state"] for row in v.get("workers", [])}
-        return states.get(WORKERS[0]) == "silent" and list(states.values()).count("working") == 3 and "nodes" in v
+        working = [row for row in v.get("workers", []) if row["state"] == "working"]
+        return (
+            states.get(WORKERS[0]) == "silent" and len(working) == 3 and all(row["leases"] > 0 for row in working)
+            and [node["state"] for node in v.get("nodes", [])] == ["up"]
+            and {use["worker"] for use in v.get("uses", [])} >= set(WORKERS[1:])
+        )  # fmt: skip
 
     shown = until(view, is_whole, "one silent worker")
     assert shown["kind"] == "job" and shown["title"] == NAME and shown["state"] == "running"
@@ -168,8 +173,8 @@ def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
     assert get(f"{url}v1/status", host="localhost")[0] == 200
     assert get(f"{url}../../etc/passwd")[0] == 404
     assert get(f"{url}v1/views/nan")[0] in (400, 404) and get(f"{url}v1/views/x")[0] == 400
-    metrics = get(f"{url}metrics")[2].decode()
-    assert 'forebay_worker_tokens_per_second{worker="worker-2"}' in metrics and 'forebay_wait_ratio{cause="' in metrics
+    names = ('forebay_worker_tokens_per_second{worker="worker-2"}', 'forebay_wait_ratio{cause="')
+    until(lambda: {"text": get(f"{url}metrics")[2].decode()}, lambda v: all(n in v["text"] for n in names), "metrics")
 
 
 def test_the_record_replays(job: tuple[World, Dashboard, RecordSource], tmp_path: Path) -> None:
@@ -177,7 +182,8 @@ def test_the_record_replays(job: tuple[World, Dashboard, RecordSource], tmp_path
     times = record.times()
     assert len(times) > 3 and times == sorted(times)
     first, last = record.view_at(times[0]), record.view_at(times[-1])
-    assert first["at"] == times[0] and first["progress"]["done"] <= last["progress"]["done"]
+    assert times[0] <= first["at"] < times[0] + 1  # Views within a second are of one moment.
+    assert first["progress"]["done"] <= last["progress"]["done"]
     command = [sys.executable, "-m", "forebay", "top"]
     folder = str(world.directory / "record")
     shown = subprocess.run([*command, folder], capture_output=True, text=True, timeout=scaled(60), check=True).stdout
@@ -350,8 +356,11 @@ def test_a_thousand_workers_load_in_two_seconds_and_cost_the_scheduler_little(
 # What the page names as the cause when a part is throttled.
 
 
-def cause_of_job(world: World, **network: Any) -> str:
-    """The main cause of waiting of one worker that only counts, on the page of its job."""
+def wait_for_cause(world: World, cause: str) -> None:
+    """Until the page of a job names the cause for which its one worker, which only counts, waits most of the time.
+
+    A start that took long may be named before.
+    """
     stop, pause = threading.Event(), 0.002
     seen: list[str] = []
 
@@ -359,7 +368,6 @@ def cause_of_job(world: World, **network: Any) -> str:
         work(
             world.identity(WORKERS[0]), NAME, world.scheduler.address, world.directory / "cache", batch_size=4,
             stop=stop, cache_bytes=1 << 20, on_batch=lambda batch: time.sleep(pause), receipt_s=0.2, listen=None,
-            **network,
         )  # fmt: skip
 
     thread = threading.Thread(target=run)
@@ -371,26 +379,25 @@ def cause_of_job(world: World, **network: Any) -> str:
             seen.extend(row["waits_for"] for row in shown.get("workers", []) if row["wait_share"] > 0.3)
             return shown
 
-        shown = until(view, lambda v: len(seen) > 10, "waiting")
+        until(view, lambda v: seen[-11:] == 11 * [cause] and cause in v.get("advice", ""), f"waiting for {cause}")
     finally:
         stop.set()
         thread.join()
-    assert seen[-1] in shown["advice"]
-    return seen[-1]
 
 
 def test_a_slow_network_is_named(tmp_path: Path) -> None:
     with ExitStack() as stack:
         limits = ServerLimits(upload_bytes_per_s=60_000.0)
-        world = World(tmp_path, stack, num_slices=60, tokens=20_000, seq_len=16, limits=limits)
-        assert cause_of_job(world) == "network"
+        # A batch takes 17 ms of the network: longer than the step, also on a slow machine.
+        world = World(tmp_path, stack, num_slices=200, tokens=20_000, seq_len=128, limits=limits)
+        wait_for_cause(world, "network")
 
 
 def test_a_slow_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_server, "GATHER_S", scaled(1.5))  # Each exchange is answered after so long.
     with ExitStack() as stack:
         world = World(tmp_path, stack, num_slices=400, tokens=500, seq_len=16)
-        assert cause_of_job(world) == "scheduler"
+        wait_for_cause(world, "scheduler")
 
 
 def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

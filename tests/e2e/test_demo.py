@@ -88,8 +88,9 @@ def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> N
     assert epoch["samples"] > 0 and epoch["missing"] == 0 and epoch["repeated"] == 0
     assert summary["workers"]["worker-1"]["killed"] and "worker-3" in summary["workers"]
     assert summary["loss_to"] < summary["loss_from"]
-    # Each slice travels once, and once more only if the killed worker had it.
-    assert summary["bytes"] <= summary["bytes_served"]["data node"] < 1.25 * summary["bytes"]
+    # Each slice travels once, and once more only if the killed worker had it, or one that stood still and lost it.
+    lost = sum(worker.get("leases_lost", 0) for worker in summary["workers"].values())
+    assert summary["bytes"] <= summary["bytes_served"]["data node"] < (1.25 + 0.25 * lost) * summary["bytes"]
     assert left_behind(tmp_path) == []
 
 

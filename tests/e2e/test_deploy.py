@@ -21,6 +21,7 @@ from forebay.cli import main
 from support.calibration import scaled
 from support.containers import Container, Machine, image, without_dollars
 
+STATUS = ("forebay", "status", "--json", "--timeout", "20")
 PROGRAM = """
 import json, sys, forebay
 with forebay.Loader() as loader:
@@ -91,16 +92,19 @@ def test_a_compose_file_trains_to_the_end(tmp_path: Path, machine: Machine) -> N
         waiting.remove(name)
         containers[name] = start(name)
     used = rows([container for name, container in containers.items() if name.startswith("worker-")])
-    status = containers["scheduler"].run("forebay", "status", "--json")
+    status = containers["scheduler"].run(*STATUS)
     assert json.loads(status.stdout)["done"] and json.loads(status.stdout)["num_samples"] == used
     ledger = machine.volume("state") / "ledger.jsonl"
     verified = containers["scheduler"].run("forebay", "ledger", "verify", str(ledger))
     assert verified.returncode == 0, verified.stderr
     (published,) = services["dashboard"]["ports"]
     assert published.startswith("127.0.0.1:") and published.endswith(":7480")
-    url = f"http://127.0.0.1:{machine.port('dashboard', '7480')}/"
-    with urllib.request.urlopen(url, timeout=scaled(20)) as page:
-        assert b"<html" in page.read()
+    url, shown = f"http://127.0.0.1:{machine.port('dashboard', '7480')}/", b""
+    while not shown:  # Nobody waited for it to be up.
+        assert containers["dashboard"].popen.poll() is None, containers["dashboard"].log.read_text()
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=scaled(20)) as page:
+            shown = page.read()
+    assert b"<html" in shown
     assert not list(machine.volume("worker-1").glob("root-key.pem"))
     again = start("setup")  # `up` once more: keys and dataset stay
     assert again.wait() == 0 and "ready" not in again.log.read_text()
@@ -198,14 +202,14 @@ def test_a_network_on_kubernetes_trains_to_the_end(tmp_path: Path, machine: Mach
     assert scheduler is not None
     workers = [cluster.start("lab-worker", index)[0] for index in range(3)]
     used = rows(workers)
-    status = json.loads(scheduler.run("forebay", "status", "--json").stdout)
+    status = json.loads(scheduler.run(*STATUS).stdout)
     assert status["done"] and status["num_samples"] == used
     # The scheduler's pod starts again: its key, and the job, are on its disk.
     scheduler.stop()
     assert scheduler.run(*described["readinessProbe"]["exec"]["command"]).returncode == 1
     restarted, _ = cluster.start("lab-scheduler")
     restarted.wait_until(described["readinessProbe"]["exec"]["command"])
-    assert json.loads(restarted.run("forebay", "status", "--json").stdout)["peer_id"] == status["peer_id"]
+    assert json.loads(restarted.run(*STATUS).stdout)["peer_id"] == status["peer_id"]
 
 
 def test_units_start_what_keys_were_created_for(tmp_path: Path, machine: Machine) -> None:
@@ -240,4 +244,4 @@ def test_units_start_what_keys_were_created_for(tmp_path: Path, machine: Machine
                            "FOREBAY_IDENTITY": str(state / "data-node")}  # fmt: skip
             node = machine.start(name, command, environment, {})
             assert notified.recv(100) == b"READY=1", node.log.read_text()
-        assert node.run("forebay", "status").returncode == 0
+        assert node.run(*STATUS).returncode == 0

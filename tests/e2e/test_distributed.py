@@ -40,6 +40,7 @@ def on_step(step, batch, loss):
     print(json.dumps(told), flush=True)
     while step == 15 and not os.path.exists(sys.argv[3]):
         time.sleep(0.01)
+    time.sleep(0.02 * (step > 15))  # So that the news of the others is here before the last step.
     if step + 1 == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 

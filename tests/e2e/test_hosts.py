@@ -71,7 +71,7 @@ class Job:
         reports = {}
         for name, process in self.nodes.items():
             if name.startswith("worker"):
-                assert process.wait(timeout_s) == 0, f"{name}: {process.wait(0.0)} {process.errors()}"
+                assert process.wait(scaled(timeout_s)) == 0, f"{name}: {process.wait(0.0)} {process.errors()}"
                 reports[name] = process.lines()[-1]["report"]
         self.nodes["scheduler"].kill(signal.SIGTERM)
         assert self.nodes["scheduler"].wait(scaled(20)) == 0, self.nodes["scheduler"].errors()

@@ -102,7 +102,7 @@ class Cluster:
         """Until the workers have ended, and then the scheduler."""
         for name, node in list(self.nodes.items()):
             if node.role == "work":
-                assert node.wait(timeout_s) == 0, self.log(name)
+                assert node.wait(scaled(timeout_s)) == 0, self.log(name)
         self.nodes["scheduler"].terminate()
         assert self.nodes["scheduler"].wait(scaled(20)) == 0, self.log("scheduler")
 

@@ -6,8 +6,10 @@ and `forebay` runs this interpreter. `chown` does nothing. All else is as in the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -36,13 +38,15 @@ class Machine:
         self._containers: list[Container] = []
 
     def port(self, service: str, port: str) -> int:
-        """A free port for a port of a service."""
+        """A free port for a port of a service, below those that the kernel gives to whoever asks for any."""
         name = f"{service}:{port}"
-        if name not in self._ports:
-            with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
-                tcp.bind(("127.0.0.1", 0))
-                udp.bind(tcp.getsockname())
-                self._ports[name] = tcp.getsockname()[1]
+        while name not in self._ports:
+            address = "127.0.0.1", random.randrange(20_000, 32_000)
+            with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp, contextlib.suppress(OSError):
+                tcp.bind(address)
+                udp.bind(address)
+                if address[1] not in self._ports.values():
+                    self._ports[name] = address[1]
         return self._ports[name]
 
     def volume(self, name: str) -> Path:

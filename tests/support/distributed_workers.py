@@ -14,6 +14,7 @@ import select
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +76,10 @@ class Layer:
         return "a layer of four weights"
 
 
-def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: float, timeout_s: float) -> None:
+def work(
+    coordinator: str, name: str, batch_size: int, num_steps: int, step_s: float, timeout_s: float, gate: str
+) -> None:  # fmt: skip
+    """`gate`: a file of as many bytes as there are steps that may be taken now."""
     torch.manual_seed(os.getpid())  # each begins elsewhere: only the source's weights count
 
     def on_step(step: int, batch: Any, loss: float) -> None:
@@ -89,6 +93,8 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
         weights = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
         position = {"generation": generation.number, "rank": generation.rank, "world": generation.world_size}
         say(name=name, step=step, loss=loss, samples=batch.sample_ids.tolist(), weights=weights, **position)
+        while Path(gate).stat().st_size <= step + 1:
+            time.sleep(0.005)
 
     config = WorkerConfig(
         batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator,

@@ -23,12 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from forebay.load.loader import Loader
+from support.calibration import scaled
 
 VOCAB, SEQ_LEN = 32, 8
 
 
 def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(scaled(100), exit=True)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(run["world"]), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo")
