@@ -138,7 +138,7 @@ def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, comma
         num_samples, nodes = _train(client, scheduler["address"], start_worker)
         training_s = time.monotonic() - started
         for node in nodes:
-            node.popen.wait(30)
+            node.popen.wait(120)
         served, _ = client.request_json(data_address, "GET", "/v1/status")
     proof = verify_ledger(Path(scheduler["ledger"]), verify=verify)
     workers, first, last = {}, list[float](), list[float]()

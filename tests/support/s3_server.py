@@ -190,7 +190,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if faults.black_hole or faults.refuse or owner.happens(faults.drop):
             self.close_connection = True
             return
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(size)
+        if len(body) < size:  # The client died: rclone would wait for the rest, and all other PUTs for that one.
+            self.close_connection = True
+            return
         if owner.happens(faults.busy):
             self._refuse(503, "SlowDown")
             return
