@@ -90,6 +90,7 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
         counted = [max(counted, key=lambda record: record["updated_at"])]
     steps = merged_steps(entry for record in records for entry in record["steps"])
     workers = [worker for record in running for worker in record["workers"]]
+    rejects = {entry["where"]: entry for record in records for entry in record["rejects"]}
     merged = {
         **first, "state": state, "error": error, "member": "", "members": members,
         "started_at": min(record["started_at"] for record in records),
@@ -100,7 +101,7 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
         "stages": _stages(records, running), "steps": [times.to_json() for times in steps.values()],
         "funnel": _funnel(counted), "counts_all": counted[0]["counts_all"],
         **{name: sum(r[name] for r in counted) for name in ("documents_in", "documents_out", "malformed")},
-        "samples": _samples(records), "rejects": _unique(records, "rejects", lambda entry: entry["where"]),
+        "samples": _samples(records), "rejects": [*rejects.values()][:MAX_LISTED],
         "messages": _latest(records, "messages", "at"), "retries": _latest(records, "retries", "failed_at"),
         "lost_machines": list(dict.fromkeys(name for record in records for name in record["lost_machines"])),
         "cpu_s": _sums(record["cpu_s"] for record in records),
@@ -201,10 +202,6 @@ def _samples(records: Sequence[Record]) -> list[dict[str, str]]:
         for sample in record["samples"]:
             samples.setdefault((sample["stage"], sample["reason"]), {})[sample["where"]] = sample
     return [sample for group in samples.values() for sample in list(group.values())[:3]]
-
-
-def _unique(records: Sequence[Record], name: str, key: Any) -> list[Any]:
-    return list({key(entry): entry for record in records for entry in record[name]}.values())[:MAX_LISTED]
 
 
 def _latest(records: Sequence[Record], name: str, moment: str) -> list[Any]:
