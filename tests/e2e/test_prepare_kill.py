@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -81,11 +82,11 @@ def start(script: Path, source: Path, out: Path, workers: int) -> subprocess.Pop
 def marks(out: Path) -> dict[Path, int]:
     """Each finished task's mark and when it was made."""
     result = {}
-    for path in [*(out / ".work").glob("done/*/*.json"), *out.glob("**/slices/0*.safetensors")]:
-        try:
-            result[path] = path.stat().st_mtime_ns
-        except FileNotFoundError:
-            continue
+    for folder, _, names in os.walk(out):  # which passes over what goes away meanwhile
+        for path in (Path(folder, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                if path.match(".work/done/*/*.json") or path.match("slices/0*.safetensors"):
+                    result[path] = path.stat().st_mtime_ns
     return result
 
 
