@@ -52,8 +52,8 @@ from forebay.network.pki.revocation import sign_crl
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path += [str(TESTS), str(TESTS / "attacks")]
-attackers, rude_peer, wire = map(
-    import_module, ("support.attackers", "support.rude_peer", "support.wire")
+attackers, ports, rude_peer, wire = map(
+    import_module, ("support.attackers", "support.ports", "support.rude_peer", "support.wire")
 )  # the tools of the tests of attacks
 answers, ask, connection, request = attackers.answers, attackers.ask, attackers.connection, attackers.request
 
@@ -608,8 +608,7 @@ class World:
         folder, day, nodes = self.folder / name, Day(), dict[str, subprocess.Popen[str]]()
         folder.mkdir()
         attacker: subprocess.Popen[str] | None = None
-        with socket.create_server((HOST, 0)) as free:
-            scheduler_address = f"{HOST}:{free.getsockname()[1]}"
+        scheduler_address = f"{HOST}:{ports.free_port()}"
         schedule = [
             "scheduler", NAME, "--listen", scheduler_address, "--state", str(folder / "state"),
             "--seq-len", str(SEQ_LEN),

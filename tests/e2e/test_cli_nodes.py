@@ -27,6 +27,7 @@ from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
 from forebay.network.pki.identity import Identity, verify
 from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+from support.ports import free_port
 
 Start = Callable[..., "subprocess.Popen[str]"]
 # Of what is never answered: what is waited for is said after 2.5 s, also by a machine that stands still meanwhile.
@@ -53,15 +54,9 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def _free_udp_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
-
-
 def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Start) -> None:
     make_dataset(tmp_path / "d", 2, 20)
-    port = _free_udp_port()
+    port = free_port()
     node = make_network(tmp_path, ["node"], [(HOST, port)])["node"]
     started = [
         start(verb, name, "--identity", node, "--timeout", NEVER_S)
@@ -77,7 +72,7 @@ def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Sta
 def test_one_bootstrap_node_that_answers_is_enough() -> None:
     bootstrap = Bootstrap(1)
     try:
-        others = [(HOST, _free_udp_port()), ("no-such-host.invalid", 1)]
+        others = [(HOST, free_port()), ("no-such-host.invalid", 1)]
         wait_for_bootstrap([*others, *bootstrap.at], 20)
         with pytest.raises(NetworkError, match="No bootstrap node answered"):
             wait_for_bootstrap(others, 0.5)
@@ -205,7 +200,7 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(
     make_dataset(tmp_path / "d", 2, 20)
     path = tmp_path / "access.toml"
     path.write_text(text)
-    node = make_network(tmp_path, ["node"], [(HOST, _free_udp_port())])["node"]
+    node = make_network(tmp_path, ["node"], [(HOST, free_port())])["node"]
     began = time.monotonic()
     process = start("serve", tmp_path / "d", "--identity", node, "--access", path, "--timeout", 90)
     _, message = process.communicate(timeout=scaled(80))
@@ -217,7 +212,7 @@ def test_status_of_nodes_of_every_kind(
     tmp_path: Path, network: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit 0 while a node takes requests, else 1; also by the environment, as probes do."""
-    port = _free_udp_port()
+    port = free_port()
     with contextlib.closing(LibtorrentDht(HOST, port, [])):
         assert main(["status", f"udp://{HOST}:{port}", "--timeout", "20"]) == 0
     assert main(["status", f"udp://{HOST}:{port}", "--timeout", "0.5"]) == 1

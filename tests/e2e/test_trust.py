@@ -41,6 +41,7 @@ from forebay.scheduler.server import SchedulerService
 from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset
+from support.ports import free_port
 
 Make = Callable[[str], Identity]
 DATA = Scope(frozenset({"data"}))
@@ -455,8 +456,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
         assert process.stdout is not None
         return process, str(json.loads(process.stdout.readline())["address"])
 
-    with socket.create_server((HOST, 0)) as free:
-        address = f"{HOST}:{free.getsockname()[1]}"
+    address = f"{HOST}:{free_port()}"
     process, _ = serve()
     try:
         invite = [

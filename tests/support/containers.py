@@ -6,13 +6,10 @@ and `forebay` runs this interpreter. `chown` does nothing. All else is as in the
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from support.calibration import scaled
+from support.ports import free_port
 from support.runner import ROOT, make_commands
 
 
@@ -41,12 +39,8 @@ class Machine:
         """A free port for a port of a service, below those that the kernel gives to whoever asks for any."""
         name = f"{service}:{port}"
         while name not in self._ports:
-            address = "127.0.0.1", random.randrange(20_000, 32_000)
-            with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp, contextlib.suppress(OSError):
-                tcp.bind(address)
-                udp.bind(address)
-                if address[1] not in self._ports.values():
-                    self._ports[name] = address[1]
+            if (number := free_port()) not in self._ports.values():
+                self._ports[name] = number
         return self._ports[name]
 
     def volume(self, name: str) -> Path:

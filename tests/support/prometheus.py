@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.calibration import scaled
+from support.ports import free_port
 
 
 def program(name: str) -> str:
@@ -68,8 +68,7 @@ def running(config: str, directory: Path) -> Iterator[Prometheus]:
     command = [program("promtool"), "check", "config", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(30))
     assert done.returncode == 0, done.stdout + done.stderr
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     options = [f"--config.file={path}", f"--storage.tsdb.path={directory / 'tsdb'}", f"--web.listen-address={address}"]
     with (directory / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([program("prometheus"), *options], stdout=log, stderr=log)

@@ -10,7 +10,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forebay.load.loader import Loader
 from support.calibration import scaled
+from support.ports import free_port
 
 VOCAB, SEQ_LEN = 32, 8
 
@@ -81,9 +81,7 @@ def main() -> None:
     runs = json.loads(Path(sys.argv[1]).read_text())
     fork = multiprocessing.get_context("fork")
     for run in runs:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         done = fork.Barrier(run["world"])
         ranks = [fork.Process(target=train, args=(rank, run, port, done)) for rank in range(run["world"])]
         for item in ranks:

@@ -24,7 +24,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from support.calibration import scaled
+from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
@@ -109,8 +109,7 @@ class Page:
 
     def address(self, documented: str) -> str:
         if documented not in self._ports:
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                self._ports[documented] = f"127.0.0.1:{server.getsockname()[1]}"
+            self._ports[documented] = f"127.0.0.1:{free_port()}"
         return self._ports[documented]
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ import pytest
 
 from support.calibration import scaled
 from support.cuttable import CuttableServer, counted
+from support.ports import free_port
 
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-0123456789"
 _STEP = 16 << 10
@@ -99,8 +100,7 @@ class S3Server:
         self._sent_until = 0.0
 
     def __enter__(self) -> S3Server:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.behind = free.getsockname()[1]
+        self.behind = free_port()
         command = [rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.behind}", "--vfs-cache-mode", "off"]
         command += ["--dir-cache-time", "1ms", "--config", "", "--vfs-read-wait", "1ms"]
         command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(self.directory)]

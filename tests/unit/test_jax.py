@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from support.calibration import scaled
+from support.ports import free_port
 
 needs_jax = pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
 
@@ -72,9 +72,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_jax
 @pytest.mark.parametrize("processes", [1, 2])
 def test_global_arrays_are_the_global_batches(data: Path, tmp_path: Path, processes: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     devices = f"--xla_force_host_platform_device_count={4 // processes}"
     environment = os.environ | {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"}
     running = [
