@@ -28,6 +28,7 @@ START_TIMEOUT_S = 10.0
 QUIET_S = 0.4  # wait for further answers while no round-trip time is known
 MIN_QUIET_S = 0.1
 STATS_EVERY_S = 0.5
+ANNOUNCE_S = 3.0  # for this node itself to take an announcement: on a busy machine, and it is not repeated
 MAX_ADDRESSES = 5000  # stored under one key
 log = logging.getLogger("forebay.network")
 lt: Any = libtorrent  # its type stubs are incomplete
@@ -85,10 +86,10 @@ class LibtorrentDht:
             self._announced[key] = port
             self._session.dht_announce(lt.sha1_hash(key), port, 0)
         for host in self._own_addresses():
-            token = self._query(host, b"get_peers", {b"info_hash": key}).get(b"token")
+            token = self._query(host, b"get_peers", {b"info_hash": key}, ANNOUNCE_S).get(b"token")
             if token:
                 body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
-                self._query(host, b"announce_peer", body)
+                self._query(host, b"announce_peer", body, ANNOUNCE_S)
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Queries this node's store and the nodes near the key, each second until one answers.
@@ -173,10 +174,10 @@ class LibtorrentDht:
             addresses = sorted(self._addresses)
         return [host for host in addresses if not _is_local(host)] or addresses
 
-    def _query(self, host: str, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
+    def _query(self, host: str, name: bytes, arguments: dict[bytes, Any], wait_s: float = 0.5) -> dict[bytes, Any]:
         """Send a BEP 5 query to this node itself, from one of its addresses; {} if there is no answer."""
         try:
-            reply = lt.bdecode(_send_query((host, self.port), name, arguments, 0.5, source=host))
+            reply = lt.bdecode(_send_query((host, self.port), name, arguments, wait_s, source=host))
         except (OSError, RuntimeError) as error:  # bdecode raises the latter
             log.debug("DHT at %s did not answer its own query (%s): %s", host, name.decode(), error)
             return {}
