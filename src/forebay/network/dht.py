@@ -156,6 +156,7 @@ class LibtorrentDht:
                 self.num_nodes = num_nodes
             elif isinstance(alert, lt.listen_succeeded_alert):
                 self._addresses.add(str(alert.address))
+                announced = list(self._announced.items())  # until now to the other addresses only
             elif isinstance(alert, lt.listen_failed_alert):
                 self._failure = alert.message()
             self._changed.notify_all()
