@@ -356,8 +356,8 @@ def test_a_thousand_workers_load_in_two_seconds_and_cost_the_scheduler_little(
 # What the page names as the cause when a part is throttled.
 
 
-def wait_for_cause(world: World, cause: str) -> None:
-    """Until the page of a job names the cause for which its one worker, which only counts, waits most of the time.
+def wait_for_cause(world: World, cause: str) -> View:
+    """The page, once it names the cause for which the one worker of a job, which only counts, waits most of the time.
 
     A start that took long may be named before.
     """
@@ -379,7 +379,9 @@ def wait_for_cause(world: World, cause: str) -> None:
             seen.extend(row["waits_for"] for row in shown.get("workers", []) if row["wait_share"] > 0.3)
             return shown
 
-        until(view, lambda v: seen[-11:] == 11 * [cause] and cause in v.get("advice", ""), f"waiting for {cause}")
+        return until(
+            view, lambda v: seen[-11:] == 11 * [cause] and cause in v.get("advice", ""), f"waiting for {cause}"
+        )
     finally:
         stop.set()
         thread.join()
@@ -390,14 +392,14 @@ def test_a_slow_network_is_named(tmp_path: Path) -> None:
         limits = ServerLimits(upload_bytes_per_s=60_000.0)
         # A batch takes 17 ms of the network: longer than the step, also on a slow machine.
         world = World(tmp_path, stack, num_slices=200, tokens=20_000, seq_len=128, limits=limits)
-        wait_for_cause(world, "network")
+        assert "network" in wait_for_cause(world, "network")["advice"]
 
 
 def test_a_slow_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_server, "GATHER_S", scaled(1.5))  # Each exchange is answered after so long.
     with ExitStack() as stack:
         world = World(tmp_path, stack, num_slices=400, tokens=500, seq_len=16)
-        wait_for_cause(world, "scheduler")
+        assert "scheduler" in wait_for_cause(world, "scheduler")["advice"]
 
 
 def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,8 @@ def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tm
     until(lambda: of_process(ours)["sockets"] <= early["sockets"] + 4, "the server lets go of them", 10)
     nothing = {"threads": 0, "files": 0, "maps": 0}
     until(lambda: nothing.items() <= of_process(ours).items(), "everything ends")  # A fetch ends with its next bytes.
+    left = of_process(ours)
+    assert {name: left[name] for name in nothing} == nothing and left["sockets"] <= early["sockets"] + 4
 
 
 def test_an_exception_in_the_loop_releases_everything(server: OriginServer, tmp_path: Path) -> None:
