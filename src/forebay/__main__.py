@@ -1,13 +1,16 @@
 """The process of the command `forebay`, and of `python -m forebay`."""
 
+import _thread
 import gc
 import signal
 import sys
-from typing import NoReturn
+import threading
+from typing import Any, NoReturn
 
 
 def run() -> NoReturn:
     """Run the command of this process and exit, with 130 for an interrupt, also while modules are imported."""
+    sys.unraisablehook = _interrupt_again
     try:
         from forebay.cli import main
 
@@ -22,6 +25,14 @@ def run() -> NoReturn:
     exec("")
     gc.freeze()  # Else the exit looks for cycles in all that was imported: 0.2 s.
     sys.exit(code)
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Repeat an interrupt that came within a destructor or a weak reference's callback, where Python drops it."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        threading.Timer(0.01, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 if __name__ == "__main__":

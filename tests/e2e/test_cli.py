@@ -164,6 +164,24 @@ def test_ctrl_c_while_modules_are_imported_ends_with_130() -> None:
     assert (done.returncode, done.stderr) == (130, "forebay: interrupted\n")
 
 
+def test_ctrl_c_within_a_destructor_ends_with_130() -> None:
+    """Python itself drops the interrupt there: the command would go on, after a traceback."""
+    code = (
+        "import sys, time, weakref, forebay.__main__\n"
+        "class Destroyed:\n"
+        "    def __del__(self): raise KeyboardInterrupt\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'forebay.cli.convert':\n"
+        "            Destroyed()\n"
+        "            time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "forebay.__main__.run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "forebay: interrupted\n")
+
+
 @pytest.mark.parametrize("module", ["forebay"])
 def test_ctrl_c_after_the_result_is_no_failure(dataset: Path, module: str) -> None:
     for _ in range(4):

@@ -26,6 +26,7 @@ from support.crawl import CRAWL, index_lines, write_index, write_mirror
 from support.origin_server import OriginServer
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from support.shared_data import shared_data
+from support.wire import until
 
 WET = f"commoncrawl:{CRAWL}?kind=wet"
 LIST = f"crawl-data/{CRAWL}/wet.paths.gz"
@@ -113,7 +114,15 @@ def test_a_server_in_trouble_is_waited_for(
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.005)
     server.faults.drop = server.faults.truncate = 0.3
     turns, server.faults.retry_after = itertools.count(1), "0"
-    monkeypatch.setattr(server, "too_many", lambda: next(turns) % 4 == 0)  # However fast this machine asks.
+
+    def too_many() -> bool:
+        """Each fourth request, however fast this machine asks, and refused once the client said that it waits."""
+        if next(turns) % 4:
+            return False
+        until(lambda: "waiting for" in caplog.text)
+        return True
+
+    monkeypatch.setattr(server, "too_many", too_many)
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(remote_file, "_PATIENT_TRIES", 1000)
     assert prepare(tmp_path / "b", WET).id == expected.id

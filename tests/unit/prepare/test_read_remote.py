@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +25,7 @@ from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub_splits import parse_url
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from support.wire import until
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
 
@@ -42,6 +44,7 @@ class Origin(ThreadingHTTPServer):
         self.head: dict[str, str] = {}  # headers that lie
         self.at_once = 0  # bytes sent before a pause of 50 ms; 0: all
         self.asked: list[str] = []
+        self.before_answer: Callable[[], object] = lambda: None
 
     @property
     def url(self) -> str:
@@ -55,6 +58,7 @@ class Answer(BaseHTTPRequestHandler):
         origin = self.server
         asked = self.headers.get("Range", "")
         origin.asked.append(asked)
+        origin.before_answer()
         data = origin.files.get(self.path.partition("?")[0])
         if origin.failures:
             origin.failures -= 1
@@ -299,5 +303,6 @@ def test_a_long_wait_for_a_server_is_logged(
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.01)
     origin.failures = 4
+    origin.before_answer = lambda: until(lambda: "waiting for the list of inputs" in caplog.text)
     assert len(find_inputs(f"{origin.url}/a.jsonl", ReadOptions()).files) == 1
-    assert "waiting for the list of inputs" in caplog.text and f"{origin.url}/a.jsonl" in caplog.text
+    assert re.search(rf"waiting for the list of inputs.*{origin.url}/a.jsonl", caplog.text)
