@@ -178,9 +178,8 @@ def measured(file: InputFile, folders: dict[str, RemoteFolder]) -> InputFile | S
     from forebay.storage.remote_file import RemoteFolder
 
     root = _root_of(file)
-    if root not in folders:
-        folders[root] = RemoteFolder(root)
-    remote = folders[root].find(file.name)
+    folder = folders.get(root) or folders.setdefault(root, RemoteFolder(root))  # One, whichever thread is first.
+    remote = folder.find(file.name)
     if remote is None:
         return Skipped(file.path, "is listed, but not there", "failed")
     return replace(file, bytes=remote.size, sha256=remote.version, version=remote.version)
