@@ -98,24 +98,29 @@ def test_the_coordinator_goes_on_once_there_is_space(small_disk: Path) -> None:
 def test_the_coordinator_s_clock_outlives_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Coordinator(
-        state_dir=tmp_path, rules=Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=1.5)
-    ) as coordinator:
+    # Until "b" waits for it, "a" may be silent for `stale_s`.
+    rules = Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=scaled(1.5))
+    with Coordinator(state_dir=tmp_path, rules=rules) as coordinator:
         answers: list[int] = []
         waiting = threading.Thread(
             target=lambda: answers.append(post(coordinator.address, "/v1/members/join", **WAITING)[0])
         )
-        save, failures = RunStore.save, 0
+        save, failures, full = RunStore.save, 0, threading.Event()
 
-        def fail(*_: Any) -> None:
+        def save_until_both_are_there(store: RunStore, state: RunState, *more: Any) -> None:
+            """The disk is full as soon as "b" has joined: 0.3 s later "a", for which it waits, is lost."""
             nonlocal failures
-            failures += 1
-            raise StateError("full")
+            if full.is_set():
+                failures += 1
+                raise StateError("full")
+            save(store, state, *more)
+            if len(state.members) == 2:
+                full.set()
 
+        monkeypatch.setattr(RunStore, "save", save_until_both_are_there)
         assert post(coordinator.address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
         waiting.start()
-        eventually(lambda: len(coordinator.status()["members"]) == 2)
-        monkeypatch.setattr(RunStore, "save", fail)
+        eventually(full.is_set)
         waiting.join(scaled(60))
         eventually(lambda: failures > 5)
         assert len(coordinator.status()["members"]) == 2 and caplog.text.count("full") == 1
