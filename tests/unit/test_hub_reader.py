@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +19,12 @@ from forebay.storage.remote_file import BlockCache, BlockStream
 
 
 class _File:
-    """Bytes, given in pieces; how many requests were under way at once; `refuse` says which starts fail."""
+    """Bytes, given in pieces; how many requests were under way at once; `refuse` says which starts fail.
 
-    current: _File
+    Each has a URL of its own: a thread that fetches ahead for one may begin when the next is read already.
+    """
+
+    by_url: ClassVar[dict[str, _File]] = {}
 
     def __init__(self, size: int) -> None:
         self.data = bytes(i * 7 % 251 for i in range(size))
@@ -29,11 +32,12 @@ class _File:
         self.pause_s = 0.002  # of each request
         self.refuse: Callable[[int], bool] = lambda start: False
         self.blocks = BlockCache()
-        self.reader = BlockStream("hf://url", size, "", self.blocks)
-        _File.current = self
+        url = f"hf://{len(self.by_url)}"
+        self.by_url[url] = self
+        self.reader = BlockStream(url, size, "", self.blocks)
         self._lock = threading.Lock()
 
-    def fetch(self, url: str, start: int, stop: int, take: Any) -> None:
+    def fetch(self, start: int, stop: int, take: Any) -> None:
         with self._lock:
             self.under_way += 1
             self.most = max(self.most, self.under_way)
@@ -55,9 +59,14 @@ class _File:
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(remote_file, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(remote_file, "fetch_range", lambda *arguments: _File.current.fetch(*arguments))
+    monkeypatch.setattr(remote_file, "fetch_range", lambda url, *range_: _File.by_url[url].fetch(*range_))
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:  # They look up what is patched.
+        thread.join()
+    _File.by_url.clear()
 
 
 @settings(max_examples=40, deadline=None)
