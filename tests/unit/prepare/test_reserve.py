@@ -20,7 +20,7 @@ from support.calibration import scaled
 def test_runs_of_one_key_meet_and_others_are_refused_while_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reserving, "BUCKET_WRITE_S", scaled(0.5))
+    monkeypatch.setattr(reserving, "BUCKET_WRITE_S", 60.0)  # A record that changes ends the wait before.
     monkeypatch.setattr(reserving, "_POLL_S", 0.01)
     store, messages, stop = open_store(tmp_path), list[str](), threading.Event()
     reserve(store, "a", messages.append, exclusive=False)
@@ -44,6 +44,7 @@ def test_runs_of_one_key_meet_and_others_are_refused_while_it_lives(
         stop.set()
         thread.join()
     assert len(messages) == 1 and "waiting" in messages[0]
+    monkeypatch.setattr(reserving, "BUCKET_WRITE_S", 0.1)
     reserve(store, "b", messages.append, exclusive=False)  # it is dead: its record does not change
     reserve(store, "b", messages.append, exclusive=False)
     assert len(messages) == 2
