@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
+import time
 import timeit
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,8 @@ def test_the_fields_of_a_batch_of_rows() -> None:
 def test_a_batch_costs_little() -> None:
     ids = np.arange(2)
     number = 20_000
-    best = min(timeit.repeat(lambda: new_batch(ids, ids, {}, **FIELDS), number=number, repeat=9))
+    make = functools.partial(new_batch, ids, ids, {}, **FIELDS)
+    best = min(timeit.repeat(make, timer=time.thread_time, number=number, repeat=9))  # Others may use the cores.
     assert best / number < 6e-6  # 1 us where nothing else runs.
 
 
