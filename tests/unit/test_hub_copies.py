@@ -25,6 +25,7 @@ from forebay.errors import (
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs
 from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
+from forebay.storage.hub import RANGE_TRIES
 from forebay.storage.hub_copies import download_hub, fetch_tokenizer
 from forebay.storage.hub_splits import HubSplit, find_split
 from forebay.stream import StreamOptions
@@ -166,7 +167,7 @@ def test_a_hub_that_is_busy_while_it_is_copied(hub: HubServer, monkeypatch: pyte
     def listed(url: str, *, tries: int) -> HubSplit | None:
         split = find_split(url, tries=tries)
         assert split is not None and split.files()
-        hub.faults.broken = 8
+        hub.faults.broken = RANGE_TRIES - 1  # The threads of both files have a try left, whichever of them is refused.
         return split
 
     monkeypatch.setattr("forebay.storage.hub_copies.find_split", listed)
