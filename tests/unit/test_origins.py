@@ -372,3 +372,15 @@ def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer, location: s
     server.redirect = location
     with pytest.raises(PermanentError):
         read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 5)
+
+
+def test_a_redirect_that_leads_nowhere_any_more_is_asked_for_again(server: OriginServer) -> None:
+    origin = open_origin(f"{server.url}/data", timeouts=PATIENT)
+    with OriginServer(server.directory) as first:
+        server.redirect = first.url
+        assert read(origin, NAME, 0, 5) == CONTENT[:5]
+    with OriginServer(server.directory) as second:
+        server.redirect = second.url
+        with pytest.raises(TransientError, match="cannot be reached"):
+            read(origin, NAME, 0, 5)
+        assert read(origin, NAME, 0, 5) == CONTENT[:5] and second.requests.total() == 1

@@ -133,7 +133,11 @@ class WebOrigin(ObjectOrigin):
         for _ in range(_MAX_REDIRECTS + 1):
             headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **request_headers}
             headers |= self._headers if _host(target) == _host(address) else {}
-            response = self._send(target, headers)
+            try:
+                response = self._send(target, headers)
+            except TransientError:
+                self._redirects.pop(name, None)  # The next try asks the origin, which may redirect elsewhere by now.
+                raise
             answer, response.what = response.answer, f"{self.url}/{name}".rstrip("/")
             try:
                 if answer.status in (200, 206):
