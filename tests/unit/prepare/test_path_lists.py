@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,13 @@ def test_a_sample_asks_for_the_sampled_files_only(server: OriginServer, mirror: 
 
 def test_sizes_are_asked_for_over_few_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mirror(tmp_path / "mirror", num_files=100, num_records=1)
+    begin = remote_file.RemoteFolder.__init__
+
+    def begin_together(folder: remote_file.RemoteFolder, url: str) -> None:
+        begin(folder, url)
+        time.sleep(0.05)  # All threads find none yet.
+
+    monkeypatch.setattr(remote_file.RemoteFolder, "__init__", begin_together)
     with OriginServer(tmp_path / "mirror") as server:
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert len(find_inputs(f"{server.url}/{LIST}", ReadOptions()).files) == 100
