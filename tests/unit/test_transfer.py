@@ -453,7 +453,7 @@ def test_killed_at_any_moment(make_server: Callable[..., OriginServer], tmp_path
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
-        until(lambda: server.bytes_sent["slice"] >= goal)
+        until(lambda goal=goal: server.bytes_sent["slice"] >= goal)
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
