@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from forebay.errors import DatasetError, ForebayError, StateError, UsageError  #
 from forebay.load.batch import RowBatch, TokenBatch  # noqa: E402
 from forebay.load.loader import Loader  # noqa: E402
 from forebay.load.options import OrderOptions, SampleOptions  # noqa: E402
+from forebay.load.shared_memory import SegmentReader  # noqa: E402
 
 SEQ_LEN = 16
 ARGUMENTS: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 4, "seed": 5}
@@ -192,6 +195,18 @@ def test_a_helper_that_is_killed_is_named(data: Path) -> None:
         with pytest.raises(ForebayError, match="helper process 1 of 2: expected batches, got exit code -9"):
             for _ in range(10_000):
                 next(batches)
+
+
+def test_a_helper_that_is_killed_amid_a_message_has_ended() -> None:
+    """After the message and before the descriptor of the segment in which its batches are."""
+    ours, theirs = socket.socketpair()
+    with ours, Connection(theirs.detach()) as connection:
+        reader = SegmentReader(ours)
+        connection.send(("head", [1 << 16], 0, 64, []))
+        connection.close()
+        with pytest.raises(EOFError):
+            reader.receive()
+        reader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

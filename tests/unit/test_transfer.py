@@ -31,7 +31,8 @@ from forebay.storage.transfers import ChunkTransfer, map_path_of
 from support.cached import leaves_of
 from support.calibration import scaled
 from support.origin_server import OriginServer
-from support.transfer_cases import CHUNK, CONTENT, INFO, LEAVES, MIB, QUICK, fetch, info_of, start
+from support.transfer_cases import CHUNK, CONTENT, INFO, LEAVES, MIB, PATIENT, QUICK, fetch, info_of, start
+from support.wire import until
 
 
 @pytest.fixture
@@ -93,8 +94,15 @@ def test_retries_in_the_middle_of_a_piece(server: OriginServer, tmp_path: Path) 
     assert server.bytes_sent["slice"] == INFO.bytes, "what came was not asked for again"
 
 
-def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
-    server.faults.requests_per_s = 12
+def test_too_many_requests(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_at: list[float] = []
+
+    def too_many() -> bool:
+        """After twelve, for 0.5 s: one is refused however far apart a busy machine asks."""
+        asked_at.append(time.monotonic())
+        return len(asked_at) > 12 and time.monotonic() - asked_at[12] < 0.5
+
+    monkeypatch.setattr(server, "too_many", too_many)
     with RunFetcher(connections=16, **QUICK) as transfers:
         began = time.monotonic()
         assert fetch(transfers, tmp_path / "part", server.url).error is None
@@ -282,6 +290,7 @@ def test_first_started_first_moved(make_server: Callable[..., OriginServer], tmp
         for name, each in zip(names, moved):
             each.on_done(lambda _, name=name: ended.append(name))
         assert all(each.wait(scaled(30)) and each.error is None for each in moved)
+        until(lambda: len(ended) == len(names))  # Who waits may go on before who asked to be called is called.
         moved[0].on_done(lambda _: ended.append("late"))
     assert sorted(ended[:-1]) == names and ended[-1] == "late"
     asked = [name for name, _, _ in server.ranges]
@@ -290,23 +299,32 @@ def test_first_started_first_moved(make_server: Callable[..., OriginServer], tmp
     assert means == sorted(means), asked
 
 
-def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
-    server.faults.bytes_per_s = 4_000_000
-    part = tmp_path / "part"
+def hold_after(server: OriginServer, num_bytes: int) -> None:
+    """The server sends so many bytes more, a piece more or less for each connection, and then none until it closes."""
+    goal = server.bytes_sent["slice"] + num_bytes
+
+    def pace(size: int) -> None:
+        until(lambda: server.bytes_sent["slice"] < goal or server.stopping.is_set(), 120)
+
+    server.faults.bytes_per_s, server.pace = 1.0, pace  # type: ignore[method-assign]  # piece by piece
+
+
+def test_cancel_and_resume(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    server, part = make_server(), tmp_path / "part"
+    hold_after(server, 1_600_000)
     with RunFetcher(2, **QUICK) as transfers:
-        moved = start(transfers, INFO, part, [open_origin(server.url)])
-        while moved.received < 1_500_000:
-            time.sleep(0.005)
+        moved = start(transfers, INFO, part, [open_origin(server.url, timeouts=PATIENT)])
+        until(lambda: moved.received >= 1_500_000)
         moved.cancel()
         assert moved.wait(0) and isinstance(moved.error, TransferCancelledError)
         remaining = part.read_bytes()
         moved.cancel()
+        server.close()  # It sends what it held back.
         time.sleep(0.1)
         assert part.read_bytes() == remaining, "nothing is written after the end"
         retained = kept_bytes(part)
         assert retained >= 3 << 18
-        server.faults.bytes_per_s = 0
-        server.reset()
+        server = make_server()  # Another, as a request to the first may still be on its way.
         assert fetch(transfers, part, server.url).error is None
         assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
 
@@ -355,9 +373,11 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
     cache.close()
 
 
-def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(server: OriginServer, tmp_path: Path) -> None:
-    server.faults.bytes_per_s = 4_000_000
-    cache, origins = ChunkCache(tmp_path / "cache", 8 * MIB), [open_origin(server.url)]
+def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(
+    make_server: Callable[..., OriginServer], tmp_path: Path
+) -> None:
+    server, cache = make_server(), ChunkCache(tmp_path / "cache", 8 * MIB)
+    hold_after(server, 1_600_000)
 
     def claim() -> tuple[ChunkFile, NDArray[np.int64]]:
         claimed, reason = cache.claim_slice(INFO)
@@ -366,18 +386,18 @@ def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(server: OriginServer, 
 
     with RunFetcher(2, **QUICK) as fetcher:
         entry, chunks = claim()
+        origins = [open_origin(server.url, timeouts=PATIENT)]
         moved = ChunkTransfer(fetcher, entry, INFO, origins, chunks=chunks, read_leaves=lambda: LEAVES).start()
-        while moved.received < 1_500_000:
-            time.sleep(0.005)
+        until(lambda: moved.received >= 1_500_000)
         moved.cancel()
         cache.complete(entry, chunks)
         cache.unpin_slice(INFO.sha256)
         entry, absent = claim()
         retained = INFO.bytes - sum(min(CHUNK, INFO.bytes - chunk * CHUNK) for chunk in absent.tolist())
         assert 0 < retained < INFO.bytes and cache.get(INFO.sha256) is None
-        time.sleep(0.1)
-        server.faults.bytes_per_s = 0
-        server.reset()
+        server.close()
+        server = make_server()  # Another, as a request to the first may still be on its way.
+        origins = [open_origin(server.url, timeouts=PATIENT)]
         moved = ChunkTransfer(fetcher, entry, INFO, origins, chunks=absent).start()
         assert moved.wait(scaled(60)) and moved.error is None and moved.received == INFO.bytes
     assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
@@ -421,32 +441,32 @@ moved.wait()
 """
 
 
-def test_killed_at_any_moment(server: OriginServer, tmp_path: Path) -> None:
+def test_killed_at_any_moment(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     """kill -9 again and again: each run fetches only what is missing, and a piece for each connection at most."""
-    part, chance, kills = tmp_path / "part", random.Random(5), 0
-    server.faults.bytes_per_s = 5_000_000
+    server, part, chance, kills = make_server(), tmp_path / "part", random.Random(5), 0
     while kills < 3 or not kept_bytes(part):  # On a busy machine each may be killed before its first chunk.
         kills += 1
+        num_bytes = chance.randrange(250_000, 900_000)  # Three times this is less than all.
+        goal = server.bytes_sent["slice"] + num_bytes
+        hold_after(server, num_bytes)
         command = [sys.executable, "-c", KILLED, server.url, str(part), str(INFO.bytes), INFO.sha256, LEAVES.hex()]
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
-        time.sleep((0.05 + 0.2 * chance.random()) * max(1, kills - 2))
+        until(lambda goal=goal: server.bytes_sent["slice"] >= goal)
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
     retained = kept_bytes(part)
-    server.faults.bytes_per_s = 0
-    time.sleep(0.1)
-    server.reset()
+    server = make_server()  # Another, as a request of the killed to the first may still be on its way.
     with RunFetcher(**QUICK) as transfers:
         assert fetch(transfers, part, server.url).error is None
     assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
 
 
-def test_a_full_disk(server: OriginServer, tmp_path: Path) -> None:
+def test_a_full_disk(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     """The part stays and is resumed when there is room. A tmpfs where that may be mounted, else a limit."""
-    disk = tmp_path / "disk"
+    server, disk = make_server(), tmp_path / "disk"
     disk.mkdir()
     mounted = (
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode == 0
@@ -467,7 +487,7 @@ def test_a_full_disk(server: OriginServer, tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
             retained = kept_bytes(part)
             assert retained > MIB or not mounted
-            server.reset()
+            server = make_server()  # Another, as a request to the first may still be on its way.
             assert fetch(transfers, part, server.url).error is None
             assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
     finally:

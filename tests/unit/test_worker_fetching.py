@@ -93,6 +93,11 @@ def lease(worker: FetchingWorker, *nodes: Node, lease_id: str = "1") -> ActiveLe
     return worker.lease(SHA256, len(CONTENT), [node.provider() for node in nodes], lease_id)
 
 
+def wait_for_end(worker: FetchingWorker, current: ActiveLease) -> None:
+    """Waits until a lease is given back, or is fetched by nobody: the lease before it was the end of the work."""
+    until(lambda: current.ended or worker.fetcher.failure is not None)
+
+
 def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_node: Nodes) -> None:
     node = make_node("a")
     current = lease(worker, node)
@@ -236,12 +241,14 @@ def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, 
 def test_no_provider_for_long_is_the_end(worker: FetchingWorker) -> None:
     for turn in range(8):
         current = lease(worker, lease_id=str(turn))
-        assert worker.lost(current) == ""
+        wait_for_end(worker, current)
+        assert current.reason == "" and current.path is None
         request = worker.leases.state.request(time.monotonic())
         worker.leases.state.receive(request, answer(lost=list(request.known_leases or ())), time.monotonic())
         if worker.fetcher.failure is not None:
             break
-    assert isinstance(worker.fetcher.failure, NetworkError) and worker.leases.state.closed
+    until(lambda: worker.leases.state.closed)  # The last lease was given back before.
+    assert isinstance(worker.fetcher.failure, NetworkError)
 
 
 def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node: Nodes, tmp_path: Path) -> None:
@@ -287,7 +294,8 @@ def test_a_full_disk_ends_the_work_only_once_it_lasts(
     worker.cache.discard(SHA256)
     for number in range(3, 30):
         if worker.fetcher.failure is None:
-            worker.lost(lease(worker, node, lease_id=str(number)))
+            wait_for_end(worker, lease(worker, node, lease_id=str(number)))
+    until(lambda: worker.fetcher.failure is not None)  # The last lease was given back before.
     assert isinstance(worker.fetcher.failure, UsageError) and "No space left" in str(worker.fetcher.failure)
 
 

@@ -132,9 +132,11 @@ class SegmentReader:
         """
         head, new, location, stop, parts = self._connection.recv()
         for capacity in new:
-            _, (descriptor,), _, _ = socket.recv_fds(self._socket, 1, 1)
-            self._segments.append(mmap.mmap(descriptor, capacity))
-            os.close(descriptor)
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+            if not descriptors:
+                raise EOFError
+            self._segments.append(mmap.mmap(descriptors[0], capacity))
+            os.close(descriptors[0])
         if isinstance(location, np.ndarray):
             raw = location[_HEADER:]
         else:
