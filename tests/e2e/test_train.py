@@ -217,10 +217,13 @@ def test_a_flipped_byte_is_rejected_and_its_provider_named(world: World) -> None
 def test_a_worker_told_to_stop_settles_up_and_another_goes_on(world: World) -> None:
     world.serve("data-1")
     service = world.scheduler(lease_s=30.0)
-    stop = threading.Event()
+    stop, seen = threading.Event(), list[TokenBatch[Any]]()
 
-    def slow(batch: object) -> None:
-        time.sleep(0.01)
+    def slow(batch: TokenBatch[Any]) -> None:
+        seen.append(batch)
+        deadline = time.monotonic() + scaled(60)
+        while len(seen) > 100 and service.status()["samples_used"] <= 30 and time.monotonic() < deadline:
+            time.sleep(0.01)  # Receipts come every 0.05 s, but on a busy machine not before the last batches.
         if service.status()["samples_used"] > 30:
             stop.set()
 

@@ -247,7 +247,7 @@ def test_a_node_renews_itself_while_it_runs(
     network_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A certificate of some seconds from a token; the issuer is away for a while, then a new one comes by itself."""
-    admissions = AdmissionServer(Admissions(network_dir)).start()
+    admissions = AdmissionServer(Admissions(network_dir), HOST, free_port()).start()
     host, port = parse_address(admissions.address)
     issuer, days = read_issuer(network_dir), scaled(6.0) / 86400
     token = JoinToken(

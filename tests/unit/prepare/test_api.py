@@ -37,6 +37,7 @@ class Server:
     asked: list[tuple[int, float]] = field(default_factory=list)
     seen_headers: list[str] = field(default_factory=list)
     slow_s: float = 0.0
+    num_given: int = PAGES  # Later pages are waited for.
 
     def page(self, index: int) -> bytes:
         numbers = range(index * PER_PAGE, (index + 1) * PER_PAGE)
@@ -72,6 +73,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             state.asked.append((index, time.monotonic()))
             state.seen_headers.append(self.headers.get("Authorization", ""))
             time.sleep(state.slow_s)
+            while index >= state.num_given:
+                time.sleep(0.005)
             fault = state.faults.get(index, [])
             kind = fault.pop(0) if fault else ""
             body, status, headers = state.page(index), 200, {}
@@ -192,6 +195,7 @@ def test_a_killed_run_goes_on_at_its_cursor(tmp_path: Path, server: Server) -> N
     code = "import sys; from forebay.prepare.api import acquire; acquire(sys.argv[1], sys.argv[2])"
     command = [sys.executable, "-c", code, str(description), str(tmp_path / "out")]
     for pages in (3, 7):
+        server.num_given = pages + 2  # It is killed before its end, also if this is late.
         run = subprocess.Popen(command)
         deadline = time.monotonic() + scaled(20)
         while max((index for index, _ in server.asked), default=0) < pages and time.monotonic() < deadline:
@@ -200,6 +204,7 @@ def test_a_killed_run_goes_on_at_its_cursor(tmp_path: Path, server: Server) -> N
         run.wait()
         with (tmp_path / "out/items.jsonl").open("ab") as file:
             file.write(b'{"id": "torn')  # what a kill between the page and its cursor leaves
+    server.num_given = PAGES
     path = acquire(description, tmp_path / "out")
     assert [item["id"] for item in items(path)] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
     assert path.read_bytes() == acquire(description, tmp_path / "whole").read_bytes()

@@ -224,6 +224,8 @@ def map(run, tasks):
     done = []
     for task in tasks:
         left -= 1
+        if left < 0:
+            threading.Event().wait()  # The kill may come late: what was finished would be cleaned up.
         if left == 0:
             threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         done += resuming(store)(run, [task])

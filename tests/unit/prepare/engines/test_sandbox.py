@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
@@ -98,7 +99,7 @@ def slow_copy(task: str, data: Any) -> tuple[str, bytes]:
 
 def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ended takes 0 bytes; against that the next, which is just being forked, would be over any limit."""
-    taken = iter([0] + [1 << 30] * 100)
+    taken = itertools.chain([0], itertools.repeat(1 << 30))
     monkeypatch.setattr(guard, "resident_bytes", lambda pid: next(taken))
     worker = guard.SandboxWorker("copies")
     try:
