@@ -82,7 +82,7 @@ def test_workers_that_die(base: Path, wanted: tuple[str, dict[str, str]]) -> Non
     out = base / "unlucky"
     done = subprocess.run(
         whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=scaled(300),
-        env=os.environ | {"WHOLE_UNLUCKY": "1"},
+        env=os.environ | {"WHOLE_UNLUCKY": str(base / "tries")},
     )  # fmt: skip
     assert "died with SIGKILL" in done.stderr and "ran out of memory" in done.stderr
     assert "retried alone with smaller batches (scale 1 of 3)" in done.stderr
