@@ -19,6 +19,7 @@ import pytest
 
 from forebay.data_node import DataNode
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.network import discovery
 from forebay.network.addresses import host_towards
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
@@ -199,7 +200,10 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
         until_found({nodes[1].identity.peer_id})
 
 
-def test_a_name_of_two_datasets_is_told_and_never_mixed(tmp_path: Path, make_identity: Make) -> None:
+def test_a_name_of_two_datasets_is_told_and_never_mixed(
+    tmp_path: Path, make_identity: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "ANSWER_AFTER_GOOD_S", 15.0)  # Both are heard.
     table = LocalDiscovery()
     datasets = [make_dataset(tmp_path / "one", 2, 50), make_dataset(tmp_path / "two", 3, 60)]
     with contextlib.ExitStack() as stack:

@@ -39,6 +39,7 @@ from support.leases_by_hand import FetchingWorker
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
+from support.wire import until
 
 Make = Callable[[str], Identity]
 STALL_S = 0.3
@@ -170,6 +171,7 @@ def test_a_search_hears_the_honest_one_only(tell: str, dataset: Dataset, make_id
         claims = find_providers(table, client, reader.network_id, NAME)
         assert time.monotonic() - started < scaled(4.0)
         assert [claim.peer_id for claim in claims] == [good.identity.peer_id]
+        until(lambda: liar.asked > 0)  # The search waits for it for 1.5 s only.
         assert liar.asked == 1
 
 
