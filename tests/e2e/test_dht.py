@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import libtorrent as lt
@@ -203,7 +204,9 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
 def test_a_name_of_two_datasets_is_told_and_never_mixed(
     tmp_path: Path, make_identity: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "ANSWER_AFTER_GOOD_S", 15.0)  # Both are heard.
+    for name in ("ANSWER_AFTER_GOOD_S", "ASK_TIMEOUT_S"):
+        monkeypatch.setattr(discovery, name, 60.0)  # Both are heard.
+    monkeypatch.setattr(discovery, "read_claims", partial(discovery.read_claims, timeout_s=60.0))
     table = LocalDiscovery()
     datasets = [make_dataset(tmp_path / "one", 2, 50), make_dataset(tmp_path / "two", 3, 60)]
     with contextlib.ExitStack() as stack:
