@@ -111,7 +111,15 @@ def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, comma
     """Start all nodes, train one epoch, verify the ledger; return the fields of the summary."""
 
     def start(label: str, *arguments: object, command: Sequence[str] = ()) -> NodeProcess:
-        return stack.enter_context(contextlib.closing(NodeProcess(directory, label, *arguments, command=command)))
+        caught: list[int] = []  # Signals until the stack has the process, and ends it.
+        handlers = {n: signal.signal(n, lambda n, _: caught.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return stack.enter_context(contextlib.closing(NodeProcess(directory, label, *arguments, command=command)))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            if caught:
+                raise KeyboardInterrupt
 
     def start_worker(name: str) -> NodeProcess:
         return start(

@@ -116,6 +116,33 @@ def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
     assert left_behind(tmp_path) == []
 
 
+INTERRUPTED = """
+import os, signal, subprocess, sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from forebay import demo
+
+
+class Popen(subprocess.Popen):
+    def _execute_child(self, *args):
+        super()._execute_child(*args)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+subprocess.Popen = Popen
+with ExitStack() as stack:
+    demo._train_on_network(stack, Path(sys.argv[1]), 1 << 20, ())
+"""
+
+
+def test_ctrl_c_while_a_process_is_started_ends_that_too(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, tmp_path], capture_output=True, text=True)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt") and len(done.stdout.split()) == 1, done.stderr
+    assert not psutil.pid_exists(int(done.stdout))
+
+
 def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
     process = demo(tmp_path)
     time.sleep(6)

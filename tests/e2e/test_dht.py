@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import libtorrent as lt
@@ -19,6 +20,7 @@ import pytest
 
 from forebay.data_node import DataNode
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.network import discovery
 from forebay.network.addresses import host_towards
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
@@ -199,7 +201,12 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
         until_found({nodes[1].identity.peer_id})
 
 
-def test_a_name_of_two_datasets_is_told_and_never_mixed(tmp_path: Path, make_identity: Make) -> None:
+def test_a_name_of_two_datasets_is_told_and_never_mixed(
+    tmp_path: Path, make_identity: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ANSWER_AFTER_GOOD_S", "ASK_TIMEOUT_S"):
+        monkeypatch.setattr(discovery, name, 60.0)  # Both are heard.
+    monkeypatch.setattr(discovery, "read_claims", partial(discovery.read_claims, timeout_s=60.0))
     table = LocalDiscovery()
     datasets = [make_dataset(tmp_path / "one", 2, 50), make_dataset(tmp_path / "two", 3, 60)]
     with contextlib.ExitStack() as stack:

@@ -26,7 +26,7 @@ from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.lease import fetching
 from forebay.load.samples import ends_reader
-from forebay.network import discovery
+from forebay.network import discovery, reachability
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
@@ -39,6 +39,7 @@ from support.leases_by_hand import FetchingWorker
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
+from support.wire import until
 
 Make = Callable[[str], Identity]
 STALL_S = 0.3
@@ -56,6 +57,13 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is asked may answer late, as on a machine that stands still."""
+    monkeypatch.setattr(discovery, "ASK_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(discovery, "read_claims", functools.partial(discovery.read_claims, timeout_s=60.0))
+
+
+@pytest.fixture
 def client(make_identity: Make) -> Iterator[Client]:
     with Client(make_identity("reader")) as client:
         client.read_range = functools.partial(client.read_range, timeout_s=scaled(STALL_S))  # type: ignore[method-assign]
@@ -68,8 +76,8 @@ def test_a_leased_slice_comes_from_the_honest_one(
 ) -> None:
     """The liar is asked first, as another worker; it is left for what it did, and the origin gives the slice."""
     stall_s = scaled(STALL_S)
+    monkeypatch.setattr(fetching, "_STALL_S", stall_s if tell in WAITED_FOR else 60.0)
     if tell in WAITED_FOR:
-        monkeypatch.setattr(fetching, "_STALL_S", stall_s)
         monkeypatch.setattr(fetching, "_PACE_S", 2 * stall_s)
     row, alone = dataset.table.row(0), dataset.table.row(1)
     started = time.monotonic()
@@ -157,6 +165,7 @@ def _announce(table: LocalDiscovery, reader: Identity, liar: Liar) -> None:
     table.announce(record_key(reader.network_id, "dataset", NAME), liar.port)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("tell", ["silent", "huge", "garbage", "wrong_range", "redirect", "hang_up"])
 def test_a_search_hears_the_honest_one_only(tell: str, dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
     table = LocalDiscovery()
@@ -170,6 +179,7 @@ def test_a_search_hears_the_honest_one_only(tell: str, dataset: Dataset, make_id
         claims = find_providers(table, client, reader.network_id, NAME)
         assert time.monotonic() - started < scaled(4.0)
         assert [claim.peer_id for claim in claims] == [good.identity.peer_id]
+        until(lambda: liar.asked > 0)  # The search waits for it for 1.5 s only.
         assert liar.asked == 1
 
 
@@ -192,6 +202,7 @@ CLAIMS: dict[str, Callable[[Identity, Identity], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", sorted(CLAIMS))
 def test_false_claims_are_left_out(name: str, dataset: Dataset, make_identity: Make) -> None:
     table, reader, other = LocalDiscovery(), make_identity("reader"), make_identity("other")
@@ -248,7 +259,10 @@ def test_a_table_that_unfolds_is_refused_before_it_is_read() -> None:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
-def test_a_member_is_named_only_where_it_answered(client: Client, dataset: Dataset, make_identity: Make) -> None:
+def test_a_member_is_named_only_where_it_answered(
+    client: Client, dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "CHECK_S", 60.0)
     with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(ReachabilityChecker(client)) as dialer:
         peer, here = sharer.identity.as_peer, "127.0.0.1"
         thief = replace(peer, peer_id="a" * 32)

@@ -124,3 +124,32 @@ def test_interrupt_leaves_no_process(tmp_path: Path, source: Path, script: Path)
     process.communicate(timeout=scaled(20))
     assert process.returncode != 0
     whole.wait_for_none(process.pid)
+
+
+_INTERRUPTED = """
+import multiprocessing, os, signal, time
+from multiprocessing.context import ForkProcess
+from forebay.prepare.engines import local
+
+start = ForkProcess.start
+
+
+def interrupted(process):
+    start(process)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+multiprocessing.set_start_method("fork")
+ForkProcess.start = interrupted
+local._serve = lambda pipe, log: time.sleep(60)  # It has not come to remove its log.
+with local.LocalEngine(2) as engine:
+    engine.map(max, [1, 2], print)
+"""
+
+
+def test_interrupt_while_a_worker_is_started_leaves_no_file(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr
+    assert list(tmp_path.iterdir()) == []

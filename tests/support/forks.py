@@ -9,6 +9,7 @@ a module instead.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -103,7 +104,8 @@ class Process:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self.wait(0.0) is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # It has ended, and we have not read so yet.
+                os.kill(self.pid, number)
 
     def cpu_s(self) -> float:
         """The CPU time that it has used."""

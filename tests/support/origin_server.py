@@ -132,6 +132,11 @@ class OriginServer:
             self._server.server_close()
             self._thread.join()
 
+    @property
+    def num_open(self) -> int:
+        """Connections that are open now; one that the client closed, until that was seen."""
+        return len(self._server.open)
+
     def reset(self) -> None:
         """Forget the counters."""
         with self.lock:

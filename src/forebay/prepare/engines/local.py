@@ -74,8 +74,12 @@ class _Worker:
         self.process: process.BaseProcess = context.Process(
             target=_serve, args=(theirs, self.log.path), daemon=True, name="forebay-prepare"
         )
-        with _no_interrupt(method):
-            self.process.start()
+        try:
+            with _no_interrupt(method):
+                self.process.start()
+        except BaseException:  # also an interrupt that came meanwhile
+            self.log.close()
+            raise
         theirs.close()
         self.ready = False
         self.task: tuple[int, int] | None = None
