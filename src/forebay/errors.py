@@ -3,6 +3,9 @@
 A message says what failed, what was expected, what was received, where, and the next step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ForebayError(Exception):
     """Base class of all of Forebay's own errors."""
@@ -79,3 +82,13 @@ def install_command(extra: str) -> str:
     marker = f'extra == "{extra}"'
     names = [line.partition(";")[0].strip() for line in requirements if marker in line.replace("'", '"')]
     return f"pip install {' '.join(repr(name) for name in names)}" if names else f"pip install '.[{extra}]'"
+
+
+@contextmanager
+def package_for(user: str, package: str, extra: str, otherwise: str = "") -> Iterator[None]:
+    """A block that imports `package`; without it MissingPackageError says who needs it and how it is installed."""
+    try:
+        yield
+    except ImportError as error:
+        command = install_command(extra)
+        raise MissingPackageError(f"{user} needs {package}. Install it with: {command}{otherwise}") from error

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from forebay.errors import MissingPackageError, PrepareError, install_command
+from forebay.errors import PrepareError, package_for
 from forebay.formats.base import Format
 from forebay.formats.html import BLANK_LINES, HtmlError, html_to_text
 from forebay.formats.http_message import body_text
@@ -98,12 +98,8 @@ def _too_large(limit: int) -> _RefusedError:
 
 
 def _pdf_text(data: bytes, limit: int) -> tuple[str, Mapping[str, str]]:
-    try:
+    with package_for("PDF", "pypdfium2", "books"):
         import pypdfium2
-    except ImportError as error:
-        raise MissingPackageError(
-            f"PDF needs the package pypdfium2. Install it with: {install_command('books')}"
-        ) from error
     pages: list[str] = []
     size = 0
     with _pdfium:

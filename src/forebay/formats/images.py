@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.errors import DatasetError, MissingPackageError, UsageError, install_command
+from forebay.errors import DatasetError, UsageError, package_for
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.records import batched
@@ -183,12 +183,8 @@ def unwrap_images(source: TableSource) -> TableSource:
 
 def decode(blob: bytes | None, channels: int | None, options: ConvertOptions) -> NDArray[np.uint8] | str:
     """Return U8 [C, H, W], or the reason why there is none; `channels` 1 or 3, None for 1 if it is grey, else 3."""
-    try:
+    with package_for("An image", "pillow", "vision"):
         from PIL import Image, ImageOps
-    except ImportError as error:
-        raise MissingPackageError(
-            f"Images need the package pillow. Install it with: {install_command('vision')}"
-        ) from error
     if not blob:
         return "no bytes"
     try:

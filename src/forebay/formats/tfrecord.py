@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.errors import CorruptInputError, DatasetError, PrepareError, install_command
+from forebay.errors import CorruptInputError, DatasetError, PrepareError, package_for
 from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.cast import cast
@@ -113,13 +113,9 @@ class TFRecord(Format):
 
 
 def crc32c() -> Callable[[bytes], int]:
-    """Return the function that computes CRC-32C. Raises PrepareError if its package is missing."""
-    try:
+    """Return the function that computes CRC-32C. Raises MissingPackageError."""
+    with package_for("TFRecord", "google-crc32c", "prepare"):
         import google_crc32c
-    except ImportError as error:
-        raise PrepareError(
-            f"prepare: TFRecord needs the package google-crc32c. Install it with: {install_command('prepare')}"
-        ) from error
     value: Callable[[bytes], int] = google_crc32c.value
     return value
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError, install_command
+from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError, package_for
 from forebay.network.retry import FIRST_S, backoff_s, log_while_waiting
 from forebay.storage.base import (
     CHUNK_BYTES,
@@ -127,13 +127,9 @@ class BucketOrigin(ObjectOrigin):
             return self._opened
 
     def _open(self) -> tuple[Any, Any]:
-        try:
+        with package_for(f"{self.url}: a bucket", "obstore", "remote"):
             import obstore
             from obstore.store import from_url
-        except ImportError as error:
-            raise UsageError(
-                f"{self.url}: reading a bucket needs the package obstore. Install it with: {install_command('remote')}"
-            ) from error
         endpoint = self._options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
         client = {
             "allow_http": (endpoint or "").startswith("http://"),

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
-from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError, install_command
+from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError, package_for
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
@@ -234,12 +234,8 @@ def open_peers(
 
 def join_dht(identity: Identity) -> Discovery:
     """Join the DHT of an identity's network. Raises UsageError if it names no node of it."""
-    try:
+    with package_for("forebay://: the search for peers", "libtorrent", "network"):
         from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
-    except ImportError as error:
-        raise UsageError(
-            f"forebay://: finding peers needs the package libtorrent. Install it with: {install_command('network')}"
-        ) from error
     if not identity.bootstrap:
         raise UsageError(
             f"forebay://: no DHT node is known for {identity.node_dir}: its network was made without --bootstrap. "

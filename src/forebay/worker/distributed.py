@@ -16,7 +16,7 @@ import threading
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from forebay.errors import MissingPackageError, UsageError, install_command
+from forebay.errors import UsageError, package_for
 from forebay.load.batch import NumpyTokens
 from forebay.threads import SupervisedThread
 from forebay.worker.batches import DummyDataset
@@ -245,10 +245,6 @@ def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConf
 def _load_identity(config: WorkerConfig) -> Identity | None:
     if config.identity is None:
         return None
-    try:
+    with package_for(f"identity {config.identity}: the network", "cryptography", "network"):
         from forebay.network.pki.identity import Identity
-    except ImportError as error:
-        raise MissingPackageError(
-            f"identity {config.identity}: {error.name} is not installed. Run: {install_command('network')}."
-        ) from error
     return Identity.load(config.identity)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import ForebayError, PrepareError, UsageError, install_command
+from forebay.errors import ForebayError, PrepareError, package_for
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
 from forebay.prepare.executions import name_of
@@ -73,14 +73,9 @@ class RayEngine(Engine):
     ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                import ray
-        except ImportError as error:
-            raise UsageError(
-                f"engine ray: Ray is not installed. Install it ({install_command('ray')}), or use the local engine."
-            ) from error
+        with package_for("engine ray", "Ray", "ray", ", or use the local engine."), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import ray
         self._ray: Any = ray
         self._address = os.environ.get("RAY_ADDRESS") or None
         self._workers, self._store, self._on_message = workers, store, on_message

@@ -6,7 +6,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, Protocol
 
-from forebay.errors import UsageError, install_command
+from forebay.errors import UsageError, package_for
 from forebay.formats.html import HtmlError, parse_html
 from forebay.formats.records import strip_turn_marks
 from forebay.plugins import load_plugin
@@ -117,10 +117,8 @@ def extract_html(
 
 
 def _library(name: str, extra: str) -> Any:
-    try:
+    with package_for("extract: this extractor", name, extra):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f"extract: {name} is not installed. Install it: {install_command(extra)}.") from error
 
 
 __all__ = ["Extractor", "HtmlError", "extract_html", "open_extractor"]

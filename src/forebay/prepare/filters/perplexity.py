@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from forebay.errors import UsageError, install_command
+from forebay.errors import UsageError, package_for
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
 from forebay.prepare.filters.points import decode, encode, kind, room_of
@@ -136,13 +136,9 @@ def perplexity(model: Any, lines: str) -> float:
 
 @lru_cache(4)
 def _load_kenlm(path: str) -> Any:
-    try:
+    otherwise = " (it is built with a C++ compiler), or take this filter out of the recipe."
+    with package_for("perplexity", "kenlm", "lm", otherwise):
         import kenlm
-    except ImportError as error:
-        raise UsageError(
-            f"perplexity: the package kenlm is not installed. Install it: {install_command('lm')} (it is built from "
-            "source: a C++ compiler is needed), or take this filter out of the recipe."
-        ) from error
     if not Path(path).is_file():
         raise UsageError(f"model: expected a KenLM model, got no file at {path}")
     config = kenlm.Config()

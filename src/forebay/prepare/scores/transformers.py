@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from forebay.errors import UsageError, install_command
+from forebay.errors import UsageError, package_for
 from forebay.prepare.scores.base import Scorer
 from forebay.prepare.settings import Positive, check_fields
 
@@ -165,14 +165,9 @@ def _load_config(model: str) -> tuple[tuple[str, ...], int]:
 
 @lru_cache(2)
 def _load_torch(model: str, device: str) -> _Runner:
-    try:
+    with package_for("transformers: a classifier", "torch and transformers", "classifiers"):
         import torch
         import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"transformers: expected the packages torch and transformers, got no {error.name}. Install them: "
-            f"{install_command('classifiers')}."
-        ) from error
     transformers.utils.logging.disable_progress_bar()
     if device == "cpu":
         torch.set_num_threads(1)  # There is a process for each core, and sums do not depend on the machine's cores.
@@ -195,12 +190,8 @@ def _load_torch(model: str, device: str) -> _Runner:
 
 @lru_cache(2)
 def _load_onnx(model: str, device: str) -> _Runner:
-    try:
+    with package_for("onnx: a classifier", "onnxruntime", "classifiers"):
         import onnxruntime
-    except ImportError as error:
-        raise UsageError(
-            f"onnx: expected the package onnxruntime, got none. Install it: {install_command('classifiers')}."
-        ) from error
     path = Path(model, "model.onnx")
     provider_name = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
     if provider_name not in onnxruntime.get_available_providers():
