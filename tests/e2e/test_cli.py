@@ -150,32 +150,17 @@ def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path,
         subprocess.run(["umount", "-l", small], check=True)
 
 
-def test_ctrl_c_while_modules_are_imported_ends_with_130() -> None:
-    """As from an impatient hand, or on a machine that is slow to import."""
+@pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "Destroyed(), time.sleep(60)"])
+def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str) -> None:
+    """As from an impatient hand, or on a machine that is slow to import; also in a destructor, where Python drops it."""
     code = (
-        "import sys, forebay.__main__\n"
-        "class Interrupt:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'forebay.cli.convert': raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Interrupt())\n"
-        "forebay.__main__.run()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "forebay: interrupted\n")
-
-
-def test_ctrl_c_within_a_destructor_ends_with_130() -> None:
-    """Python itself drops the interrupt there: the command would go on, after a traceback."""
-    code = (
-        "import sys, time, weakref, forebay.__main__\n"
+        "import sys, time, forebay.__main__\n"
         "class Destroyed:\n"
         "    def __del__(self): raise KeyboardInterrupt\n"
-        "class Slow:\n"
+        "class Interrupt:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'forebay.cli.convert':\n"
-        "            Destroyed()\n"
-        "            time.sleep(60)\n"
-        "sys.meta_path.insert(0, Slow())\n"
+        f"        if name == 'forebay.cli.convert': {interrupt}\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
         "forebay.__main__.run()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
