@@ -1,6 +1,5 @@
 """The process of the command `forebay`, and of `python -m forebay`."""
 
-import _thread
 import gc
 import signal
 import sys
@@ -30,7 +29,8 @@ def run() -> NoReturn:
 def _interrupt_again(unraisable: Any) -> None:
     """Repeat an interrupt that came within a destructor or a weak reference's callback, where Python drops it."""
     if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(0.01, _thread.interrupt_main).start()
+        # A signal to that thread ends also what it waits for.
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(unraisable)
 
