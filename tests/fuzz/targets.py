@@ -433,14 +433,17 @@ def dht(directory: Path, identity: Identity) -> Target:
     door.connect(("127.0.0.1", node.port))
     sent = [0]
 
+    def is_answered() -> bool:
+        node.announce(b"k" * 20, 7000)
+        return bool(node.find(b"k" * 20, 3.0))
+
     def run(data: bytes) -> None:
         with contextlib.suppress(ConnectionRefusedError):
             door.send(data[:1400])
         sent[0] += 1
         if sent[0] % 200 == 0:
             time.sleep(0.05)
-            node.announce(b"k" * 20, 7000)
-            if not node.find(b"k" * 20, 3.0):
+            if not any(is_answered() for _ in range(10)):  # What a busy machine drops is sent again.
                 raise AssertionError("the node answers no more")
 
     def close() -> None:
