@@ -29,7 +29,11 @@ cp -r {kernels} {private}/
 mkdir -p /tmp/ray
 mount -t tmpfs tmpfs /tmp/ray
 export TMPDIR={private}
-exec {ray} start --address={head}:{port} --node-ip-address={address} --num-cpus=1 --object-store-memory=80000000 --block
+options="--num-cpus=1 --object-store-memory=80000000 --block"
+until {ray} start --address={head}:{port} --node-ip-address={address} $options
+do  # Ray gives a start 30 s, however busy the machine is.
+    for pid in $(ip netns pids {name}); do [ $pid = $$ ] || kill -9 $pid || true; done
+done
 """
 
 
@@ -47,6 +51,7 @@ class Nodes:
             **environment,
         }  # fmt: skip
         self.nodes: list[subprocess.Popen[bytes]] = []
+        self._names: dict[int, str] = {}  # of network namespaces, by process
         self._ray = str(Path(sys.executable).with_name("ray"))
 
     @property
@@ -80,16 +85,23 @@ class Nodes:
         _ip("-n", name, "link", "set", "lo", "up")
         private = self._folder / f"node{number}"
         kernels = Path(tempfile.gettempdir()) / f"forebay-{os.getuid()}"
-        script = _NODE.format(private=private, kernels=kernels, ray=self._ray, head=HEAD, port=_PORT, address=address)
+        script = _NODE.format(
+            name=name, private=private, kernels=kernels, ray=self._ray, head=HEAD, port=_PORT, address=address
+        )
         command = ["ip", "netns", "exec", name, "unshare", "-m", "--propagation", "private", "sh", "-c", script]
         with (self._folder / f"node{number}.log").open("wb") as log:
             node = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
         self.nodes.append(node)
+        self._names[node.pid] = name
 
     def kill(self, index: int) -> None:
         """As a spot machine: all its processes at once."""
         node = self.nodes.pop(index)
-        for pid in _session(node.pid):
+        pids = _session(node.pid)  # The first is the shell that would start it again.
+        if node.pid in self._names:  # Also those whose parent has ended.
+            named = subprocess.run(["ip", "netns", "pids", self._names[node.pid]], capture_output=True, text=True)
+            pids += map(int, named.stdout.split())
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         node.wait()
