@@ -75,6 +75,9 @@ if __name__ == "__main__":
     with RayEngine(2, store=open_store(Path(sys.argv[1]) / "out"), on_message=said.append) as engine:
         facts["squares"] = collect(engine, tasks.square, 50)
         facts["started_again"], said[:] = list(said), []
+        with_cpus, ray.cluster_resources = ray.cluster_resources, lambda: {}
+        facts["no_cpus"], said[:] = [collect(engine, tasks.square, 3), *said], []
+        ray.cluster_resources = with_cpus
         facts["unlucky"] = collect(engine, tasks.unlucky, 6)
         facts["unlucky_said"] = sorted(said)
         try:
@@ -123,5 +126,7 @@ def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path) -> None
     assert fields["left"] == []
     again = "engine ray: a cluster of this machine did not start: The current node timed out during startup. "
     assert fields["started_again"][0] == f"{again}It is started again."  # A busy machine may make the second late, too.
+    no_cpus = "engine ray: the cluster has no CPUs. The tasks wait for a machine to join it."
+    assert fields["no_cpus"][:2] == [[0, 1, 4], no_cpus]
     *attempts, error = fields["never_started"]
     assert len(attempts) == 2 and error.startswith(again.replace("did not start", "cannot be reached or started"))

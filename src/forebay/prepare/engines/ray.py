@@ -144,7 +144,9 @@ class RayEngine(Engine):
         while True:
             if time.monotonic() - asked_at >= _CPUS_S:
                 # Twice the CPUs, so that the next task waits at each of them.
-                self._cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+                self._cpus = max(1, cpus := int(self._ray.cluster_resources().get("CPU", 0)))
+                if not cpus:
+                    self._on_message("engine ray: the cluster has no CPUs. The tasks wait for a machine to join it.")
                 limit, asked_at = self._workers or 2 * self._cpus, time.monotonic()
             while len(running) < limit and (pair := attempts.next(len(running))) is not None:
                 task = pickle.dumps(tasks[pair[0]], pickle.HIGHEST_PROTOCOL)
