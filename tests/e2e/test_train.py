@@ -365,12 +365,15 @@ def test_less_than_a_kilobyte_a_slice_passes_through_the_scheduler(world: World)
     world.serve("data-1")
     service = world.scheduler()
     with Relay(service.address) as relay:
-        # A handshake costs some 4 KB, once a worker; here it counts. Receipts each half of `receipt_s`, of slices that
+        # Handshakes, some 2,400 bytes each, are once a connection: two or three if threads ask at the same moment.
+        # Here they count, with 2,500 bytes for what a job is. Receipts each half of `receipt_s`, of slices that
         # take long, as on a machine that becomes busy, are not what is measured here: none falls into this run.
         report = world.work("w1", service, via=relay.address, receipt_s=scaled(20.0))
     assert report["samples"] == SAMPLES
-    assert relay.carried < 1024 * (NUM_SLICES - 1) + 5000, relay.carried / (NUM_SLICES - 1)
-    print(f"{relay.carried / (NUM_SLICES - 1):.0f} bytes a slice")
+    assert relay.connections <= 3
+    carried = relay.carried - 2500 * (relay.connections + 1)
+    print(f"{carried / (NUM_SLICES - 1):.0f} bytes a slice, {relay.connections} connections")
+    assert carried < 1024 * (NUM_SLICES - 1)
 
 
 class Relay:
@@ -380,13 +383,14 @@ class Relay:
         self._target = parse_address(target)
         self._listener = socket.create_server((HOST, 0))
         self.address = f"{HOST}:{self._listener.getsockname()[1]}"
-        self.carried = 0
+        self.carried = self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near = self._listener.accept()[0]
+                self.connections += 1
                 far = socket.create_connection(self._target)
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
