@@ -71,9 +71,12 @@ def test_failed_files_count_against_the_error_rate(tmp_path: Path) -> None:
     folder = everyday(tmp_path / "in")
     with pytest.raises(
         PrepareError, match=r"expected at most 2\.0% malformed documents, got 2 of 64: .*request record"
-    ):
+    ) as caught:
         prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_error_rate": 0.02})
+    assert str(caught.value).endswith("--set max_error_rate=0.04.")
     assert len(skipped(tmp_path / "out")) == 4 and load_report(tmp_path / "out")["totals"]["malformed"] == 2
+    prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_error_rate": 0.04})
+    assert load_report(tmp_path / "out")["totals"]["documents_out"] == 62
 
 
 def test_strict_stops_at_what_would_be_left_out(tmp_path: Path) -> None:

@@ -143,6 +143,17 @@ def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path: Path) -> N
     assert read_progress(tmp_path / "1").keys() == keys
 
 
+def test_a_message_that_is_repeated_leaves_the_others_in_the_record(tmp_path: Path) -> None:
+    seen: list[str] = []
+    record = ProgressRecord(open_store(tmp_path), name="x", on_message=seen.append)
+    record.start("key")
+    for message in ["a worker was lost", *["the cluster has no CPUs"] * 30, "a worker was lost"]:
+        record.notify(message)
+    record.write()
+    shown = [entry["text"] for entry in read_progress(tmp_path)["messages"]]
+    assert shown == ["a worker was lost", "the cluster has no CPUs", "a worker was lost"] and len(seen) == 32
+
+
 def test_the_record_of_a_run_that_fails(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(PrepareError, match="expected documents with text"):

@@ -44,9 +44,10 @@ def attack(what: str) -> None:
         while True:
             pass
     if what == "memory":
-        current = []
+        current: list[bytearray] = []
         while True:
-            current.append(bytearray(b"x" * (8 << 20)))
+            if len(current) < 128:  # 1 GiB: no more, where the one who looks stands still meanwhile
+                current.append(bytearray(b"x" * (8 << 20)))
             time.sleep(0.002)
 
 
