@@ -99,7 +99,8 @@ class ThresholdTable:
                 stats, nearest = _stats_of(values[rows], kind, limit, keys[rows])
                 for side, number in nearest:
                     row = int(rows[number])
-                    text = _beginning(data[offsets[row] : offsets[row + 1]])
+                    head = data[offsets[row] : min(offsets[row + 1], offsets[row] + 4 * NEAREST_CHARACTERS)]
+                    text = head.tobytes().decode("utf-8", "ignore")[:NEAREST_CHARACTERS]
                     value, url = float(values[row]), batch.column("url")[row].as_py()
                     example = Example(abs(value - limit), int(keys[row]), position(row), value, url, text)
                     stats.nearest[side].append(example)
@@ -171,10 +172,6 @@ def _stats_of(
     order = np.lexsort((keys, np.abs(values - limit)))
     sides = (("kept", order[~fails[order]]), ("dropped", order[fails[order]]))
     return stats, [(side, index) for side, indices in sides for index in indices[:NEAREST].tolist()]
-
-
-def _beginning(data: NDArray[np.uint8]) -> str:
-    return data[: 4 * NEAREST_CHARACTERS].tobytes().decode("utf-8", "ignore")[:NEAREST_CHARACTERS]
 
 
 def _shown(example: Example) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
         return ObjectRecords(dataset, options, _by_rows, "index", len(dataset))
     if library == "streaming" or isinstance(dataset, Sequence):
         size = int(dataset.size) if library == "streaming" else len(dataset)
-        return ObjectRecords(dataset, options, _by_index, "index", size)
+        return ObjectRecords(dataset, options, lambda data, *span: map(data.__getitem__, range(*span)), "index", size)
     if library == "datasets" and hasattr(dataset, "state_dict"):
         _check_not_shuffled(dataset)
         return ObjectRecords(dataset, options, lambda dataset, start, stop: iter(dataset), "own")
@@ -187,10 +187,6 @@ def _by_rows(dataset: Any, start: int, stop: int) -> Iterator[Any]:
     for first in range(start, stop, _ROWS):
         columns = dataset[first : min(first + _ROWS, stop)]
         yield from (dict(zip(columns, values)) for values in zip(*columns.values()))
-
-
-def _by_index(dataset: Any, start: int, stop: int) -> Iterator[Any]:
-    return (dataset[index] for index in range(start, stop))
 
 
 def _skip_to(dataset: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
