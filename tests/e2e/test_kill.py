@@ -116,7 +116,7 @@ def run_job(directory: Path, rounds: int, epochs: int, seed: int) -> tuple[float
     with ExitStack() as stack:
         cluster = Cluster(directory, stack, epochs, chance)
         assert cluster.nodes["scheduler"].up.wait(scaled(40)), cluster.log("scheduler")
-        assert cluster.nodes["worker-0"].up.wait(scaled(20))
+        assert cluster.nodes["worker-0"].up.wait(scaled(40)), cluster.log("worker-0")
         began = time.monotonic()
         for _ in range(rounds):
             time.sleep(chance.uniform(0.1, 1.0))

@@ -105,7 +105,7 @@ def test_categories_cost_what_is_used_of_them(tmp_path: Path, kind: str) -> None
     once = time.process_time() - began
     began = time.process_time()
     assert [r.text for r in records(path)][:2000] == words.slice(0, 2000).to_pylist()
-    assert time.process_time() - began < 40 * once + 1  # all of them for every 256 rows took 400 times as long
+    assert time.process_time() - began < 100 * once + 1  # some 40; all of them for every 256 rows took 400
 
 
 def test_heads_that_do_not_end_cost_little_and_lose_nothing(tmp_path: Path) -> None:
