@@ -309,7 +309,7 @@ class ProgressRecord:
                 self._samples[rule] = [(s.location, s.text[:_MAX_CHARACTERS]) for s in samples[:_MAX_SAMPLES]]
 
     def notify(self, text: str) -> None:
-        """Record a message, one that is repeated once with its last time, and hand it on."""
+        """Record a message, a repeated one only with its last time, and hand it on."""
         if self._messages and self._messages[-1]["text"] == text:
             self._messages.pop()
         self._messages.append({"at": time.time(), "text": text})

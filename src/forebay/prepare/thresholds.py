@@ -99,7 +99,7 @@ class ThresholdTable:
                 stats, nearest = _stats_of(values[rows], kind, limit, keys[rows])
                 for side, number in nearest:
                     row = int(rows[number])
-                    head = data[offsets[row] : min(offsets[row + 1], offsets[row] + 4 * NEAREST_CHARACTERS)]
+                    head = data[offsets[row] : offsets[row + 1]][: 4 * NEAREST_CHARACTERS]
                     text = head.tobytes().decode("utf-8", "ignore")[:NEAREST_CHARACTERS]
                     value, url = float(values[row]), batch.column("url")[row].as_py()
                     example = Example(abs(value - limit), int(keys[row]), position(row), value, url, text)

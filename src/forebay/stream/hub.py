@@ -50,7 +50,7 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
         return ObjectRecords(dataset, options, _by_rows, "index", len(dataset))
     if library == "streaming" or isinstance(dataset, Sequence):
         size = int(dataset.size) if library == "streaming" else len(dataset)
-        return ObjectRecords(dataset, options, lambda data, *span: map(data.__getitem__, range(*span)), "index", size)
+        return ObjectRecords(dataset, options, lambda data, a, b: (data[i] for i in range(a, b)), "index", size)
     if library == "datasets" and hasattr(dataset, "state_dict"):
         _check_not_shuffled(dataset)
         return ObjectRecords(dataset, options, lambda dataset, start, stop: iter(dataset), "own")
