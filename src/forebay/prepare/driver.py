@@ -401,12 +401,12 @@ def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
     malformed = sum(result.malformed for result in corpus.texts)
     if malformed > run.recipe.max_error_rate * corpus.documents_in:
         write_empty_report(run, corpus)
-        enough = min(1.0, (100 * malformed // corpus.documents_in + 1) / 100)
+        more = f", or allow more: --set max_error_rate={(100 * malformed // corpus.documents_in + 1) / 100:g}"
         examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
         raise PrepareError(
             f"prepare: expected at most {run.recipe.max_error_rate:.1%} malformed documents, got {malformed} of "
             f"{corpus.documents_in}: {examples}. They are listed in {run.store.url}/{REJECTS_FILE}. "
-            f"Fix them, or allow more: --set max_error_rate={enough:g}."
+            f"Fix them{more if malformed < corpus.documents_in else ''}."
         )
     if not sum(result.documents_out for result in corpus.texts):
         raise no_documents(run, corpus)

@@ -77,6 +77,9 @@ def test_failed_files_count_against_the_error_rate(tmp_path: Path) -> None:
     assert len(skipped(tmp_path / "out")) == 4 and load_report(tmp_path / "out")["totals"]["malformed"] == 2
     prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_error_rate": 0.04})
     assert load_report(tmp_path / "out")["totals"]["documents_out"] == 62
+    (tmp_path / "broken.jsonl").write_text("broken\n")
+    with pytest.raises(PrepareError, match=r"got 1 of 1: .* Fix them\.$"):  # no rate would do
+        prepare_dataset([tmp_path / "broken.jsonl"], tmp_path / "none", tokenizer="bytes", workers=1)
 
 
 def test_strict_stops_at_what_would_be_left_out(tmp_path: Path) -> None:
