@@ -39,7 +39,7 @@ test-all: lint
 
 # Laws with random examples, twenty times as many; what is found comes with the line that repeats it.
 test-long: setup
-	HYPOTHESIS_PROFILE=long $(PY) -m pytest -o faulthandler_timeout=18000 -n 3 --dist loadgroup tests/unit tests/fuzz
+	HYPOTHESIS_PROFILE=long $(PY) -m pytest -o faulthandler_timeout=18000 -n 3 --dist loadgroup tests/unit tests/slow/fuzz
 
 bench: setup
 	$(PY) -m benchmarks
@@ -60,7 +60,7 @@ bench-interop: setup
 
 # Files of other projects' own libraries, both ways; FOREBAY_FORMAT_PEERS names interpreters that have them.
 test-peers: setup
-	$(PY) -m pytest -n0 tests/peers
+	$(PY) -m pytest -n0 tests/slow/peers
 
 # Packages in dist/, lock file, bill of materials and checksums in out/release/, all checked; nothing is published.
 # TAG in the environment, if any, must name the version.

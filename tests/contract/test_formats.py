@@ -32,6 +32,7 @@ from forebay.formats.tfrecord import masked
 from forebay.formats.token_stream import TokenDigest
 from forebay.prepare.inputs import read_split, split_files
 from support.foreign_datasets import write_mds, write_saved
+from support.paths import GOLDEN
 
 OPERATIONS = ("read_text", "open_rows", "open_tokens", "check")
 TEXTS = [f"document number {i}, with some words" for i in range(6)]
@@ -196,7 +197,7 @@ def rows() -> TableSource:
 
 
 BIG = 1 << 44
-PDF = Path(__file__).parents[1] / "golden" / "books" / "sample.pdf"
+PDF = GOLDEN / "books" / "sample.pdf"
 PLAIN: dict[str, Sample] = {
     "jsonl": Sample({"a.jsonl": LINES}, TEXTS),
     "json": Sample({"a.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode()}, TEXTS),

@@ -23,6 +23,7 @@ from forebay.network.pki.identity import create_network, join
 from forebay.scheduler.server import SchedulerService
 from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
+from support.paths import ROOT
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 from torch import nn  # noqa: E402
@@ -73,7 +74,7 @@ def test_1_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_2_ddp() -> None:
-    """Two ranks in processes of their own are in `tests/e2e/test_ddp.py`; here the loop, on one."""
+    """Two ranks in processes of their own are in `tests/slow/load/test_ddp.py`; here the loop, on one."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -273,7 +274,7 @@ def test_a_users_code_is_typed_strictly(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(MYPY)
     options = ["--strict", "--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", os.devnull]
     command = [sys.executable, "-m", "mypy", *options, "--ignore-missing-imports"]
-    examples = [str(Path(__file__).parents[2] / "examples" / name) for name in ("numpy_loop.py", "resume_elsewhere.py")]
+    examples = [str(ROOT / "examples" / name) for name in ("numpy_loop.py", "resume_elsewhere.py")]
     done = subprocess.run([*command, "typed.py", "wrong.py", *examples], capture_output=True, text=True, cwd=tmp_path)
     types = [line.partition('"')[2].rstrip('"') for line in done.stdout.splitlines() if "Revealed type" in line]
     array, tensor = "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]", "torch._tensor.Tensor"

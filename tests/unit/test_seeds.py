@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from forebay.cli import make_parser
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "reference"
 PAGE = "".join((DOCS / f"seeds-{part}.md").read_text() for part in ("data", "training"))
 ITEMS = {"S0": [*range(1, 26)], "S1": [*range(1, 38)], "S2": [*range(1, 36)], "S3": [*range(1, 20)]}
@@ -31,7 +30,7 @@ def test_every_item_has_a_line_and_something_that_shows_it(seed: str) -> None:
 )
 def test_every_test_that_is_named_exists(page: str, least: int) -> None:
     text = (DOCS / page).read_text()
-    named = set(re.findall(r"`((?:unit|e2e|sim|docs)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", text))
+    named = set(re.findall(r"`((?:unit|slow|contract|sim|docs|e2e)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", text))
     assert len(named) > least
     for file, name in named:
         text = (ROOT / "tests" / file).read_text()

@@ -35,8 +35,9 @@ from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError
 from support.feeding import has_id
+from support.paths import GOLDEN
 
-FORMAT_1 = Path(__file__).parents[2] / "golden" / "format1" / "dataset"
+FORMAT_1 = GOLDEN / "format1" / "dataset"
 TOKENS = [100, 40_000, 3000, 9000]
 
 

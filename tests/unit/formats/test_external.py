@@ -28,9 +28,10 @@ from forebay.formats.vectors import sample_id
 from forebay.load.loader import Loader
 from forebay.load.sources import open_dataset
 from support.calibration import scaled
+from support.paths import TESTS
 from support.token_shards import write_shard
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "foreign"
+GOLDEN = TESTS / "golden" / "foreign"
 PLAIN = json.loads((GOLDEN / "stream.json").read_text())
 STREAM = np.array(PLAIN["tokens"], np.int64)
 ENDS = np.cumsum(PLAIN["lengths"])

@@ -15,6 +15,7 @@ from forebay.formats.detect import detect
 from forebay.formats.inputs import ReadOptions
 from forebay.plugins import plugins
 from forebay.prepare.inputs import find_inputs, read_split, split_files
+from support.paths import ROOT
 
 PAGE = "---\ntitle: A page\nurl: https://example.org/a\n---\nThe text of it.\n"
 
@@ -22,7 +23,7 @@ PAGE = "---\ntitle: A page\nurl: https://example.org/a\n---\nThe text of it.\n"
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the path in which a package with entry points can be put."""
-    examples = Path(__file__).parents[3] / "examples"
+    examples = ROOT / "examples"
     for folder in (examples, tmp_path / "site"):
         monkeypatch.syspath_prepend(str(folder))
 

@@ -11,6 +11,7 @@ from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.prepare.tasks.keys import source_key
+from support.paths import ROOT
 
 MIT = """The MIT License (MIT)
 
@@ -29,7 +30,7 @@ WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEM
 COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
 OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 """
-APACHE = Path(__file__).parents[3] / "LICENSE"
+APACHE = ROOT / "LICENSE"
 
 
 def records(path: Path) -> dict[str, Record]:

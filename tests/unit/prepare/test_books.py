@@ -15,8 +15,9 @@ from forebay.errors import MissingPackageError
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare.inputs import find_inputs, read_split, split_files
+from support.paths import TESTS
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "books"  # Written by ReportLab.
+GOLDEN = TESTS / "golden" / "books"  # Written by ReportLab.
 PDF_TEXT = "This is the first example of a divided word,\nand a wellknown one.\nGröße, naïve.\nSecond page."
 COLUMNS = {"title": "text", "author": "text", "language": "text"}
 CONTAINER = (

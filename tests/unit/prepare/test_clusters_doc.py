@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "cluster.md"
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "how-to" / "cluster.md"
 
 
 def blocks(kind: str) -> list[str]:

@@ -25,9 +25,10 @@ from forebay.errors import DatasetError, PrepareError, UsageError
 from forebay.prepare.config import load_recipe
 from forebay.prepare.extend import ParentDocuments
 from forebay.prepare.run import PrepareResult
+from support.paths import GOLDEN
 
 RECIPE: dict[str, Any] = {"name": "d", "slice": {"bytes": 1 << 14}, "tokenize": {"tokenizer": "bytes"}}
-FORMAT_1 = Path(__file__).parents[2] / "golden" / "format1" / "dataset"
+FORMAT_1 = GOLDEN / "format1" / "dataset"
 WORDS = [f"{a}{b}{c}" for a in ("lo", "ki", "ma", "tu") for b in ("ra", "ne", "so") for c in ("", "n", "st")]
 
 
@@ -336,7 +337,7 @@ _SCRIPT = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[4:]
-from test_extend import prepare
+from unit.prepare.test_extend import prepare
 
 if __name__ == "__main__":
     settings = {"slice": {"bytes": 1 << 14, "shuffle": True}, "dedup": {"exact": True}}

@@ -152,7 +152,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_hostile_files import records
+from unit.prepare.test_hostile_files import records
 records(Path(sys.argv[1]).with_name("honest.jsonl"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = records(Path(sys.argv[1]), sys.argv[3])

@@ -168,7 +168,7 @@ class Killed(BaseException):
 def test_a_run_that_ended_between_its_files_goes_on(
     made: Path, corpus: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finished files are not written again; `tests/unit/test_faults.py` ends runs at every write."""
+    """Finished files are not written again; `tests/unit/dataset/test_faults.py` ends runs at every write."""
     from forebay.storage.store import FolderStore
 
     puts: list[str] = []

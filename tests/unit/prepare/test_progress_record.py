@@ -223,7 +223,7 @@ import sys
 from forebay import prepare_dataset
 from forebay.prepare import inputs
 sys.path.insert(0, sys.argv[3])
-from test_progress_record import Slow
+from unit.prepare.test_progress_record import Slow
 
 inputs.GROUP_BYTES = 1
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def test_a_worker_killed_from_outside_is_replaced(two: Engine, trouble: list[str
 SCRIPT = """
 import multiprocessing, sys
 sys.path.insert(0, {folder!r})
-from test_engines import Piece, mark_and_wait
+from unit.prepare.engines.test_engines import Piece, mark_and_wait
 from forebay.prepare.engines.local import LocalEngine
 {guard}
     multiprocessing.set_start_method({method!r})
@@ -319,7 +319,7 @@ def test_a_script_without_guard_is_told(tmp_path: Path) -> None:
 FORKING = """
 import multiprocessing, os, sys, threading
 sys.path.insert(0, {folder!r})
-from test_engines import Piece, process_id
+from unit.prepare.engines.test_engines import Piece, process_id
 from forebay.prepare.engines.local import LocalEngine
 
 class Task(Piece):

@@ -12,8 +12,9 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe
+from support.paths import ROOT
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = ROOT / "examples"
 BODY = "These words stand in the data of the page alone. " * 10
 PAGE = f'<html><script type="application/ld+json">{{"articleBody": "{BODY}"}}</script><body><p>Shown.</p></body></html>'
 RECIPE = '[extract]\nextractor = "json_ld_extractor:JsonLd"\noptions = {min_words = %d}\n'

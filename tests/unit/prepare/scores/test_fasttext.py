@@ -17,9 +17,10 @@ from forebay.errors import UsageError
 from forebay.prepare.documents import SCHEMA
 from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.scores.fasttext_model import load_model
+from support.paths import TESTS
 from support.shared_data import shared_data
 
-GOLDEN = Path(__file__).parents[3] / "golden/fasttext"
+GOLDEN = TESTS / "golden" / "fasttext"
 EXPECTED = json.loads((GOLDEN / "scores.json").read_text("utf-8"))
 TEXTS: list[str] = EXPECTED["texts"]
 MODELS = sorted(EXPECTED["scores"])

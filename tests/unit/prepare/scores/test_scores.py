@@ -27,8 +27,9 @@ from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subs
 from forebay.prepare.tasks.percentile import column_percentiles
 from forebay.storage.store import open_store
 from support.outputs import content
+from support.paths import TESTS
 
-GOLDEN = Path(__file__).parents[3] / "golden/fasttext"
+GOLDEN = TESTS / "golden" / "fasttext"
 COLUMNS = {"licence": "text", "day": "text", "quality": "number"}
 LICENCES = ("mit", "cc0", "gpl", "")
 

@@ -1,1 +1,0 @@
-"""Bytes from strangers against every reader of the network: see engine, targets and `python -m tests.fuzz`."""

@@ -1,0 +1,239 @@
+"""Workers of a coordinator: ranks and settings come from it, a killed one costs no sample, a newcomer takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.coordinator.messages import Rules
+from forebay.coordinator.server import Coordinator
+from forebay.errors import ForebayError, UsageError
+from forebay.network.pki.identity import Identity, create_network, join
+from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
+from forebay.worker.distributed import OptimizerAndPosition, merge_settings, shared_settings
+from forebay.worker.membership import Membership
+from forebay.worker.membership_state import CoordinatorUnreachableError
+from forebay.worker.training import Training
+from support.calibration import scaled
+from support.paths import ROOT
+
+WORKER = """
+import asyncio, hashlib, json, os, signal, sys, time
+from forebay.worker import WorkerClient, WorkerConfig
+from support.paths import ROOT
+
+def on_step(step, batch, loss):
+    report = worker.report
+    rows = [hashlib.sha256(row.tobytes()).hexdigest() for row in batch.inputs]
+    told = [step, report.rank, report.world_size, batch.epoch, batch.sample_ids.tolist(), rows]
+    print(json.dumps(told), flush=True)
+    while step == 15 and not os.path.exists(sys.argv[3]):
+        time.sleep(0.01)
+    time.sleep(0.02 * (step > 15))  # So that the news of the others is here before the last step.
+    if step + 1 == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    async with worker:
+        await worker.run_training(use_distributed=True)
+
+config = WorkerConfig(
+    worker_id=sys.argv[1], dataset_name=sys.argv[4], tokenizer_name="bytes", seq_len=16, shuffle_buffer=20,
+    batch_size=2, num_steps=40, trainer="count", timeout_s=20,
+)
+worker = WorkerClient(config, log=lambda line: None, on_step=on_step)
+asyncio.run(main())
+"""
+
+
+def texts(folder: Path, lines: int = 500) -> Path:
+    """Short texts, each of its own."""
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"line {i} of many"}) + "\n" for i in range(lines)))
+    return path
+
+
+def start(worker_id: str, die_after: int, out: Path) -> subprocess.Popen[bytes]:
+    """A worker that waits after step 15 until the folder has a file `all-here`."""
+    with out.open("ab") as file:
+        arguments = [worker_id, str(die_after), str(out.parent / "all-here"), str(out.parent / "texts.jsonl")]
+        return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=file)
+
+
+def told(folder: Path) -> dict[int, list[Any]]:
+    """(rank, world size, epoch, sample ids, hashes of their tokens) of each worker's step."""
+    result = defaultdict(list)
+    for path in folder.glob("*.out"):
+        for line in path.read_text().splitlines():
+            step, *rest = json.loads(line)
+            result[step].append(tuple(rest))
+    return result
+
+
+def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text that is read several times over; each sample has the tokens that one process alone gives it."""
+    texts(tmp_path, lines=100)
+    rules = Rules(min_workers=2, heartbeat_s=1.0, stale_s=60.0, lost_s=2.0)
+    with Coordinator("127.0.0.1", 0, rules=rules) as coordinator:
+        monkeypatch.setenv("FOREBAY_COORDINATOR", coordinator.address)
+        workers = [start("w1", 0, tmp_path / "w1.out"), start("w2", 10, tmp_path / "w2.out")]
+        assert workers.pop().wait(scaled(30)) == -9
+        workers.append(start("w3", 0, tmp_path / "w3.out"))
+        workers.append(start("w2", 0, tmp_path / "again.out"))
+        while len([item for item in coordinator.status()["members"] if not item["lost"]]) < 3:
+            assert [worker.poll() for worker in workers] == [None] * 3
+            time.sleep(0.02)
+        (tmp_path / "all-here").touch()
+        assert [worker.wait(scaled(60)) for worker in workers] == [0, 0, 0]
+    steps = told(tmp_path)
+    assert sorted(steps) == list(range(40))
+    samples = {}
+    for step in steps.values():
+        ranks = [rank for rank, *_ in step]
+        assert len({(world, epoch) for _, world, epoch, *_ in step}) == 1 and len(ranks) == len(set(ranks))
+        for _, _, epoch, ids, rows in step:
+            for sample, row in zip(ids, rows):
+                assert samples.setdefault((epoch, sample), row) is row
+    assert {world for _, world, *_ in steps[39]} == {3} and len(steps[39]) == 3
+    lone = create_huggingface_dataset(
+        str(tmp_path / "texts.jsonl"), tokenizer_name="bytes", seq_len=16, buffer_size=20, batch_size=1,
+        num_batches=1000,
+    )  # fmt: skip
+    expected = {
+        (b.epoch, int(b.sample_ids[0])): hashlib.sha256(b.inputs[0].tobytes()).hexdigest() for b in lone.batches()
+    }
+    assert samples.items() <= expected.items() and {epoch for epoch, _ in samples} >= {0, 1}
+
+
+def alone(config: WorkerConfig, lines: list[str]) -> Any:
+    async def run() -> Any:
+        async with WorkerClient(config, log=lines.append) as worker:
+            return await worker.run_training(use_distributed=True)
+
+    return asyncio.run(run())
+
+
+def test_what_the_coordinator_says_goes_before_what_a_worker_was_told(tmp_path: Path) -> None:
+    config = {
+        "dataset_name": str(texts(tmp_path)),
+        "tokenizer_name": "bytes",
+        "batch_size": 6,
+        "seq_len": 8,
+        "num_steps": 5,
+    }
+    lines: list[str] = []
+    with Coordinator("127.0.0.1", 0, config=config) as coordinator:
+        report = alone(WorkerConfig(batch_size=2, trainer="count", coordinator=coordinator.address), lines)
+    assert (report.finished, report.tokens, report.effective_batch_size) == (True, 5 * 6 * 8, 6)
+    assert any("batch_size" in line for line in lines)
+    assert any("effective batch size 6 (6 x 1)" in line for line in lines)
+
+
+def test_only_members_of_the_network_join(tmp_path: Path) -> None:
+    create_network(tmp_path / "net", "ours")
+    for name in ("alice", "bob"):
+        join(tmp_path / "net", tmp_path / name, name=name)
+    rules = Rules(heartbeat_s=1.0, stale_s=3.0)
+    with Coordinator("127.0.0.1", 0, rules=rules, identity=Identity.load(tmp_path / "alice")) as coordinator:
+        config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address)
+        assert alone(replace(config, identity=tmp_path / "bob"), []).finished
+        with pytest.raises(ForebayError):
+            alone(replace(config, timeout_s=0.5), [])
+
+
+def test_another_seq_len_gives_way_and_is_told(tmp_path: Path) -> None:
+    """The first worker settles what the coordinator was not told."""
+    lines: list[str] = []
+    with Coordinator("127.0.0.1", 0) as coordinator:
+        config = WorkerConfig(trainer="count", seq_len=8, num_steps=2, coordinator=coordinator.address)
+        membership = Membership(coordinator.address, "first", settings=shared_settings(config), lockstep=False)
+        with membership:
+            membership.join()
+        report = alone(replace(config, seq_len=16), lines)
+    assert report.tokens == 2 * 4 * 8
+    assert any(line.startswith("seq_len: the run has 8, which overrides 16 of") for line in lines)
+    assert not any(line.startswith(("batch_size", "seed")) for line in lines)
+
+
+def test_control_c_ends_a_worker_after_its_step() -> None:
+    command = [sys.executable, "-m", "forebay.worker", "--trainer", "count", "--num-steps", "100_000_000"]
+    worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert worker.stderr is not None
+    while "first batch" not in worker.stderr.readline():
+        assert worker.poll() is None
+    worker.send_signal(signal.SIGINT)
+    _, message = worker.communicate(timeout=scaled(30))
+    assert worker.returncode == 130 and "stopped: step " in message and message.endswith("interrupted\n")
+
+
+def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
+    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinator"):
+        alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", timeout_s=0.3), [])
+    with pytest.raises(UsageError, match="lanes: expected 1 with a coordinator, got 2"):
+        alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", lanes=2), [])
+
+
+def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
+    async def run(address: str) -> Any:
+        lines: list[str] = []
+        worker = WorkerClient(WorkerConfig(trainer="count", coordinator=address), log=lines.append)
+        await worker.start()
+        running = asyncio.create_task(worker.run_training(use_distributed=True))
+        while not any("waiting" in line for line in lines):
+            await asyncio.sleep(0.02)
+        await worker.stop()
+        return await running
+
+    with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as coordinator:
+        report = asyncio.run(run(coordinator.address))
+    assert not report.finished and report.steps == 0
+
+
+def test_what_workers_agree_on() -> None:
+    config = WorkerConfig(dataset_name="pile")
+    shared = shared_settings(config)
+    needed = {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}
+    assert shared == {**needed, "dataset_name": "pile"}
+    assert merge_settings(config, shared) == config and merge_settings(config, shared).resolved_seq_len() == 2048
+    named = merge_settings(
+        WorkerConfig(), {"dataset_type": "dummy", "dataset_name": "fineweb", "batch_size": 2, "other": 1}
+    )
+    assert (named.dataset_type, named.dataset_name, named.resolved_seq_len()) == ("huggingface", "fineweb", 1024)
+    assert merge_settings(config, {**shared, "dataset_type": "dummy"}).dataset_name is None
+
+
+def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    program = ROOT / "examples" / "train_gpt.py"
+    config = WorkerConfig(
+        dataset_name=str(texts(tmp_path)), tokenizer_name="bytes", seq_len=8, trainer=f"{program}:GptTrainer",
+        device="cpu",
+    )  # fmt: skip
+    source, newcomer = (Training(config, threading.Event(), lambda line: None) for _ in range(2))
+    for _ in range(3):
+        batch = source.next_batch()
+        source.learn(source.trainer.step, batch)
+    data = io.BytesIO()
+    torch.save(OptimizerAndPosition(source.trainer.optimizer, source).state_dict(), data)  # type: ignore[attr-defined]
+    data.seek(0)
+    state = torch.load(data, weights_only=True)
+    OptimizerAndPosition(newcomer.trainer.optimizer, newcomer).load_state_dict(state)  # type: ignore[attr-defined]
+    source.set_rank(0, 2)
+    newcomer.set_rank(1, 2)
+    first, second = source.next_batch(), newcomer.next_batch()
+    assert [first.sample_ids.tolist(), second.sample_ids.tolist()] == [[12, 14, 16, 18], [13, 15, 17, 19]]
+    source.close()
+    newcomer.close()

@@ -1,0 +1,45 @@
+"""Figures of a Loader and a TextStream, read back from the files of W&B, TensorBoard and MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.calibration import scaled
+from support.paths import TESTS
+
+SCRIPT = TESTS / "support" / "loggers.py"
+
+
+def logged(logger: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    pytest.importorskip(logger, reason=f"pip install {logger}")
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    environment |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    command = [sys.executable, str(SCRIPT), logger, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(120), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, dict[str, dict[str, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("logger", "name"),
+    [("wandb", "s3://bucket/a b"), ("tensorboard", "s3://bucket/a b"), ("mlflow", "s3___bucket_a_b")],
+)
+def test_figures_and_mixture_counts_reach_the_logger(logger: str, name: str, tmp_path: Path) -> None:
+    if logger == "tensorboard":
+        pytest.importorskip("torch", reason="pip install torch")
+    steps: Any = logged(logger, tmp_path)
+    assert set(steps["loader"]) == set(steps["stream"]) == {"10", "20"}
+    for step, values in steps["loader"].items():
+        assert values["data/tokens"] == 80 * int(step) and values["data/tokens_per_s"] > 0
+        assert values[f"data/tokens.{name}"] == 60 * int(step) and values["data/tokens.b"] == 20 * int(step)
+        assert 0 <= values["data/wait_share"] <= 1 and "data/wait_disk_share" in values and "data/epoch" in values
+    for values in steps["stream"].values():
+        assert values["data/tokens"] > 0 and 0 <= values["data/wait_tokenize_share"] <= 1

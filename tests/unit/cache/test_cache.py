@@ -1,0 +1,303 @@
+"""The cache's budget, pins, eviction, and what a kill, a copy or a stranger's write leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.cache.cache import ChunkCache
+from forebay.errors import UsageError
+from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
+from support.cached import info_of, leaves_of, put, put_chunks, write
+from support.calibration import scaled
+
+CHUNK = 4096
+WHOLE = 3 * CHUNK + 1000  # Four chunks.
+MAP = MapLayout(WHOLE, CHUNK).disk_bytes
+SLICE = 4 * CHUNK + MAP  # On disk.
+
+
+def content(number: int, size: int = WHOLE) -> bytes:
+    return np.random.default_rng(number).bytes(size)
+
+
+def on_disk(folder: Path) -> int:
+    files = [*folder.iterdir(), *(folder / "chunks").iterdir()]
+    return sum(path.stat().st_blocks * 512 for path in files if path.is_file() and path.name != "state")
+
+
+def test_least_recently_used_goes_first(tmp_path: Path) -> None:
+    with_pins = ChunkCache(tmp_path, 4 * SLICE)
+    names = [put(with_pins, content(number), CHUNK) for number in range(3)]
+    with_pins.close()  # No process uses them.
+    for number, name in enumerate(names):
+        os.utime(tmp_path / "chunks" / name, (1000 + number, 1000 + number))
+    cache = ChunkCache(tmp_path, 3 * SLICE + MAP)
+    cache.open(info_of(content(0), CHUNK))  # Used now.
+    put(cache, content(3), CHUNK)
+    assert [cache.get(name) is not None for name in names] == [True, False, True]
+    assert cache.used_bytes() <= cache.budget_bytes
+
+
+def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path) -> None:
+    cache, other = ChunkCache(tmp_path, 1 << 30), ChunkCache(tmp_path, 1 << 30)
+    names = [put(cache, content(number), CHUNK) for number in range(4)]
+    assert other.get(names[1], pin=True)
+    entry = put_chunks(cache, content(2), CHUNK, [0])
+    view = entry.data[:100]
+    cache.unpin([(entry, np.array([0]))])
+    cache.evict({names[3]})
+    assert sorted(path.name for path in tmp_path.iterdir() if len(path.name) == 64) == sorted([names[1], names[3]])
+    assert entry.is_deleted and bytes(view) == content(2)[:100] and cache.used_bytes() == 2 * SLICE
+    other.close()
+    cache.evict(())
+    assert cache.used_bytes() == 0 == len(list((tmp_path / "chunks").iterdir()))
+    for turn in range(100):  # What was evicted is forgotten.
+        entry = put_chunks(cache, content(turn), CHUNK, [0, 1])
+        cache.unpin([(entry, np.arange(2))])
+        cache.evict(())
+    assert len(cache._used) <= 1
+    cache.close()
+
+
+def test_what_is_pinned_stays_and_the_rest_goes(tmp_path: Path) -> None:
+    budget = 2 * SLICE + CHUNK
+    cache, other = ChunkCache(tmp_path, budget), ChunkCache(tmp_path, budget)
+    entry = put_chunks(cache, content(0), CHUNK, [0, 1, 2, 3])
+    everything = np.arange(4)
+    cache.pin([(entry, everything[:2])])
+    cache.unpin([(entry, everything)], [7])
+    put_chunks(other, content(1), CHUNK, [0, 1, 2, 3])
+    put_chunks(other, content(2), CHUNK, [0])
+    assert entry.marks.tolist() == [PRESENT, PRESENT, ABSENT, ABSENT]
+    with pytest.raises(UsageError, match=r"no room for \d+ bytes .* pinned"):
+        put_chunks(other, content(3), CHUNK, [0, 1])
+    cache.unpin([(entry, everything[:2])])
+    put_chunks(other, content(3), CHUNK, [0, 1])
+    assert entry.is_deleted or not entry.marks.any()
+    assert on_disk(tmp_path) <= budget
+
+
+def test_what_is_read_latest_goes_first(tmp_path: Path) -> None:
+    cache = ChunkCache(tmp_path, 3 * SLICE)
+    entries = [put_chunks(cache, content(number), CHUNK, [0, 1, 2, 3]) for number in range(3)]
+    for entry, next_use in zip(entries, (50, 90, 10)):
+        cache.unpin([(entry, np.arange(4))], [next_use])
+    put_chunks(cache, content(3), CHUNK, [0])
+    kept = [0 if entry.is_deleted else int((entry.marks == PRESENT).sum()) for entry in entries]
+    assert kept[0] == kept[2] == 4 and kept[1] < 4
+
+
+def test_a_chunk_larger_than_the_budget(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"needs \d+ bytes, the budget .* is 10"):
+        put(ChunkCache(tmp_path, 10), b"x" * 11)
+    with pytest.raises(UsageError, match="over 0"):
+        ChunkCache(tmp_path, 0)
+    with pytest.raises(UsageError, match="sha256"):
+        ChunkCache(tmp_path, 10).get("../../etc/passwd")
+
+
+def test_a_fetch_counts_in_full_until_it_ends(tmp_path: Path) -> None:
+    cache = ChunkCache(tmp_path, SLICE + CHUNK)
+    info = info_of(content(0), CHUNK)
+    entry = cache.open(info)
+    chunks = np.arange(3)
+    cache.pin([(entry, chunks)])
+    claimed, reason = cache.claim(entry, chunks)
+    assert claimed.tolist() == [0, 1, 2] and not reason and cache.used_bytes() == MAP + 3 * CHUNK
+    other = ChunkCache(tmp_path, SLICE + CHUNK)
+    same = other.open(info)
+    other.pin([(same, chunks)])
+    claimed_twice, reason = other.claim(same, chunks)
+    assert not len(claimed_twice) and not reason  # One fetch of a chunk.
+    with pytest.raises(UsageError, match="no room"):
+        put_chunks(other, content(1), CHUNK, [0])
+    entry.marks[0] = PRESENT
+    cache.complete(entry, claimed)  # The others failed.
+    assert cache.used_bytes() == 2 * MAP + CHUNK and same.marks.tolist() == [PRESENT, ABSENT, ABSENT, ABSENT]
+    assert other.claim(same, chunks)[0].tolist() == [1, 2]
+
+
+def test_a_whole_slice_is_claimed_without_waiting(tmp_path: Path) -> None:
+    cache, other = ChunkCache(tmp_path, 2 * SLICE + 8192), ChunkCache(tmp_path, 2 * SLICE + 8192)
+    info = info_of(content(0), CHUNK)
+    claimed, _ = cache.claim_slice(info)
+    assert claimed is not None
+    entry, chunks = claimed
+    assert chunks.tolist() == [0, 1, 2, 3]
+    assert other.claim_slice(info) == (None, "") == cache.claim_slice(info), "it is being fetched"
+    refused, reason = other.claim_slice(info_of(content(1, 8 * CHUNK), CHUNK))
+    assert refused is None and "no room" in reason and "in use" in reason
+    entry.set_leaves(leaves_of(content(0), CHUNK))
+    entry.path.write_bytes(content(0))
+    entry.marks[chunks] = PRESENT
+    cache.complete(entry, chunks)
+    assert entry.is_complete() and other.claim_slice(info) == (None, "")
+    assert other.get(info.sha256) == tmp_path / info.sha256
+    cache.unpin_slice(info.sha256)
+    broken, _ = other.claim_slice(info_of(content(1), CHUNK))
+    assert broken is not None
+    entry, chunks = broken
+    write(entry.path, content(1), CHUNK, [0])
+    entry.marks[0] = PRESENT
+    other.complete(entry, chunks)
+    other.unpin_slice(entry.info.sha256)
+    put(cache, content(2), CHUNK)
+    put(cache, content(3), CHUNK)
+    assert on_disk(tmp_path) <= cache.budget_bytes
+    with pytest.raises(UsageError, match="Raise the cache's budget"):
+        cache.claim_slice(info_of(content(4, 40 * CHUNK), CHUNK))
+
+
+def test_a_killed_process_has_neither_pins_nor_reservations(tmp_path: Path) -> None:
+    cache = ChunkCache(tmp_path, 3 * SLICE)
+    code = (
+        "import os, signal, sys; sys.path.insert(0, 'tests')\n"
+        "import numpy as np\n"
+        "from forebay.cache.cache import ChunkCache\n"
+        "from support.cached import info_of, leaves_of, put_chunks, write\n"
+        "from unit.cache.test_cache import CHUNK, content\n"
+        f"cache = ChunkCache({str(tmp_path)!r}, {3 * SLICE})\n"
+        "put_chunks(cache, content(0), CHUNK, [0, 1])\n"
+        "entry = cache.open(info_of(content(1), CHUNK)); chunks = np.arange(4); cache.pin([(entry, chunks)])\n"
+        "entry.set_leaves(leaves_of(content(1), CHUNK))\n"
+        "assert len(cache.claim(entry, chunks)[0]) == 4; write(entry.path, content(1), CHUNK, [0, 1])\n"
+        "entry.marks[0] = 1; os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == -9
+    second = cache.open(info_of(content(1), CHUNK))
+    chunks = np.arange(4)
+    assert second.marks[0] == PRESENT and second.verify(chunks)  # It was verified before it was marked.
+    assert second.marks[0] == PRESENT and second.marks[1] not in (PRESENT, UNVERIFIED)
+    cache.pin([(second, chunks)])
+    assert cache.claim(second, chunks)[0].tolist() == [1, 2, 3]  # What the dead process fetched.
+    cache.complete(second, chunks[1:])
+    put_chunks(cache, content(2), CHUNK, [0, 1, 2, 3])
+    put_chunks(cache, content(3), CHUNK, [0, 1])
+    assert on_disk(tmp_path) <= cache.budget_bytes and cache.used_bytes() <= cache.budget_bytes
+
+
+@pytest.mark.parametrize("damage", ["copied", "touched", "flipped", "cut", "swapped", "no map"])
+def test_what_others_did_to_a_file_is_noticed(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
+    names = [put(cache, content(number), CHUNK) for number in range(2)]
+    put_chunks(cache, content(2), CHUNK, [1])
+    cache.close()
+    path, other = (tmp_path / "cache" / name for name in names)
+    match damage:
+        case "copied":
+            shutil.copytree(tmp_path / "cache", tmp_path / "copy")
+            shutil.rmtree(tmp_path / "cache")
+            (tmp_path / "copy").rename(tmp_path / "cache")
+        case "touched":
+            os.utime(path)
+        case "flipped":
+            with path.open("r+b") as file:
+                file.seek(5000)
+                file.write(bytes([content(0)[5000] ^ 1]))
+        case "cut":
+            os.truncate(path, 5000)
+        case "swapped":
+            one, two = path.read_bytes(), other.read_bytes()
+            path.write_bytes(two)
+            other.write_bytes(one)
+        case "no map":
+            (tmp_path / "cache" / "chunks" / names[0]).unlink()
+    cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
+    is_right = damage in ("copied", "touched")
+    assert (cache.get(names[0]) is not None) == is_right
+    assert (cache.get(names[1]) is not None) == (damage != "swapped")
+    assert ("got others" in caplog.text) == (damage in ("flipped", "swapped", "cut"))
+    entry = cache.open(info_of(content(2), CHUNK))
+    if damage == "copied":
+        assert entry.marks[1] == UNVERIFIED and entry.verify(np.arange(4))
+    assert entry.marks.tolist() == [ABSENT, PRESENT, ABSENT, ABSENT]
+
+
+def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_bytes(b"x" * 50)
+    cache = ChunkCache(tmp_path, SLICE + 4096)
+    put(cache, content(0), CHUNK)
+    put(cache, content(1), CHUNK)
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_the_directory_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match="hoose another directory"):
+        ChunkCache(tmp_path / "file" / "cache", 10)
+
+
+def test_a_cache_that_another_process_has_begun_to_make(tmp_path: Path) -> None:
+    """It was stopped, or killed, after its first directory: the next one that opens the cache makes the rest."""
+    (tmp_path / "locks").mkdir()
+    cache = ChunkCache(tmp_path, 1_000_000)
+    assert cache.used_bytes() == 0
+    cache.close()
+    shutil.rmtree(tmp_path / "chunks")
+    (tmp_path / "state").unlink()
+    assert cache.used_bytes() == 0
+    cache.close()
+
+
+def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = ChunkCache(tmp_path / "cache", 4 * SLICE)
+    name = put(cache, content(0), CHUNK)
+    shutil.rmtree(tmp_path / "cache")
+    assert cache.get(name) is None and "was deleted while it was in use" in caplog.text
+    assert put(cache, content(0), CHUNK) == name and cache.get(name) is not None
+
+
+def test_memory_for_those_who_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("forebay.cache.state._RAM", tmp_path)
+    cache = ChunkCache("ram", 4 * SLICE)
+    assert cache.directory.parent == tmp_path and cache.directory.stat().st_mode & 0o777 == 0o700
+    cache.directory.chmod(0o755)
+    with pytest.raises(UsageError, match="alone"):
+        ChunkCache("ram", 4 * SLICE)
+
+
+def test_more_than_64_processes_are_refused(tmp_path: Path) -> None:
+    caches = [ChunkCache(tmp_path, SLICE) for _ in range(64)]
+    with pytest.raises(UsageError, match="64 processes"):
+        ChunkCache(tmp_path, SLICE)
+    caches[3].close()
+    ChunkCache(tmp_path, SLICE).close()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 15)), max_size=40), st.integers(2, 5))
+def test_the_budget_and_pins_hold_whatever_happens(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[int, int, int]], slices: int
+) -> None:
+    """Two processes' caches fetch, release and evict; what one has pinned keeps its bytes, and the disk its limit."""
+    folder, budget = tmp_path_factory.mktemp("cache"), slices * SLICE // 2 + 6 * MAP
+    caches = [ChunkCache(folder, budget), ChunkCache(folder, budget)]
+    pinned: list[tuple[int, int, list[int]]] = []
+    for kind, number, bits in actions:
+        chunks = [i for i in range(4) if bits >> i & 1]
+        if kind < 2:
+            try:
+                put_chunks(caches[kind], content(number), CHUNK, chunks)
+                pinned.append((kind, number, chunks))
+            except UsageError:
+                assert pinned
+        elif pinned:
+            owner, other, own = pinned.pop(bits % len(pinned))
+            caches[owner].unpin([(caches[owner].open(info_of(content(other), CHUNK)), np.array(own))])
+        assert on_disk(folder) <= budget
+        for owner, other, own in pinned:
+            entry = caches[owner].open(info_of(content(other), CHUNK))
+            for chunk in own:
+                assert entry.marks[chunk] == PRESENT
+                assert bytes(entry.data[chunk * CHUNK :][:CHUNK]) == content(other)[chunk * CHUNK :][:CHUNK]
+    for cache in caches:
+        cache.close()

@@ -1,0 +1,237 @@
+"""State on a disk that fills up and is freed again: an error that names it, then everything goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cache.cache import ChunkCache
+from forebay.coordinator.messages import LogLine, Rules, RunState
+from forebay.coordinator.server import Coordinator
+from forebay.coordinator.store import RunStore
+from forebay.data_node import DataNode
+from forebay.errors import LedgerError, StateError, UsageError
+from forebay.ledger.writer import Ledger
+from forebay.network.client import Client, RemoteError
+from forebay.network.pki.identity import Identity
+from forebay.scheduler.journal import JOURNAL_NAME, Journal, lock_state
+from forebay.scheduler.server import SchedulerService
+from support.cached import info_of, put
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
+from support.nodes import NAME, make_dataset
+from unit.scheduler.test_journal import lease, open_journal, use
+
+WAITING = {"worker_id": "b", "session": "b" * 16, "wait_s": 1}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 512 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", path], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all that is left."""
+    with (disk / "fill").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    return disk / "fill"
+
+
+def post(address: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{address}{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=scaled(60)) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + scaled(timeout_s)
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_coordinator_goes_on_once_there_is_space(small_disk: Path) -> None:
+    state_dir = small_disk / "state"
+    with Coordinator(
+        state_dir=state_dir, rules=Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=1.5)
+    ) as coordinator:
+        address = coordinator.address
+        assert post(address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
+        filler = fill(small_disk)
+        answers = [
+            post(address, "/v1/members/join", worker_id=f"w{i}" + "x" * 150, session=f"{i:016d}", wait_s=0)
+            for i in range(12)
+        ]
+        status, body = answers[-1]
+        assert status == 503 and str(state_dir) in str(body) and "full" in str(body)
+        filler.unlink()
+        eventually(lambda: not coordinator.status()["members"])
+        assert post(address, "/v1/members/join", worker_id="b", session="b" * 16, wait_s=5)[0] == 200
+        generation = coordinator.status()["generation"]
+    with Coordinator(state_dir=state_dir, rules=Rules(min_workers=1)) as coordinator:
+        assert coordinator.status()["generation"] == generation
+
+
+def test_the_coordinator_s_clock_outlives_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Until "b" waits for it, "a" may be silent for `stale_s`.
+    rules = Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=scaled(1.5))
+    with Coordinator(state_dir=tmp_path, rules=rules) as coordinator:
+        answers: list[int] = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(post(coordinator.address, "/v1/members/join", **WAITING)[0])
+        )
+        save, failures, full = RunStore.save, 0, threading.Event()
+
+        def save_until_both_are_there(store: RunStore, state: RunState, *more: Any) -> None:
+            """The disk is full as soon as "b" has joined: 0.3 s later "a", for which it waits, is lost."""
+            nonlocal failures
+            if full.is_set():
+                failures += 1
+                raise StateError("full")
+            save(store, state, *more)
+            if len(state.members) == 2:
+                full.set()
+
+        monkeypatch.setattr(RunStore, "save", save_until_both_are_there)
+        assert post(coordinator.address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
+        waiting.start()
+        eventually(full.is_set)
+        waiting.join(scaled(60))
+        eventually(lambda: failures > 5)
+        assert len(coordinator.status()["members"]) == 2 and caplog.text.count("full") == 1
+        monkeypatch.setattr(RunStore, "save", save)
+        eventually(lambda: not coordinator.status()["members"])  # Both are lost; neither counts as waiting for ever.
+
+
+def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path) -> None:
+    roster = RunStore(tmp_path)
+    state, run_id = roster.load(Rules(), {}, 0.0, "run")
+    (pages,) = roster._database.execute("PRAGMA page_count").fetchone()
+    roster._database.execute(f"PRAGMA max_page_count={pages}")
+    large = RunState(state.rules, {}, {"key": "x" * 100_000})
+    with pytest.raises(StateError, match=r"cannot write .*roster\.sqlite: database or disk is full"):
+        roster.save(large, [LogLine("lost")], run_id)
+    assert roster.load(Rules(), {}, 0.0, "run")[0].config == {}
+    roster._database.execute("PRAGMA max_page_count=1000000")
+    roster.save(large, [LogLine("written")], run_id)
+    assert roster.load(Rules(), {}, 0.0, "run")[0].config == large.config
+    assert roster._database.execute("SELECT text FROM notes").fetchall() == [("written",)]
+    roster.close()
+
+
+def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
+    journal = open_journal(small_disk)
+    grant = lease(journal, "w")
+    filler = fill(small_disk)
+    with pytest.raises(LedgerError, match=rf"{small_disk}.* full"):
+        while True:
+            use(journal, "w", lease(journal, "w"), 0, 1)
+    journal.close()
+    for _ in range(3):
+        with pytest.raises((StateError, LedgerError), match=str(small_disk)):
+            open_journal(small_disk)
+    assert (small_disk / JOURNAL_NAME).exists()
+    filler.unlink()
+    with open_journal(small_disk) as journal:
+        assert grant.lease_id in journal.core.table.leases
+        assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
+
+
+def test_no_standby_takes_the_state_while_the_disk_is_full(
+    make_identity: Callable[[str], Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not write either, and its end would leave no standby."""
+    table, state, failed, real = LocalDiscovery(), tmp_path / "state", list[int](), Journal._write
+    full = threading.Event()
+
+    def write(self: Journal, batch: Any) -> None:
+        if full.is_set():
+            failed.append(1)
+            time.sleep(0.02)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, batch)
+
+    monkeypatch.setattr(Journal, "_write", write)
+    identity = make_identity("scheduler")
+    with (
+        DataNode(make_identity("node"), [make_dataset(tmp_path / "data", 3, 100)], "127.0.0.1", 0, table),
+        Client(identity) as client,
+        Client(make_identity("worker")) as worker,
+    ):
+        service = SchedulerService(identity, NAME, table, client, state, seq_len=8, lease_s=1.0)
+        service.start()
+        full.set()
+        with pytest.raises(RemoteError, match="No space left"):
+            worker.request_json(service.address, "POST", "/v2/exchange", {"want": 1})
+        while len(failed) < 4:
+            with pytest.raises(StateError, match="another process"):
+                lock_state(state).release()
+        full.clear()
+
+        def is_leased() -> bool:
+            with contextlib.suppress(RemoteError):
+                return bool(worker.request_json(service.address, "POST", "/v2/exchange", {"want": 1})[0]["leases"])
+            return False
+
+        eventually(is_leased)
+        service.stop()
+        lock_state(state).release()
+
+
+def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, what: Any) -> int:
+        raise OSError(errno.EIO, "cannot")
+
+    write = os.write
+    with Ledger.open(tmp_path / "ledger", lambda message: b"s" * 64) as ledger:
+        ledger.append("job", {})
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+        monkeypatch.setattr(os, "ftruncate", fail)
+        with pytest.raises(LedgerError, match="10 of"):
+            ledger.append("note", {"n": 1})
+        monkeypatch.undo()
+        with pytest.raises(LedgerError, match="10 of"):
+            ledger.append("note", {"n": 2})
+    with Ledger.open(tmp_path / "ledger", lambda message: b"s" * 64) as ledger:
+        assert ledger.truncated_bytes == 10
+        assert ledger.append("note", {"n": 3}).seq == 1
+
+
+def test_the_cache_takes_slices_again(small_disk: Path) -> None:
+    cache, data = ChunkCache(small_disk, 1 << 20), b"x" * 100_000
+    sha256 = put(cache, data)
+    filler = fill(small_disk)
+    assert cache.get(sha256, pin=True) and ChunkCache(small_disk, 1 << 20).get(sha256)
+    other = info_of(b"y" * 100_000)
+    with pytest.raises(UsageError, match=rf"{small_disk}: its disk is full"):
+        put(cache, b"y" * 100_000)
+    filler.unlink()
+    assert put(cache, b"y" * 100_000) == other.sha256
+    assert cache.get(other.sha256) and cache.get(sha256)

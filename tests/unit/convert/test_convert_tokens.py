@@ -1,0 +1,276 @@
+"""Tokens from one format to another: every document, every token, counted and compared, whatever is in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.cli import main
+from forebay.convert import convert
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.reader import open_dataset
+from forebay.dataset.slices import write_rows_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.formats import open_external
+from forebay.formats.base import get_format, names_with
+from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
+from forebay.formats.shard_writer import write_shards
+from forebay.formats.sources import open_source, open_tokens
+from forebay.formats.token_stream import TokenDigest, build_stream, documents, slices_of
+from support.calibration import scaled
+from support.paths import TESTS
+
+GOLDEN = TESTS / "golden" / "foreign"
+PLAIN = json.loads((GOLDEN / "stream.json").read_text())
+STREAM = np.array(PLAIN["tokens"], np.int64)
+DOCUMENTS = [one.tolist() for one in np.split(STREAM, np.cumsum(PLAIN["lengths"])[:-1])]
+SMALL = ConvertOptions(slice_bytes=4096)
+
+
+def held(tokens: list[int], stops: list[int], cuts: list[int], dtype: str = "U16") -> TokenSource:
+    """Tokens and ends cut at places; an end at a cut goes to the part before it."""
+    array = np.array(tokens, np.uint16 if dtype == "U16" else np.uint32)
+    parts, last = [], 0
+    edges = [0, *sorted(cuts), len(tokens)]
+    for a, b in pairwise(edges):
+        stop = sum(end <= b for end in stops)
+        parts.append(TokenPart(array[a:b], np.array([end - a for end in stops[last:stop]], np.uint64)))
+        last = stop
+    return TokenSource("memory", dtype, len(tokens), len(stops), lambda: iter(parts))
+
+
+def rows(source: TokenSource | None) -> list[list[int]]:
+    assert source is not None
+    return [one.tolist() for one in documents(source.parts())]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> TokenSource:
+    tokens = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=80))
+    n = len(tokens)
+    stops = sorted(draw(st.lists(st.integers(0, n), max_size=12)))
+    return held(tokens, stops, draw(st.lists(st.integers(0, n), max_size=5)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(streams(), st.integers(1, 40))
+def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int) -> None:
+    full, cut = TokenDigest(), TokenDigest()
+    for part in source.parts():
+        full.add(part)
+    stream = build_stream(source, ConvertOptions(), "keep")
+    slices = list(slices_of(stream, 256 + 8 * size))
+    for part in slices:
+        cut.add(part)
+        assert not len(part.document_ends) or int(part.document_ends[-1]) <= len(part.tokens)
+        assert len(part.tokens) == 1 or 2 * len(part.tokens) + 8 * len(part.document_ends) <= 8 * size
+    assert cut.text == full.text == stream.digest.text
+
+
+@settings(max_examples=60, deadline=None)
+@given(streams(), st.sampled_from(["megatron", "forebay"]), st.integers(60, 400))
+def test_every_sink_keeps_every_document(
+    tmp_path_factory: pytest.TempPathFactory, source: TokenSource, to: str, size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("law")
+    options = ConvertOptions(
+        slice_bytes=size,
+        eos_id=None if source.num_documents else 7,
+    )
+    report = convert(source, folder / "out", to, options)
+    assert report.written.num_tokens == source.num_tokens
+    assert rows(open_source(folder / "out", ConvertOptions(), "bin")) == rows(build_stream(source, options, "rows"))
+
+
+@pytest.mark.parametrize("came", ["megatron_u16", "mds_zstd", "arrow"])
+@pytest.mark.parametrize("to", sorted(names_with("write_tokens")))
+def test_from_any_format_to_any_other(came: str, to: str, tmp_path: Path) -> None:
+    report = convert(GOLDEN / came, tmp_path / "out", to, SMALL)
+    result = open_source(tmp_path / "out", ConvertOptions(input_dtype="uint16" if "u16" in came else "uint32"), "bin")
+    assert isinstance(result, TokenSource)
+    keeps = to not in ("bin", "ds")
+    assert rows(result) == (DOCUMENTS if keeps else [STREAM.tolist()])
+    assert (report.written.num_tokens, report.written.num_documents) == (len(STREAM), len(DOCUMENTS) if keeps else 0)
+    assert bool(report.written.notes) is not keeps
+    assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_dataset_of_ours_is_whole_and_says_where_it_came_from(tmp_path: Path) -> None:
+    convert(GOLDEN / "megatron_u16", tmp_path / "wide", "forebay", replace(SMALL, dtype="U32", eos_id=9, name="n"))
+    dataset = open_dataset(tmp_path / "wide")
+    assert dataset.verify().ok
+    m = dataset.manifest
+    assert (m.name, m.dtype, m.eos_id, m.tokens, m.documents) == ("n", "U32", 9, len(STREAM), len(DOCUMENTS))
+    assert m.lineage["converted"]["format"] == "megatron"
+    convert(tmp_path / "wide", tmp_path / "narrow", "forebay", replace(SMALL, dtype="U16", slice_bytes=600))
+    again = open_dataset(tmp_path / "narrow")
+    assert (again.manifest.dtype, again.num_slices, again.manifest.eos_id) == ("U16", 5, 9)
+    assert again.manifest.lineage["converted"]["id"] == dataset.id
+    assert rows(open_tokens(tmp_path / "narrow", ConvertOptions())) == DOCUMENTS
+
+
+def test_plain_safetensors_are_read(tmp_path: Path) -> None:
+    convert(GOLDEN / "megatron_u16", tmp_path / "ds", "forebay", SMALL)
+    with pytest.raises(DatasetError, match=r"forebay import DIR"):
+        open_source(tmp_path / "ds" / "slices", ConvertOptions(), "bin")
+    import_slices(tmp_path / "ds" / "slices")
+    assert rows(open_tokens(tmp_path / "ds" / "slices", ConvertOptions())) == DOCUMENTS
+    write_rows_slice(tmp_path / "rows.safetensors", {"input_ids": STREAM[:608].reshape(-1, 16).astype(np.uint16)})
+    result = open_source(tmp_path / "rows.safetensors", ConvertOptions(), "bin")
+    assert isinstance(result, TokenSource) and result.num_documents == 38
+    assert [token for document in rows(result) for token in document] == STREAM[:608].tolist()
+
+
+def test_files_of_one_vector(tmp_path: Path) -> None:
+    convert(GOLDEN / "megatron_u16", tmp_path / "a.bin", "bin", ConvertOptions())
+    assert np.fromfile(tmp_path / "a.bin", "<u2").tolist() == STREAM.tolist()
+    convert(GOLDEN / "megatron_u16", tmp_path / "a.ds", "ds", ConvertOptions(dtype="U32"))
+    assert np.fromfile(tmp_path / "a.ds", "<u4").tolist() == STREAM.tolist()
+    convert(tmp_path / "a.ds", tmp_path / "c", "bin", ConvertOptions(input_dtype="u32"))
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["train.bin"]
+    assert rows(open_tokens(tmp_path / "c", ConvertOptions(input_dtype="u32"))) == [STREAM.tolist()]
+
+
+@pytest.mark.parametrize("to", ["bin", "forebay", "parquet"])
+def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path: Path) -> None:
+    write_shards(open_external(GOLDEN / "templar"), tmp_path / "in", seq_len=512)
+    file = tmp_path / "in" / "train_000000.npy"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DatasetError, match="sample 7"):
+        convert(tmp_path / "in", tmp_path / "out", to, SMALL)
+
+
+def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> None:
+    source = held([1, 2, 3, 70_000, 5, 80_000], [2, 6], [3], "U32")
+    with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):
+        convert(source, tmp_path / "out", "bin", ConvertOptions(dtype="U16"))
+    high = held([1, 1 << 31], [2], [], "U32")
+    with pytest.raises(UsageError, match="2147483648 at token 1"):
+        convert(high, tmp_path / "out", "megatron", ConvertOptions())
+    assert convert(high, tmp_path / "out", "forebay", ConvertOptions()).num_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
+    source = held([5, 6, 9, 7, 9, 9, 8], [], [3])
+    with pytest.raises(UsageError, match=r"--set eos_id=N.*--seq-len N"):
+        convert(source, tmp_path / "out", "megatron", ConvertOptions())
+    convert(source, tmp_path / "eos", "megatron", ConvertOptions(eos_id=9))
+    assert rows(open_tokens(tmp_path / "eos", ConvertOptions())) == [[5, 6, 9], [7, 9], [9], [8]]
+    convert(source, tmp_path / "three", "megatron", ConvertOptions(seq_len=3))
+    assert rows(open_tokens(tmp_path / "three", ConvertOptions())) == [[5, 6, 9], [7, 9, 9], [8]]
+    open_end = held([1, 2, 3, 4], [3], [])
+    report = convert(open_end, tmp_path / "end", "megatron", ConvertOptions())
+    assert rows(open_tokens(tmp_path / "end", ConvertOptions())) == [[1, 2, 3], [4]]
+    assert report.written.notes == ("the last 1 tokens end no document of the source: they were given an end",)
+    assert convert(open_end, tmp_path / "ours", "forebay", ConvertOptions()).written.num_documents == 1
+
+
+def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        convert(GOLDEN / "arrow", tmp_path / "out", "megatron", ConvertOptions(on_progress=fail))
+    assert not list(tmp_path.iterdir())
+    script = (
+        "import os, sys; from forebay.convert import convert\n"
+        "from forebay.formats.conversion import ConvertOptions\n"
+        f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'forebay',"
+        " ConvertOptions(on_progress=lambda n: os.kill(os.getpid(), 9)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=scaled(60))
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".out.converting"]
+    assert convert(GOLDEN / "mds_zstd", tmp_path / "out", "forebay", SMALL).num_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(GOLDEN / "arrow", out, "megatron", SMALL)
+    with pytest.raises(UsageError, match="--overwrite"):
+        convert(GOLDEN / "arrow", out, "bin", SMALL)
+    with pytest.raises(UsageError, match="--set eos_id"):  # Fails late: what was there is still there.
+        convert(GOLDEN / "templar", out, "megatron", SMALL, force=True)
+    assert rows(open_tokens(out, ConvertOptions())) == DOCUMENTS
+    convert(GOLDEN / "arrow", out, "bin", SMALL, force=True)
+    assert [path.name for path in out.iterdir()] == ["train.bin"]
+    for position in (out, tmp_path):
+        with pytest.raises(UsageError, match="another path"):
+            convert(out, position, "ds", ConvertOptions(input_dtype="uint32"), force=True)
+    with pytest.raises(UsageError, match="expected a format of"):
+        convert(GOLDEN / "arrow", tmp_path / "x", "pickle", SMALL)
+
+
+def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = get_format("megatron").write_tokens
+
+    def failing_disk(source: TokenSource, out: Path, options: ConvertOptions) -> Any:
+        written = good(source, out, options)
+        data = bytearray((out / written.files[0]).read_bytes())
+        data[100] ^= 1
+        (out / written.files[0]).write_bytes(data)
+        return written
+
+    monkeypatch.setattr(get_format("megatron"), "write_tokens", failing_disk)
+    with pytest.raises(DatasetError, match="or others, when reading them again"):
+        convert(GOLDEN / "arrow", tmp_path / "out", "megatron", SMALL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path: Path) -> None:
+    with (tmp_path / "big.bin").open("wb") as file:
+        os.truncate(file.fileno(), 48 << 20)
+    tracemalloc.start()
+    report = convert(
+        tmp_path / "big.bin", tmp_path / "out", "forebay", ConvertOptions(input_dtype="u16", slice_bytes=1 << 20)
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.written.num_tokens == 24 << 20 and peak < 24 << 20
+    with (tmp_path / "huge.bin").open("wb") as file:
+        os.truncate(file.fileno(), 3 << 40)
+    source = open_source(tmp_path / "huge.bin", ConvertOptions(input_dtype="u16"))
+    assert isinstance(source, TokenSource) and source.num_tokens == 3 << 39
+    with pytest.raises(UsageError, match="expected space for 1649267441664 tokens"):
+        convert(source, tmp_path / "no", "bin", ConvertOptions(dtype="U32"))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    words = ["convert", str(GOLDEN / "arrow"), str(out), "--to", "bin", "--dtype", "uint16", "--json", "--quiet"]
+    assert main(words) == 0
+    result = capsys.readouterr()
+    reported = json.loads(result.out)
+    assert reported["tokens"] == len(STREAM) and reported["source"] == "arrow"
+    assert "note: the ends of 24 documents" in result.err
+    assert main(words) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["convert", str(GOLDEN / "arrow"), str(tmp_path / "x")]) == 2
+    assert "--to (one of" in capsys.readouterr().err
+    (tmp_path / "what").write_bytes(b"\x00\x01\x02 nothing known")
+    assert main(["convert", str(tmp_path / "what"), str(tmp_path / "x"), "--to", "bin"]) == 1
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "bin"]) == 1
+    assert main(["convert", "ftp://host/data", str(tmp_path / "x"), "--to", "bin"]) == 1
+    assert "cannot read input: expected a path or a URL of http, https" in capsys.readouterr().err
+    assert main(["convert", str(GOLDEN / "arrow"), "s3://bucket/data", "--to", "bin"]) == 2
+    assert "expected a format in several files" in capsys.readouterr().err
+    assert main(["convert", str(GOLDEN / "arrow"), "https://host/data", "--to", "safetensors"]) == 2
+    assert main(["convert", str(GOLDEN / "arrow"), "s3://bucket/data", "--to", "safetensors", "--overwrite"]) == 2

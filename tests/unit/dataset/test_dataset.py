@@ -1,0 +1,439 @@
+"""The dataset's laws: its bytes are its identity, any reader opens it, and no damage passes unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.numpy import load_file, save_file
+
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, MIN_CHUNK_BYTES
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
+from forebay.dataset.reader import open_dataset, verify_dataset
+from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.files import atomic_write
+from support.calibration import scaled
+from support.paths import GOLDEN
+
+
+def manifest_of(table: SliceTable, **changes: Any) -> Manifest:
+    plain: dict[str, Any] = {
+        "format": 2,
+        "name": "tiny",
+        "layout": "tokens",
+        "dtype": "U16",
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eos_id": 256,
+        "tokens": int(table.count.sum()),
+        "rows": 0,
+        "documents": int(table.documents.sum()),
+        "slices": len(table),
+        "bytes": int(table.bytes.sum()),
+        "table_sha256": hashlib.sha256(table.to_parquet()).hexdigest(),
+        "lineage": {"recipe": {"seed": 0}, "inputs": [{"name": "ä.txt", "bytes": 3}]},
+        "chunk_bytes": table.chunk_bytes,
+    }
+    return Manifest(**{**plain, **changes})
+
+
+def make_dataset(folder: Path, slices: int = 3) -> Path:
+    """Slices of one chunk, but the last has three."""
+    (folder / "slices").mkdir(parents=True)
+    rows, leaves = [], []
+    for i in range(slices):
+        tokens = np.arange(i * 100, i * 100 + (90 if i < slices - 1 else 4500) + i, dtype=np.uint16)
+        stops = np.array([10, 50 + i], np.uint64)
+        name = f"slices/{i:06d}.safetensors"
+        written = write_token_slice(folder / name, tokens, stops, MIN_CHUNK_BYTES)
+        rows.append(SliceInfo(i, name, written.size, written.sha256, len(tokens), len(stops)))
+        leaves.append(written.leaves)
+    table = SliceTable.from_rows(rows, MIN_CHUNK_BYTES)
+    atomic_write(folder / CHUNKS_FILE, leaves)
+    (folder / "tokenizer.json").write_text("{}")
+    lineage = {"files": {"tokenizer.json": hash_file(folder / "tokenizer.json")}}
+    atomic_write(folder / "slices.parquet", table.to_parquet())
+    atomic_write(folder / "manifest.json", manifest_of(table, lineage=lineage).to_json())
+    return folder
+
+
+def golden_table(chunk_bytes: int = MIN_CHUNK_BYTES) -> SliceTable:
+    return SliceTable.from_rows(
+        [
+            SliceInfo(0, "slices/000000.safetensors", 1000, "ab" * 32, 400, 7),
+            SliceInfo(1, "slices/000001.safetensors", 500, "01" * 32, 150, 2),
+        ],
+        chunk_bytes,
+    )
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    """These change only with a format version."""
+    tokens = np.arange(6000, dtype=np.uint16)
+    written = write_token_slice(tmp_path / "s.safetensors", tokens, np.array([3, 5], np.uint64), MIN_CHUNK_BYTES)
+    expected = json.loads((GOLDEN / "slice.json").read_text())
+    assert {"bytes": written.size, "sha256": written.sha256, "leaves": written.leaves.hex()} == expected
+    assert len(written.leaves) == 3 * HASH_BYTES
+    manifest = manifest_of(golden_table(), table_sha256="cd" * 32)
+    assert manifest.to_json() == (GOLDEN / "manifest.json").read_bytes()
+    assert dataset_id(manifest.to_json()) == (GOLDEN / "dataset_id.txt").read_text().strip()
+
+
+def test_golden_bytes_of_format_1(tmp_path: Path) -> None:
+    folder = GOLDEN / "format1"
+    tokens = np.array([72, 105, 256, 1, 65535], np.uint16)
+    written = write_token_slice(tmp_path / "s.safetensors", tokens, np.array([3, 5], np.uint64))
+    expected = json.loads((folder / "slice.json").read_text())
+    assert {"bytes": written.size, "sha256": written.sha256} == expected
+    assert (tmp_path / "s.safetensors").read_bytes() == (folder / "slice.safetensors").read_bytes()
+    manifest = manifest_of(golden_table(0), format=1, table_sha256="cd" * 32)
+    assert manifest.to_json() == (folder / "manifest.json").read_bytes()
+    assert dataset_id(manifest.to_json()) == (folder / "dataset_id.txt").read_text().strip()
+
+
+@pytest.mark.parametrize(("folder", "chunk_bytes"), [("", MIN_CHUNK_BYTES), ("format1", 0)])
+def test_golden_table_opens(folder: str, chunk_bytes: int) -> None:
+    """The Parquet of a format reads as these values for ever (its bytes name the writer's version)."""
+    read = SliceTable.from_parquet((GOLDEN / folder / "slices.parquet").read_bytes(), chunk_bytes)
+    assert [read.row(i) for i in range(len(read))] == [golden_table(chunk_bytes).row(i) for i in range(2)]
+
+
+def test_a_dataset_of_format_1_opens_and_is_verified(tmp_path: Path) -> None:
+    """`format1/dataset` was written by the last release of format 1."""
+    folder = tmp_path / "d"
+    shutil.copytree(GOLDEN / "format1/dataset", folder)
+    dataset = open_dataset(folder)
+    assert dataset.id == (GOLDEN / "format1/dataset.id").read_text().strip()
+    assert dataset.id == hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    assert (dataset.manifest.format, dataset.table.chunk_bytes, dataset.num_tokens) == (1, 0, 9003)
+    for index in range(3):
+        expected = ((np.arange(3000 + index) * 2654435761 + index) >> 7).astype(np.uint16)
+        assert (dataset.open_slice(index).tokens == expected).all()
+        assert dataset.leaves(index).hex() == dataset.table.row(index).sha256
+    assert verify_dataset(folder).ok
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 1
+        path.write_bytes(data)
+        assert verify_dataset(folder).bad == [path.relative_to(folder).as_posix()]
+        with pytest.raises(DatasetError, match=path.name):
+            for index in range(3):
+                open_dataset(folder).open_slice(index)
+        data[-9] ^= 1
+        path.write_bytes(data)
+    assert verify_dataset(folder).ok
+
+
+def test_reference_reader_agrees(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for dtype in (np.uint16, np.uint32):
+        tokens = rng.integers(0, 60_000, 1001).astype(dtype)
+        stops = np.array([1, 500, 1001], np.uint64)
+        written = write_token_slice(tmp_path / "a.safetensors", tokens, stops)
+        data = (tmp_path / "a.safetensors").read_bytes()
+        assert (written.size, written.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+        theirs, ours = load_file(tmp_path / "a.safetensors"), open_slice(tmp_path / "a.safetensors")
+        assert theirs["tokens"].dtype == dtype and (theirs["tokens"] == tokens).all()
+        assert (theirs["document_ends"] == stops).all()
+        assert (ours.tokens == tokens).all() and (ours.document_ends == stops).all()
+        assert ours.tokens.flags.aligned and not ours.tokens.flags.writeable
+        assert not ours.tokens.flags.owndata
+
+
+_DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "?"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), rows=st.integers(0, 5))
+def test_rows_round_trip(tmp_path: Path, data: st.DataObject, rows: int) -> None:
+    names = data.draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4, unique=True))
+    names = [n.encode("utf-8", "ignore").decode() + str(i) for i, n in enumerate(names)]
+    tensors = {}
+    for name in names:
+        shape = (rows, *data.draw(st.lists(st.integers(0, 3), max_size=2)))
+        dtype = np.dtype("<" + data.draw(st.sampled_from(_DTYPES)))
+        tensors[name] = data.draw(hnp.arrays(dtype, shape))
+    path = tmp_path / "r.safetensors"
+    write_rows_slice(path, tensors)
+    ours, theirs = open_slice(path), load_file(path)
+    assert ours.num_rows == rows and set(ours.tensors) == set(theirs) == set(tensors)
+    for name, array in tensors.items():
+        for other in (ours.tensors[name], theirs[name]):
+            assert other.dtype == array.dtype and other.shape == array.shape
+            assert other.tobytes() == array.tobytes()
+
+
+def test_reads_what_the_reference_writes(tmp_path: Path) -> None:
+    tensors = {"input_ids": np.arange(12, dtype=np.int64).reshape(3, 4), "mask": np.ones((3, 4), np.bool_)}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "np"})
+    ours = open_slice(tmp_path / "x.safetensors")
+    assert ours.layout == "rows" and ours.num_rows == 3
+    assert all((ours.tensors[name] == array).all() for name, array in tensors.items())
+
+
+def raw_slice(path: Path, header: Any, body: bytes = b"", length: int | None = None) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(raw) if length is None else length).to_bytes(8, "little") + raw + body)
+    return path
+
+
+def _entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+_HOSTILE: dict[str, tuple[Any, bytes, int | None]] = {
+    "huge length": ({"a": _entry()}, b"1234", 1 << 63),
+    "length past end": ({"a": _entry()}, b"1234", 4000),
+    "overlap": ({"a": _entry(), "b": _entry(offsets=[2, 6])}, b"123456", None),
+    "hole": ({"a": _entry(), "b": _entry(offsets=[6, 10])}, b"1234567890", None),
+    "past end": ({"a": _entry(shape=[400], offsets=[0, 400])}, b"1234", None),
+    "bytes left over": ({"a": _entry()}, b"12345", None),
+    "unknown dtype": ({"a": _entry("U128")}, b"1234", None),
+    "dtype no string": ({"a": _entry(["U8"])}, b"1234", None),
+    "shape against offsets": ({"a": _entry("U16")}, b"1234", None),
+    "negative": ({"a": _entry(shape=[-4], offsets=[4, 0])}, b"1234", None),
+    "shape wraps 64 bits": ({"a": _entry(shape=[1 << 62, 4], offsets=[0, 0])}, b"", None),
+    "float": ({"a": _entry(shape=[4.0])}, b"1234", None),
+    "bool": ({"a": _entry(shape=[True], offsets=[0, 1])}, b"1", None),
+    "no object": ([1, 2], b"", None),
+    "not JSON": (b"{nonsense", b"", None),
+    "not UTF-8": (b'{"\xff": 1}', b"", None),
+    "deep": (b'{"a":' * 100_000, b"", None),
+    "key twice": (
+        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b"1",
+        None,
+    ),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", None),
+}
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_hostile_header(tmp_path: Path, name: str) -> None:
+    header, body, length = _HOSTILE[name]
+    with pytest.raises(DatasetError, match="expected"):
+        open_slice(raw_slice(tmp_path / "h.safetensors", header, body, length))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=200))
+def test_garbage_slice(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "g.safetensors"
+    path.write_bytes(data)
+    with contextlib.suppress(DatasetError):
+        open_slice(path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=300), at=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_garbage_manifest_and_table(data: bytes, at: int, bit: int) -> None:
+    table = golden_table().to_parquet()
+    full = manifest_of(golden_table()).to_json()
+    for parse, good in ((Manifest.from_json, full), (SliceTable.from_parquet, table)):
+        flipped = bytearray(good)
+        flipped[at % len(good)] ^= 1 << bit
+        for invalid in (data, bytes(flipped), good[: at % len(good)]):
+            try:
+                parse(invalid)
+            except DatasetError:
+                continue
+            assert good is table  # every flip of a manifest is seen; the table has its hash
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    good = np.zeros(4, np.uint16)
+    for tokens, stops in [
+        (good.astype(np.int64), np.array([4], np.uint64)),
+        (good.reshape(2, 2), np.array([4], np.uint64)),
+        (good, np.array([5], np.uint64)),
+        (good, np.array([3, 2], np.uint64)),
+        (good, np.array([4], np.int64)),
+    ]:
+        with pytest.raises(UsageError):
+            write_token_slice(tmp_path / "w.safetensors", tokens, stops)  # type: ignore[arg-type]
+    for tensors in (
+        {},
+        {"a": np.zeros(2), "b": np.zeros(3)},
+        {"a": np.zeros(())},
+        {"a": np.zeros(2, complex)},
+    ):
+        with pytest.raises(UsageError):
+            write_rows_slice(tmp_path / "w.safetensors", tensors)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "a\\..\\x.safetensors", "", "x.txt"],
+)
+def test_path_escape(name: str) -> None:
+    with pytest.raises(DatasetError, match="inside"):
+        SliceTable.from_rows([SliceInfo(0, name, 1, "00" * 32, 1, 1)])
+    hidden = SliceTable(
+        pa.array([name]),
+        np.ones(1, np.int64),
+        np.zeros((1, 32), np.uint8),
+        np.ones(1, np.int64),
+        np.ones(1, np.int64),
+    )
+    with pytest.raises(DatasetError, match="inside"):
+        SliceTable.from_parquet(hidden.to_parquet())
+
+
+def test_manifest_checks() -> None:
+    table = golden_table()
+    for changes in (
+        {"format": 3},
+        {"format": 1},
+        {"chunk_bytes": 3 << 12},
+        {"chunk_bytes": 1 << 17},
+        {"chunk_bytes": 1 << 11},
+        {"chunk_bytes": True},
+        {"layout": "columns"},
+        {"dtype": "U8"},
+        {"tokens": -1},
+        {"tokens": True},
+        {"tokens": 1.5},
+        {"eos_id": 257},
+        {"name": "a/b"},
+        {"name": ""},
+        {"table_sha256": "xy"},
+        {"lineage": []},
+        {"rows": 1},
+        {"layout": "rows"},
+        {"vocab_size": 1 << 20},
+    ):
+        with pytest.raises(DatasetError, match="expected"):
+            manifest_of(table, **changes)
+
+
+def test_open_and_read(tmp_path: Path) -> None:
+    dataset = open_dataset(make_dataset(tmp_path / "d"))
+    assert (dataset.num_slices, dataset.num_tokens, dataset.name) == (3, 4683, "tiny")
+    plain = json.loads((tmp_path / "d/manifest.json").read_bytes())
+    del plain["check"], plain["name"]
+    canonical = json.dumps(plain, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    assert dataset.id == hashlib.sha256(canonical.encode()).hexdigest()
+    assert dataset.open_slice(2).tokens[0] == 200 and dataset.open_slice(2) is dataset.open_slice(2)
+    assert open_dataset(f"file://{tmp_path}/d").describe() == dataset.describe()
+    assert dataset.verify().ok and verify_dataset(tmp_path / "d").ok
+    with pytest.raises(UsageError):
+        dataset.open_slice(3)
+    with pytest.raises(UsageError):
+        open_dataset("s3://bucket/x")
+    for missing in (tmp_path, tmp_path / "none"):
+        with pytest.raises(DatasetError, match=r"manifest\.json"):
+            open_dataset(missing)
+
+
+def test_verify_names_any_flipped_byte(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d")
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        for index in range(0, len(data), max(1, len(data) // 40)):
+            path.write_bytes(data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :])
+            report = verify_dataset(folder)
+            assert not report.ok and report.bad == [path.relative_to(folder).as_posix()]
+        path.write_bytes(data)
+    assert verify_dataset(folder).ok
+
+
+def test_verify_names_missing_and_extra(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d")
+    (folder / "slices/000001.safetensors").unlink()
+    (folder / "slices/999999.safetensors").write_bytes(b"x")
+    (folder / "README").write_text("mine")
+    report = open_dataset(folder).verify()
+    assert report.missing == ["slices/000001.safetensors"]
+    assert report.extra == ["README", "slices/999999.safetensors"]
+    assert report.bad == ["slices/000001.safetensors", "slices/999999.safetensors"] and not report.ok
+    with pytest.raises(DatasetError, match="000001"):
+        open_dataset(folder).open_slice(1)
+
+
+def test_slice_unlike_its_row(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d")
+    write_token_slice(folder / "slices/000000.safetensors", np.zeros(90, np.uint32), np.array([1, 2], np.uint64))
+    with pytest.raises(DatasetError, match="expected"):
+        open_dataset(folder).open_slice(0)
+
+
+def test_table_of_another_dataset(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "d")
+    (folder / "slices.parquet").write_bytes(golden_table().to_parquet())
+    with pytest.raises(DatasetError, match="sha256"):
+        open_dataset(folder)
+    (folder / "manifest.json").write_bytes(manifest_of(golden_table(), tokens=3).to_json())
+    with pytest.raises(DatasetError, match="totals"):
+        open_dataset(folder)
+
+
+def test_quarter_of_a_million_slices_open_quickly(tmp_path: Path) -> None:
+    n = 250_000
+    table = SliceTable(
+        names=pa.array([f"slices/{i:06d}.safetensors" for i in range(n)]),
+        bytes=np.full(n, 64 << 20, np.int64),
+        sha256=np.random.default_rng(0).integers(0, 256, (n, 32), np.uint8),
+        count=np.full(n, 32 << 20, np.int64),
+        documents=np.full(n, 30_000, np.int64),
+    )
+    (tmp_path / "slices.parquet").write_bytes(table.to_parquet())
+    (tmp_path / "manifest.json").write_bytes(manifest_of(table).to_json())
+    began = time.perf_counter()
+    dataset = open_dataset(tmp_path)
+    took_s = time.perf_counter() - began
+    assert dataset.num_tokens == n * (32 << 20) and dataset.table.row(n - 1).name == "slices/249999.safetensors"
+    assert took_s < scaled(1), f"opening {n} slices took {took_s:.2f} s"
+
+
+def test_import_rows_and_tokens(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    (rows / "b").mkdir(parents=True)
+    for name, n in (("b/x.safetensors", 3), ("a.safetensors", 2)):
+        save_file({"ids": np.full((n, 4), n, np.int64), "pixels": np.zeros((n, 2, 2), np.float32)}, rows / name)
+    dataset = import_slices(rows, "theirs")
+    assert dataset.manifest.layout == "rows" and dataset.manifest.rows == 5 and dataset.verify().ok
+    assert [dataset.table.row(i).name for i in range(2)] == ["a.safetensors", "b/x.safetensors"]
+    assert dataset.open_slice(1).tensors["ids"][0, 0] == 3
+    assert import_slices(rows, "theirs").id == dataset.id
+    with pytest.raises(UsageError, match="other dataset"):
+        import_slices(rows, "again")
+    ours = make_dataset(tmp_path / "d")
+    (ours / "manifest.json").unlink()
+    assert import_slices(ours, "tokens").manifest.documents == 6
+
+
+def test_import_refuses(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="directory"):
+        import_slices(tmp_path / "none", "x")
+    with pytest.raises(DatasetError, match="got none"):
+        import_slices(tmp_path, "x")
+    save_file({"a": np.zeros((2, 3), np.float32)}, tmp_path / "1.safetensors")
+    save_file({"a": np.zeros((2, 4), np.float32)}, tmp_path / "2.safetensors")
+    with pytest.raises(DatasetError, match=r"2\.safetensors"):
+        import_slices(tmp_path, "x")
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_atomic_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    def broken() -> Any:
+        yield b"half"
+        raise RuntimeError("stop")
+
+    (tmp_path / "f").write_bytes(b"old")
+    with pytest.raises(RuntimeError):
+        atomic_write(tmp_path / "f", broken())
+    assert [p.name for p in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_bytes() == b"old"

@@ -1,0 +1,371 @@
+"""Tables, archives, datasets: each fault made in a real file and found. Clean ones: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import struct
+import tarfile
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forebay.cli import main
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.errors import DatasetError, ForebayError
+from forebay.formats.tfrecord import crc32c, masked
+from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
+from support.doctor_cases import EOS, faults, findings, look, only, text_tokens
+from support.paths import TESTS
+from support.shared_data import shared_data
+
+GOLDEN = TESTS / "golden" / "foreign"
+CLEAN = ("parquet/data", "tfrecord", "webdataset", "jsonl", "tokenizers/vectors")
+DAMAGED = {  # As their names or their repository say.
+    "datapage_v1-corrupt-checksum.parquet", "rle-dict-uncompressed-corrupt-checksum.parquet",
+    "incorrect_map_schema.parquet", "column_chunk_key_value_metadata.parquet", "repeated_no_annotation.parquet",
+    "large_string_map.brotli.parquet",
+}  # fmt: skip
+
+
+def cut(path: Path, num_bytes: int) -> Path:
+    os.truncate(path, path.stat().st_size - num_bytes)
+    return path
+
+
+def flip(path: Path, at: int) -> Path:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+    return path
+
+
+# Archives and lines.
+
+
+def tar(path: Path, samples: int = 4) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+        for i in range(samples):
+            for kind in ("txt", "json"):
+                data = f'{{"sample": {i}}}'.encode() * 50
+                member = tarfile.TarInfo(f"{i:04d}.{kind}")
+                member.size = len(data)
+                archive.addfile(member, BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_truncated_tar(tmp_path: Path, name: str) -> None:
+    path = tar(tmp_path / name)
+    (report,) = look(path)
+    assert (
+        report.ok
+        and report.kind == "webdataset"
+        and report.metadata["samples"] == 4
+        and report.metadata["members"] == 8
+    )
+    if name == "a.tar":
+        os.truncate(path, 512 * 3 * 7 + 700)  # Within the last member.
+    else:
+        cut(path, 60)
+    assert faults(path) == {"truncated"}
+    assert look(path)[0].metadata["samples"] >= 2
+
+
+def test_a_damaged_header_in_a_tar(tmp_path: Path) -> None:
+    path = flip(tar(tmp_path / "a.tar"), 512 * 3 * 2 + 10)
+    assert only("damaged", path).location == f"byte {512 * 3 * 2}"
+    assert look(path)[0].metadata["members"] == 7
+
+
+def records(path: Path, num: int = 5) -> Path:
+    pytest.importorskip("google_crc32c")
+    crc, out = crc32c(), b""
+    for i in range(num):
+        data, length = bytes([i]) * 100, struct.pack("<Q", 100)
+        out += length + struct.pack("<I", masked(crc(length))) + data + struct.pack("<I", masked(crc(data)))
+    path.write_bytes(out)
+    return path
+
+
+def test_tfrecord(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.tfrecord")
+    assert look(path)[0].metadata["records"] == 5 and not findings(path)
+    assert only("damaged", flip(path, 116 * 2 + 50)).location == f"byte {116 * 2}"
+    assert look(path)[0].metadata["records"] == 4
+    path = cut(records(tmp_path / "b.tfrecord"), 9)
+    assert only("truncated", path).location == f"byte {116 * 4}"
+    assert look(path)[0].metadata["records"] == 4
+
+
+def lines(num: int = 50) -> bytes:
+    return b"".join(orjson.dumps({"text": f"line {i} " * 12}) + b"\n" for i in range(num))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_truncated_jsonl(tmp_path: Path, suffix: str) -> None:
+    pack: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(lines(5000)))
+    assert not findings(path) and look(path)[0].metadata["lines"] == 5000
+    cut(path, 10)
+    assert "truncated" in faults(path)
+    assert 0 < look(path)[0].metadata["lines"] <= 5000
+
+
+def test_damaged_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + lines(3) + b'{"text": "broken\n' + b'{"text": "\xff"}\n' + lines(2)[:-1])
+    assert [item.location.partition(" (")[0] for item in findings(path)] == ["line 4", "line 5"]
+
+
+# Tables.
+
+
+def table(rows: int = 3000) -> pa.Table:
+    ids = text_tokens(rows * 8, dtype=np.int64).reshape(rows, 8).tolist()
+    return pa.table({"text": [f"row {i}" for i in range(rows)], "input_ids": ids})
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(table(), path, row_group_size=1000, write_page_checksum=True)
+    (report,) = look(path)
+    assert report.ok and report.metadata["rows"] == 3000 and report.metadata["tokens_read"] == 24_000
+    assert faults(path, vocab_size=1000) == {"vocabulary-overflow"}
+    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    flip(path, group.data_page_offset + group.total_compressed_size // 2)
+    assert only("damaged", path).location == "row 1000 or after"
+    assert only("damaged", cut(path, 100)).advice == "fetch or write it again"
+
+
+@pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_arrow(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "a.arrow"
+    with make(str(path), table().schema) as writer:
+        writer.write_table(table(), max_chunksize=1000)
+    assert not findings(path) and look(path)[0].metadata["rows"] == 3000
+    cut(path, 40_000)
+    assert faults(path) == {"damaged"}
+    if make is pa.ipc.new_stream:
+        assert look(path)[0].metadata["rows"] == 2000
+
+
+# Datasets with an index.
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
+def test_what_the_real_libraries_wrote_is_clean(name: str) -> None:
+    assert not findings(GOLDEN / name, **({"dtype": np.dtype("<i8")} if name == "mds_bytes" else {}))
+
+
+def test_megatron_whose_data_is_truncated(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "megatron_u16", tmp_path / "m"))
+    data = next(folder.glob("*.bin"))
+    cut(data, 30)
+    assert only("index-mismatch", folder).location == "index"
+    with data.open("ab") as file:
+        file.write(bytes(100))
+    assert faults(folder) == {"index-mismatch"}
+
+
+def test_mds_whose_shard_is_not_what_its_index_says(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "mds_raw", tmp_path / "m"))
+    shard = sorted(folder.glob("*.mds"))[1]
+    flip(shard, shard.stat().st_size - 3)
+    assert faults(folder) == {"damaged"}
+    cut(shard, 8)
+    assert "bytes" in only("index-mismatch", folder).evidence
+
+
+def test_what_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<!DOCTYPE html><html><body>A page that somebody wrote.</body></html>")
+    assert main(["doctor", str(page)]) == 1
+    assert "html" in (message := capsys.readouterr().out) and "NOT checked: 1 of 1" in message and "ok:" not in message
+    assert main(["doctor", str(page), "--json"]) == 1
+    (report,) = orjson.loads(capsys.readouterr().out)["reports"]
+    assert (report["ok"], report["depth"], report["read_bytes"]) == (False, "none", 0)
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, text_tokens(20_000))
+    assert main(["doctor", str(tokens)]) == 0
+    assert "read all of it" in capsys.readouterr().out
+
+
+# Forebay's own.
+
+
+def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
+    folder.mkdir()
+    for i in range(2):
+        some = text_tokens(5000, i, eos=None) % 50_000 if tokens is None else tokens
+        stops = np.arange(500, 5001, 500).astype(np.uint64)
+        some = some.astype(np.uint16)
+        some[stops.astype(np.int64) - 1] = EOS
+        write_token_slice(folder / f"s{i}.safetensors", some, stops)
+    import_slices(folder)
+    return folder
+
+
+def test_a_dataset_of_ours(tmp_path: Path) -> None:
+    folder = ours(tmp_path / "d")
+    (report,) = look(folder, vocab_size=50_257)
+    assert report.ok and report.kind == "forebay" and report.metadata["tokens"] == 10_000
+    flip(folder / "s1.safetensors", -100)
+    assert only("damaged", folder).location == "s1.safetensors"
+    (folder / "s0.safetensors").unlink()
+    assert "is missing" in {item.evidence for item in findings(folder)}
+    flip(folder / "manifest.json", 30)
+    assert only("damaged", folder).location == "manifest"
+
+
+def test_an_empty_slice(tmp_path: Path) -> None:
+    folder = ours(tmp_path / "d")
+    for name in ("manifest.json", "slices.parquet"):
+        (folder / name).unlink()
+    write_token_slice(folder / "s2.safetensors", np.empty(0, np.uint16), np.empty(0, np.uint64))
+    import_slices(folder)
+    assert only("empty", folder).location == "s2.safetensors"
+
+
+def test_safetensors_alone(tmp_path: Path) -> None:
+    path = ours(tmp_path / "d") / "s0.safetensors"
+    alone = Path(shutil.copy(path, tmp_path / "alone.safetensors"))
+    assert not findings(alone)
+    data = bytearray(alone.read_bytes())
+    index = data.index(np.arange(500, 5001, 500).astype("<u8").tobytes())
+    data[index : index + 8] = (700).to_bytes(8, "little")  # Then 1000: still rising.
+    assert not findings(alone)
+    data[index : index + 8] = (70_000).to_bytes(8, "little")
+    alone.write_bytes(data)
+    assert only("document-ends", alone).location == "alone.safetensors"
+    assert only("damaged", cut(alone, 7)).location == "header"
+
+
+def test_rows(tmp_path: Path) -> None:
+    ids = text_tokens(64 * 128).reshape(64, 128)
+    path = tmp_path / "rows.safetensors"
+    write_rows_slice(path, {"input_ids": ids, "labels": ids.astype(np.int64)})
+    assert not findings(path, vocab_size=50_257)
+    ids[9] = ids[2]
+    write_rows_slice(path, {"input_ids": ids})
+    write_rows_slice(tmp_path / "other.safetensors", {"input_ids": ids[:1]})
+    only("vocabulary-overflow", path, vocab_size=1000)
+    write_rows_slice(path, {"input_ids": ids[:0]})
+    only("empty", path)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:600"])
+def test_what_prepare_writes_is_clean(tmp_path: Path, tokenizer: str) -> None:
+    for i, name in enumerate(("ast.py", "typing.py", "argparse.py", "inspect.py")):
+        (tmp_path / f"{i}.txt").write_bytes((Path(os.__file__).parent / name).read_bytes())
+    out = tmp_path / "out"
+    texts = [str(p) for p in sorted(tmp_path.glob("*.txt"))]
+    assert main(["prepare", *texts, "--tokenizer", tokenizer, "--out", str(out), "--workers", "1", "--quiet"]) == 0
+    (report,) = look(out)
+    assert not report.findings and report.metadata["documents"] == 4
+
+
+# Impostors, and the command.
+
+
+def test_files_that_are_not_the_data(tmp_path: Path) -> None:
+    pointer = tmp_path / "a.parquet"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    assert only("not-the-data", pointer).evidence.count("Run `git lfs pull`")
+    page = tmp_path / "b.bin"
+    page.write_text("<!DOCTYPE html><html><body>404</body></html>")
+    assert "HTML" in only("not-the-data", page).evidence
+    model = tmp_path / "model.bin"
+    with zipfile.ZipFile(model, "w") as archive:
+        archive.writestr("data.pkl", "x" * 2000)
+    assert faults(model) == {"not-the-data"} and not [item for item in findings(tmp_path) if item.path == str(model)]
+    assert not findings(GOLDEN / "templar" / "sample_ids_000000.npy")
+    (tmp_path / "c.npy").write_bytes(b"")
+    assert faults(tmp_path / "c.npy") == {"empty"}
+    (tmp_path / "d.parquet").write_bytes(b"")
+    assert findings(tmp_path / "d.parquet")
+    with pytest.raises(DatasetError, match="nothing there"):
+        look(tmp_path / "e.bin")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.bin"
+    with path.open("wb") as file:
+        np.save(file, text_tokens(5000))
+    assert main(["doctor", str(path), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert not result["ok"] and result["reports"][0]["findings"][0]["fault"] == "header-as-tokens"
+    assert main(["doctor", str(path)]) == 1
+    message = capsys.readouterr().out
+    command = next(line for line in message.splitlines() if "forebay convert" in line).partition("forebay ")[2]
+    out = tmp_path / "out.bin"
+    assert main(command.partition(",")[0].replace("FILE", str(path)).replace("OUT", str(out)).split()) == 0
+    assert main(["doctor", str(out)]) == 0 and "ok: nothing wrong found" in capsys.readouterr().out
+    assert main(["doctor", str(out), "--dtype", "uint8"]) == 2
+    assert main(["doctor", str(GOLDEN / "mds_raw"), str(GOLDEN / "arrow"), "--vocab-size", "50257"]) in (0, 1)
+    assert main(["doctor", str(tmp_path / "none")]) == 1
+    assert main(["doctor", "s3://b/x.jsonl"]) == 2 and "got s3://b/x.jsonl" in capsys.readouterr().err
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_whatever_is_damaged_the_doctor_stays_calm(tmp_path: Path, data: st.DataObject) -> None:
+    """Golden files with bytes changed, cut off or added, under any suffix: findings or none, never another error."""
+    folder = tmp_path / "f"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(data.draw(st.sampled_from(sorted(p for p in GOLDEN.iterdir() if p.is_dir()))), folder)
+    path = data.draw(st.sampled_from(sorted(p for p in folder.rglob("*") if p.is_file())))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(0, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.integers(0, len(content))) :]
+    path.write_bytes(content + data.draw(st.binary(max_size=20)))
+    if data.draw(st.booleans()):
+        path.rename(path.with_suffix(data.draw(st.sampled_from([".npy", ".bin", ".tar", ".safetensors", ".jsonl"]))))
+    with contextlib.suppress(ForebayError):
+        findings(folder, vocab_size=50_257)
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "llama-test-tokenizer.json"])
+def test_tokens_of_real_texts(tmp_path: Path, tokenizer: str) -> None:
+    """Nothing in them as they are; found where their type is another."""
+    folder = shared_data("tokenizers") / tokenizer
+    result = load_tokenizer(str(folder), eos=AUTO)
+    encode = parse(result.data, result.description).encode
+    texts = [p.read_text("utf-8") for p in sorted((shared_data("shakespeare") / "works").iterdir())[:2]]
+    tokens = np.array([i for text in texts for i in [*encode(text).ids, result.eos_id]], np.int64)
+    tokens = tokens[: len(tokens) & ~3]
+    registered = {"vocab_size": result.vocab_size}
+    path = tmp_path / "a.bin"
+    for kind, reported, expected in (
+        ("<u2", "<u2", set()), ("<u4", "<u4", set()),
+        ("<u4", "<u2", {"wrong-dtype"}), ("<u2", "<u4", {"wrong-dtype"}),
+    ):  # fmt: skip
+        path.write_bytes(tokens.astype(kind).tobytes())
+        assert faults(path, dtype=np.dtype(reported), **registered) == expected, (kind, reported)
+        if kind == reported:
+            assert faults(path) == expected, kind
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_real_files_give_no_finding(name: str) -> None:
+    folder = shared_data(name)
+    files = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name not in DAMAGED]
+    assert len(files) > 0
+    assert [item for path in files for item in findings(path)] == []

@@ -1,0 +1,246 @@
+"""Receipts and coverage: what holds is shown, what was forged, lost, repeated or moved is found and named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.errors import LedgerError
+from forebay.ledger.chain import Checkpoint, Used, read_entries, receipt_message
+from forebay.ledger.index import open_index
+from forebay.ledger.verify import cover, verify_ledger
+from forebay.ledger.writer import Ledger
+from forebay.observe.ledger_queries import replay
+from support.paths import GOLDEN
+from unit.ledger.test_ledger import KEY, WORKER, WORKER_KEY, check, sign
+
+SAMPLES = [8, 0, 5]
+
+
+def write_job(path: Path, uses: list[Used], *, per_entry: int = 2, forge: int = -1, **more: object) -> None:
+    """A ledger with these uses, some to an entry; the receipt of entry `forge` is of other uses."""
+    body = {"samples_per_slice": SAMPLES, "scheduler": KEY.hex(), "dataset_id": "d", "seed": 3, "seq_len": 4, **more}
+    with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
+        job = ledger.append("job", body)
+        ledger.append("worker", {"worker": WORKER, "key": WORKER_KEY.hex(), "name": "w"}, sync=False)
+        for number, first in enumerate(range(0, len(uses), per_entry)):
+            here = uses[first : first + per_entry]
+            receipt = sign(receipt_message(job.hash, here[:-1] if number == forge else here), WORKER_KEY).hex()
+            rows = [use.to_row() for use in here]
+            ledger.append("uses", {"worker": WORKER, "uses": rows, "receipt": receipt}, sync=False)
+
+
+def append(path: Path, *entries: tuple[str, dict[str, object]]) -> None:
+    with Ledger.open(path, sign, now=lambda: 6.0) as ledger:
+        for kind, body in entries:
+            ledger.append(kind, body, sync=False)
+
+
+WHOLE = [Used("a", 0, 0, 0, 4, 2), Used("a", 0, 0, 4, 8, 4), Used("b", 0, 2, 0, 5, 7)]
+
+
+# Coverage.
+
+_INTERVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 7)), max_size=12)
+
+
+@given(st.lists(st.integers(0, 7), min_size=4, max_size=4), _INTERVALS, _INTERVALS)
+@settings(max_examples=150, deadline=None)
+def test_coverage_equals_counting_points(
+    samples: list[int], uses: list[tuple[int, ...]], gone: list[tuple[int, ...]]
+) -> None:
+    def fitting(rows: list[tuple[int, ...]]) -> list[tuple[int, int, int]]:
+        return [(i, a, min(a + n, samples[i])) for i, a, n in rows if a < samples[i]]
+
+    uses_in, gone_in = fitting(uses), fitting(gone)
+    table = np.array(uses_in, np.int64).reshape(-1, 3)
+    result = cover(np.array(samples, np.int64), table[:, 0], table[:, 1], table[:, 2], gone_in)
+    points = [np.zeros(n, np.int64) for n in samples]
+    aside = [np.zeros(n, bool) for n in samples]
+    for i, a, b in uses_in:
+        points[i][a:b] += 1
+    for i, a, b in gone_in:
+        aside[i][a:b] = True
+    flat, remaining = np.concatenate(points), np.concatenate(aside)
+    assert result.counts["samples"] == flat.sum()
+    assert result.counts["repeated"] == np.maximum(flat - 1, 0).sum()
+    assert result.counts["missing"] == ((flat == 0) & ~remaining).sum()
+    assert result.counts.get("set_aside", 0) == ((flat == 0) & remaining).sum()
+    rebuilt = [np.ones(n, np.int64) for n in samples]
+    for i, a, b in result.missing.tolist():
+        rebuilt[i][a:b] -= 1
+    for i in range(4):
+        assert (rebuilt[i] == ((points[i] > 0) | aside[i])).all()
+
+
+# What verify finds and names.
+
+
+def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    append(path, ("epoch", {"epoch": 0, "samples": 13}))
+    assert verify_ledger(path, KEY, check).ok
+    late = Used("c", 0, 2, 0, 5, 9)
+    append(path, ("uses", {"worker": WORKER, "uses": [late.to_row()], "receipt": ""}))
+    assert "which had ended" in str(verify_ledger(path).problems)
+    append(path, ("epoch", {"epoch": 0}))
+    assert "had ended before" in str(verify_ledger(path).problems)
+
+
+def test_set_aside_is_told_from_missing(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE[:2])
+    assert verify_ledger(path).missing == [{"epoch": 0, "slice": 2, "start": 0, "stop": 5}]
+    append(path, ("set_aside", {"epoch": 0, "slice": 2, "start": 1, "stop": 5, "reason": "unreadable"}))
+    (epoch,) = verify_ledger(path).epochs
+    assert epoch == {"epoch": 0, "samples": 8, "missing": 1, "repeated": 0, "set_aside": 4}
+    append(path, ("readmitted", {"slice": 2}))
+    assert verify_ledger(path).epochs == [{"epoch": 0, "samples": 8, "missing": 5, "repeated": 0}]
+
+
+def test_forged_repeated_and_moved_receipts_are_named(tmp_path: Path) -> None:
+    write_job(tmp_path / "forged", WHOLE, forge=0)
+    report = verify_ledger(tmp_path / "forged", KEY, check)
+    assert not report.intact and report.problems[0].startswith("entry 2 (uses)")
+    write_job(tmp_path / "twice", [*WHOLE, WHOLE[1]])
+    report = verify_ledger(tmp_path / "twice", KEY, check)
+    assert report.repeated == [{"epoch": 0, "slice": 0, "start": 4, "stop": 8, "entry": 3}]
+    write_job(tmp_path / "moved", [WHOLE[1], WHOLE[0], WHOLE[2]])
+    assert "out of order: lease a of slice 0" in verify_ledger(tmp_path / "moved", KEY, check).problems[0]
+    write_job(tmp_path / "skipped", [WHOLE[0], Used("a", 0, 0, 6, 8, 4)])
+    report = verify_ledger(tmp_path / "skipped", KEY, check)
+    assert "expected 4" in report.problems[0] and report.missing[0] == {"epoch": 0, "slice": 0, "start": 4, "stop": 6}
+
+
+def test_receipts_by_sample_ids(tmp_path: Path) -> None:
+    write_job(tmp_path / "plain", WHOLE)
+    job = open_index(tmp_path / "plain").job
+    signed = [Used(*use.to_row(), replay(job, use.epoch, use.slice, use.start, use.stop)[1]) for use in WHOLE]
+    write_job(tmp_path / "right", signed)
+    assert verify_ledger(tmp_path / "right", KEY, check, replay).ok
+    other = Used(*WHOLE[1].to_row(), signed[0].digest)
+    write_job(tmp_path / "wrong", [signed[0], other, signed[2]])
+    assert verify_ledger(tmp_path / "wrong", KEY, check).ok
+    assert "it read other samples" in verify_ledger(tmp_path / "wrong", KEY, check, replay).problems[0]
+    # The published receipt, of ids 1, 2 and 3.
+    assert replay.__module__ and receipt_of([1, 2, 3]) == "abccad42d03c940bc2b249bf5a4e1e3d"
+
+
+def receipt_of(ids: list[int]) -> str:
+    from forebay.order.shard_windows import receipt
+
+    return receipt(np.array(ids, np.uint64))[0]
+
+
+# Writing.
+
+
+def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    with Ledger.open(path, sign) as ledger:
+        mark = Checkpoint.from_json(json.loads(json.dumps(asdict(ledger.checkpoint()))))
+        assert mark is not None and list(ledger.entries(mark.seq, mark)) == []
+        ledger.append("paused", {})
+        assert [e.kind for e in ledger.entries(mark.seq, mark)] == ["paused"]
+    size = path.stat().st_size
+    with Ledger.open(path, sign, checkpoint=mark) as ledger:
+        assert ledger.next_seq == mark.seq + 1 and ledger.read_bytes < size / 2
+        assert ledger.first is not None and ledger.first.kind == "job"
+        ledger.append("resumed", {})
+    for wrong in (Checkpoint(mark.seq, "0" * 64, mark.size, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq, mark.prev, mark.size - 1, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq, mark.prev, 10 * size, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq - 1, mark.prev, mark.size, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq, mark.prev, mark.size, mark.last_bytes, "1" * 64)):  # fmt: skip
+        with Ledger.open(path, sign, checkpoint=wrong) as ledger:
+            assert ledger.next_seq == mark.seq + 2 and ledger.read_bytes == path.stat().st_size
+    assert verify_ledger(path, KEY, check).intact
+    assert Checkpoint.from_json({"seq": 1}) is None and Checkpoint.from_json(None) is None
+
+
+def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    with Ledger.open(path, sign) as ledger:
+        pass
+    from forebay.ledger.chain import make_entry
+
+    forged = make_entry(ledger.next_seq, ledger._prev, 7.0, "paused", {}, lambda message: b"mine")
+    with path.open("ab") as file:
+        file.write(forged.line + b"\n")
+    with pytest.raises(LedgerError, match="not signed with this scheduler's key"):
+        Ledger.open(path, sign)
+    report = verify_ledger(path, KEY, check)
+    assert not report.intact and "entry 4 (paused): it is not signed" in report.problems[0]
+
+
+def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "l"
+    with Ledger.open(path, sign) as ledger:
+        ledger.append("job", {"samples_per_slice": SAMPLES, "scheduler": KEY.hex()})
+        with monkeypatch.context() as patch:
+            from forebay.ledger import writer
+
+            full = writer.os.write
+            patch.setattr(writer.os, "write", lambda fd, data: full(fd, data[:9]))
+            with pytest.raises(LedgerError, match="Is the disk full"):
+                ledger.append("paused", {})
+        ledger.append("paused", {})
+        ledger.append("resumed", {}, sync=False)
+        with monkeypatch.context() as patch:
+
+            def no_room(fd: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(writer.os, "fsync", no_room)
+            with pytest.raises(LedgerError, match="cannot flush"):
+                ledger.sync()
+        with pytest.raises(LedgerError, match="start again"):
+            ledger.append("resumed", {})
+    with Ledger.open(path, sign) as ledger:
+        assert [e.kind for e in ledger.entries()] == ["job", "paused"] and ledger.truncated_bytes == 0
+
+
+def test_one_fsync_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+    import time
+
+    from forebay.ledger import writer
+
+    count = 0
+    with Ledger.open(tmp_path / "l", sign) as ledger:
+        ledger.append("job", {"samples_per_slice": SAMPLES, "scheduler": KEY.hex()})
+
+        def fsync_until_all_have_appended(fd: int) -> None:
+            nonlocal count
+            count += 1
+            while ledger.next_seq < 21:
+                time.sleep(0.001)
+
+        monkeypatch.setattr(writer.os, "fsync", fsync_until_all_have_appended)
+        threads = [threading.Thread(target=ledger.append, args=("paused", {"n": n})) for n in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # One that began before the last had appended, and one for all the others.
+        assert count <= 2 and ledger.next_seq == 21
+        monkeypatch.undo()
+    assert len(list(read_entries(tmp_path / "l"))) == 21
+
+
+def test_the_form_on_disk(tmp_path: Path) -> None:
+    """The bytes of format 1: whoever changes them changes what all ledgers are."""
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    golden = GOLDEN / "ledger.jsonl"
+    assert path.read_bytes() == golden.read_bytes()
+    assert verify_ledger(golden, KEY, check).ok

@@ -1,0 +1,227 @@
+"""The hashes of chunks over a network: read by range, copied by a mirror, refused from a peer that lies."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from forebay.data_node import DataNode
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, root_of
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import DatasetError, ProtocolError
+from forebay.mirror import mirror
+from forebay.network.client import Client
+from forebay.network.peer import Provider
+from forebay.network.pki.identity import Identity
+from forebay.storage.base import PermanentError
+from forebay.storage.fetch import RunFetcher
+from forebay.storage.origins import open_remote
+from forebay.storage.peer_source import PeerSource, verify_provider
+from forebay.storage.transfers import FileTransfer, map_path_of
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
+from support.origin_server import OriginServer
+from support.paths import GOLDEN
+from support.wire import until
+
+Make = Callable[[str], Identity]
+FORMAT_1 = GOLDEN / "format1" / "dataset"
+HOST, URL = "127.0.0.1", "forebay://test-network/corpus"
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    folder = tmp_path / "served" / "corpus"
+    folder.mkdir(parents=True)
+    for index, length in enumerate([200, 30_000, 9000]):
+        tokens = np.random.default_rng(index).integers(0, 60_000, length).astype(np.uint16)
+        write_token_slice(folder / f"{index}.safetensors", tokens, np.array([length], np.uint64))
+    return import_slices(folder)
+
+
+@pytest.fixture
+def server(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServer]:
+    with OriginServer(dataset.path.parent) as created:
+        for key, value in created.s3_environment.items():
+            monkeypatch.setenv(key, value)
+        yield created
+
+
+def all_leaves(dataset: Dataset) -> list[bytes]:
+    return [dataset.leaves(index) for index in range(dataset.num_slices)]
+
+
+def as_dataset(folder: Path, like: Dataset) -> Dataset:
+    """A directory whose files may not match, served as `like`."""
+    return Dataset(folder, like.manifest, like.table, like.id)
+
+
+def test_leaves_come_by_range(dataset: Dataset, server: OriginServer) -> None:
+    first = dataset.first_chunks.tolist()
+    for url in (f"{server.url}/corpus", f"{server.s3_url}/corpus"):
+        remote = open_remote(url)
+        server.reset()
+        assert remote.leaves(1) == dataset.leaves(1)
+        assert remote.leaves(0) == dataset.leaves(0)  # one chunk: its hash is the slice's id
+        assert server.ranges == [(f"corpus/{CHUNKS_FILE}", first[1] * HASH_BYTES, first[2] * HASH_BYTES)]
+
+
+def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> None:
+    remote = open_remote(f"{server.url}/corpus")
+    assert remote.verify().ok
+    server.faults.corrupt[f"corpus/{CHUNKS_FILE}"] = 100
+    with pytest.raises(DatasetError, match=r"chunks.sha256: expected the hashes of 1.safetensors, got others"):
+        remote.leaves(1)
+    assert remote.verify().changed == [CHUNKS_FILE]
+    server.faults.corrupt.clear()
+    data = (dataset.path / CHUNKS_FILE).read_bytes()
+    (dataset.path / CHUNKS_FILE).write_bytes(data[:-1])
+    assert remote.verify().changed == [CHUNKS_FILE]
+    (dataset.path / CHUNKS_FILE).unlink()
+    assert remote.verify().missing == [CHUNKS_FILE]
+    with pytest.raises(DatasetError, match=CHUNKS_FILE):
+        remote.leaves(1)
+
+
+def test_members_read_leaves_by_range_from_a_data_node(dataset: Dataset, make_identity: Make) -> None:
+    discovery = LocalDiscovery()
+    with DataNode(make_identity("node"), [dataset], HOST, 0, discovery) as node:
+        reader = make_identity("reader")
+        remote = open_remote(URL, identity=reader, discovery=discovery)
+        small = sum((dataset.path / name).stat().st_size for name in (MANIFEST_FILE, TABLE_FILE))
+        until(lambda: node.status()["bytes_sent"] == small)
+        assert remote.leaves(2) == dataset.leaves(2)
+        first = dataset.first_chunks
+        until(lambda: node.status()["bytes_sent"] == small + int(first[3] - first[2]) * HASH_BYTES)
+        assert all_leaves(remote) == list(remote.all_leaves()) == all_leaves(dataset)
+        provider = Provider(node.identity.peer_id, node.address, True)
+        with Client(reader) as client:
+            assert [verify_provider(client, provider, dataset.table.row(index)) for index in range(3)] == [True] * 3
+
+
+def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
+    dataset: Dataset, make_identity: Make, tmp_path: Path
+) -> None:
+    row = dataset.table.row(2)
+    leaves = dataset.leaves(2)
+    (dataset.path / CHUNKS_FILE).unlink()
+    with DataNode(make_identity("node"), [dataset], HOST, 0, None) as node, Client(make_identity("reader")) as client:
+        source = PeerSource(client, node.identity.peer_id, node.address, lambda name: row.sha256)
+        assert source.leaves(row.name, row) == leaves
+        for wrong in (replace(row, chunk_bytes=row.chunk_bytes * 2), replace(row, chunk_bytes=1)):
+            with pytest.raises(PermanentError, match="in chunks of this size"):
+                source.leaves(row.name, wrong)
+        with RunFetcher(2) as fetcher:
+            transfer = FileTransfer(fetcher, row, tmp_path / "part", [source]).start()
+            assert transfer.wait(scaled(60)) and transfer.error is None
+            assert fetcher.stats() == {"bytes": row.bytes, "attempts": 1, "retries": 0}
+    assert (tmp_path / "part").read_bytes() == dataset.slice_path(2).read_bytes()
+    assert not map_path_of(tmp_path / "part").exists()
+
+
+def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
+    liar = tmp_path / "liar"
+    shutil.copytree(dataset.path, liar)
+    data = bytearray((liar / CHUNKS_FILE).read_bytes())
+    data[50] ^= 1
+    (liar / CHUNKS_FILE).write_bytes(data)
+    discovery, reader = LocalDiscovery(), make_identity("reader")
+    with DataNode(make_identity("liar"), [as_dataset(liar, dataset)], HOST, 0, discovery):
+        remote = open_remote(URL, identity=reader, discovery=discovery)
+        with pytest.raises(DatasetError, match=r"expected the hashes of 1.safetensors, got others"):
+            remote.leaves(1)
+        assert remote.leaves(2) == dataset.leaves(2)
+        with DataNode(make_identity("honest"), [dataset], HOST, 0, discovery):
+            both = open_remote(URL, identity=reader, discovery=discovery)
+            assert len(both.origin.sources()) == 2
+            assert all_leaves(both) == all_leaves(dataset)
+            assert mirror(both, tmp_path / "copy").complete
+    assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
+
+
+def test_a_directory_gets_the_hashes_where_no_peer_has_them(
+    dataset: Dataset, make_identity: Make, tmp_path: Path
+) -> None:
+    expected = (dataset.path / CHUNKS_FILE).read_bytes()
+    (dataset.path / CHUNKS_FILE).unlink()
+    discovery = LocalDiscovery()
+    with DataNode(make_identity("node"), [dataset], HOST, 0, discovery):
+        remote = open_remote(URL, identity=make_identity("reader"), discovery=discovery)
+        assert mirror(remote, tmp_path / "copy").complete
+    assert (tmp_path / "copy" / CHUNKS_FILE).read_bytes() == expected
+    assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
+
+
+@pytest.mark.parametrize("change", ["lineage", "chunk_bytes", "table_sha256"])
+def test_a_peer_that_sends_another_manifest_is_refused(
+    dataset: Dataset, make_identity: Make, tmp_path: Path, change: str
+) -> None:
+    liar = tmp_path / "liar"
+    shutil.copytree(dataset.path, liar)
+    other = {"lineage": {"inputs": "others"}, "chunk_bytes": 0, "table_sha256": "ab" * 32}[change]
+    (liar / MANIFEST_FILE).write_bytes(replace(dataset.manifest, **{change: other}).to_json())
+    discovery = LocalDiscovery()
+    with (
+        DataNode(make_identity("liar"), [as_dataset(liar, dataset)], HOST, 0, discovery),
+        pytest.raises(ProtocolError, match=f"manifest.json is not that of the dataset {dataset.id}"),
+    ):
+        open_remote(URL, identity=make_identity("reader"), discovery=discovery)
+
+
+@pytest.mark.parametrize("source", ["format 2", "format 1"])
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_mirror_copies_both_formats(
+    dataset: Dataset, server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: str
+) -> None:
+    folder = dataset.path if source == "format 2" else FORMAT_1
+    target = tmp_path / "copy" if kind == "folder" else f"{server.s3_url}/copies/mine"
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    for copied in (3, 0):
+        report = mirror(open_remote(str(folder)), target)
+        assert report.complete and report.copied == copied
+        assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+    copy = tmp_path / "copy" if kind == "folder" else dataset.path.parent / "copies/mine"
+    expected = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {path.relative_to(copy).as_posix(): path.read_bytes() for path in copy.rglob("*.*")} == expected
+    assert verify_dataset(copy).ok and open_remote(str(target)).verify().ok
+
+
+def test_hashes_of_a_large_dataset_are_not_in_memory(tmp_path: Path) -> None:
+    """16 MB of hashes: reading those of a slice, verifying and copying them takes about 1 MiB at once."""
+    num_slices, chunks = 2000, 256
+    leaves = np.random.default_rng(0).integers(0, 256, (num_slices, chunks * HASH_BYTES), np.uint8)
+    ids = b"".join(bytes.fromhex(root_of(row.tobytes())) for row in leaves)
+    table = SliceTable(
+        names=pa.array([f"slices/{index:06d}.safetensors" for index in range(num_slices)]),
+        bytes=np.full(num_slices, chunks << 16, np.int64),
+        sha256=np.frombuffer(ids, np.uint8).reshape(-1, 32),
+        count=np.full(num_slices, 1000, np.int64),
+        documents=np.ones(num_slices, np.int64),
+        chunk_bytes=1 << 16,
+    )
+    (tmp_path / CHUNKS_FILE).write_bytes(leaves.tobytes())
+    (tmp_path / TABLE_FILE).write_bytes(table.to_parquet())
+    manifest = Manifest.of(table, {}, name="large", layout="tokens", dtype="U16")
+    (tmp_path / MANIFEST_FILE).write_bytes(manifest.to_json())
+    last = leaves[-1].tobytes()
+    del leaves
+    for dataset in (open_dataset(tmp_path), open_remote(str(tmp_path))):
+        dataset.leaves(0)
+        tracemalloc.start()
+        assert dataset.leaves(num_slices - 1) == last
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+        tracemalloc.reset_peak()
+        assert sum(map(len, dataset.all_leaves())) == num_slices * chunks * HASH_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20
+        tracemalloc.stop()

@@ -1,0 +1,64 @@
+"""What training a model takes: the figures are those of the model, and no batch is proposed that does not fit."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+import pytest
+
+from forebay.cli import main
+from forebay.worker.config import SIZES
+from support.paths import ROOT
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_bound_holds_and_is_near(name: str) -> None:
+    """Beside what autograd saves for the way back, for two shapes of a batch."""
+    size, vocab_size, seq_len = SIZES[name], 300, 32
+    program = runpy.run_path(str(ROOT / "examples" / "train_gpt.py"))
+    model = program["Gpt"](vocab_size, seq_len, size)
+    assert size.num_parameters(vocab_size, seq_len) == sum(item.numel() for item in model.parameters())
+    weights = {item.untyped_storage().data_ptr() for item in model.parameters()}
+    for batch in (1, 3):
+        saved = _kept(model, weights, torch.zeros(batch, seq_len, dtype=torch.int64))
+        bound = batch * size.sample_bytes(vocab_size, seq_len)
+        gradient = 4 * batch * seq_len * vocab_size
+        assert 0.7 * bound < saved + gradient <= bound
+
+
+def _kept(model: Any, weights: set[int], ids: Any) -> int:
+    """Bytes that autograd keeps of a step's way there, weights apart."""
+    current: list[Any] = []  # So that no two tensors have had one address.
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Any) -> Any:
+        current.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("gigabytes", [1, 4, 24])
+def test_the_largest_batch_fits_and_one_more_does_not(gigabytes: int) -> None:
+    for size in SIZES.values():
+        max_value = size.largest_batch(50257, 512, gigabytes << 30)
+        state, sample = size.state_bytes(50257, 512), size.sample_bytes(50257, 512)
+        assert max_value == 0 or state + max_value * sample <= gigabytes << 30
+        assert state + (max_value + 1) * sample > gigabytes << 30
+
+
+def test_the_command_proposes_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the guide 32 for tiny, 4 for medium; fewer where fewer fit; refused where none does."""
+    for name, memory, proposed in (("tiny", "80GB", 32), ("medium", "24GB", 4), ("medium", "5GB", 2)):
+        assert main(["plan", "--model-size", name, "--seq-len", "1024", "--memory", memory]) == 0
+        assert f"batch_size={proposed}" in capsys.readouterr().out
+    assert main(["plan", "--model-size", "medium", "--seq-len", "1024", "--memory", "2GB"]) == 1
+    assert "one sample" in capsys.readouterr().out

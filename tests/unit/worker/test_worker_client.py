@@ -1,0 +1,220 @@
+"""Settings and who goes before whom, the client, the command line, advice."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.errors import UnknownDatasetError, UsageError
+from forebay.worker import WorkerClient, WorkerConfig
+from forebay.worker.__main__ import main
+from forebay.worker.config import MODEL_SIZES
+from forebay.worker.trainer import CountTrainer
+from forebay.worker.training import OutOfMemoryError, is_out_of_memory, out_of_memory
+from support.paths import ROOT
+
+GPT = f"{ROOT / 'examples' / 'train_gpt.py'}:GptTrainer"
+COUNT: dict[str, Any] = {"trainer": "count", "num_steps": 6}
+
+
+def train(config: WorkerConfig, lines: list[str] | None = None) -> Any:
+    async def run() -> Any:
+        async with WorkerClient(config, log=(lines if lines is not None else []).append) as worker:
+            return await worker.run_training()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the {i}th line of the text"}) + "\n" for i in range(400)))
+    return path
+
+
+def test_the_defaults_of_the_guide() -> None:
+    config = WorkerConfig()
+    assert (config.dataset_type, config.dataset_name, config.tokenizer_name) == ("dummy", None, None)
+    assert (config.batch_size, config.seq_len, config.num_steps) == (4, 32, 100)
+    assert set(MODEL_SIZES) == {"tiny", "small", "medium"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.batch_size = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "seq_len", "tokenizer"),
+    [
+        ({}, 32, None),
+        ({"seq_len": 64}, 64, None),
+        ({"dataset_name": "pile"}, 2048, "EleutherAI/gpt-neox-20b"),
+        ({"dataset_name": "pile", "seq_len": 32}, 32, "EleutherAI/gpt-neox-20b"),
+        ({"dataset_name": "fineweb-edu", "tokenizer_name": "EleutherAI/gpt-neox-20b"}, 1024, "EleutherAI/gpt-neox-20b"),
+        (
+            {"dataset_name": "bigcode/the-stack", "tokenizer_name": "codegen-350M", "seq_len": 2048},
+            2048,
+            "codegen-350M",
+        ),
+        ({"dataset_name": "someone/something"}, 512, "gpt2"),
+    ],
+)
+def test_given_goes_before_the_datasets_own(given: dict[str, Any], seq_len: int, tokenizer: str | None) -> None:
+    config = WorkerConfig(**given)
+    assert (config.resolved_seq_len(), config.resolved_tokenizer()) == (seq_len, tokenizer)
+    assert dataclasses.replace(config, batch_size=9).resolved_seq_len() == seq_len
+
+
+def test_a_name_makes_a_dummy_a_dataset_of_the_hub() -> None:
+    assert WorkerConfig(dataset_name="fineweb").dataset_type == "huggingface"
+
+
+def test_effective_batch_size() -> None:
+    pairs = [(4, 8), (8, 4), (16, 2)]
+    assert [WorkerConfig(batch_size=batch).effective_batch_size(world) for world, batch in pairs] == [32, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dataset_type": "web"}, "'dummy', 'distributed_dummy', 'huggingface', got 'web'"),
+        ({"model_size": "huge"}, "'tiny', 'small', 'medium', got 'huge'"),
+        ({"dataset_type": "huggingface"}, "dataset_name"),
+        ({"dataset_type": "distributed_dummy", "dataset_name": "pile"}, "dataset_name"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"seq_len": None}, "seq_len"),
+        ({"num_steps": 1.5}, "num_steps"),
+        ({"worker_id": " "}, "worker_id"),
+        ({"learning_rate": 0}, "learning_rate"),
+        ({"lanes": 0}, "lanes"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        WorkerConfig(**given)
+
+
+@pytest.mark.parametrize("dataset_type", ["dummy", "distributed_dummy"])
+def test_dummies_train_without_any_framework(dataset_type: str) -> None:
+    lines: list[str] = []
+    report = train(WorkerConfig(dataset_type=dataset_type, batch_size=8, **COUNT), lines)
+    assert (report.finished, report.steps, report.samples, report.tokens) == (True, 6, 48, 48 * 32)
+    assert (report.rank, report.world_size, report.effective_batch_size, len(report.losses)) == (0, 1, 8, 6)
+    assert lines[1].startswith("rank 0 of 1: effective batch size 8 (8 x 1)")
+    assert lines[-1].startswith("done: step 6/6")
+
+
+def test_the_gpt_trains_on_text(corpus: Path) -> None:
+    pytest.importorskip("torch")
+    config = WorkerConfig(
+        dataset_name=str(corpus), tokenizer_name="bytes", seq_len=16, num_steps=30, trainer=GPT, device="cpu"
+    )
+    losses = train(config).losses
+    assert losses[-1] < losses[0] - 1
+
+
+def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path) -> None:
+    async def run() -> None:
+        config = WorkerConfig(
+            dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, trainer="count", num_steps=10**6
+        )
+        worker = WorkerClient(config, log=lambda line: None)
+        with pytest.raises(UsageError, match="start"):
+            await worker.run_training()
+        await worker.start()
+        running = asyncio.create_task(worker.run_training())
+        while not worker.report.steps:
+            await asyncio.sleep(0.01)
+        with pytest.raises(UsageError, match="one run_training"):
+            await worker.run_training()
+        await worker.stop()
+        report = await running
+        assert not report.finished and report.steps > 0
+        steps = report.steps
+        running = asyncio.create_task(worker.run_training())
+        while worker.report.steps == steps:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert worker.report.steps > steps
+        await worker.start()
+        assert worker.report.steps == 0
+        await worker.stop()
+        await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_a_finished_run_is_not_begun_again_by_chance() -> None:
+    async def run() -> None:
+        async with WorkerClient(WorkerConfig(**COUNT), log=lambda line: None) as worker:
+            await worker.run_training()
+            with pytest.raises(UsageError, match="finished run"):
+                await worker.run_training()
+
+    asyncio.run(run())
+
+
+def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def short(self: CountTrainer, inputs: Any, labels: Any) -> float:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(CountTrainer, "step", short)
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory") as reported:
+        train(WorkerConfig(batch_size=8, seq_len=1024, model_size="medium", **COUNT))
+    for words in ("batch_size=8, seq_len=1024", "Try batch_size=4, or seq_len=512, or model_size='small'"):
+        assert words in str(reported.value)
+    error = reported.value
+    assert isinstance(error, OutOfMemoryError) and (error.batch_size, error.seq_len) == (8, 1024)
+    assert type(error.__cause__).__name__ == "OutOfMemoryError"
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError("out of memory"))
+    assert "a device with more memory" in str(out_of_memory(MemoryError(), WorkerConfig(batch_size=1, seq_len=16)))
+
+
+def test_an_unknown_name_is_told_at_start() -> None:
+    with pytest.raises(FileNotFoundError, match=r"^Dataset 'my-dataset' not found"):
+        train(WorkerConfig(dataset_name="my-dataset"))
+
+
+def test_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tmp_path / "worker.toml"
+    settings.write_text('tokenizer-name = "bytes"\nseq_len = 16\nbatch_size = 3\nnum_steps = 4\ntrainer = "count"\n')
+    flags = ["--config", str(settings), "--dataset-name", str(corpus), "--batch-size", "5"]
+    assert main([*flags, "--json", "--quiet"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["tokens"], report["loss_first"] > 0) == (20, 320, True)
+    assert main(["--list-datasets"]) == 0
+    assert capsys.readouterr().out.startswith("fineweb: FineWeb: 15T tokens from CommonCrawl\n")
+    assert main(["--list-datasets", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 5
+    assert main(["--dataset-name", "my-dataset"]) == 1
+    assert capsys.readouterr().err.startswith("error: Dataset 'my-dataset' not found")
+    settings.write_text("batch = 3")
+    assert main(["--config", str(settings)]) == 1
+    assert "got batch." in capsys.readouterr().err
+    assert main(["--config", str(tmp_path / "none.toml")]) == 1
+
+
+def test_listing_costs_no_framework() -> None:
+    code = (
+        "import sys, forebay.worker as w; w.list_available_datasets(); w.WorkerConfig(dataset_name='pile')\n"
+        "assert not {'torch', 'datasets', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_unknown_is_a_dataset_error() -> None:
+    assert issubclass(UnknownDatasetError, FileNotFoundError)
