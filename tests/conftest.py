@@ -17,11 +17,10 @@ import pytest
 
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker.trainer import share_processors
-from support import calibration
-from support.calibration import slowness
+from support import limits
+from support.paths import TESTS
 
 # Programs that tests start import the helpers beside this file.
-TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(TESTS), str(TESTS / "support/unflushed"), os.environ.get("PYTHONPATH")])
 )
@@ -44,11 +43,11 @@ hypothesis.settings.load_profile(PROFILE)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Scale the limit of a test (`timeout` in pyproject.toml) to this machine, and watch how it runs."""
-    calibration.watch()
-    if config.getoption("timeout", None) is None:
-        longer = LONGER if PROFILE == "long" else 1
-        config.option.timeout = float(config.getini("timeout")) * min(max(2.0, slowness()), 4.0) * longer
+    """Watch what the fast tests do and what each test costs; the long profile has longer time-outs."""
+    limits.install()
+    config.pluginmanager.register(limits.CostPlugin())
+    if PROFILE == "long" and config.getoption("timeout", None) is None:
+        config.option.timeout = float(config.getini("timeout")) * LONGER
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from support.calibration import scaled
 from support.runner import ROOT, blocks
 
 
 def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=scaled(120),
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
     )  # fmt: skip
 

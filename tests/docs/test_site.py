@@ -18,7 +18,6 @@ from forebay.cli import make_parser
 from forebay.cli.parser import walk
 from forebay.prepare.recipe import STAGES
 from support.browser import THEMES, WIDTHS, Theme, open_browser
-from support.calibration import scaled
 from support.runner import ROOT
 
 TOOLS = "import material, mkdocs, mkdocstrings_handlers.python"
@@ -36,7 +35,7 @@ def interpreter() -> str:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("docs") / "site"
     command = [interpreter(), str(ROOT / "scripts" / "docs_site.py"), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     return out
 

@@ -21,7 +21,6 @@ from forebay.data_node import DataNode
 from forebay.network.client import Client
 from forebay.network.pki.identity import create_network, join
 from forebay.scheduler.server import SchedulerService
-from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.paths import ROOT
 
@@ -178,7 +177,6 @@ def test_7_leases(folder: Path, tmp_path: Path) -> None:
             command += ["--identity", str(carol.node_dir), "--cache-dir", str(tmp_path / "cache")]
             done = subprocess.run(
                 [*command, "--", sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True,
-                timeout=scaled(120),
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
             printed, last = done.stdout.splitlines()

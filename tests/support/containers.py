@@ -100,12 +100,10 @@ class Container:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """A command beside it, as `exec` of Docker and Kubernetes."""
-        return subprocess.run(
-            command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=scaled(30)
-        )
+        return subprocess.run(command, cwd=self.directory, env=self.environment, capture_output=True, text=True)
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        return self.popen.wait(scaled(timeout_s))
+        return self.popen.wait()
 
     def wait_until(self, probe: Sequence[str], timeout_s: float = 60.0) -> None:
         """Until the probe says that it is healthy."""
@@ -118,7 +116,7 @@ class Container:
         if self.popen.poll() is None:
             os.killpg(self.popen.pid, signal.SIGTERM)
             try:
-                self.popen.wait(scaled(20))
+                self.popen.wait()
             except subprocess.TimeoutExpired:
                 os.killpg(self.popen.pid, signal.SIGKILL)
         return self.popen.wait()

@@ -153,7 +153,7 @@ class Watcher:
         """`most` bytes of slices and partial files at once, and how many `looks` there were."""
         self._told.send("end")
         result: dict[str, int] = self._told.recv()
-        self._process.join(scaled(10))
+        self._process.join()
         return result
 
 

@@ -48,7 +48,7 @@ class Forks:
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps({"ns": ns, "argv": argv, "log": str(log)}) + "\n")
         self._popen.stdin.flush()
-        return Process(self, self._pids.get(timeout=scaled(60.0)), log)
+        return Process(self, self._pids.get(), log)
 
     def code(self, pid: int, timeout_s: float) -> int | None:
         """The exit code of a fork, negative for a signal; None if it still runs after `timeout_s`."""
@@ -59,8 +59,8 @@ class Forks:
     def close(self) -> None:
         assert self._popen.stdin is not None
         self._popen.stdin.close()
-        self._popen.wait(scaled(20.0))
-        self._reader.join(scaled(5.0))
+        self._popen.wait()
+        self._reader.join()
 
     def _read(self) -> None:
         assert self._popen.stdout is not None

@@ -28,7 +28,6 @@ from forebay.scheduler.server import SchedulerService
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.calibration import scaled
 from support.leases import work
 
 HOST = "127.0.0.1"
@@ -99,7 +98,7 @@ class Node:
 
     def wait(self, timeout_s: float = 60.0) -> int:
         code = self.popen.wait(timeout_s)
-        self._reader.join(scaled(5.0))
+        self._reader.join()
         return code
 
     def again(self) -> Node:

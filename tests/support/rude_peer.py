@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.network.pki.identity import Identity
-from support.calibration import scaled
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class RudePeer:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(scaled(20))
+            thread.join()
 
     def cut(self) -> None:
         """Close all connections that are open now."""

@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.calibration import scaled
 from support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +137,7 @@ class Page:
             )  # fmt: skip
         self._sessions.append(process.pid)
         try:
-            code = process.wait(scaled(120))
+            code = process.wait()
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

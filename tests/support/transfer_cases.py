@@ -14,7 +14,6 @@ from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_origin
 from forebay.storage.transfers import FileTransfer
 from support import cached
-from support.calibration import scaled
 
 MIB = 1 << 20
 CHUNK = 1 << 16
@@ -60,7 +59,7 @@ def fetch(
         run_bytes=1 << 18,
         **more,
     )
-    assert moved.wait(scaled(60))
+    assert moved.wait()
     if moved.error is None:
         assert part.stat().st_size == info.bytes
         assert hash_slice(part, info.chunk_bytes)[0] == info.sha256

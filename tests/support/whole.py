@@ -149,7 +149,6 @@ def run(inputs: Path, out: Path, workers: int, engine: str = "local", **environm
         command(inputs, out, workers, engine),
         capture_output=True,
         text=True,
-        timeout=scaled(300),
         env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr

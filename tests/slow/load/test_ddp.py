@@ -15,7 +15,6 @@ import pytest
 
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
-from support.calibration import scaled
 from support.paths import TESTS
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
@@ -42,7 +41,6 @@ def run_all(tmp_path: Path, data: Path, runs: list[dict[str, Any]]) -> list[dict
         [sys.executable, "-W", "ignore", str(TESTS / "support" / "ranks.py"), str(config)],
         capture_output=True,
         text=True,
-        timeout=scaled(150),
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

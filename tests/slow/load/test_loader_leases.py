@@ -151,11 +151,11 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
         seen: list[int] = []
         reading = threading.Thread(target=read, args=(other, len(expected) - 8, seen))
         reading.start()
-        reading.join(scaled(30.0))
+        reading.join()
         assert not reading.is_alive() and not given
         other.close()
         holder.close()
-        waiting.join(scaled(30.0))
+        waiting.join()
         assert not waiting.is_alive()
         assert mixture.stats()["leases_lost"] == mixture.stats()["wasted_samples"] == 0
     of_books = [sample for source, sample in given if source == 0]

@@ -84,7 +84,7 @@ def run_ranks(world: Path, folder: Path, address: str, identities: list[str], **
         processes.append(_processes.Process(target=_rank, args=task, daemon=True))
         processes[-1].start()
     for process in processes:
-        process.join(scaled(60.0))
+        process.join()
         assert process.exitcode == 0
     for rank, out in enumerate(outs):
         local = Loader(world / "c4", **READ, rank=rank)

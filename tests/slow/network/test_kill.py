@@ -24,7 +24,6 @@ pytest.importorskip("libtorrent")
 
 from forebay.ledger.verify import verify_ledger
 from forebay.network.pki.identity import verify
-from support.calibration import scaled
 from support.feeding import has_id
 from support.nodes import Bootstrap, Node, make_dataset, make_network
 
@@ -102,9 +101,9 @@ class Cluster:
         """Until the workers have ended, and then the scheduler."""
         for name, node in list(self.nodes.items()):
             if node.role == "work":
-                assert node.wait(scaled(timeout_s)) == 0, self.log(name)
+                assert node.wait() == 0, self.log(name)
         self.nodes["scheduler"].terminate()
-        assert self.nodes["scheduler"].wait(scaled(20)) == 0, self.log("scheduler")
+        assert self.nodes["scheduler"].wait() == 0, self.log("scheduler")
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()[-4000:]
@@ -115,8 +114,8 @@ def run_job(directory: Path, rounds: int, epochs: int, seed: int) -> tuple[float
     chance = random.Random(seed)
     with ExitStack() as stack:
         cluster = Cluster(directory, stack, epochs, chance)
-        assert cluster.nodes["scheduler"].up.wait(scaled(40)), cluster.log("scheduler")
-        assert cluster.nodes["worker-0"].up.wait(scaled(40)), cluster.log("worker-0")
+        assert cluster.nodes["scheduler"].up.wait(), cluster.log("scheduler")
+        assert cluster.nodes["worker-0"].up.wait(), cluster.log("worker-0")
         began = time.monotonic()
         for _ in range(rounds):
             time.sleep(chance.uniform(0.1, 1.0))

@@ -131,7 +131,7 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
             transfers, remote.table.row(0), part, [remote.origin],
             on_wrong=lambda origin, _: invalid.append(origin.url),
         ).start()  # fmt: skip
-        assert moved.wait(scaled(30)) and moved.error is None
+        assert moved.wait() and moved.error is None
         assert part.read_bytes() == dataset.slice_path(0).read_bytes()
     if about == "slices" and tell in BLAMED:
         assert set(map(_peer_in, invalid)) == {liar.identity.peer_id for liar in liars if liar.asked}, invalid

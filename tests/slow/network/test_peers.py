@@ -12,7 +12,6 @@ from forebay.network.pki.identity import Identity
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
 from forebay.storage.transfers import FileTransfer
-from support.calibration import scaled
 from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 
@@ -28,7 +27,7 @@ def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for index in range(3):
                 part = tmp_path / f"{index}.part"
                 moved = FileTransfer(transfers, remote.table.row(index), part, [remote.origin]).start()
-                assert moved.wait(scaled(30)) and moved.error is None
+                assert moved.wait() and moved.error is None
                 assert part.read_bytes() == dataset.slice_path(index).read_bytes()
     finally:
         dht.close()

@@ -177,14 +177,14 @@ def test_stop_finishes_the_download_in_flight(
 
     def wait_amid(*arguments: object) -> None:
         reached.set()
-        assert opened.wait(scaled(30))
+        assert opened.wait()
         receive(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(peers, "_fill", wait_amid)
     path = f"/v1/slices/{row.sha256}"
     fetching = threading.Thread(target=lambda: client.read_range(node.address, path, memoryview(into), 0, timeout_s=60))
     fetching.start()
-    assert reached.wait(scaled(30))
+    assert reached.wait()
     drained: list[bool] = []
     stopping = threading.Thread(target=lambda: drained.append(node.stop(60)))
     stopping.start()
@@ -193,8 +193,8 @@ def test_stop_finishes_the_download_in_flight(
         late.request_json(node.address, "GET", "/v1/claims")
     assert not drained
     opened.set()
-    fetching.join(scaled(60))
-    stopping.join(scaled(60))
+    fetching.join()
+    stopping.join()
     assert drained == [True]
     assert into == big.slice_path(0).read_bytes()
 
@@ -294,7 +294,7 @@ def test_providers_found_through_the_dht_and_a_killed_one_disappears(
 
         until(lambda: found() == {identity.peer_id for identity in identities})
         running[0].send_signal(signal.SIGKILL)
-        running[0].wait(scaled(20))
+        running[0].wait()
         until(lambda: found() == {identities[1].peer_id})
         key = record_key(client.identity.network_id, "dataset", "tiny")
         until(lambda: bool(dht.find(key, 2.0)))

@@ -425,7 +425,7 @@ def test_an_observer_sees_no_name_and_no_bytes(
     body = client.get_bytes(address, f"/v1/slices/{row.sha256}", 1 << 20)
     assert read_claims(client, address, NAME)[0].name == NAME
     client.close()
-    tapped.join(scaled(20))
+    tapped.join()
     listener.close()
     assert len(retained) > len(body) + 1000
     secrets = [body[i : i + 16] for i in range(0, len(body) - 16, 64)] + [

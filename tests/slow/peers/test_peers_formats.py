@@ -24,7 +24,6 @@ from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, T
 from forebay.formats.sources import open_source
 from forebay.formats.token_stream import documents
 from slow.peers.formats_peer import BLOCK
-from support.calibration import scaled
 from support.paths import TESTS
 
 PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
@@ -41,7 +40,7 @@ TOKENS = TokenSource("made", "U16", len(STREAM), len(ENDS), lambda: iter([TokenP
 
 def ask(peer: str, *words: str) -> Any:
     script = str(Path(__file__).with_name("formats_peer.py"))
-    done = subprocess.run([peer, script, *words], capture_output=True, text=True, timeout=scaled(150))
+    done = subprocess.run([peer, script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

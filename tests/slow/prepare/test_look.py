@@ -15,7 +15,6 @@ import pytest
 
 from forebay import prepare_dataset
 from forebay.prepare.report import load_report
-from support.calibration import scaled
 from support.outputs import content
 from support.shared_data import shared_data
 
@@ -26,7 +25,7 @@ def run(*arguments: object, cwd: Path, code: int = 0) -> str:
     """What a command prints: its result, or its errors."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name("forebay")), *map(str, arguments)],
-        capture_output=True, text=True, timeout=scaled(120), cwd=cwd, env=os.environ,
+        capture_output=True, text=True, cwd=cwd, env=os.environ,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr

@@ -24,7 +24,6 @@ import forebay
 from forebay.cli import main
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import install_command
-from support.calibration import scaled
 from support.shared_data import shared_data
 
 KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}
@@ -36,7 +35,6 @@ def run(*arguments: object, code: int | None = 0, **environment: str) -> subproc
         [str(Path(sys.executable).with_name("forebay")), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=scaled(120),
         env=os.environ | environment,
     )
     assert done.returncode in ((1, 2) if code is None else (code,)), done.stdout + done.stderr

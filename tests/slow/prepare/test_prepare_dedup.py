@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from forebay.dataset.reader import open_dataset
-from support.calibration import scaled
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
 from support.outputs import content
@@ -81,7 +80,6 @@ def prepare(folder: Path, *arguments: object, code: int = 0, **environment: str)
         command,
         capture_output=True,
         text=True,
-        timeout=scaled(180),
         env=os.environ | {"PYTHONPATH": path} | environment,
     )
     assert done.returncode == code, done.stderr

@@ -157,7 +157,7 @@ def test_an_array_with_a_killed_job_and_slow_tasks(tmp_path: Path) -> None:
         view = top_until(out, lambda view: view["members"][killed]["state"] == "lost")
         assert any(f"job {killed} on {HOST} is gone" in event["text"] for event in view["events"])
         (tmp_path / "go").touch()
-        assert [job.wait(scaled(120)) for job in jobs if job is not jobs[killed]] == [0, 0]
+        assert [job.wait() for job in jobs if job is not jobs[killed]] == [0, 0]
     finally:
         for job in jobs:
             if job.poll() is None:
@@ -169,7 +169,7 @@ def test_an_array_with_a_killed_job_and_slow_tasks(tmp_path: Path) -> None:
     assert (lost["kind"], lost["host"], lost["pid"]) == ("lost", HOST, jobs[killed].pid)
     assert lost["task"].endswith("10.txt") and "no sign" in lost["reason"]
 
-    assert start(tmp_path, out, 1, task="finish").wait(scaled(120)) == 0
+    assert start(tmp_path, out, 1, task="finish").wait() == 0
     assert not (out / ".work").exists() and "failed task" not in forebay("report", out)
     record = json.loads((out / ".progress.json").read_text())
     by_step = {step["step"]: step for step in record["steps"]}
@@ -184,7 +184,7 @@ def test_an_array_with_a_killed_job_and_slow_tasks(tmp_path: Path) -> None:
     assert ["process_split", "24", "2", "1"] in [[row[i] for i in (0, 1, 6, 7)] for row in tables["Tasks"]]
     assert [row[0] for row in tables["Tasks"][1:]] == list(by_step)
     assert any(row[0].endswith("14.txt") and row[2] == HOST for row in tables["Slowest tasks"])
-    assert start(tmp_path, tmp_path / "alone", 2).wait(scaled(120)) == 0
+    assert start(tmp_path, tmp_path / "alone", 2).wait() == 0
     assert open_dataset(out).id == open_dataset(tmp_path / "alone").id
 
 
@@ -222,7 +222,7 @@ def tables_of(page: Path) -> dict[str, list[list[str]]]:
 def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int, how: str) -> None:
     corpus(tmp_path, 6, **{how: [4]})
     out = tmp_path / "out"
-    assert start(tmp_path, out, workers).wait(scaled(120)) == 1
+    assert start(tmp_path, out, workers).wait() == 1
     log = (tmp_path / "run.log").read_text()
     assert log.strip().endswith(f"`forebay report {out}` prints the log of the task.")
     printed = forebay("report", out)
@@ -242,7 +242,7 @@ def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int,
         assert failure["kind"] == "died" and failure["attempt"] == 4
         assert failure["log"].strip() == "a library says why"
     (tmp_path / "fixed").touch()
-    assert start(tmp_path, out, workers).wait(scaled(120)) == 0
+    assert start(tmp_path, out, workers).wait() == 0
     assert not (out / ".work").exists() and "failed task" not in forebay("report", out)
 
 
@@ -261,7 +261,7 @@ def test_tasks_on_ray_and_one_that_fails_there(tmp_path: Path) -> None:
         (lost,) = view["attempts"]
         assert lost["kind"] == "lost" and lost["task"].endswith("02.txt") and lost["node"] == task["node"]
         (tmp_path / "go").touch()
-        assert run.wait(scaled(120)) == 1
+        assert run.wait() == 1
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)

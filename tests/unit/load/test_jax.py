@@ -19,7 +19,6 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
-from support.calibration import scaled
 from support.ports import free_port
 
 needs_jax = pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
@@ -85,7 +84,7 @@ def test_global_arrays_are_the_global_batches(data: Path, tmp_path: Path, proces
         for i in range(processes)
     ]
     for item in running:
-        _, errors = item.communicate(timeout=scaled(120))
+        _, errors = item.communicate()
         assert item.returncode == 0, errors
     arguments: Any = {"seq_len": 16, "global_batch_size": 8, "seed": 3, "epochs": 2, "world_size": processes}
     shares = [[b.inputs.tolist() for b in Loader(data, rank=rank, **arguments)] for rank in range(processes)]

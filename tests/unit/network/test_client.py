@@ -76,7 +76,7 @@ class Liar:
     def stop(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        self.thread.join(scaled(20))
+        self.thread.join()
 
 
 RANGE = b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 0-7/8\r\n\r\n"

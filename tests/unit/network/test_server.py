@@ -301,7 +301,7 @@ def test_in_a_full_house_the_peer_with_most_makes_room(desk: Desk, make_identity
         item = stack.enter_context(connect(server, other))
         until(lambda: server.num_connections == 4)
         idle[0].sendall(b"GET /held HTTP/1.1\r\n\r\n")  # the oldest, but it does not rest
-        assert desk.entered.wait(scaled(20))
+        assert desk.entered.wait()
         with Client(make_identity("third")) as third:
             assert third.request_json(server.address, "GET", "/echo")[0]["by"] == "GET"
         idle[1].settimeout(20)
@@ -466,7 +466,7 @@ def test_a_server_that_was_slow_itself_cuts_no_client(make_identity: Make, desk:
             tls.sendall(b"GET /echo HTTP/1.1\r\n")
             until(lambda: server.num_connections == 2)
             server.run_soon(stand_still)
-            assert is_still.wait(scaled(10))
+            assert is_still.wait()
             tls.sendall(b"\r\n")
             with identity.client_context().wrap_socket(sock) as late:  # waits for the server's part
                 for one in (tls, late):
@@ -491,7 +491,7 @@ def test_a_task_that_fails_once_goes_on(
 
     server.add_task("inventory", work)
     with server:
-        assert done.wait(scaled(20))
+        assert done.wait()
         text = client.get_bytes(server.address, "/metrics", 1 << 16).decode()
         assert 'forebay_task_failures_total{task="inventory"} 1.0' in text
         assert "forebay_requests_total" in text and "forebay_connections 1.0" in text
@@ -526,13 +526,13 @@ def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: 
         target=lambda: answers.append(client.request_json(server.address, "GET", "/held", timeout_s=30)[0])
     )
     asking.start()
-    assert desk.entered.wait(scaled(20))
+    assert desk.entered.wait()
     assert server.drain(0.05) is False
     with pytest.raises(NetworkError, match="cannot reach"):
         client.request_json(server.address, "GET", "/echo")
     desk.gate.set()
     assert server.drain(20) is True
-    asking.join(scaled(20))
+    asking.join()
     assert answers == [{"answer": "late"}]
 
 
@@ -578,7 +578,7 @@ def test_close_ends_answers_under_way(
         strict=True,
     ):
         tls.sendall(data)
-    assert entered.wait(scaled(20))
+    assert entered.wait()
     until(lambda: metric(server, "forebay_requests_in_progress") == 3)
     started = time.monotonic()
     server.close()

@@ -267,7 +267,7 @@ def test_a_run_while_it_runs_after_a_kill_and_resumed(tmp_path: Path) -> None:
     started_at, wall_s, cpu_s = (record[name] for name in ("started_at", "wall_s", "cpu_s"))
 
     process = start()
-    assert process.wait(timeout=scaled(120)) == 0
+    assert process.wait() == 0
     record = read_progress(out)
     assert record["state"] == "done" and record["started_at"] == started_at and record["wall_s"] > wall_s
     assert record["documents_in"] == 120 and record["documents_out"] == 108

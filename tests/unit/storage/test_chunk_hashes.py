@@ -28,7 +28,6 @@ from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
 from forebay.storage.peer_source import PeerSource, verify_provider
 from forebay.storage.transfers import FileTransfer, map_path_of
-from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 from support.paths import GOLDEN
@@ -123,7 +122,7 @@ def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
                 source.leaves(row.name, wrong)
         with RunFetcher(2) as fetcher:
             transfer = FileTransfer(fetcher, row, tmp_path / "part", [source]).start()
-            assert transfer.wait(scaled(60)) and transfer.error is None
+            assert transfer.wait() and transfer.error is None
             assert fetcher.stats() == {"bytes": row.bytes, "attempts": 1, "retries": 0}
     assert (tmp_path / "part").read_bytes() == dataset.slice_path(2).read_bytes()
     assert not map_path_of(tmp_path / "part").exists()

@@ -22,7 +22,6 @@ from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_origin, open_remote
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.transfers import FileTransfer
-from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 
@@ -323,7 +322,7 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
             moved = FileTransfer(
                 transfers, info, part, [remote.origin], on_wrong=lambda bad, reason: liars.append(bad.url)
             ).start()
-            assert moved.wait(scaled(10)) and moved.error is None
+            assert moved.wait() and moved.error is None
             assert part.read_bytes() == data
         assert all(liar.peer_id in named for named in liars)
         with pytest.raises(UsageError, match="expected an identity in the network 'other'"):

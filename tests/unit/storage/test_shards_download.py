@@ -235,7 +235,7 @@ def test_two_processes_do_not_write_one_file(server: OriginServer, tmp_path: Pat
     with pytest.raises(UsageError, match="another process downloads it"):
         download_large_file(server.url, "big", path)
     stop.set()
-    thread.join(scaled(10))
+    thread.join()
     assert errors and "cancelled" in str(errors[0]) and not path.exists()
 
 

@@ -289,7 +289,7 @@ def test_first_started_first_moved(make_server: Callable[..., OriginServer], tmp
         ]
         for name, each in zip(names, moved):
             each.on_done(lambda _, name=name: ended.append(name))
-        assert all(each.wait(scaled(30)) and each.error is None for each in moved)
+        assert all(each.wait() and each.error is None for each in moved)
         until(lambda: len(ended) == len(names))  # Who waits may go on before who asked to be called is called.
         moved[0].on_done(lambda _: ended.append("late"))
     assert sorted(ended[:-1]) == names and ended[-1] == "late"
@@ -346,7 +346,7 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
         claimed, reason = cache.claim(entry, chunks)
         assert not reason
         moved = ChunkTransfer(fetcher, entry, replace(info, sha256=""), origins, chunks=claimed).start()
-        assert moved.wait(scaled(60))
+        assert moved.wait()
         cache.complete(entry, claimed)
         return moved.error
 
@@ -399,7 +399,7 @@ def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(
         server = make_server()  # Another, as a request to the first may still be on its way.
         origins = [open_origin(server.url, timeouts=PATIENT)]
         moved = ChunkTransfer(fetcher, entry, INFO, origins, chunks=absent).start()
-        assert moved.wait(scaled(60)) and moved.error is None and moved.received == INFO.bytes
+        assert moved.wait() and moved.error is None and moved.received == INFO.bytes
     assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
     cache.complete(entry, absent)
     path = cache.get(INFO.sha256)
@@ -516,7 +516,7 @@ def test_memory_is_bounded(make_server: Callable[..., OriginServer], tmp_path: P
         watcher = threading.Thread(target=watch)
         watcher.start()
         moved = start(transfers, info, tmp_path / "part", [open_origin(server.url)], leaves=leaves)
-        assert moved.wait(scaled(60)) and moved.error is None
+        assert moved.wait() and moved.error is None
         stop.set()
         watcher.join()
     assert max_value[0] - before < 32 * MIB

@@ -55,7 +55,7 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
                 time.sleep(0.01)
             assert first.changing and len(raised) == 2
             assert first.boundary(1).world_size == 2
-            joining.join(scaled(10))
+            joining.join()
             assert second.generation.world_size == 2
     assert failures()["membership heartbeats"] == before + 2 and deaths == []
 
@@ -125,6 +125,6 @@ def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(mon
         finally:
             first.kill()
             first.communicate()
-        thread.join(scaled(60))
+        thread.join()
         assert not thread.is_alive() and again.generation.world_size == 1
         again.leave()

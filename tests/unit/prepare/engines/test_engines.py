@@ -300,7 +300,7 @@ def test_no_worker_outlives_its_parent(how: signal.Signals, method: str, tmp_pat
             os.killpg(parent.pid, how)  # as a terminal does: all of them get it
         else:
             parent.kill()
-        assert parent.wait(scaled(10)) == -how
+        assert parent.wait() == -how
         begin = time.monotonic()
         while any(psutil.pid_exists(int(mark.stem)) for mark in marks):
             assert time.monotonic() - begin < scaled(2)
@@ -311,7 +311,7 @@ def test_no_worker_outlives_its_parent(how: signal.Signals, method: str, tmp_pat
 
 def test_a_script_without_guard_is_told(tmp_path: Path) -> None:
     with start(tmp_path, "spawn", "if True:") as parent:
-        assert parent.wait(scaled(30)) == 1
+        assert parent.wait() == 1
         assert parent.stderr is not None
         assert "before its first task" in parent.stderr.read()
 

@@ -1,0 +1,14 @@
+"""Waiting for what another thread or process does, where there is no event to wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+_never = threading.Event()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return once `condition` is true; only the time-out of the whole test limits the wait."""
+    while not condition():
+        _never.wait(0.002)
