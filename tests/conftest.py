@@ -6,7 +6,9 @@ A thread that dies fails the test in which it dies: pytest warns of it, and warn
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker.trainer import share_processors
-from support import limits
+from support import limits, store
 from support.paths import TESTS
 
 # Programs that tests start import the helpers beside this file.
@@ -33,11 +35,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # As `forebay prepare` does.
 share_processors()  # As a worker does: tests that import PyTorch themselves run one a core.
 
-# The usual profile finds the same from run to run; `make test-long` looks elsewhere each time, LONGER times as long.
+# The usual profiles find the same from run to run; `make test-long` looks elsewhere each time, LONGER times as long.
 LONGER = 20
+hypothesis.settings.register_profile("fast", derandomize=True, deadline=None, print_blob=True, max_examples=30)
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=100 * LONGER)
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fast")
 hypothesis.settings.load_profile(PROFILE)
 
 
@@ -45,6 +48,9 @@ hypothesis.settings.load_profile(PROFILE)
 def pytest_configure(config: pytest.Config) -> None:
     """Watch what the fast tests do and what each test costs; the long profile has longer time-outs."""
     limits.install()
+    if store.VARIABLE not in os.environ:  # The processes of a run inherit it.
+        os.environ[store.VARIABLE] = tempfile.mkdtemp(prefix="forebay-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(store.VARIABLE), ignore_errors=True))
     config.pluginmanager.register(limits.CostPlugin())
     if PROFILE == "long" and config.getoption("timeout", None) is None:
         config.option.timeout = float(config.getini("timeout")) * LONGER
