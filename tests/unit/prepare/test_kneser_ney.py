@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from forebay.formats.records import Record
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.kneser_ney import train_lm
 from forebay.prepare.recipe import LanguageModel
+from support.batches import to_batches
 
 Model = dict[tuple[str, ...], tuple[float, float]]
 

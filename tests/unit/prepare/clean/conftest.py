@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from benchmarks.prepare.batches import to_batches
 
 from forebay.formats.records import Record
 from forebay.prepare.documents import Stage
+from support.batches import to_batches
 from support.shared_data import shared_data
 
 

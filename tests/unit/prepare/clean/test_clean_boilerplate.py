@@ -2,7 +2,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import RESPONSE_MARK, Record
 from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.documents import Stage
+from support.batches import to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.code import Code
 from forebay.prepare.filters.lines import LineRules
 from forebay.prepare.filters.url import Url
+from support.batches import to_batches
 
 WORDS = Path(__file__)  # any file of lines serves as a list
 STAGES: list[Stage] = [

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.clean.pii import KINDS, Pii
 from forebay.prepare.documents import Stage, text_buffers
+from support.batches import to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

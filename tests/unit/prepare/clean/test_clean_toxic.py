@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.clean.toxic import Toxic
 from forebay.prepare.documents import Stage
+from support.batches import to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

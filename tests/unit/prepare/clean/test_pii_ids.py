@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.prepare.batches import to_batches
 
 from forebay.formats.records import Record
 from forebay.prepare.clean.pii import DEFAULT_KINDS, IDS, KINDS, Country, Pii
 from forebay.prepare.clean.pii_ids import IDENTIFIERS
 from forebay.prepare.documents import Stage
+from support.batches import to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

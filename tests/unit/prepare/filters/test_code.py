@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.config import load_recipe
 from forebay.prepare.filters.code import Code
+from support.batches import to_batches
 from support.calibration import scaled
 
 

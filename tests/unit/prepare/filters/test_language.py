@@ -6,11 +6,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from benchmarks.prepare.batches import to_batches
 
 from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.filters.language import Language
+from support.batches import to_batches
 from support.shared_data import shared_data
 
 SAMPLES = {

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.languages import all_stop_words, stop_words
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
 from forebay.prepare.filters.words import split_words
+from support.batches import to_batches
 from support.shared_data import shared_data
 
 UNSPACED = {  # words that ICU 78 counts in the declaration, with its dictionaries

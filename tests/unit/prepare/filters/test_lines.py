@@ -4,7 +4,6 @@ import time
 
 import pyarrow as pa
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.documents import StageResult
 from forebay.prepare.filters.lines import RULES, LineRules
+from support.batches import to_batches
 from support.calibration import scaled
 
 

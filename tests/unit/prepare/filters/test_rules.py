@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from benchmarks.prepare.batches import to_batches
 
 from forebay.errors import UsageError
 from forebay.formats.records import Record
@@ -15,6 +14,7 @@ from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.language import Language
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
+from support.batches import to_batches
 
 INF = math.inf
 FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}

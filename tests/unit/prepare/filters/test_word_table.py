@@ -7,7 +7,6 @@ import mmap
 
 import numpy as np
 import pyarrow as pa
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from forebay.formats.records import Record
 from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, measure
 from forebay.prepare.filters.words import word_table
+from support.batches import to_batches
 
 TOP, SAME = (1, 2, 3, 4), (2, 5, 6, 10)
 

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pyarrow as pa
 import pytest
-from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
 from forebay.prepare.filters.word_tables import SPACE, character_table, hash_word
 from forebay.prepare.filters.words import hash_points, split_words
+from support.batches import to_batches
 
 STAGES = (Length(), GopherQuality(), GopherRepetition(), C4(), FineWeb())
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from benchmarks.prepare.batches import to_batches
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forebay import prepare_dataset
 from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.scores.transformers import Onnx, Transformers
+from support.batches import to_batches
 
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(62))]
 TEXTS = ["w1 w2 w3", "w9", "w5 " * 30, "w7 " * 200, "nothing known", *(f"w{i} w{i + 1} w{i * 2}" for i in range(30))]
