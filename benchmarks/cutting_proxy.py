@@ -44,7 +44,6 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cache_check import check_chunks
 from benchmarks.swarm import HOST, NAME, FixedDiscovery, make_dataset
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
@@ -60,6 +59,7 @@ from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
 from forebay.storage.origins import open_remote
 from forebay.threads import SupervisedThread
+from support.chunk_checks import check_chunks
 
 DEADLINE = 10.0  # undisturbed jobs that a disturbed one may take
 SEQ_LEN, SLICES, SLICE_BYTES, BATCH = 256, 12, 64 << 10, 4

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.cache_check import check_chunks
 
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 from support.calibration import scaled
+from support.chunk_checks import check_chunks
 
 MIB = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}(\.part)?")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.cache_check import check_chunks
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import open_dataset
@@ -27,6 +26,7 @@ from forebay.load.loader import Loader
 from forebay.load.options import CacheOptions, OrderOptions
 from forebay.load.sources import Mixture
 from support.calibration import scaled, slowness
+from support.chunk_checks import check_chunks
 from support.feeding import (
     MIB,
     are_whole,
