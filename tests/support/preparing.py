@@ -1,0 +1,47 @@
+"""Inputs written, read and prepared in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.records import Record
+from forebay.prepare import PrepareResult
+from forebay.prepare.driver import prepare_dataset
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+
+
+def write_jsonl(path: Path, rows: Iterable[str | Mapping[str, Any]]) -> Path:
+    """Write a line for each text, or for each object."""
+    objects = [{"text": row} if isinstance(row, str) else row for row in rows]
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in objects))
+    return path
+
+
+def read_records(inputs: Any, **options: Any) -> list[Record]:
+    """Return all records of the inputs but blank ones, with `ReadOptions(**options)`."""
+    chosen = ReadOptions(**options)
+    splits = split_files(find_inputs(inputs, chosen).files, chosen)
+    return [record for split in splits for record in read_split(split, chosen) if record.problem != "blank"]
+
+
+def good_texts(inputs: Any, **options: Any) -> list[str]:
+    return [record.text for record in read_records(inputs, **options) if not record.problem]
+
+
+def problems(inputs: Any, **options: Any) -> list[str]:
+    return [record.problem for record in read_records(inputs, **options) if record.problem]
+
+
+def prepare(inputs: Any, out: Path | str, **options: Any) -> PrepareResult:
+    """Prepare one input or a list; by default a token is a byte, and all runs in this process."""
+    listed = inputs if isinstance(inputs, list | tuple) else [inputs]
+    return prepare_dataset(listed, out, **{"tokenizer": "bytes", "workers": 1, **options})
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return the objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
