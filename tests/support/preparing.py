@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare import PrepareResult
 from forebay.prepare.driver import prepare_dataset
 from forebay.prepare.inputs import find_inputs, read_split, split_files
+
+
+class InProcessWorker:
+    """Runs the stages of a recipe as a `SandboxWorker` does, in this process and without limits."""
+
+    def call(self, run: Callable[[Any, Any], Any], task: Any, data: Any, limits: tuple[float, int]) -> Any:
+        return run(task, data)
+
+
+def stay_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tasks of prepare fork nothing; `tests/slow/prepare/test_sandbox.py` has the forks."""
+
+    def run_here(run: Callable[[], object]) -> tuple[str, str]:
+        with suppress(Exception):
+            run()
+        return "", ""
+
+    monkeypatch.setattr("forebay.prepare.tasks.stages.worker_for", lambda stages, warm: InProcessWorker())
+    monkeypatch.setattr("forebay.prepare.tasks.text.run_in_fork", run_here)
 
 
 def write_jsonl(path: Path, rows: Iterable[str | Mapping[str, Any]]) -> Path:
