@@ -1,4 +1,4 @@
-"""Run every benchmark, or those named: `python -m benchmarks [order loader transfer prepare]`."""
+"""A summary of ratios, without peers: `python -m benchmarks [order loader transfer prepare]`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from importlib import import_module
 
 from benchmarks.measure import show
 
-NAMES = ("order", "loader", "transfer", "prepare")
+PARTS = {
+    "order": ("micro", "measure_order"),
+    "loader": ("loader", "measure"),
+    "transfer": ("transfer", "measure"),
+    "prepare": ("prepare.whole", "measure_ours"),
+}
 
 
 def main(names: list[str]) -> int:
     """Print one table of all figures."""
-    unknown = set(names) - set(NAMES)
-    if unknown:
-        print(f"benchmarks: expected some of {', '.join(NAMES)}, got {', '.join(sorted(unknown))}", file=sys.stderr)
+    if unknown := set(names) - set(PARTS):
+        print(f"benchmarks: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     figures = []
-    for name in names or NAMES:
+    for name in names or PARTS:
         print(f"measuring {name} …", file=sys.stderr)
-        figures += import_module(f"benchmarks.{name}").measure()
+        module, function = PARTS[name]
+        figures += getattr(import_module(f"benchmarks.{module}"), function)()
     show("Forebay beside the bare yardsticks", figures)
     return 0
 

@@ -13,6 +13,7 @@ import os
 import random
 import re
 from pathlib import Path
+from pydoc_data.topics import topics
 
 DUPLICATES = 0.05
 NEAR_DUPLICATES = 0.05
@@ -44,14 +45,22 @@ def passages(folder: Path) -> list[str]:
     return [text.strip() for text in texts if len(text.strip()) > 40]
 
 
+def prose() -> list[str]:
+    """Paragraphs of the sample data; without it, words of Python's own documentation."""
+    try:
+        return passages(data_folder())
+    except SystemExit:
+        words = re.findall(r"[A-Za-z]{2,}", " ".join(topics.values()))
+        return [" ".join(words[start : start + 60]) + "." for start in range(0, len(words), 60)]
+
+
 def make_corpus(path: Path, num_bytes: int, seed: int = 0) -> int:
     """Write JSON lines of `id` and `text`; the number of documents.
 
     A document is a run of 3 to 15 passages in which every second one is drawn from anywhere, so that no two share
     much; one in twenty is an exact copy of an earlier one and one in twenty differs from it in a few words.
     """
-    pool = passages(data_folder())
-    chance = random.Random(seed)
+    pool, chance = prose(), random.Random(seed)
     documents: list[str] = []
     written = 0
     with path.open("w", encoding="utf-8") as file:

@@ -73,7 +73,7 @@ def timed(command: list[str], **more: str) -> tuple[float, float, str]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, done.stdout
 
 
-def run_ours(corpus: Path, tokenizer: Path, workers: int, **more: str) -> Outcome:
+def run_ours(corpus: Path, tokenizer: Path | str, workers: int, **more: str) -> Outcome:
     """One `forebay prepare` from nothing."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "forebay", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
@@ -84,7 +84,7 @@ def run_ours(corpus: Path, tokenizer: Path, workers: int, **more: str) -> Outcom
     return Outcome(cpu, wall, filtered, results["documents_out"], results["tokens"])
 
 
-def better_ours(corpus: Path, tokenizer: Path, workers: int, **more: str) -> Outcome:
+def better_ours(corpus: Path, tokenizer: Path | str, workers: int, **more: str) -> Outcome:
     """The better of two runs: seconds long, they are at the mercy of what else the machine does."""
     return min((run_ours(corpus, tokenizer, workers, **more) for _ in range(2)), key=lambda run: run.cpu_s)
 
@@ -145,6 +145,18 @@ def measure(megabytes: float = 12, workers: int = 2) -> list[Figure]:
             row(what, runs[i], size)
     print(f"\nOurs for the first time of all, 0.05 MB, kernels compiled: {cold.cpu_s:.1f} CPU s, {cold.wall_s:.1f} s")
     return _figures(results, sizes)
+
+
+def measure_ours(megabytes: float = 4) -> list[Figure]:
+    """One run of ours, without sample data and peers: bytes as tokens."""
+    with tempfile.TemporaryDirectory() as name:
+        run_ours(make_folder(Path(name, "tiny"), 0.05), "bytes", 1)
+        outcome = run_ours(make_folder(Path(name, "corpus"), megabytes), "bytes", 1)
+    return [
+        Figure(
+            "forebay prepare", megabytes / outcome.cpu_s, "MB/CPU s", "Gopher filters, MinHash, bytes; starts included"
+        )
+    ]
 
 
 def _figures(results: dict[str, list[Outcome]], sizes: tuple[float, float]) -> list[Figure]:

@@ -1,1 +1,0 @@
-"""Token formats written and read by `forebay convert`, and by the libraries whose formats they are."""

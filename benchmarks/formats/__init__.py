@@ -1,1 +1,0 @@
-"""One corpus in each format: `python -m benchmarks.formats`."""
