@@ -1,13 +1,9 @@
-"""Paged APIs, against a real HTTP server that limits, fails, drops, repeats and lies; and a run that is killed."""
+"""Paged APIs, against a real HTTP server that limits, fails, drops, repeats and lies; and a run that is stopped."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,23 +17,33 @@ from forebay.formats.base import get_format
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.prepare.api import ApiProgress, acquire
-from forebay.prepare.inputs import find_inputs, read_split, split_files
-from support.calibration import scaled
+from support.preparing import good_texts, read_lines
 
 PER_PAGE, PAGES = 10, 12
+FAULTS = {
+    "429": ({"Retry-After": "20"}, b"no"),
+    "html": ({}, b"<html>down for maintenance"),
+    "limit": ({"X-Ratelimit-Remaining": "0.0", "X-Ratelimit-Reset": "30"}, b""),
+    "302": ({"Location": "http://127.0.0.2:1/steal"}, b""),
+}
 
 
 @dataclass
 class Server:
-    """An API of `PAGES` pages; `faults` are told off, one a request of that page."""
+    """An API of `PAGES` pages at a virtual time; each request of a page has the next of its `faults`."""
 
     url: str = ""
     shape: str = "reddit"
     faults: dict[int, list[str]] = field(default_factory=dict)
-    asked: list[tuple[int, float]] = field(default_factory=list)
+    requests: list[tuple[int, float]] = field(default_factory=list)
     seen_headers: list[str] = field(default_factory=list)
-    slow_s: float = 0.0
-    num_given: int = PAGES  # Later pages are waited for.
+    now: float = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def page(self, index: int) -> bytes:
         numbers = range(index * PER_PAGE, (index + 1) * PER_PAGE)
@@ -45,22 +51,18 @@ class Server:
         if self.shape == "x":
             meta = {"next_token": following} if following else {}
             return json.dumps({"data": [{"id": str(n), "text": f"post {n}"} for n in numbers], "meta": meta}).encode()
+        # Listings move on while they are read: the last of the page before comes again.
         children = [
             {"data": {"name": f"t3_{n}", "title": f"Title {n}", "selftext": f"body {n}", "permalink": f"/r/s/{n}"}}
-            for n in numbers
+            for n in range(max(0, numbers[0] - 1), numbers[-1] + 1)
         ]
-        if index:  # listings move on while they are read: the last of the page before comes again
-            again = index * PER_PAGE - 1
-            children.insert(
-                0, {"data": {"name": f"t3_{again}", "title": f"Title {again}", "selftext": f"body {again}"}}
-            )
         return json.dumps({"data": {"children": children, "after": following}}).encode()
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr("forebay.prepare.api.FIRST_WAIT_S", 0.01)
     state = Server()
+    monkeypatch.setattr("forebay.prepare.api.time", state)
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -68,64 +70,45 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
         def do_GET(self) -> None:
             query = parse_qs(urlsplit(self.path).query)
-            cursor = (query.get("after") or query.get("next_token") or ["c0"])[0]
-            index = int(cursor[1:])
-            state.asked.append((index, time.monotonic()))
+            index = int((query.get("after") or query.get("next_token") or ["c0"])[0][1:])
+            state.requests.append((index, state.now))
             state.seen_headers.append(self.headers.get("Authorization", ""))
-            time.sleep(state.slow_s)
-            while index >= state.num_given:
-                time.sleep(0.005)
-            fault = state.faults.get(index, [])
-            kind = fault.pop(0) if fault else ""
-            body, status, headers = state.page(index), 200, {}
-            if kind == "drop":
-                self.connection.close()
-                return
-            if kind.isdigit():
-                status, body = int(kind), b"no"
-                headers = {"Retry-After": "0.2"} if status == 429 else {}
-            elif kind == "html":
-                body = b"<html>down for maintenance"
-            elif kind == "short":
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body[: len(body) // 2])
-                self.connection.close()
-                return
-            elif kind == "limit":
-                headers = {"X-Ratelimit-Remaining": "0.0", "X-Ratelimit-Reset": "0.3"}
-            elif kind == "loop":
+            faults = state.faults.get(index)
+            fault = faults.pop(0) if faults else ""
+            headers, body = FAULTS.get(fault, ({}, b""))
+            body = body or state.page(index)
+            if fault == "loop":
                 body = body.replace(b'"c%d"' % (index + 1), b'"c%d"' % index)
-            elif kind == "elsewhere":
-                status, headers = 302, {"Location": "http://127.0.0.2:1/steal"}
-            self.send_response(status)
-            for name, value in headers.items():
+            self.close_connection = True
+            if fault == "drop":
+                return
+            self.send_response(int(fault) if fault.isdigit() else 200)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if fault == "short" else body)
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    http.handle_error = lambda *_: None  # type: ignore[method-assign]
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    state.url = f"http://127.0.0.1:{http.server_port}/listing"
-    yield state
-    http.shutdown()
-    http.server_close()
-    thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        http.handle_error = lambda *_: None
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        state.url = f"http://127.0.0.1:{http.server_port}/listing"
+        yield state
+        http.shutdown()
+        thread.join()
 
 
 def spec(tmp_path: Path, server: Server, more: str = "", preset: str = "reddit") -> Path:
     path = tmp_path / "a.api.toml"
-    path.write_text(f'preset = "{preset}"\nurl = "{server.url}"\nrequests_per_s = 1000\n{more}')
+    path.write_text(f'preset = "{preset}"\nurl = "{server.url}"\nrequests_per_s = 20\n{more}')
     return path
 
 
-def items(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+def ids(path: Path) -> list[str]:
+    return [item["id"] for item in read_lines(path)]
+
+
+ALL = [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
 
 
 def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
@@ -139,34 +122,25 @@ def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
     }
     reported: list[ApiProgress] = []
     path = acquire(spec(tmp_path, server), tmp_path / "out", reported.append)
-    result = items(path)
-    assert [item["id"] for item in result] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
-    assert result[3]["text"] == "Title 3\n\nbody 3"
-    assert result[3]["url"] == "https://www.reddit.com/r/s/3"
+    result = read_lines(path)
+    assert ids(path) == ALL
+    assert (result[3]["text"], result[3]["url"]) == ("Title 3\n\nbody 3", "https://www.reddit.com/r/s/3")
     assert (reported[-1].done, reported[-1].pages, reported[-1].repeats) == (True, PAGES, PAGES - 1)
-    times = {index: [position for page, position in server.asked if page == index] for index in range(PAGES)}
-    assert times[2][1] - times[2][0] >= 0.2  # Retry-After
-    assert times[8][0] - times[7][0] >= 0.3  # X-Ratelimit-Reset
-    requests = len(server.asked)
+    times = {index: [at for page, at in server.requests if page == index] for index in range(PAGES)}
+    assert times[2][1] - times[2][0] >= 20  # Retry-After
+    assert times[8][0] - times[7][0] >= 30  # X-Ratelimit-Reset
+    num_requests = len(server.requests)
     assert acquire(spec(tmp_path, server), tmp_path / "out") == path
-    assert len(server.asked) == requests  # done is done
-    options = ReadOptions()
-    records = [
-        r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)
-    ]
-    assert [r.text for r in records] == [item["text"] for item in result]
+    assert len(server.requests) == num_requests  # done is done
+    assert good_texts(path) == [item["text"] for item in result]
 
 
 def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:
     server.shape = "x"
     path = acquire(spec(tmp_path, server, "max_pages = 4\n", "x"), tmp_path / "out")
-    assert [item["text"] for item in items(path)] == [f"post {n}" for n in range(4 * PER_PAGE)]
-    assert items(path)[7]["url"] == "https://x.com/i/status/7"
-    start = time.monotonic()
-    slow = spec(tmp_path, server, "max_pages = 4\n", "x").read_text().replace("per_s = 1000", "per_s = 20")
-    (tmp_path / "slow.api.toml").write_text(slow)
-    acquire(tmp_path / "slow.api.toml", tmp_path / "slow")
-    assert time.monotonic() - start >= 3 / 20
+    assert [item["text"] for item in read_lines(path)] == [f"post {n}" for n in range(4 * PER_PAGE)]
+    assert read_lines(path)[7]["url"] == "https://x.com/i/status/7"
+    assert server.now - server.requests[0][1] == pytest.approx(3 / 20)
 
 
 def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,12 +149,11 @@ def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypa
     monkeypatch.setattr("forebay.prepare.api.MAX_TRIES", 3)
     with pytest.raises(PrepareError, match=r"failed 3 times; last: HTTP status 500.*Run again to resume"):
         acquire(description, tmp_path / "out")
-    assert len(items(tmp_path / "out/items.jsonl")) == 3 * PER_PAGE
-    asked = len(server.asked)
-    path = acquire(description, tmp_path / "out")
-    assert [item["id"] for item in items(path)] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
-    assert server.asked[asked][0] == 3
-    for fault, message in (("403", "HTTP status 403"), ("loop", "names itself"), ("elsewhere", "HTTP status 302")):
+    assert ids(tmp_path / "out/items.jsonl") == ALL[: 3 * PER_PAGE]
+    num_requests = len(server.requests)
+    assert ids(acquire(description, tmp_path / "out")) == ALL
+    assert server.requests[num_requests][0] == 3
+    for fault, message in (("403", "HTTP status 403"), ("loop", "names itself"), ("302", "HTTP status 302")):
         server.faults = {1: [fault]}
         with pytest.raises(PrepareError, match=message):
             acquire(description, tmp_path / fault)
@@ -189,24 +162,20 @@ def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypa
         acquire(spec(tmp_path, server, "max_wait_s = 0.1\n"), tmp_path / "wait")
 
 
-def test_a_killed_run_goes_on_at_its_cursor(tmp_path: Path, server: Server) -> None:
-    server.slow_s = 0.03
+def test_a_run_that_is_stopped_goes_on_at_its_cursor(tmp_path: Path, server: Server) -> None:
     description = spec(tmp_path, server)
-    code = "import sys; from forebay.prepare.api import acquire; acquire(sys.argv[1], sys.argv[2])"
-    command = [sys.executable, "-c", code, str(description), str(tmp_path / "out")]
     for pages in (3, 7):
-        server.num_given = pages + 2  # It is killed before its end, also if this is late.
-        run = subprocess.Popen(command)
-        deadline = time.monotonic() + scaled(20)
-        while max((index for index, _ in server.asked), default=0) < pages and time.monotonic() < deadline:
-            time.sleep(0.005)
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+
+        def stop(progress: ApiProgress, pages: int = pages) -> None:
+            if progress.pages == pages:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            acquire(description, tmp_path / "out", stop)
         with (tmp_path / "out/items.jsonl").open("ab") as file:
             file.write(b'{"id": "torn')  # what a kill between the page and its cursor leaves
-    server.num_given = PAGES
     path = acquire(description, tmp_path / "out")
-    assert [item["id"] for item in items(path)] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
+    assert ids(path) == ALL and [index for index, _ in server.requests] == list(range(PAGES))
     assert path.read_bytes() == acquire(description, tmp_path / "whole").read_bytes()
 
 
@@ -242,23 +211,17 @@ def test_wrong_descriptions(tmp_path: Path, text: str, message: str) -> None:
         acquire(path, tmp_path / "out")
 
 
-def test_a_text_that_shows_a_description_is_a_text(tmp_path: Path) -> None:
-    page = tmp_path / "apis.md"
-    page.write_text('# APIs\n\nA description:\n\n```toml\nurl = "http://x"\nitems = "data"\n```\n')
-    assert detect(page).format == "text"
-    page.write_text('\n# Of articles\nurl = "http://x"\nitems = "data"\n')
-    assert detect(page).format == "api"
-
-
-def test_a_folder_is_of_one_description(tmp_path: Path, server: Server) -> None:
+def test_a_folder_has_one_description_and_a_text_that_shows_one_is_a_text(tmp_path: Path, server: Server) -> None:
     acquire(spec(tmp_path, server, "max_pages = 1\n"), tmp_path / "out")
     with pytest.raises(UsageError, match="another description"):
         acquire(spec(tmp_path, server, 'max_pages = 1\nid = "title"\n'), tmp_path / "out")
     path = spec(tmp_path, server)
     assert detect(path).format == "api"
+    split = InputSplit((InputFile(str(path), path.name, "api", "", path.stat().st_size, ""),))
     with pytest.raises(UsageError, match="forebay prepare"):
-        list(
-            get_format("api").read_text(
-                InputSplit((InputFile(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()
-            )
-        )
+        list(get_format("api").read_text(split, ReadOptions()))
+    page = tmp_path / "apis.md"
+    page.write_text('# APIs\n\nA description:\n\n```toml\nurl = "http://x"\nitems = "data"\n```\n')
+    assert detect(page).format == "text"
+    page.write_text('\n# Of articles\nurl = "http://x"\nitems = "data"\n')
+    assert detect(page).format == "api"

@@ -13,7 +13,7 @@ from forebay.prepare.executions import Execution, StepTimes, find_stragglers, me
 KEY = ("text", "process_split")
 
 
-def times_of(seconds: list[float]) -> StepTimes:
+def step_times(seconds: list[float]) -> StepTimes:
     times = StepTimes(*KEY)
     for number, value in enumerate(seconds):
         times.add(Execution(f"task {number}", value, "node7", 12))
@@ -22,12 +22,12 @@ def times_of(seconds: list[float]) -> StepTimes:
 
 def test_quantiles_are_true_and_parts_add_up() -> None:
     seconds = np.random.default_rng(7).lognormal(2.0, 1.5, 5000).tolist()
-    times = times_of(seconds)
+    times = step_times(seconds)
     for share in (0.05, 0.5, 0.95, 0.999):
         expected = float(np.quantile(seconds, share))
         assert times.quantile(share) == pytest.approx(expected, rel=0.06)
     assert len(times.bins) < 200 and len(json.dumps(times.to_json())) < 6000
-    parts = [times_of(seconds[:1700]), times_of(seconds[1700:1701]), times_of(seconds[1701:]), times_of([])]
+    parts = [step_times(seconds[:1700]), step_times(seconds[1700:1701]), step_times(seconds[1701:]), step_times([])]
     merged = merged_steps(json.loads(json.dumps([part.to_json() for part in parts])))[KEY]
     names = ("tasks", "p50_s", "p95_s", "max_s", "histogram")
     assert {n: merged.to_json()[n] for n in names} == {n: times.to_json()[n] for n in names}
@@ -37,10 +37,10 @@ def test_quantiles_are_true_and_parts_add_up() -> None:
 
 
 def test_a_task_of_three_times_the_median_is_a_straggler_once_enough_are_finished() -> None:
-    assert times_of([10.0] * 6 + [100.0]).stragglers == 0
-    times = times_of([90.0] + [10.0] * 8 + [27.0, 34.0])
+    assert step_times([10.0] * 6 + [100.0]).stragglers == 0
+    times = step_times([90.0] + [10.0] * 8 + [27.0, 34.0])
     assert times.stragglers == merged_steps([times.to_json()])[KEY].stragglers == 2
-    assert times_of([0.01] * 20 + [4.0, 6.0]).stragglers == 1  # not below five seconds
+    assert step_times([0.01] * 20 + [4.0, 6.0]).stragglers == 1  # not below five seconds
     now = time.time()
     tasks = [
         {"task": str(age_s), "host": "node3", "pid": 5, "step": step, "started_at": now - age_s}
@@ -53,7 +53,7 @@ def test_a_task_of_three_times_the_median_is_a_straggler_once_enough_are_finishe
 
 
 def test_failed_attempts_count_by_what_ended_them() -> None:
-    times = times_of([])
+    times = step_times([])
     for kind in ("died", "memory", "lost", "lost"):
         times.add_failure(kind)
     entry = times.to_json()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from forebay.errors import UsageError
 from forebay.prepare.executions import Execution
 from forebay.prepare.failures import Failure, failure_of, read_failures, render_failures, write_failure
-from forebay.prepare.members import merge, price_per_core_hour
+from forebay.prepare.members import PRICE_VARIABLE, merge, price_per_core_hour
 from forebay.prepare.progress import MEMBERS, ProgressRecord, read_progress
 from forebay.prepare.rates import Progress, ResultOf
 from forebay.prepare.stats import StageCount, StageStats, Usage
@@ -23,15 +21,15 @@ from forebay.storage.store import open_store
 KEY = "k"
 
 
-def member(folder: Path, name: str, price: float | None = None) -> ProgressRecord:
-    record = ProgressRecord(open_store(folder), "d", "dataset", 2, member=name, price_per_core_hour=price)
+def member(folder: Path, name: str) -> ProgressRecord:
+    record = ProgressRecord(open_store(folder), "d", "dataset", 2, member=name)
     record.step = "process_split"
     record.start(KEY)
     return record
 
 
 def report(record: ProgressRecord, result_of: ResultOf, done: int, documents: int) -> None:
-    """Tell a record how far the stage is."""
+    """Report to a record how far the stage is."""
     record.result_of = result_of
     record.update(Progress("text", done, 100, "B", documents, documents, done))
     if result_of == "task":
@@ -72,7 +70,7 @@ def test_what_all_members_did_is_counted_once(tmp_path: Path) -> None:
     assert read_progress(tmp_path)["stages"][0]["done"] == 100
 
 
-def test_counts_of_all_tasks_are_not_added(tmp_path: Path) -> None:
+def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path: Path) -> None:
     for name in ("0", "1"):
         record = member(tmp_path, name)
         stats = StageStats()
@@ -81,20 +79,23 @@ def test_counts_of_all_tasks_are_not_added(tmp_path: Path) -> None:
         record.write()
     merged = read_progress(tmp_path)
     assert merged["documents_in"] == 50 and merged["funnel"][0]["documents_out"] == 40
+    record = ProgressRecord(open_store(tmp_path), "d", "dataset", 1)
+    record.start(KEY)
+    record.complete()
+    member(tmp_path, "3").write()
+    assert (tmp_path / MEMBERS / "3.json").exists() and read_progress(tmp_path)["state"] == "done"
 
 
-def record_of(**fields: Any) -> dict[str, Any]:
+def record_with(**fields: Any) -> dict[str, Any]:
     record = ProgressRecord(open_store("unused"), "d", "dataset", 2, price_per_core_hour=0.5).to_json()
     return {**record, "state": "running", "key": KEY, **fields}
 
 
 def test_who_is_silent_and_who_is_gone_is_named() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
     now = time.time()
     records = [
-        record_of(member="0"), record_of(member="1", updated_at=now - 300, host="elsewhere"),
-        record_of(member="2", pid=process.pid), record_of(member="10", state="ended", error="all are finished"),
+        record_with(member="0"), record_with(member="1", updated_at=now - 300, host="elsewhere"),
+        record_with(member="2", pid=1 << 30), record_with(member="10", state="ended", error="all are finished"),
     ]  # fmt: skip
     merged = merge(records)
     assert [(m["member"], m["state"]) for m in merged["members"]] == [
@@ -104,7 +105,7 @@ def test_who_is_silent_and_who_is_gone_is_named() -> None:
     assert merge(records[1:])["state"] == "ended"
     interrupted = merge(records[1:3])
     assert interrupted["state"] == "interrupted" and "2 of 2 processes are gone" in interrupted["error"]
-    failed = merge([*records[1:], record_of(member="4", state="failed", error="line 7 is broken", host="node4")])
+    failed = merge([*records[1:], record_with(member="4", state="failed", error="line 7 is broken", host="node4")])
     assert failed["state"] == "failed" and failed["error"] == "job 4 (node4): line 7 is broken"
 
 
@@ -112,29 +113,21 @@ def test_the_cost_is_that_of_all_processes_and_at_the_end_of_the_stage() -> None
     stage = {"stage": "text", "done": 25, "total": 100, "started_at": 1.0, "stopped_at": None, "remaining_s": 75.0,
              "cpu_s": 1.0, "documents_in": 0, "documents_out": 0, "documents_per_s": None, "bytes_per_s": None,
              "own": [25, 0, 0], "before": [0, 0, 0]}  # fmt: skip
-    merged = merge([record_of(member=str(i), worker_s=7200.0, stages=[stage]) for i in range(2)])
+    merged = merge([record_with(member=str(i), worker_s=7200.0, stages=[stage]) for i in range(2)])
     assert merged["worker_s"] == 14400 and merged["cost"] == pytest.approx(2.0)
     assert merged["stages"][0]["done"] == 50 and merged["stages"][0]["remaining_s"] == pytest.approx(25)
     assert merged["cost_at_stage_end"] == pytest.approx(2.0 + 0.5 * 4 * 25 / 3600, abs=1e-4)
-    free = merge([record_of(member=str(i), price_per_core_hour=None) for i in range(2)])
+    free = merge([record_with(member=str(i), price_per_core_hour=None) for i in range(2)])
     assert free["cost"] is None and free["cost_at_stage_end"] is None
 
 
-@pytest.mark.parametrize("text", ["cheap", "-1", "nan", "inf"])
-def test_a_price_is_a_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("FOREBAY_PRICE_PER_CORE_HOUR", "0.04")
+def test_a_price_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRICE_VARIABLE, "0.04")
     assert price_per_core_hour() == 0.04
-    monkeypatch.setenv("FOREBAY_PRICE_PER_CORE_HOUR", text)
-    with pytest.raises(UsageError, match="FOREBAY_PRICE_PER_CORE_HOUR: expected a price"):
-        price_per_core_hour()
-
-
-def test_a_finished_record_wins_over_what_a_member_wrote_after_it(tmp_path: Path) -> None:
-    record = ProgressRecord(open_store(tmp_path), "d", "dataset", 1)
-    record.start(KEY)
-    record.complete()
-    member(tmp_path, "3").write()
-    assert (tmp_path / MEMBERS / "3.json").exists() and read_progress(tmp_path)["state"] == "done"
+    for text in ("cheap", "-1", "nan", "inf"):
+        monkeypatch.setenv(PRICE_VARIABLE, text)
+        with pytest.raises(UsageError, match="FOREBAY_PRICE_PER_CORE_HOUR: expected a price"):
+            price_per_core_hour()
 
 
 class Piece:

@@ -1,4 +1,4 @@
-"""Recipes: tables to settings and back, layers over each other, and wrong keys told with their file."""
+"""Recipes: tables to settings and back, layers over each other, and wrong keys reported with their file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe
-from forebay.prepare.config import describe, recipe_names
+from forebay.prepare.config import describe, merge, recipe_names
 from forebay.toml import parse_settings
 from forebay.units import parse_size
 
@@ -26,41 +26,61 @@ def test_stages_run_in_the_order_of_their_tables(tmp_path: Path) -> None:
     assert [stage.name for stage in recipe.stages] == ["length", "length", "unicode", "fineweb"]
 
 
-def test_layers_lie_over_each_other(tmp_path: Path) -> None:
+def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('gopher_quality = false\n[language]\nkeep = ["de"]\n[slice]\nbytes = "1 MiB"\n')
     settings = parse_settings(["slice.seed=9"]) | {"language": {"min_score": 0.5}}
-    recipe = load_recipe("fineweb", path, {**settings, "slice": {"seed": 9}})
+    recipe = load_recipe("fineweb", path, settings)
     stages = {stage.name: stage for stage in recipe.stages}
     assert "gopher_quality" not in stages and "gopher_repetition" in stages
-    assert (stages["language"].keep, stages["language"].min_score) == (("de",), 0.5)  # type: ignore[attr-defined]
+    assert (stages["language"].keep, stages["language"].min_score) == (("de",), 0.5)
     assert (recipe.slice.bytes, recipe.slice.seed, recipe.slice.shuffle) == (1 << 20, 9, True)
+    merged = merge({"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"c": [2]}, "e": 3})
+    assert merged == {"a": {"b": 1, "c": [2]}, "d": 2, "e": 3}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("toml", "message"),
     [
         ('[dedup]\nexact = "yes"', " dedup.exact: expected true or false, got 'yes'"),
         ("[dedup]\n\nbands = 0", " dedup.bands: expected at least 1, got 0"),
         ("[gopher_quality]\nmin_word = 3", " gopher_quality.min_word: unknown key; did you mean 'min_words'?"),
         ("\n[gofer_quality]", " gofer_quality: unknown key; did you mean 'gopher_quality'?"),
+        ("\nnonsense = 1", " nonsense: unknown key; there are"),
+        ('[length]\n# "min_chars" is below\nmin_chars = "x"', " length.min_chars: expected a number, got 'x'"),
+        ("[[length]]\nmin_chars = 5\n\n[[length]]\nmin_chars = -1.5\n", " length.min_chars: expected"),
         ("slice.bytes = '64 KB of'", " slice.bytes: expected a size such as 64MiB, got '64 KB of'"),
-        ("a = \n", "1: expected TOML"),
-        ("[unicode]\nform = 'NFX'", " unicode.form: expected"),
-        ("[mine]\nuse = 'no.such:Thing'", " mine.use: cannot import"),
-        ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
+        ("slice.bytes = 10", " slice.bytes: expected at least 4096, got 10"),
+        ("\nread = { text_key = 5, id_key = 'i' }", " read.text_key: expected a string, got 5"),
+        ("[rows]\nlabels = 'I8'", " rows.labels: expected 'I32' or 'I64', got 'I8'"),
+        ("rows = 3", " rows: expected a table of settings, got 3"),
         ("unicode = 3", " unicode: expected a table of settings, true or false, got 3"),
+        ("[unicode]\nform = 'NFX'", " unicode.form: expected"),
+        ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
+        ('[[mine]]\nuse = "a:B"\n[[mine]]\nuse = 5', " mine.use: cannot import 'a:B'"),
+        ("[mine]\n\nuse = 'json:Nothing'", " mine.use: expected module:Name, got 'json:Nothing'"),
+        ("[length\n", "1: expected TOML: "),
+        ("a = 1\nb = [1,\n\n", "2: expected TOML: "),
+        ("a = " + "[" * 100_000, "1: expected TOML: "),
+        ("a = 1\na = 2", "2: expected TOML: Cannot overwrite a value"),
     ],
 )
-def test_a_wrong_setting_is_told_with_its_file(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_setting_is_reported_with_its_file(tmp_path: Path, toml: str, message: str) -> None:
     path = tmp_path / "r.toml"
-    path.write_text(text)
+    path.write_text(toml)
     with pytest.raises(UsageError) as caught:
-        load_recipe(config=path, allow_code=True)
-    assert str(caught.value).startswith(f"{path}:{message}")
+        load_recipe("gopher", path, allow_code=True)
+    assert str(caught.value).startswith(f"{path}:{message}") and "\n" not in str(caught.value)
 
 
-def test_a_setting_of_the_command_line_needs_no_file() -> None:
+def test_a_wrong_setting_of_the_command_line_names_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[length]\nmin_chars = 3")
+    with pytest.raises(UsageError, match=r"^length\.min_chars: expected a number, got 'x'"):
+        load_recipe(None, path, {"length": {"min_chars": "x"}})
+    path.write_bytes(b'name = "\xff"')
+    with pytest.raises(UsageError, match=r"expected TOML in UTF-8"):
+        load_recipe(None, path)
     with pytest.raises(UsageError, match=r"^dedup\.rows: expected a whole number, got 'many'\.$"):
         load_recipe("gopher", settings=parse_settings(["dedup.rows=many"]))
     with pytest.raises(UsageError, match="expected KEY=VALUE"):

@@ -1,4 +1,4 @@
-"""Samples of the input: which splits, how sure rates are, and what the whole run is said to cost."""
+"""Samples of the input: which splits, how sure rates are, and what the whole run is expected to cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_splits_and_documents_make_the_share(number: int, fraction: float) -> No
     assert sampling.is_whole == (fraction >= 1) or sampling.share == 1.0
 
 
-@pytest.mark.parametrize(("splits", "spread", "taken"), [(40, 0.0, 40), (40, 0.08, 10), (200, 0.03, 30)])
+@pytest.mark.parametrize(("splits", "spread", "taken"), [(40, 0.0, 40), (40, 0.08, 10)])
 def test_intervals_hold_the_rate_nineteen_times_in_twenty(splits: int, spread: float, taken: int) -> None:
     """Whole splits, whose rates differ by `spread`, and a fifth of their documents."""
     rng, held, runs, documents = np.random.default_rng(1), 0, 400, 500

@@ -11,35 +11,34 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay import prepare_dataset, text_filter
+from forebay import text_filter
 from forebay.errors import PrepareError
 from forebay.prepare import Measure
 from forebay.prepare.documents import Stage, StageResult, check_rules
 from forebay.prepare.thresholds import NEAREST, ThresholdTable, neighbours
+from support.preparing import prepare, write_jsonl
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 60).map(float) | st.just(math.nan), min_size=1, max_size=60)
 
 
+def texts(values: list[str], first: int = 0) -> pa.RecordBatch:
+    columns = {"text": values, "url": [f"u{first + row}" for row in range(len(values))]}
+    return pa.RecordBatch.from_pydict({name: pa.array(column, pa.large_string()) for name, column in columns.items()})
+
+
 def table(values: list[float], start: int, stop: int, low: float, high: float) -> ThresholdTable:
-    """The table of some rows of a corpus, of which every third did not reach the rule."""
-    rows = np.arange(start, stop)
-    batch = pa.RecordBatch.from_pydict(
-        {
-            "text": pa.array([f"text {row} é" * 100 for row in rows], pa.large_string()),
-            "url": pa.array([f"u{row}" for row in rows], pa.large_string()),
-        }
-    )
-    out = ThresholdTable()
+    """Return the table of some rows of a corpus, of which every third did not reach the rule."""
+    rows, out = np.arange(start, stop), ThresholdTable()
+    batch = texts([f"text {row} é" * 100 for row in rows], start)
     measure = Measure(np.array(values[start:stop]), low, high)
     keys = (rows * 7919 % 1000).astype(np.uint64)
     out.add_measure(("stage", 0, "reason"), measure, rows % 3 != 1, batch, keys, lambda row: f"row {rows[row]}")
     return out
 
 
-@settings(max_examples=60, deadline=None)
 @given(VALUES, st.data(), st.floats(-50, 50), st.floats(-50, 50))
 def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
     values: list[float], data: Any, low: float, high: float
@@ -66,16 +65,18 @@ def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
 
 
 def test_each_threshold_of_several_has_its_own() -> None:
-    batch = pa.RecordBatch.from_pydict({"text": pa.array(["a"] * 4, pa.large_string()), "url": ["", "", "", ""]})
-    out = ThresholdTable()
-    measure = Measure(np.array([1, 5, 5, 9]), low=np.array([3.0, 3.0, 6.0, -math.inf]))
-    out.add_measure(("s", 0, "r"), measure, np.ones(4, bool), batch, np.arange(4, dtype=np.uint64), str)
+    out, values = ThresholdTable(), np.array([1, 5, 5, 9])
+
+    def add(measure: Measure) -> None:
+        keys = np.arange(4, dtype=np.uint64)
+        out.add_measure(("s", 0, "r"), measure, np.ones(4, bool), texts(["a"] * 4), keys, str)
+
+    add(Measure(values, low=np.array([3.0, 3.0, 6.0, -math.inf])))
     counts = {rule["threshold"]: (rule["documents"], rule["dropped"]) for rule in out.report(["s"])}
     assert counts == {3.0: (2, 1), 6.0: (1, 1)}
     with pytest.raises(PrepareError, match="expected at most 1000 thresholds"):
         for limit in range(2000):
-            one = Measure(np.array([1, 5, 5, 9]), high=limit)
-            out.add_measure(("s", 0, "r"), one, np.ones(4, bool), batch, np.arange(4, dtype=np.uint64), str)
+            add(Measure(values, high=limit))
 
 
 def test_neighbours_are_around_a_threshold() -> None:
@@ -108,28 +109,21 @@ class WrongMeasure(Stage):
 
 
 def test_filters_of_ones_own_report_what_they_measure(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 9)))
-    result = prepare_dataset(
-        [tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", filters=[few_chars(min_chars=3)], workers=1
-    )
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * n for n in range(1, 9)])
+    result = prepare(path, tmp_path / "d", filters=[few_chars(min_chars=3)])
     assert result.dropped == {"few_chars_own": 2}
     (rule,) = result.report["rules"]
     assert (rule["threshold"], rule["documents"], rule["dropped"]) == (3, 8, 2)
     assert [example["value"] for example in rule["nearest"]["dropped"]] == [2, 1]
     assert [example["where"].rpartition(":")[2] for example in rule["nearest"]["kept"]] == ["3", "4", "5"]
     with pytest.raises(PrepareError, match="expected a measure of one of its reasons, a number for each of 8"):
-        prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "e", tokenizer="bytes", filters=[WrongMeasure()], workers=1)
+        prepare(path, tmp_path / "e", filters=[WrongMeasure()])
 
 
 def test_thresholds_of_languages_are_apart(tmp_path: Path) -> None:
     rows = [{"text": "a b c d e f"[: 2 * n], "language": code} for n in range(1, 7) for code in ("en", "de")]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {
-        "read": {"columns": {"language": "text"}},
-        "length": {"min_words": 3, "language": {"de": {"min_words": 5}}},
-    }
-    result = prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", settings=settings, workers=1)
-    counts = {
-        r["threshold"]: (r["documents"], r["dropped"]) for r in result.report["rules"] if r["reason"] == "few_words"
-    }
-    assert counts == {3: (6, 2), 5: (6, 4)}
+    length = {"min_words": 3, "language": {"de": {"min_words": 5}}}
+    settings = {"read": {"columns": {"language": "text"}}, "length": length}
+    result = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "d", settings=settings)
+    rules = [rule for rule in result.report["rules"] if rule["reason"] == "few_words"]
+    assert {rule["threshold"]: (rule["documents"], rule["dropped"]) for rule in rules} == {3: (6, 2), 5: (6, 4)}
