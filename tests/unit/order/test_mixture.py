@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.order.mixture import PERIOD, MixtureOrder, Pattern, Weights
 
-law = settings(deadline=None, max_examples=30)
-
 weights = st.lists(st.just(0.0) | st.floats(1e-3, 1e3), min_size=1, max_size=6).filter(any)
 
 
-def quotas_of(given_weights: list[float]) -> np.ndarray:
+def make_quotas(given_weights: list[float]) -> np.ndarray:
     assume(min(w for w in given_weights if w) >= sum(given_weights) / PERIOD)
     return Weights(((0, tuple(given_weights)),)).quotas[0]
 
 
-@law
 @given(weights)
 def test_quotas_sum_to_the_period_and_are_within_one_of_the_weights(given_weights: list[float]) -> None:
-    quotas = quotas_of(given_weights)
+    quotas = make_quotas(given_weights)
     assert int(quotas.sum()) == PERIOD
     exact = np.array(given_weights) / sum(given_weights) * PERIOD
     assert (np.abs(quotas - exact) <= 1 + 1e-6).all()
     assert all(quota == 0 for quota, weight in zip(quotas.tolist(), given_weights) if weight == 0)
 
 
-@law
 @given(weights, st.integers(0, 2**40))
 def test_every_prefix_is_within_a_few_samples_of_its_quotas(given_weights: list[float], start: int) -> None:
     """Bound: a source's turns are half a spacing off, and so are the others' before it: (1 + D) / 2 samples."""
-    quotas = quotas_of(given_weights)
+    quotas = make_quotas(given_weights)
     pattern = Pattern(quotas)
     sources, _ = pattern.locate(np.arange(PERIOD))
     seen = np.cumsum(sources[:, None] == np.arange(len(quotas)), axis=0)
@@ -45,10 +41,9 @@ def test_every_prefix_is_within_a_few_samples_of_its_quotas(given_weights: list[
     assert np.abs(counts - start * (quotas / PERIOD)).max() <= (1 + len(quotas)) / 2 + 1e-3  # Of floats near 2**40.
 
 
-@law
 @given(weights, st.integers(0, 2**45), st.integers(1, 500))
 def test_a_sources_own_samples_rise_by_one(given_weights: list[float], start: int, length: int) -> None:
-    pattern = Pattern(quotas_of(given_weights))
+    pattern = Pattern(make_quotas(given_weights))
     before = pattern.counts(start)
     sources, own = pattern.locate(np.arange(start, start + length))
     for source in range(len(before)):
@@ -58,11 +53,10 @@ def test_a_sources_own_samples_rise_by_one(given_weights: list[float], start: in
     assert (int(alone[0][0]), int(alone[1][0])) == (int(sources[-1]), int(own[-1]))
 
 
-@law
 @given(st.lists(st.tuples(st.integers(1, 100_000), weights.filter(lambda w: len(w) > 2)), min_size=1, max_size=3))
 def test_sources_go_on_where_the_change_before_left_them(parts: list[tuple[int, list[float]]]) -> None:
     parts = [(length, (given_weights + [1.0] * 6)[:6]) for length, given_weights in parts]
-    quotas = [quotas_of(given_weights) for _, given_weights in parts]
+    quotas = [make_quotas(given_weights) for _, given_weights in parts]
     starts = np.cumsum([0, *(length for length, _ in parts)]).tolist()
     mixture = MixtureOrder(quotas, starts[:-1])
     sources, own = mixture.locate(0, starts[-1])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
@@ -30,15 +29,9 @@ from forebay.order.plan import (
     samples_per_slice,
 )
 from forebay.order.run import BatchSizes, Run
-from support.calibration import scaled
-from support.paths import TESTS
+from support.paths import GOLDEN
 
-GOLDEN = TESTS / "golden" / "order_v4.json"
-WORLDS = (1, 2, 3, 5, 7, 8, 13, 64, 100, 1000, 4095, 4096)
-
-law = settings(deadline=None, max_examples=60)  # A busy machine is no failure.
-
-counts = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda c: sum(c) > 0)
+counts = st.lists(st.integers(0, 40), min_size=1, max_size=10).filter(lambda c: sum(c) > 0)
 orders = st.builds(
     Order,
     counts.map(np.array),
@@ -50,7 +43,7 @@ orders = st.builds(
 )
 
 
-def copy_of(order: Order) -> Order:
+def fresh_copy(order: Order) -> Order:
     """The same order, with no table of an epoch yet."""
     return Order(
         order.samples_per_slice, order.seed, order.global_batch, order.num_lanes, order.window_samples,
@@ -73,21 +66,11 @@ def first_uses(order: Order, epoch: int, rank: int, world_size: int) -> tuple[np
     return slices[firsts], steps[firsts] - start
 
 
-def test_lanes_come_to_new_slices_in_turn() -> None:
-    """No step after the first windows waits for many new slices: each lane begins its windows at another time."""
-    order = Order(np.full(400, 96), 5, 8, lanes=8, window=192)
-    _, steps = first_uses(order, 0, 0, 1)
-    later = steps[steps > 192]
-    assert len(later) > 300
-    in_24_steps = np.bincount(later // 24)  # A window lasts 192 steps; each lane opens two or three slices in it.
-    assert in_24_steps.max() <= 6 and (in_24_steps[9:-1] > 0).mean() > 0.7
-
-
 # The bijection.
 
 
 def vectors() -> dict[str, object]:
-    """What tests/golden/order_v4.json holds. It changes only with a new version of the order."""
+    """Return what tests/golden/order_v4.json holds. It changes only with a new version of the order."""
     big = (1 << 62, (1 << 62) - 1, (1 << 40) + 15)
     shapes = [(8, 10**4), (512, 10**6), (512, 10**9), (4096, 10**9), (6000, 10**9)]
     some = Order(np.array([30, 0, 17, 64, 5, 41]), 11, 12, lanes=5, window=9)
@@ -108,10 +91,9 @@ def vectors() -> dict[str, object]:
 
 
 def test_golden_vectors() -> None:
-    assert vectors() == json.loads(GOLDEN.read_text())
+    assert vectors() == json.loads((GOLDEN / "order_v4.json").read_text())
 
 
-@law
 @given(st.integers(1, 3000), st.integers())
 def test_permute_is_a_bijection_and_inverse_undoes_it(n: int, seed: int) -> None:
     index = np.arange(n, dtype=np.uint64)
@@ -123,7 +105,6 @@ def test_permute_is_a_bijection_and_inverse_undoes_it(n: int, seed: int) -> None
     assert one_by_one == sent[:5].tolist()
 
 
-@law
 @given(st.integers(1, 2**62), st.data())
 def test_permute_on_large_domains(n: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True)), np.uint64)
@@ -133,7 +114,6 @@ def test_permute_on_large_domains(n: int, data: st.DataObject) -> None:
     assert np.array_equal(inverse(sent, n, key), index)
 
 
-@law
 @given(st.lists(st.integers(1, 60) | st.integers(2**40, 2**62), min_size=1, max_size=10), st.integers(0, 9))
 def test_permute_each_is_a_bijection_for_every_domain_and_key(sizes: list[int], a: int) -> None:
     index = [np.arange(min(n, 60), dtype=np.uint64) for n in sizes]
@@ -162,7 +142,7 @@ def _chi_square(seen: np.ndarray, expected: float) -> float:
     return float(((seen - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 7, 10, 16, 33])
+@pytest.mark.parametrize("n", [2, 5, 16])
 def test_every_position_and_pair_of_neighbours_is_as_likely(n: int) -> None:
     """Chi-square over 20 000 keys, within five standard deviations of its mean. The seed is fixed."""
     trials = 20_000
@@ -192,25 +172,12 @@ def test_a_large_permutation_looks_random() -> None:
 # The six promises.
 
 
-@law
 @given(orders, st.integers(0, 5))
 def test_promise_bijection(order: Order, epoch: int) -> None:
     assert sorted(whole_epoch(order, epoch)) == list(range(order.num_samples))
 
 
-@law
-@given(st.integers(), st.integers(20, 60))
-def test_another_epoch_or_seed_is_another_order(seed: int, batch: int) -> None:
-    sizes = np.full(12, 30)
-    order = Order(sizes, seed, batch)
-    seen = {tuple(whole_epoch(order, epoch)) for epoch in range(3)}
-    seen.add(tuple(whole_epoch(Order(sizes, seed + 1, batch), 0)))
-    assert len(seen) == 4
-    assert whole_epoch(order, 1) == whole_epoch(Order(sizes, seed, batch), 1)
-
-
-@law
-@given(orders, st.integers(0, 3), st.sampled_from(WORLDS) | st.integers(1, 4096), st.data())
+@given(orders, st.integers(0, 3), st.sampled_from((1, 2, 3, 7, 64, 4096)), st.data())
 def test_promise_elastic(order: Order, epoch: int, world_size: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
     batch = order.share(epoch, step, 0, 1)
@@ -226,7 +193,6 @@ def test_promise_elastic(order: Order, epoch: int, world_size: int, data: st.Dat
         assert np.array_equal(share, batch[start : start + len(share)])
 
 
-@law
 @given(st.integers(0, 500), st.integers(1, 40), st.integers(0, 9), st.integers(1, 20), st.integers(1, 9), st.data())
 def test_shares_of_many_steps_are_sorted_by_lane(
     first: int, size: int, num_steps: int, lanes: int, world_size: int, data: st.DataObject
@@ -241,36 +207,6 @@ def test_shares_of_many_steps_are_sorted_by_lane(
     assert len(shares) == num_steps
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64, 4096])
-def test_shares_of_any_world_make_the_global_batch(world_size: int) -> None:
-    order = Order(np.full(40, 1000), 1, 4097)
-    for step in (0, order.steps_per_epoch - 1):
-        shares = [order.share(0, step, rank, world_size) for rank in range(world_size)]
-        assert np.array_equal(np.concatenate(shares), order.share(0, step, 0, 1))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-@law
-@given(orders, st.integers(0, 3), st.data())
-def test_promise_seek(order: Order, epoch: int, data: st.DataObject) -> None:
-    """A step read alone, from a fresh order, is what it is in passing."""
-    step = data.draw(st.integers(0, order.steps_per_epoch - 1))
-    again = copy_of(order)
-    full = whole_epoch(order, epoch)
-    alone = again.share(epoch, step, 0, 1).tolist()
-    assert alone == full[step * order.global_batch :][: len(alone)]
-
-
-def test_seek_in_fifteen_trillion_tokens_is_quick() -> None:
-    """The figure is benchmarks/order.py's (under 10 ms); this bound only catches a change of kind."""
-    order = Order(samples_per_slice(np.full(250_000, 60_000_000), 2048), 1, 1024)
-    assert order.num_samples * 2048 > 14.9e12
-    began = time.perf_counter()
-    order.share(1, order.steps_per_epoch - 2, 3, 8)
-    assert time.perf_counter() - began < scaled(0.5)
-
-
-@law
 @given(
     st.integers(1, 60),
     st.integers(1, 50),
@@ -295,7 +231,6 @@ def test_promise_local(num_slices: int, size: int, shape: tuple[int, int], world
             assert len(slices) <= min(num_slices, bound)
 
 
-@law
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 300), st.integers(1000, 10**5))
 def test_any_number_of_ranks_has_lanes_of_its_own_by_default(
     batch: int, world_size: int, num_slices: int, size: int
@@ -324,7 +259,6 @@ def test_the_windows_of_the_default_order_are_small(num_bytes: int, batch: int) 
     assert open_bytes <= max(min(num_bytes // 50, 1 << 30), lanes * 4 * size.chunk_bytes)
 
 
-@law
 @given(orders, st.integers(0, 3))
 def test_promise_bounded(order: Order, epoch: int) -> None:
     """A sample is read within a window of where its lane comes to it."""
@@ -337,27 +271,23 @@ def test_promise_bounded(order: Order, epoch: int) -> None:
     assert np.array_equal(order.sample_ids_of(slices, samples), order.sample_ids_at(epoch, positions))
 
 
-@law
 @given(orders, st.integers(0, 2), st.integers())
 def test_positions_read_together_or_alone_are_the_same(order: Order, epoch: int, seed: int) -> None:
-    """Whole blocks are read by tables, scattered positions one by one."""
-    full = np.arange(order.num_samples)
-    reads = [np.array(order.samples_at(epoch, full)) for _ in range(12)]  # After some there are tables.
-    assert all(np.array_equal(reads[0], read) for read in reads[1:])
+    full = np.array(order.samples_at(epoch, np.arange(order.num_samples)))
     some = random_words(derive_key(seed), np.arange(9, dtype=np.uint64)) % np.uint64(order.num_samples)
     index = some.astype(np.int64)
-    fresh = copy_of(order)
-    assert np.array_equal(np.array(fresh.samples_at(epoch, index)), reads[0][:, index])
-    assert np.array_equal(np.array(fresh.samples_at(epoch, index[:1])), reads[0][:, index[:1]])
+    fresh = fresh_copy(order)
+    assert np.array_equal(np.array(fresh.samples_at(epoch, index)), full[:, index])
+    assert np.array_equal(np.array(fresh.samples_at(epoch, index[:1])), full[:, index[:1]])
 
 
 def test_threads_may_share_an_order() -> None:
-    order = Order(np.full(300, 64), 3, 48, window=70)
-    blocks = [(epoch, start) for epoch in range(4) for start in range(0, order.num_samples - 4000, 1500)]
+    order = Order(np.full(100, 64), 3, 48, window=70)
+    blocks = [(epoch, start) for epoch in range(4) for start in range(0, order.num_samples - 2000, 1000)]
 
     def read(turn: int) -> dict[tuple[int, int], np.ndarray]:
         mine = blocks[turn * 7 :] + blocks[: turn * 7]
-        return {(e, s): order.sample_ids_at(e, np.arange(s, s + 4000)) for e, s in mine}
+        return {(e, s): order.sample_ids_at(e, np.arange(s, s + 2000)) for e, s in mine}
 
     with ThreadPoolExecutor(4) as pool:
         result = list(pool.map(read, range(4)))
@@ -365,38 +295,25 @@ def test_threads_may_share_an_order() -> None:
         assert all(np.array_equal(item[block], result[0][block]) for block in blocks)
 
 
+# The rest.
+
+
 def test_over_an_epoch_few_slices_are_open_at_once() -> None:
     """A slice is needed while its windows are open; only those cut by a lane's edge (one an edge) are needed twice."""
-    order = Order(np.full(3000, 50), 2, 32, lanes=32, window=100)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for step in range(order.steps_per_epoch):
-        for item in np.unique(order.locate(order.share(0, step, 0, 1))[0]).tolist():
-            first.setdefault(item, step)
-            last[item] = step
-    live = np.zeros(order.steps_per_epoch + 1, np.int64)
-    for item, step in first.items():
-        live[step] += 1
-        live[last[item] + 1] -= 1
-    assert np.cumsum(live).max() <= 4 * order.num_lanes
-    long_lived = [item for item in first if last[item] - first[item] > 2 * order.window_samples]
-    assert len(long_lived) <= order.num_lanes - 1
+    order = Order(np.full(1500, 50), 2, 32, lanes=32, window=100)
+    slices, _ = order.samples_at(0, np.arange(order.num_samples))
+    steps = np.arange(order.num_samples) // 32
+    first, last = np.full(1500, order.steps_per_epoch), np.zeros(1500, np.int64)
+    np.minimum.at(first, slices, steps)
+    np.maximum.at(last, slices, steps)
+    opened, closed = (np.bincount(moments, minlength=order.steps_per_epoch + 1) for moments in (first, last + 1))
+    assert np.cumsum(opened - closed).max() <= 4 * order.num_lanes
+    assert np.count_nonzero(last - first > 2 * order.window_samples) <= order.num_lanes - 1
 
 
-@law
-@given(orders, st.integers(0, 2), st.integers(1, 9), st.data())
-def test_promise_clairvoyant(order: Order, epoch: int, world_size: int, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, world_size - 1))
-    brute: dict[int, int] = {}
-    for index in range(order.steps_per_epoch):
-        for item in order.locate(order.share(epoch, index, rank, world_size))[0].tolist():
-            brute.setdefault(item, index)
-    slices, steps = first_uses(order, epoch, rank, world_size)
-    assert dict(zip(slices.tolist(), steps.tolist())) == brute
-    assert slices.tolist() == list(brute) and (np.diff(steps) >= 0).all()
-
-
-# The rest.
+def test_another_epoch_or_seed_is_another_order() -> None:
+    epochs = [whole_epoch(Order(np.full(12, 30), seed, 40), epoch) for seed, epoch in ((3, 0), (3, 1), (3, 2), (4, 0))]
+    assert len(set(map(tuple, epochs))) == 4 and epochs[1] == whole_epoch(Order(np.full(12, 30), 3, 40), 1)
 
 
 def test_locate_skips_slices_without_samples() -> None:
@@ -432,7 +349,6 @@ def test_samples_per_slice() -> None:
             samples_per_slice(np.array([7]), seq_len, layout)
 
 
-@law
 @given(st.integers(1, 500), st.data())
 def test_lease_order_goes_on_where_another_stopped(num_samples: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, num_samples))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
@@ -23,10 +23,9 @@ def names(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("slack", [None, 0.1])
-@pytest.mark.parametrize("workers", [4, 8])
-def test_little_moves(workers: int, slack: float | None) -> None:
+def test_little_moves(slack: float | None) -> None:
     """A tenth more data, one worker more, one fewer: at most what they own and two hundredths."""
-    slices = hashes(2000)
+    slices, workers = hashes(2000), 5
     before = assign_owners(slices, names(workers), slack)
     joined = assign_owners(slices, names(workers + 1), slack)
     assert (before != joined).mean() <= 1 / (workers + 1) + 0.02
@@ -38,7 +37,6 @@ def test_little_moves(workers: int, slack: float | None) -> None:
 
 
 @given(st.integers(1, 12), st.integers(0, 400), st.sampled_from([0.0, 0.05, 0.25]), st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
 def test_shares_are_bounded_and_names_decide(workers: int, count: int, slack: float, seed: int) -> None:
     slices, who = hashes(count, seed), names(workers)
     homes = assign_owners(slices, who, slack)
@@ -50,12 +48,9 @@ def test_shares_are_bounded_and_names_decide(workers: int, count: int, slack: fl
     assert np.array_equal(assign_owners(slices[mixed], who, slack), homes[mixed])
 
 
-GOLDEN = [2, 2, 1, 0, 2, 1, 0, 0, 2, 2]
-
-
 def test_owners_do_not_change_with_a_version() -> None:
     slices = np.arange(10 * 32, dtype=np.uint16).astype(np.uint8).reshape(10, 32)
-    assert assign_owners(slices, ["a", "b", "c"]).tolist() == GOLDEN
+    assert assign_owners(slices, ["a", "b", "c"]).tolist() == [2, 2, 1, 0, 2, 1, 0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(("workers", "slack"), [([], None), (["a", "a"], None), (["a"], -0.1)])
@@ -65,13 +60,12 @@ def test_what_cannot_be_is_refused(workers: list[str], slack: float | None) -> N
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
 def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: int) -> None:
     """Each sample once an epoch, batches of a rank within one sample of each other, any piece equal to the whole."""
     owned = [sum(counts) for counts in slices]
     if 0 in owned:
         return
-    owners, counts = np.repeat(np.arange(len(slices)), [len(of) for of in slices]), np.concatenate(slices)
+    owners, counts = np.repeat(np.arange(len(slices)), list(map(len, slices))), np.concatenate(slices)
     runs = [
         OwnedRun(Order(np.where(owners == rank, counts, 0), 3, batch), batch, owners, counts, epochs=2)
         for rank in range(len(slices))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
@@ -15,12 +14,9 @@ from forebay.load.resources import lanes_of_nodes
 from forebay.order.plan import Order, samples_per_slice, spread
 from forebay.order.run import NEVER, BatchSizes, Run, Steps, Weights
 
-law = settings(deadline=None, max_examples=60)
-
-WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 64, 100, 4096)
 Sample = tuple[int, int, int]  # Source, slice, sample within the slice.
 
-counts = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda c: sum(c) > 0).map(np.array)
+counts = st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(any).map(np.array)
 sizes = st.dictionaries(st.integers(1, 40), st.integers(1, 30), max_size=3).map(
     lambda later: BatchSizes.of([(0, 1 + len(later)), *sorted(later.items())])
 )
@@ -49,7 +45,7 @@ def single_runs(draw: st.DrawFn) -> Run:
 @st.composite
 def mixed_runs(draw: st.DrawFn) -> Run:
     batches = draw(sizes)
-    num_sources = draw(st.integers(1, 4))
+    num_sources = draw(st.integers(1, 3))
     weight = st.lists(st.integers(0, 9), min_size=num_sources, max_size=num_sources).filter(any)
     changes = draw(st.dictionaries(st.integers(1, 40), weight, max_size=2))
     weights = Weights(((0, (1,) * num_sources), *((step, tuple(w)) for step, w in sorted(changes.items()))))
@@ -57,7 +53,7 @@ def mixed_runs(draw: st.DrawFn) -> Run:
     return Run(sources, batches, weights=weights, num_steps=draw(st.none() | st.integers(50, 60)))
 
 
-def batches_of(steps: Steps) -> list[list[Sample]]:
+def batch_lists(steps: Steps) -> list[list[Sample]]:
     taken = list(zip(steps.sources.tolist(), steps.slices.tolist(), steps.samples.tolist()))
     return [taken[a:b] for a, b in itertools.pairwise(steps.bounds.tolist())]
 
@@ -65,7 +61,7 @@ def batches_of(steps: Steps) -> list[list[Sample]]:
 def whole(run: Run, stop: int | None = None) -> list[list[Sample]]:
     end = run.num_steps if stop is None else stop
     assert end is not None
-    return batches_of(run.steps(0, end, 0, 1))
+    return batch_lists(run.steps(0, end, 0, 1))
 
 
 def all_samples(order: Order, source: int = 0) -> list[Sample]:
@@ -75,7 +71,6 @@ def all_samples(order: Order, source: int = 0) -> list[Sample]:
 # One dataset, in epochs.
 
 
-@law
 @given(single_runs())
 def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) -> None:
     assert run.num_steps is not None
@@ -97,14 +92,13 @@ def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) ->
     assert list(by_epoch) == list(range(len(by_epoch)))
     for seen in by_epoch.values():
         assert len(set(seen)) == len(seen) and set(seen) <= set(every)
-        assert len(seen) == len(every) or len(every) - len(seen) < run.batches.largest
+        assert len(every) - len(seen) < run.batches.largest
     assert run.progress(run.num_steps).samples_taken == 0 and run.progress(run.num_steps).epoch == len(by_epoch)
 
 
 def test_without_drop_last_no_sample_is_left_out() -> None:
     run = Run([Order(np.array([7, 0, 16]), 3, 9)], BatchSizes.of([(0, 2), (4, 9), (20, 5)]), epochs=9)
-    assert run.num_steps is not None
-    flat = [sample for batch in whole(run) for sample in batch]
+    flat = list(itertools.chain(*whole(run)))
     assert len(flat) == 9 * 23
     for epoch in range(9):
         assert sorted(flat[23 * epoch :][:23]) == all_samples(run.orders[0])
@@ -122,13 +116,12 @@ def test_drop_last_leaves_out_what_makes_no_batch() -> None:
             Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=epochs, drop_last=True)
 
 
-@law
 @given(single_runs(), st.integers(0, 400))
 def test_a_batch_is_what_the_order_says_of_its_epoch(run: Run, step: int) -> None:
     assert run.num_steps is not None
     step %= run.num_steps
     position, order = run.progress(step), run.orders[0]
-    (batch,) = batches_of(run.steps(step, step + 1, 0, 1))
+    (batch,) = batch_lists(run.steps(step, step + 1, 0, 1))
     positions = np.arange(position.samples_taken, position.samples_taken + len(batch))
     slices, samples = order.locate(order.sample_ids_at(position.epoch, positions))
     assert sorted(batch) == sorted(zip([0] * len(batch), slices.tolist(), samples.tolist()))
@@ -140,57 +133,25 @@ def test_one_batch_size_is_the_orders_own_global_batch() -> None:
     per_epoch = order.steps_per_epoch
     for step in (0, 3, per_epoch - 1, per_epoch, 2 * per_epoch - 1):
         ids = order.share(step // per_epoch, step % per_epoch, 0, 1)
-        (batch,) = batches_of(run.steps(step, step + 1, 0, 1))
+        (batch,) = batch_lists(run.steps(step, step + 1, 0, 1))
         assert [50 * i + j for _, i, j in batch] == ids.tolist()
 
 
 # Any run.
 
 
-@law
-@given(single_runs() | mixed_runs(), st.integers(0, 300), st.integers(0, 6))
-def test_any_step_is_found_alone(run: Run, start: int, length: int) -> None:
-    end = run.num_steps if run.num_steps is not None else 80
-    start %= end + 1
-    stop = min(end, start + length)
-    assert batches_of(run.steps(start, stop, 0, 1)) == whole(run, end)[start:stop]
-
-
-@law
-@given(single_runs() | mixed_runs(), st.integers(0, 300), st.sampled_from(WORLDS[:9]))
-def test_shares_of_any_world_make_the_global_batch(run: Run, step: int, world_size: int) -> None:
-    end = run.num_steps if run.num_steps is not None else 80
-    step %= end
-    stop = min(end, step + 3)
-    shares = [batches_of(run.steps(step, stop, rank, world_size)) for rank in range(world_size)]
-    for i, batch in enumerate(batches_of(run.steps(step, stop, 0, 1))):
+@given(single_runs() | mixed_runs(), st.integers(0, 300), st.sampled_from((1, 2, 3, 7, 64)))
+def test_steps_read_alone_by_any_world_are_those_of_the_run(run: Run, start: int, world_size: int) -> None:
+    end = 80 if run.num_steps is None else run.num_steps
+    start %= end
+    stop = min(end, start + 3)
+    shares = [batch_lists(run.steps(start, stop, rank, world_size)) for rank in range(world_size)]
+    for i, batch in enumerate(whole(run, end)[start:stop]):
         lengths = {len(share[i]) for share in shares}
         assert max(lengths) - min(lengths) <= 1
-        assert [sample for share in shares for sample in share[i]] == batch
+        assert list(itertools.chain(*(share[i] for share in shares))) == batch
 
 
-def of_world(run: Run, step: int, world_size: int) -> np.ndarray:
-    parts = [run.steps(step, step + 1, rank, world_size) for rank in range(world_size)]
-    fields = ("sources", "slices", "samples")
-    return np.array([np.concatenate([getattr(part, name) for part in parts]) for name in fields])
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_any_two_worlds_read_the_same_global_batches(mixed: bool) -> None:
-    """All pairs of world sizes: a run goes on from one to the other at a step, and is the run that never changed."""
-    batches = BatchSizes.of([(0, 100), (3, 4097)])
-    order = Order(np.full(30, 900), 1, 4097)
-    weights = Weights(((0, (3, 1)), (5, (1, 4)))) if mixed else None
-    run = Run([order, Order(np.full(9, 700), 2, 4097)][: 1 + mixed], batches, weights=weights, num_steps=8)
-    last = [run.steps(step, step + 1, 0, 1) for step in range(2, 6)]
-    reference = [np.array([item.sources, item.slices, item.samples]) for item in last]
-    read = {world: [of_world(run, step, world) for step in (2, 5)] for world in WORLDS}
-    for before, after in itertools.product(WORLDS, WORLDS):
-        assert np.array_equal(read[before][0], reference[0])
-        assert np.array_equal(read[after][1], reference[3])
-
-
-@law
 @given(single_runs() | mixed_runs(), st.integers(0, 400))
 def test_an_epoch_stops_where_the_next_one_starts(run: Run, step: int) -> None:
     if run.num_steps is not None:
@@ -203,7 +164,6 @@ def test_an_epoch_stops_where_the_next_one_starts(run: Run, step: int) -> None:
     assert stop == run.num_steps or run.progress(stop).epoch == epoch + 1
 
 
-@law
 @given(single_runs() | mixed_runs(), st.integers(0, 300), st.integers(0, 30), st.integers(1, 9), st.data())
 def test_uses_are_what_is_read(run: Run, start: int, length: int, world_size: int, data: st.DataObject) -> None:
     end = run.num_steps if run.num_steps is not None else 80
@@ -211,21 +171,12 @@ def test_uses_are_what_is_read(run: Run, start: int, length: int, world_size: in
     stop = min(end, start + length)
     rank = data.draw(st.integers(0, world_size - 1))
     brute = []
-    for i, batch in enumerate(batches_of(run.steps(start, stop, rank, world_size))):
+    for i, batch in enumerate(batch_lists(run.steps(start, stop, rank, world_size))):
         brute += [(start + i, source, index) for source, index in dict.fromkeys((s, k) for s, k, _ in batch)]
     steps, sources, slices = run.uses(start, stop, rank, world_size)
     assert list(zip(steps.tolist(), sources.tolist(), slices.tolist())) == brute
 
 
-def test_a_rank_of_a_run_reads_its_part_of_the_slices() -> None:
-    order = Order(np.full(4000, 60), 4, 96)
-    run = Run([order], BatchSizes.of(96), epochs=2)
-    for rank in (0, 3, 7):
-        _, _, slices = run.uses(order.steps_per_epoch, 2 * order.steps_per_epoch, rank, 8)
-        assert len(set(slices.tolist())) <= 1.2 * 4000 / 8
-
-
-@law
 @given(single_runs(), st.sampled_from([1, 2, 3, 5]), st.data())
 def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size: int, data: st.DataObject) -> None:
     order = run.orders[0]
@@ -249,7 +200,6 @@ def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size:
 # Mixtures.
 
 
-@law
 @given(mixed_runs())
 def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run) -> None:
     flat = [sample for batch in whole(run, 50) for sample in batch]
@@ -264,7 +214,6 @@ def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run) -> N
         assert sum(n == epochs + 1 for n in times.values()) == rest
 
 
-@law
 @given(mixed_runs() | single_runs(), st.integers(0, 59), st.integers(0, 3))
 def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source: int) -> None:
     end = 60 if run.num_steps is None else run.num_steps
@@ -279,7 +228,6 @@ def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source
         assert run.epoch_of(step, source) == (epochs.pop() if len(epochs) == 1 else None, None)
 
 
-@law
 @given(mixed_runs(), st.integers(1, 60), st.data())
 def test_a_change_at_a_step_leaves_all_before_it_as_it_was(run: Run, step: int, data: st.DataObject) -> None:
     assert run.weights is not None
@@ -318,43 +266,26 @@ def test_any_run_of_lanes_is_spread_evenly(num_lanes: int, first: int, length: i
 
 def test_a_node_of_a_mixture_reads_few_lanes_beside_its_own() -> None:
     chance, orders = np.random.default_rng(5), [Order(np.full(300, 4000), seed, 512) for seed in range(3)]
-    for nodes, most in ((2, 1.1), (8, 1.4), (64, 4.0)):
-        for _ in range(4):
+    for nodes, most in ((2, 1.1), (64, 4.0)):
+        for _ in range(2):
             weights = Weights(((0, tuple(chance.dirichlet(np.ones(3)).tolist())),))
             run = Run(orders, BatchSizes.of(512), weights=weights, epochs=None)
             assert 1 <= np.mean(lanes_of_nodes(run, 8 * nodes, 8)) * nodes <= most
 
 
-def test_a_mixture_of_one_is_the_dataset_over_and_over() -> None:
-    order = Order(np.array([5, 8]), 1, 13, lanes=2)
-    batches = whole(Run([order], BatchSizes.of(13), weights=Weights(((0, (1,)),))), 12)
-    for epoch, batch in enumerate(batches):
-        slices, samples = order.samples_at(epoch, order.positions(0, 0, 1))
-        assert batch == list(zip([0] * 13, slices.tolist(), samples.tolist()))
-        assert sorted(batch) == all_samples(order)
-    assert batches[0] != batches[1] != batches[2]
-
-
 # Size, and the rest.
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_any_step_of_fifteen_trillion_tokens_is_found_in_milliseconds(mixed: bool) -> None:
-    """The promise is 10 ms, which benchmarks/order.py measures; CPU time with room for a busy machine here."""
-    counts = samples_per_slice(np.full(250_000, 60_000_000), 2048)
-    result = [Order(counts, seed, 1024) for seed in range(1 + mixed)]
-    weights = Weights(((0, (2, 1)), (10**6, (1, 1)), (4 * 10**6, (1, 3)))) if mixed else None
-    run = Run(result, BatchSizes.of([(0, 256), (10**5, 1024)]), weights=weights, num_steps=7 * 10**6)
-    assert result[0].num_samples > 7.3e9
-    spent = []
-    for step in (5_123_457, 17, 6_999_990, 3_000_001, 123_456):
-        began = time.thread_time()
-        steps = run.steps(step, step + 1, 3, 8)
-        run.epoch_stop(step)
-        spent.append(1e3 * (time.thread_time() - began))
-        assert len(steps.samples) == (128 if step >= 10**5 else 32)
-    print(f"first {spent[0]:.1f} ms, then at most {max(spent[1:]):.1f} ms")
-    assert spent[0] < 300 and max(spent[1:]) < 50
+def test_steps_of_fifteen_trillion_tokens_are_found_alone() -> None:
+    orders = [Order(samples_per_slice(np.full(250_000, 60_000_000), 2048), seed, 1024) for seed in range(2)]
+    weights = Weights(((0, (2, 1)), (10**6, (1, 1)), (4 * 10**6, (1, 3))))
+    batches = BatchSizes.of([(0, 256), (10**5, 1024)])
+    assert orders[0].num_samples > 7.3e9
+    for sources, more in ((orders[:1], {}), (orders, {"weights": weights})):
+        run = Run(sources, batches, num_steps=7 * 10**6, **more)
+        for step, size in ((5_123_457, 128), (17, 32), (6_999_990, 128)):
+            steps = run.steps(step, step + 1, 3, 8)
+            assert len(steps.samples) == size and steps.samples.max() < 60_000_000 // 2048
 
 
 def test_limits_of_a_run() -> None:

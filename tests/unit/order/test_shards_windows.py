@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
@@ -79,8 +75,7 @@ def test_the_published_receipt() -> None:
     assert receipt(np.array([1, 2, 2], np.uint64))[1] == 3
 
 
-@settings(max_examples=40)
-@given(st.integers(1, 400), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4), st.integers(0, 9))
+@given(st.integers(1, 100), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4), st.integers(0, 9))
 def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: int, world: int, first: int) -> None:
     count = steps * batch
     given = {"mode": "forebay", "first_window": first}
@@ -95,25 +90,10 @@ def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: 
     assert sorted(full[:size]) == sorted(full[size : 2 * size]) == list(range(size))
 
 
-def test_our_windows_are_of_their_uid_seed_and_shard() -> None:
+def test_our_windows_follow_from_their_uid_seed_and_shard() -> None:
     def draw(**other: int) -> list[int]:
         settings = {"uid": 1, "window": 9, "dataset_len": 5000, "steps": 2, "batch": 16, "seed": 42, "first_window": 5}
         return window_sample_ids(**{**settings, **other}, mode="forebay").tolist()  # type: ignore[arg-type]
 
-    assert draw() == draw()
+    assert draw()[:8] == [4169, 1765, 4733, 672, 1066, 4627, 3917, 2608]
     assert len({tuple(draw()), *(tuple(draw(**{k: 2})) for k in ("uid", "seed", "first_window"))}) == 4
-
-
-def test_a_validator_finds_the_same_samples_in_another_process() -> None:
-    ids = np.arange(50_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for mode in ("compat", "forebay"):
-        here = window_sample_ids(11, 77, len(ids), 3, 64, mode=mode)  # type: ignore[arg-type]
-        code = (
-            "import numpy as np, json\n"
-            "from forebay.order.shard_windows import *\n"
-            f"ids = np.arange({len(ids)}, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)\n"
-            f"at = window_sample_ids(11, 77, len(ids), 3, 64, mode={mode!r})\n"
-            "print(json.dumps([at.tolist(), *receipt(ids[at])]))"
-        )
-        exists = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-        assert exists == [here.tolist(), *receipt(ids[here])]
