@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.data_node import DataNode
-from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.mirror import mirror, mirror_by_swarm
 from forebay.network.addresses import check_url, is_public
@@ -30,14 +27,15 @@ from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
 from forebay.storage.peer_source import open_untrusted_origin
-from support.calibration import scaled
 from support.leases_by_hand import FetchingWorker
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 from support.rude_peer import Asked, RudePeer, http
+from support.token_slices import write_tokens
+from support.waiting import until
 
 Make = Callable[[str], Identity]
-QUICK = Timeouts(connect_s=2.0, stall_s=2.0)
+PATIENT = Timeouts(connect_s=60.0, stall_s=60.0)
 BAD_URLS = (
     "bogus://x/y", "file:///etc/passwd", "hf://datasets/a/b", "r2://bucket/x", "forebay://net/d", "https://",
     "https:///p",
@@ -49,12 +47,12 @@ BAD_URLS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("url", BAD_URLS)
-def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation(url: str) -> None:
-    with pytest.raises(ProtocolError, match="URL of a peer"):
-        check_url(url)
-    with pytest.raises(ProtocolError):
-        open_untrusted_origin(url, "any")
+def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation() -> None:
+    for url in BAD_URLS:
+        with pytest.raises(ProtocolError, match="URL of a peer"):
+            check_url(url)
+        with pytest.raises(ProtocolError):
+            open_untrusted_origin(url, "any")
 
 
 @given(st.one_of(st.text(max_size=60), st.from_regex(r"(https?|s3|gs|az|file)://[ -~]{0,30}", fullmatch=True)))
@@ -87,9 +85,8 @@ PUBLIC = {"8.8.8.8": True, "2606:4700::1111": True, "::ffff:8.8.8.8": True, "64:
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("ip", "public"), PUBLIC.items())
-def test_addresses_of_the_public_internet(ip: str, public: bool) -> None:
-    assert is_public(ip) is public
+def test_addresses_of_the_public_internet() -> None:
+    assert {ip: is_public(ip) for ip in PUBLIC} == PUBLIC
 
 
 @pytest.fixture
@@ -114,7 +111,7 @@ def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
     """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
     result = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: result[0])
-    origin = open_untrusted_origin(url, "public", timeouts=QUICK)
+    origin = open_untrusted_origin(url, "public", timeouts=PATIENT)
     with pytest.raises(PermanentError, match=r"expected a public address, got 127\.0\.0\.1"):
         origin.get("manifest.json", 100)
     assert sink.connections == 0
@@ -129,7 +126,7 @@ def test_a_redirect_of_a_foreign_origin_stays_on_https() -> None:
 
 def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer) -> None:
     (sink.directory / "x").write_bytes(b"12345")
-    assert open_untrusted_origin(sink.url, "any", timeouts=QUICK).get("x", 10) == b"12345"
+    assert open_untrusted_origin(sink.url, "any", timeouts=PATIENT).get("x", 10) == b"12345"
     assert sink.paths == ["/x"] and sink.authorizations == [""]
 
 
@@ -172,13 +169,7 @@ def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, t
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
-    folder = tmp_path / "web" / "corpus"
-    (folder / "slices").mkdir(parents=True)
-    chance = np.random.default_rng(1)
-    for index in range(3):
-        ids = chance.integers(0, 60, 5000).astype(np.uint16)
-        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([5000], np.uint64))
-    return import_slices(folder, "corpus")
+    return write_tokens(tmp_path / "web" / "corpus", [5000] * 3)
 
 
 @pytest.fixture
@@ -242,10 +233,7 @@ def test_a_small_file_from_a_url_is_checked_as_one_from_a_peer_is(
     dataset: Dataset, web: OriginServer, make_identity: Make, tmp_path: Path
 ) -> None:
     """A node that gives no file itself stands for a web server with another dataset's manifest."""
-    other = tmp_path / "web" / "other"
-    shutil.copytree(dataset.path / "slices", other / "slices")
-    (other / "slices" / "000002.safetensors").unlink()
-    import_slices(other, "corpus")
+    write_tokens(tmp_path / "web" / "other", [5000] * 2)
     table, stranger = LocalDiscovery(), make_identity("stranger")
 
     def answer(asked: Asked) -> bytes:
@@ -287,12 +275,15 @@ def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(
 
 def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tmp_path: Path) -> None:
     with Client(make_identity("worker")) as client:
-        worker = FetchingWorker(client, tmp_path / "cache", from_urls="")
+        worker, numbers = FetchingWorker(client, tmp_path / "cache", from_urls=""), itertools.count()
+
+        def has_failed() -> bool:
+            lease = worker.lease("ab" * 32, 100, [{"address": "https://data.example/d"}], str(next(numbers)))
+            until(lambda: lease.ended)
+            return worker.fetcher.failure is not None
+
         try:
-            deadline, number = time.monotonic() + scaled(60), 0
-            while worker.fetcher.failure is None and time.monotonic() < deadline:
-                number += 1
-                worker.lost(worker.lease("ab" * 32, 100, [{"address": "https://data.example/d"}], str(number)))
+            until(has_failed)
             assert isinstance(worker.fetcher.failure, NetworkError)
             assert "--from-urls" in str(worker.fetcher.failure)
         finally:

@@ -8,13 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from forebay.data_node import DataNode
-from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.network.pki.identity import Identity
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, head_object, read_small
@@ -24,10 +21,11 @@ from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.transfers import FileTransfer
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
+from support.token_slices import write_tokens
 
 NAME = "slices/a b+ü.bin"
 CONTENT = random.Random(3).randbytes(700_001)
-QUICK = Timeouts(connect_s=0.5, stall_s=0.5)  # For servers that fall silent.
+QUICK = Timeouts(connect_s=60.0, stall_s=0.1)  # For servers that fall silent.
 PATIENT = Timeouts(connect_s=60.0, stall_s=60.0)  # For all others, also on a busy machine.
 
 
@@ -76,27 +74,20 @@ def read(origin: Origin, name: str, start: int, stop: int) -> bytes:
     return b"".join(bytes(piece) for piece in origin.read(name, start, stop))
 
 
-def test_ranges(origin: Origin) -> None:
+def test_every_kind_answers_alike(origin: Origin) -> None:
     size = len(CONTENT)
     for start, stop in [(0, size), (0, 1), (size - 1, size), (1000, 600_000)]:
         assert read(origin, NAME, start, stop) == CONTENT[start:stop]
         assert read_small(origin, NAME, stop - start, start=start) == CONTENT[start:stop]
     assert [each.url for each in origin.sources()] == [origin.url]
-
-
-def test_whole(origin: Origin) -> None:
-    assert origin.get(NAME, len(CONTENT)) == CONTENT
+    assert origin.get(NAME, size) == CONTENT
     with pytest.raises(PermanentError, match="larger"):
-        origin.get(NAME, len(CONTENT) - 1)
-
-
-def test_absent(origin: Origin) -> None:
-    with pytest.raises(PermanentError):
-        read(origin, "none", 0, 5)
+        origin.get(NAME, size - 1)
+    for name, start, stop in (("none", 0, 5), (NAME, size - 5, size + 5)):
+        with pytest.raises(PermanentError):
+            read(origin, name, start, stop)
     with pytest.raises(PermanentError):
         origin.get("none", 5)
-    with pytest.raises(PermanentError):
-        read(origin, NAME, len(CONTENT) - 5, len(CONTENT) + 5)
     with pytest.raises(DatasetError, match="Check the URL"):
         read_small(origin, "none", 5)
 
@@ -125,26 +116,21 @@ def test_a_drip_is_a_stall(server: OriginServer) -> None:
         read(open_origin(f"{server.url}/data", timeouts=QUICK), NAME, 0, 500_000)
 
 
-def test_short_bodies_keep_what_came(server: OriginServer) -> None:
+def test_other_bytes_than_were_requested(server: OriginServer) -> None:
+    web, bucket = (open_origin(f"{url}/data", timeouts=PATIENT) for url in (server.url, server.s3_url))
+    for _ in range(3):
+        assert read(web, NAME, 5, 10) == CONTENT[5:10]
+    assert server.connections == 1, "connections are kept"
     server.faults.truncate = 1
-    got = bytearray()
-    origin = open_origin(f"{server.url}/data")
-    for piece in origin.read(NAME, 0, len(CONTENT)):
-        got += piece
-    assert 0 < len(got) < len(CONTENT)
-    assert CONTENT.startswith(bytes(got))
-
-
-def test_a_bucket_that_knows_no_ranges_is_not_asked_again(server: OriginServer) -> None:
-    origin = open_origin(f"{server.s3_url}/data", timeouts=PATIENT)
-    server.faults.ignore_ranges = True
+    got = read(web, NAME, 0, len(CONTENT))
+    assert 0 < len(got) < len(CONTENT) and CONTENT.startswith(got)
+    server.faults.truncate, server.faults.ignore_ranges = 0, True
+    assert read(web, NAME, 300_000, 300_010) == CONTENT[300_000:300_010]
     with pytest.raises(PermanentError, match="non-partial response"):
-        list(origin.read(NAME, 1, 5))
-
-
-def test_a_server_without_ranges(server: OriginServer) -> None:
-    server.faults.ignore_ranges = True
-    assert read(open_origin(f"{server.url}/data"), NAME, 300_000, 300_010) == CONTENT[300_000:300_010]
+        list(bucket.read(NAME, 1, 5))
+    server.faults.ignore_ranges, server.shift_ranges = False, 1
+    with pytest.raises(ProtocolError, match="Content-Range"):
+        read(web, NAME, 10, 20)
 
 
 def test_nobody_listens(server: OriginServer) -> None:
@@ -164,13 +150,6 @@ def test_nobody_listens(server: OriginServer) -> None:
     assert len(waits) >= len(planned) and all(
         max_value / 2 <= wait <= max_value * 1.5 for wait, max_value in zip(waits, planned)
     )
-
-
-def test_connections_are_kept(server: OriginServer) -> None:
-    origin = open_origin(f"{server.url}/data")
-    for _ in range(5):
-        assert read(origin, NAME, 5, 10) == CONTENT[5:10]
-    assert server.connections == 1
 
 
 def test_the_query_goes_with_each_request_and_into_no_message(server: OriginServer) -> None:
@@ -256,13 +235,7 @@ def test_bad_urls(url: str) -> None:
 
 @pytest.fixture
 def dataset(server: OriginServer) -> Dataset:
-    folder = server.directory / "corpus"
-    (folder / "slices").mkdir(parents=True)
-    chance = np.random.default_rng(1)
-    for index in range(3):
-        ids = chance.integers(0, 60, 5000).astype(np.uint16)
-        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([5000], np.uint64))
-    return import_slices(folder, "corpus")
+    return write_tokens(server.directory / "corpus", [5000] * 3)
 
 
 def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
@@ -278,18 +251,12 @@ def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
         open_remote(f"{server.url}/corpus", dataset_id="0" * 64)
     with pytest.raises(DatasetError, match=r"manifest\.json.*404"):
         open_remote(f"{server.url}/nothing")
-
-
-def test_open_remote_survives_a_bad_network(server: OriginServer, dataset: Dataset) -> None:
-    server.faults.drop = server.faults.truncate = 0.2
+    for name in ("manifest.json", "slices.parquet"):
+        server.faults.corrupt = {f"corpus/{name}": (dataset.path / name).stat().st_size // 2}
+        with pytest.raises(DatasetError):
+            open_remote(f"{server.url}/corpus")
+    server.faults.corrupt, server.faults.drop, server.faults.truncate = {}, 0.2, 0.2
     assert open_remote(f"{server.url}/corpus").id == dataset.id
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "slices.parquet"])
-def test_a_flipped_byte_is_noticed(server: OriginServer, dataset: Dataset, name: str) -> None:
-    server.faults.corrupt[f"corpus/{name}"] = (dataset.path / name).stat().st_size // 2
-    with pytest.raises(DatasetError):
-        open_remote(f"{server.url}/corpus")
 
 
 Make = Callable[[str], Identity]
@@ -344,9 +311,7 @@ def test_peers_by_home(make_identity: Make, tmp_path: Path, monkeypatch: pytest.
 
 def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
     other_folder = tmp_path / "other"
-    shutil.copytree(dataset.path / "slices", other_folder / "slices")
-    (other_folder / "slices/000002.safetensors").unlink()
-    other, discovery, reader = import_slices(other_folder, "corpus"), LocalDiscovery(), make_identity("reader")
+    other, discovery, reader = write_tokens(other_folder, [5000] * 2), LocalDiscovery(), make_identity("reader")
     with (
         DataNode(make_identity("a"), [dataset], "127.0.0.1", 0, discovery),
         DataNode(make_identity("b"), [other], "127.0.0.1", 0, discovery),
@@ -360,17 +325,11 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: P
             open_origin(url, identity=reader, discovery=discovery, dataset_id="0" * 64).sources()
 
 
-def test_more_than_was_asked_for_is_a_violation(server: OriginServer) -> None:
-    server.shift_ranges = 1
-    with pytest.raises(ProtocolError, match="Content-Range"):
-        read(open_origin(f"{server.url}/data"), NAME, 10, 20)
-
-
-@pytest.mark.parametrize("location", ["http://[::1", "http://h:port/", "http://h:99999999/", "//[x]/", "gopher://h/"])
-def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer, location: str) -> None:
-    server.redirect = location
-    with pytest.raises(PermanentError):
-        read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 5)
+def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer) -> None:
+    for location in ("http://[::1", "http://h:port/", "http://h:99999999/", "//[x]/", "gopher://h/"):
+        server.redirect = location
+        with pytest.raises(PermanentError):
+            read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 5)
 
 
 def test_a_redirect_that_leads_nowhere_any_more_is_asked_for_again(server: OriginServer) -> None:

@@ -48,3 +48,15 @@ def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
     for _ in range(200):
         created.record_success(16)
     assert created.limit == 16
+
+
+def test_the_speed_of_a_source_follows_its_larger_answers() -> None:
+    created = SourceStats("x", 4.0)
+    created.record_speed(1000, 1.0)
+    assert created.speed is None, "short answers say nothing"
+    created.record_speed(100_000, 0.5)
+    assert created.speed == 200_000
+    created.record_speed(100_000, 1.0)
+    assert 100_000 < created.speed < 200_000
+    created.record_failure(10, partial(backoff_s, first_s=1, max_s=10))
+    assert created.failing == 1 and 10 < created.avoid_until <= 12

@@ -1,0 +1,401 @@
+"""Every write, flush and rename of an operation fails or is the last one: a reader finds the old or the new state.
+
+A process runs each scenario once to count its writes, fsyncs and renames, then again and again in forks, each of which
+fails at one of them: with ENOSPC (from then on, as on a full disk), with EIO (once), or by SIGKILL; a write that fails
+has written half. The same operation again must end in the new state, byte for byte, with no file left over. In the
+first run every file must be flushed before it takes its name, and its directory afterwards. What C code of other
+libraries writes (SQLite, memory maps) is not seen.
+
+FOREBAY_FAULTS=all tries each fault, which takes some ten minutes; otherwise some of each scenario are tried.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import hashlib
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from forebay import prepare_dataset
+from forebay.cache.cache import ChunkCache
+from forebay.cli import main
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import ForebayError
+from forebay.formats.shard_writer import write_shards
+from forebay.ledger.chain import read_entries
+from forebay.ledger.index import open_index
+from forebay.ledger.writer import Ledger
+from forebay.observe.ledger_queries import export_uses
+from forebay.prepare import load_recipe
+from forebay.storage.ranged_download import download_large_file
+from support.cached import put
+from support.outputs import hashes
+
+State = dict[str, Any]
+FAILED = 3
+KINDS = ("write", "fsync", "rename")
+ALL = os.environ.get("FOREBAY_FAULTS") == "all"
+
+
+class Fault(NamedTuple):
+    """Operation `number` of a kind (from 1) fails with an errno, or the process is killed there (0)."""
+
+    kind: str
+    number: int
+    error: int
+
+
+class Disk:
+    """Replaces what writes, flushes and renames below `root` in this process: counts, checks and fails."""
+
+    def __init__(self, root: Path, fault: Fault | None) -> None:
+        self.root, self.fault = f"{root}/", fault
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._began_ns = time.time_ns() - 10**7  # within a tick of the file system's clock
+        self._synced: dict[int, tuple[int, int]] = {}
+        self._unsynced_names: dict[Path, str] = {}
+
+    def install(self) -> None:
+        real_open, fsync, disk = io.open, os.fsync, self
+
+        class Raw(io.FileIO):
+            def write(self, data: Any) -> int:
+                return disk.write(self.fileno(), super().write, data)
+
+        def opened(
+            file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, *args: Any, **more: Any
+        ) -> Any:
+            if not set(mode) & set("wax+"):
+                return real_open(file, mode, buffering, encoding, *args, **more)
+            raw = Raw(file, mode.replace("b", "").replace("t", ""), more.pop("closefd", True), more.pop("opener", None))
+            if buffering == 0:
+                return raw
+            buffer = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding, *args, **more)
+
+        def writing(real: Callable[..., int]) -> Callable[..., int]:
+            return lambda fd, data, *more: disk.write(fd, lambda part: real(fd, part, *more), data)
+
+        def synced(fd: int) -> None:
+            disk.fsync(fd)
+            fsync(fd)
+
+        def renaming(real: Callable[..., None]) -> Callable[..., None]:
+            def rename(source: Any, target: Any, **more: Any) -> None:
+                disk.rename(Path(source), Path(target).absolute())
+                real(source, target, **more)
+
+            return rename
+
+        io.open = builtins.open = opened  # type: ignore[assignment]
+        os.write, os.pwrite = writing(os.write), writing(os.pwrite)
+        os.fsync = synced
+        os.rename, os.replace = renaming(os.rename), renaming(os.replace)
+
+    def _covers(self, fd: int) -> bool:
+        return f"{Path(f'/proc/self/fd/{fd}').readlink()}/".startswith(self.root)
+
+    def _count(self, kind: str, half: Callable[[], object] = lambda: None) -> None:
+        self.counts[kind] += 1
+        if self.fault is None or self.fault.kind != kind:
+            return
+        is_full = self.fault.error == errno.ENOSPC
+        if self.counts[kind] == self.fault.number or (is_full and self.counts[kind] > self.fault.number):
+            half()
+            if not self.fault.error:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(self.fault.error, os.strerror(self.fault.error))
+
+    def write(self, fd: int, real: Callable[[Any], int], data: Any) -> int:
+        if self._covers(fd):
+            self._count("write", lambda: real(memoryview(data).cast("B")[: len(data) // 2]))
+        return real(data)
+
+    def fsync(self, fd: int) -> None:
+        if self._covers(fd):
+            self._count("fsync")
+            result = os.fstat(fd)
+            self._synced[result.st_ino] = (result.st_size, result.st_mtime_ns)
+            self._unsynced_names.pop(Path(f"/proc/self/fd/{fd}").readlink(), None)
+
+    def rename(self, source: Path, target: Path) -> None:
+        if not str(target).startswith(self.root):
+            return
+        self._count("rename")
+        if target.name == "progress.json":  # of a run that lasts: nobody needs it after a crash of the machine
+            return
+        for path in [source, *source.rglob("*")] if source.is_dir() else [source]:
+            result = path.stat()
+            is_new = result.st_mtime_ns > self._began_ns
+            if path.is_file() and is_new and self._synced.get(result.st_ino) != (result.st_size, result.st_mtime_ns):
+                self.problems.append(f"{path.name} was not flushed before {target.name} was named")
+        self._unsynced_names[target.parent] = target.name
+
+    def unflushed(self) -> list[str]:
+        """Return the problems of a run without a fault."""
+        names = [name for path, name in self._unsynced_names.items() if path.is_dir()]
+        return self.problems + [f"{name}: its directory was not flushed" for name in names]
+
+
+class Scenario:
+    """An operation on a folder: `begin` makes its input; `act` may be repeated.
+
+    Each value that `look` returns is at any time as before or as after `act`.
+    """
+
+    refuses_its_output = False  # `act` fails where an earlier one made the new state
+
+    def begin(self, folder: Path) -> None: ...
+    def act(self, folder: Path) -> None: ...
+    def look(self, folder: Path) -> State: ...
+
+
+def content(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+
+
+class Prepare(Scenario):
+    def __init__(self, to: str, last: str) -> None:
+        self.to, self.last = to, last  # the file of the output that is named last
+
+    def begin(self, folder: Path) -> None:
+        lines = [
+            f'{{"id": "d{i}", "text": "line {i % 7} of words\\nanother line {i} of some length\\nsame"}}'
+            for i in range(30)
+        ]
+        (folder / "in.jsonl").write_text("\n".join(lines))
+
+    def act(self, folder: Path) -> None:
+        recipe = load_recipe(settings={
+            "name": "d", "dedup": {"exact": True, "minhash": True, "lines": True}, "slice": {"shuffle": True},
+            "tokenize": {"tokenizer": "bytes"},
+        })  # fmt: skip
+        prepare_dataset(
+            [folder / "in.jsonl"], folder / "out", recipe=recipe, workers=1, write_ids=folder / "ids", to=self.to,
+            document_ids=self.to == "dataset",
+        )  # fmt: skip
+
+    def look(self, folder: Path) -> State:
+        found = hashes(folder / "out") if (folder / "out" / self.last).exists() else {}
+        aside = (".work/", ".inputs.json")  # The second has times and inodes of the inputs.
+        out = {name: digest for name, digest in found.items() if not name.startswith(aside)}
+        return {"ids": content(folder / "ids"), "out": out or None}
+
+
+class Convert(Scenario):
+    def __init__(self, *options: str) -> None:
+        self.options, self.refuses_its_output = options, not options
+
+    def begin(self, folder: Path) -> None:
+        for name, start in (("a", 0), ("b", 7)):
+            np.save(folder / f"{name}.npy", np.arange(start, start + 20_000, dtype=np.uint16))
+        if self.options:
+            self._convert(folder, "b")
+
+    def act(self, folder: Path) -> None:
+        self._convert(folder, "a", *self.options)
+
+    def _convert(self, folder: Path, name: str, *options: str) -> None:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+            code = main(["convert", str(folder / f"{name}.npy"), str(folder / "out"), "--to", "forebay", *options])
+        if code:
+            raise OSError(errors.getvalue())
+
+    def look(self, folder: Path) -> State:
+        replaced = [path for path in folder.glob("out.replaced-*") if not (folder / "out").exists()]
+        return {"out": hashes(*replaced[:1] or [folder / "out"]) or None}
+
+
+class Cache(Scenario):
+    contents = (b"a" * 3000, b"b" * 3000)
+
+    def act(self, folder: Path) -> None:
+        cache = ChunkCache(folder / "cache", 30_000)
+        for data in self.contents:
+            sha256 = put(cache, data)
+            os.utime(cache.path_of(sha256))
+            assert cache.get(sha256, pin=True)
+
+    def look(self, folder: Path) -> State:
+        cache = ChunkCache(folder / "cache", 30_000) if (folder / "cache").exists() else None
+        paths = [cache and cache.get(hashlib.sha256(data).hexdigest()) for data in self.contents]
+        return {str(number): path.read_bytes() if path else None for number, path in enumerate(paths)}
+
+
+class Import(Scenario):
+    """The slices of a folder become a dataset, and the dataset another file."""
+
+    names = ("manifest.json", "slices.parquet", "chunks.sha256", "copy")
+
+    def begin(self, folder: Path) -> None:
+        for number in range(3):
+            tokens = np.arange(100, dtype=np.uint16)
+            write_token_slice(folder / f"{number}.safetensors", tokens, np.array([50, 100], np.uint64))
+
+    def act(self, folder: Path) -> None:
+        import_slices(folder, "name")
+        download_large_file(folder, "0.safetensors", folder / "copy")
+
+    def look(self, folder: Path) -> State:
+        return {name: content(folder / name) for name in self.names}
+
+
+class LedgerEntries(Scenario):
+    """Appends until there are five entries, and exports them; an acknowledged entry must be there."""
+
+    def act(self, folder: Path) -> None:
+        job = {
+            "name": "j", "seed": 1, "epochs": 1, "dataset_id": "1" * 64, "layout": "tokens", "seq_len": 8,
+            "samples_per_slice": [[4, 100]], "scheduler": "0" * 64,
+        }  # fmt: skip
+        with Ledger.open(
+            folder / "ledger.jsonl", lambda message: hashlib.sha256(message).digest(), now=lambda: 1.0
+        ) as ledger:
+            while (number := ledger.next_seq) < 5:
+                uses = {"worker": "w", "uses": [["l", 0, number, 0, 4, 1]], "receipt": "00"}
+                seq = ledger.append("uses" if number else "job", uses if number else job).seq
+                Path(f"{folder}.acknowledged").write_text(str(seq))
+        for form in ("jsonl", "parquet"):
+            export_uses(open_index(folder / "ledger.jsonl"), folder / f"out.{form}", form)
+
+    def look(self, folder: Path) -> State:
+        path, acknowledged = folder / "ledger.jsonl", Path(f"{folder}.acknowledged")
+        count = path.read_bytes().count(b"\n") if path.exists() else 0
+        for entry, number in zip(read_entries(path) if count else (), range(count)):
+            assert entry.seq == number
+        assert count > int(acknowledged.read_text() if acknowledged.exists() else -1), "an acknowledged entry is lost"
+        outputs = {form: content(folder / f"out.{form}") for form in ("jsonl", "parquet")}
+        return {"entries": content(path) if count == 5 else None, **outputs}
+
+
+class Shards(Scenario):
+    def act(self, folder: Path) -> None:
+        write_shards([np.arange(4096, dtype=np.uint16)], folder / "out", seq_len=64)
+
+    def look(self, folder: Path) -> State:
+        return {"shards": hashes(folder / "out") if (folder / "out" / "train_000000.npy").exists() else None}
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "dataset": Prepare("dataset", "manifest.json"),
+    "parquet": Prepare("parquet", "text.json"),
+    "mds": Prepare("mds", "text.json"),
+    "megatron": Prepare("megatron", "tokens.json"),
+    "convert": Convert(),
+    "overwrite": Convert("--overwrite"),
+    "cache": Cache(),
+    "import": Import(),
+    "ledger": LedgerEntries(),
+    "shards": Shards(),
+}
+
+
+def forked(work: Callable[[], int]) -> int:
+    """Return the exit code of a function in a process of its own; negative for a signal."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = work()
+        except BaseException:  # noqa: BLE001 - the child's own end
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def act(scenario: Scenario, folder: Path, fault: Fault | None, report: Path | None = None) -> int:
+    """Run an operation with a fault; return 0 or FAILED."""
+    disk = Disk(folder, fault)
+    disk.install()
+    try:
+        scenario.act(folder)
+    except (OSError, ForebayError):
+        return FAILED
+    if report is not None:
+        report.write_text("\n".join([*(str(disk.counts[kind]) for kind in KINDS), *disk.unflushed()]))
+    return 0
+
+
+def find_problems(name: str, points: int, home: Path) -> list[str]:
+    """Try at most so many faults of a scenario; return the laws that were broken."""
+    scenario = SCENARIOS[name]
+    origin, folder, report = home / "origin", home / "work" / "folder", home / "report"
+    origin.mkdir()
+    folder.parent.mkdir()
+    scenario.begin(origin)
+
+    def reset() -> None:
+        shutil.rmtree(folder.parent)
+        folder.parent.mkdir()
+        shutil.copytree(origin, folder)
+
+    reset()
+    scenario.act(folder)  # Compiles kernels for all that follow.
+    reset()
+    old = scenario.look(folder)
+    assert forked(lambda: act(scenario, folder, None, report)) == 0
+    new = scenario.look(folder)
+    assert new != old
+    lines = report.read_text().splitlines()
+    problems = lines[len(KINDS) :]
+    faults = [
+        Fault(kind, number, error)
+        for kind, count in zip(KINDS, map(int, lines))
+        for number in range(1, count + 1)
+        for error in (errno.ENOSPC, errno.EIO, 0)
+    ]
+    for fault in faults if ALL else [faults[i * len(faults) // points] for i in range(points)]:
+        reset()
+        code = forked(lambda fault=fault: act(scenario, folder, fault))  # type: ignore[misc]
+        if code not in (0, FAILED, -signal.SIGKILL):
+            problems.append(f"{fault}: ended with {code}")
+        try:
+            found = scenario.look(folder)
+        except Exception as error:  # noqa: BLE001 - whatever a reader would meet
+            problems.append(f"{fault}: neither old nor new: {type(error).__name__}: {error}")
+            continue
+        if wrong := [key for key in found if found[key] not in (old.get(key), new.get(key))]:
+            problems.append(f"{fault}: neither old nor new: {wrong}")
+        if code == 0 and found != new:
+            problems.append(f"{fault}: reported success, but the state is not the new one")
+        again = forked(lambda: act(scenario, folder, None))
+        if again and not (again == FAILED and found == new and scenario.refuses_its_output):
+            problems.append(f"{fault}: the next run ended with {again}")
+        elif scenario.look(folder) != new:
+            problems.append(f"{fault}: the next run made other bytes")
+        remaining = [path.name for path in folder.rglob("*") if path.name.endswith((".tmp", ".part", ".converting"))]
+        if remaining and not again:  # A run that refuses begins nothing, and so cleans nothing.
+            problems.append(f"{fault}: left over after the next run: {remaining[:5]}")
+    return problems
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_one_fault_leaves_the_old_or_the_new_state(scenario: str) -> None:
+    done = subprocess.run([sys.executable, __file__, scenario], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-5000:]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        print(*find_problems(sys.argv[1], 6, Path(temporary)), sep="\n", end="")

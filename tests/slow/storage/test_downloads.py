@@ -1,0 +1,113 @@
+"""Downloads that are killed, that meet silence, and how much memory they take.
+
+Chance that remains: a machine that stands still for longer than its slowness says fails the upper limits of the waits.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forebay.errors import NetworkError
+from forebay.storage.fetch import RunFetcher
+from forebay.storage.ranged_download import download_large_file
+from support import cached
+from support.calibration import scaled
+from support.origin_server import OriginServer
+from support.waiting import until
+from unit.storage.test_transfer import CHUNK, fetch, info_of
+
+MIB = 1 << 20
+CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[OriginServer]:
+    (tmp_path / "origin").mkdir()
+    (tmp_path / "origin" / "big").write_bytes(CONTENT)
+    with OriginServer(tmp_path / "origin") as server:
+        yield server
+
+
+def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: OriginServer, tmp_path: Path) -> None:
+    """Each run fetches only what is missing, and a piece for each connection at most."""
+    path, kills, chance = tmp_path / "out" / "big", 0, random.Random(1)
+    server.faults.bytes_per_s = 5 * MIB
+    code = (
+        "import sys; from forebay.storage.ranged_download import download_large_file\n"
+        "download_large_file(sys.argv[1], 'big', sys.argv[2], chunk_size=1 << 17, max_workers=4)"
+    )
+    while not path.exists():
+        child = subprocess.Popen([sys.executable, "-c", code, server.url, str(path)])
+        goal = server.bytes_sent["big"] + chance.randrange(MIB // 4, 2 * MIB)
+        until(lambda child=child, goal=goal: child.poll() is not None or server.bytes_sent["big"] >= goal)
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+            kills += 1
+        assert child.wait() in (0, -signal.SIGKILL)
+        assert not path.exists() or path.read_bytes() == CONTENT
+    assert kills and [each.name for each in path.parent.iterdir()] == ["big"]
+    assert server.bytes_sent["big"] < len(CONTENT) + (kills + 1) * 5 * (1 << 17)
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 2.0])
+def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path: Path, timeout_s: float) -> None:
+    """Silence at the first answer, and amid the bytes; what came is kept, and the download goes on from there."""
+    path = tmp_path / "out" / "big"
+    began = time.monotonic()
+    download_large_file(server.url, "big", tmp_path / "calibrate")
+    work_s = 20 * (time.monotonic() - began)
+    server.faults.black_hole = True
+    began = time.monotonic()
+    with pytest.raises(NetworkError, match=rf"big from {server.url}: no answer after \d+ attempts in \d.*s; the last"):
+        download_large_file(server.url, "big", path, timeout_s=timeout_s)
+    assert timeout_s / 2 < time.monotonic() - began < scaled(2 * timeout_s) + work_s
+    server.faults.black_hole, server.faults.connection_bytes_per_s = False, MIB
+    fallen: list[float] = []
+
+    def fall(received: int, total: int) -> None:
+        if received and not fallen:
+            server.faults.black_hole = True
+            fallen.append(time.monotonic())
+
+    with pytest.raises(NetworkError, match=r"big: got \d+ of \d+ bytes, then none for .* failed attempts in .*127"):
+        download_large_file(
+            server.url, "big", path, timeout_s=timeout_s, chunk_size=1 << 16, max_workers=2, on_progress=fall
+        )
+    assert timeout_s / 2 < time.monotonic() - fallen[0] < scaled(2 * timeout_s) + work_s
+    server.faults.black_hole, server.faults.connection_bytes_per_s = False, 0.0
+    got = download_large_file(server.url, "big", path, chunk_size=1 << 18)
+    assert path.read_bytes() == CONTENT and got.bytes_fetched <= len(CONTENT)
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """16 connections x 256 KiB, whatever the slice's size."""
+    data = os.urandom(MIB) * 96
+    (tmp_path / "slice").write_bytes(data)
+    info, leaves = info_of(data), cached.leaves_of(data, CHUNK)
+    del data
+    process, most, stop = psutil.Process(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.002):
+            most[0] = max(most[0], process.memory_info().rss)
+
+    with OriginServer(tmp_path) as server, RunFetcher(16) as fetcher:
+        assert fetch(fetcher, tmp_path / "warm", server.url, info=info, leaves=leaves) is None
+        before = process.memory_info().rss
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        assert fetch(fetcher, tmp_path / "part", server.url, info=info, leaves=leaves) is None
+        stop.set()
+        watcher.join()
+    assert most[0] - before < 32 * MIB
