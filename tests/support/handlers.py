@@ -1,7 +1,8 @@
-"""Servers for tests whose answers are those of one plain function."""
+"""Servers for tests that answer by one plain function."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from forebay.network.app import ApiError, make_app, peer_of
+from forebay.network.client import Client
+from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
@@ -20,7 +23,7 @@ from forebay.network.server import Server
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked; `query` keeps the last value of a repeated name."""
+    """A request as received; `query` keeps the last value of a repeated name."""
 
     method: str
     path: str
@@ -37,25 +40,52 @@ class Request:
             raise ApiError(400, "bad_request", f"body: expected JSON, got {error}") from error
 
 
-Handler = Callable[[Request], Response]
+Handler = Callable[[Request], Any]
 
 
-def app_of(handle: Handler) -> FastAPI:
-    """An application that answers every GET and POST by a function, in a thread."""
-    app = make_app("test")
+def application(handle: Handler) -> FastAPI:
+    """An application that answers each GET and POST by a function: a coroutine, or a plain one in a thread."""
+    app, is_async = make_app("test"), any(map(inspect.iscoroutinefunction, (handle, type(handle).__call__)))
 
-    async def answer(request: HttpRequest) -> Response:
-        asked = Request(
-            request.method, request.url.path, dict(request.query_params), request.headers, await request.body(),
-            peer_of(request), request,
-        )  # fmt: skip
-        return await run_in_threadpool(handle, asked)
+    async def answer(http: HttpRequest) -> Response:
+        body, query = await http.body(), dict(http.query_params)
+        request = Request(http.method, http.url.path, query, http.headers, body, peer_of(http), http)
+        response: Response
+        if is_async:
+            response = await handle(request)
+        else:
+            response = await run_in_threadpool(handle, request)
+        return response
 
-    app.add_api_route("/{path:path}", answer, methods=["GET"], operation_id="get")
-    app.add_api_route("/{path:path}", answer, methods=["POST"], operation_id="post")
+    for method in ("get", "post"):
+        app.add_api_route("/{path:path}", answer, methods=[method.upper()], operation_id=method)
     return app
 
 
-def serve(identity: Identity | None, handle: Handler, host: str = "127.0.0.1", port: int = 0, **options: Any) -> Server:
-    """A server, not started, of `app_of`."""
-    return Server(app_of(handle), identity, host, port, **options)
+def patient(**limits: Any) -> ServerLimits:
+    """Limits of a server that cuts nobody for being slow."""
+    names = ("idle_s", "handshake_s", "head_s", "body_s", "send_s")
+    return ServerLimits(**{**dict.fromkeys(names, 3600.0), **limits})
+
+
+def serve(
+    identity: Identity | None,
+    handle: Handler,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    limits: ServerLimits | None = None,
+    **options: Any,
+) -> Server:
+    """A server of `application(handle)`, not started; patient without `limits`."""
+    return Server(application(handle), identity, host, port, limits=limits or patient(), **options)
+
+
+class PatientClient(Client):
+    """A client that waits for as long as the test may take."""
+
+    def request_json(self, *args: Any, timeout_s: float = 3600.0, **more: Any) -> tuple[dict[str, Any], Peer]:
+        return super().request_json(*args, timeout_s=timeout_s, **more)
+
+    def read_range(self, *args: Any, timeout_s: float = 3600.0, **more: Any) -> None:
+        super().read_range(*args, timeout_s=timeout_s, **more)

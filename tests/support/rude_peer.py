@@ -1,4 +1,4 @@
-"""A member of a network that answers over mutual TLS as a test tells it to: any bytes, at any moment, or none."""
+"""A member of a network that answers as a test tells it to: any bytes, at any moment, or none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from forebay.network.pki.identity import Identity
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as it came."""
+    """A request as received."""
 
     method: str
     path: str
@@ -23,7 +23,7 @@ class Asked:
     body: bytes = b""
 
 
-Answer = Callable[[Asked], "bytes | None"]
+Answer = Callable[[Asked], "bytes | Iterable[bytes] | None"]
 
 
 def http(status: int, body: bytes | object = b"", **headers: str) -> bytes:
@@ -42,18 +42,19 @@ class RudePeer:
         connections: How many were accepted.
 
     Args:
-        answer: What to send for a request; None: close the connection. Bytes may be cut short or be no HTTP: the
-            connection is closed after an answer that `is_last` says to be the last.
+        identity: None: plain HTTP.
+        answer: Returns the bytes to send for a request, at once or in pieces; None closes the connection. They may be
+            cut short or be no HTTP: the connection is closed after an answer that `is_last` says to be the last.
     """
 
     def __init__(
-        self, identity: Identity, answer: Answer, is_last: Callable[[Asked], bool] = lambda asked: False
+        self, identity: Identity | None, answer: Answer, is_last: Callable[[Asked], bool] = lambda asked: False
     ) -> None:
         self.identity = identity
         self.asked: list[Asked] = []
         self.connections = 0
         self._answer, self._is_last = answer, is_last
-        self._context = identity.server_context()
+        self._context = None if identity is None else identity.server_context()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
@@ -93,23 +94,23 @@ class RudePeer:
 
     def _serve(self, plain: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError), plain:
-            plain.settimeout(20)
-            with self._context.wrap_socket(plain, server_side=True) as tls:
+            sock = plain if self._context is None else self._context.wrap_socket(plain, server_side=True)
+            with self._lock:
+                self._open.add(sock)
+            try:
+                with sock, sock.makefile("rb") as reader:
+                    while (asked := _read(reader)) is not None:
+                        self.asked.append(asked)
+                        data = self._answer(asked)
+                        if data is None:
+                            return
+                        for piece in [data] if isinstance(data, bytes) else data:
+                            sock.sendall(piece)
+                        if self._is_last(asked):
+                            return
+            finally:
                 with self._lock:
-                    self._open.add(tls)
-                try:
-                    with tls.makefile("rb") as reader:
-                        while (asked := _read(reader)) is not None:
-                            self.asked.append(asked)
-                            data = self._answer(asked)
-                            if data is None:
-                                return
-                            tls.sendall(data)
-                            if self._is_last(asked):
-                                return
-                finally:
-                    with self._lock:
-                        self._open.discard(tls)
+                    self._open.discard(sock)
 
 
 def _read(reader: Any) -> Asked | None:

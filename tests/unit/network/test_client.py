@@ -1,83 +1,202 @@
-"""The client against servers that lie, drip or are somebody else."""
+"""The client against peers that close, lie, drip, ask for time, lack a role or are somebody else."""
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
+import datetime as dt
+import email.utils
+import itertools
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from forebay.errors import NetworkError, ProtocolError
-from forebay.network.app import JsonResponse
-from forebay.network.client import Client, TruncatedBodyError
-from forebay.network.pki.identity import Identity
-from support.calibration import scaled
-from support.handlers import Request, serve
+from forebay.errors import NetworkError
+from forebay.network.client import Client, ConnectionLostError, RemoteError, TruncatedBodyError, WrongPeerError
+from forebay.network.http import StreamedResponse
+from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, join
+from support.handlers import PatientClient
+from support.rude_peer import Asked, RudePeer, http
+from support.waiting import until
 
 Make = Callable[[str], Identity]
+OK = http(200, {"fine": True})
+KEY = "idempotency-key"
 
 
 @pytest.fixture
-def client(make_identity: Make) -> Iterator[Client]:
-    with Client(make_identity("client")) as client:
+def client() -> Iterator[Client]:
+    """Over plain HTTP, where certificates are not the point."""
+    with PatientClient(None) as client:
         yield client
 
 
-def test_the_wrong_peer_is_asked_nothing(client: Client, make_identity: Make) -> None:
-    asked: list[str] = []
-
-    def handle(request: Request) -> JsonResponse:
-        asked.append(request.path)
-        return JsonResponse({})
-
-    identity = make_identity("server")
-    with serve(identity, handle) as server:
-        with pytest.raises(NetworkError, match="Nothing was sent"):
-            client.request_json(server.address, "GET", "/echo", expect_peer="a" * 32)
-        assert asked == []
-        client.request_json(server.address, "GET", "/echo", expect_peer=identity.peer_id)
+@pytest.fixture
+def member(make_identity: Make) -> Iterator[Client]:
+    with PatientClient(make_identity("client")) as client:
+        yield client
 
 
-def test_an_address_that_is_none(client: Client) -> None:
-    with pytest.raises(ProtocolError, match="HOST:PORT"):
-        client.request_json("nowhere", "GET", "/echo")
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-class Liar:
-    """A member that answers every request with the same bytes, then closes or drips on."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The client's clock, of deadlines and of dates."""
+    clock = Clock()
+    for module in ("client", "http"):
+        monkeypatch.setattr(f"forebay.network.{module}.time", SimpleNamespace(monotonic=clock, time=clock))
+    return clock
 
-    def __init__(self, identity: Identity, answer: bytes, endless: bytes = b"") -> None:
-        self.answer, self.endless = answer, endless
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.context = identity.server_context()
-        self.thread = threading.Thread(target=self._lie, daemon=True)
-        self.thread.start()
 
-    def _lie(self) -> None:
-        while True:
-            try:
-                plain, _ = self.listener.accept()
-            except OSError:
-                return
-            with plain:
-                try:
-                    with self.context.wrap_socket(plain, server_side=True) as tls:
-                        tls.recv(65536)
-                        tls.sendall(self.answer)
-                        while self.endless:
-                            tls.sendall(self.endless)
-                            time.sleep(0.01)
-                except OSError:
-                    continue
+# Whom it asks.
 
-    def stop(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        self.thread.join()
 
+def test_the_wrong_peer_is_asked_nothing(member: Client, make_identity: Make, network_dir: Path) -> None:
+    scope = Scope(frozenset({"worker"}))
+    worker = join(network_dir, network_dir.parent / "only-worker", "only-worker", scope=scope)
+    with RudePeer(worker, lambda asked: OK) as peer:
+        for _ in range(2):
+            with pytest.raises(WrongPeerError, match=r"role data.*Nothing was sent"):
+                member.request_json(peer.address, "GET", "/x", role="data")
+            with pytest.raises(WrongPeerError, match=rf"expected {'a' * 32}, got {worker.peer_id}.*Nothing was sent"):
+                member.request_json(peer.address, "GET", "/x", expect_peer="a" * 32)
+        assert peer.asked == []
+        assert member.request_json(peer.address, "GET", "/x", worker.peer_id, role="worker")[0] == {"fine": True}
+
+
+@pytest.mark.usefixtures("changes_at_once")
+def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_identity: Make) -> None:
+    with RudePeer(make_identity("peer"), lambda asked: OK) as peer:
+        member.request_json(peer.address, "GET", "/x")
+        assert member.identity is not None
+        (member.identity.node_dir / "revoked.txt").write_text("no peer id\n")
+        for _ in range(2):
+            with pytest.raises(NetworkError, match="cannot read its revocation lists"):
+                member.request_json(peer.address, "GET", "/x")
+        assert len(peer.asked) == 1
+
+
+def test_a_kept_connection_ends_with_its_certificate(
+    member: Client, make_identity: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = make_identity("peer")
+    with RudePeer(identity, lambda asked: OK) as peer:
+        member.request_json(peer.address, "GET", "/x")
+        clock = SimpleNamespace(time=lambda: identity.expires_at - 1)
+        monkeypatch.setattr("forebay.network.pki.identity.time", clock)
+        member.request_json(peer.address, "GET", "/x")
+        clock.time = lambda: identity.expires_at + 1
+        with pytest.raises(NetworkError, match="expired"):
+            member.request_json(peer.address, "GET", "/x")
+        assert peer.connections == 1 and len(peer.asked) == 2
+
+
+# What it sends again.
+
+
+def test_a_post_whose_connection_is_lost_is_sent_again_with_its_key(client: Client) -> None:
+    answers = [None, OK, OK, None, None]
+    with RudePeer(None, lambda asked: answers.pop(0)) as peer:
+        assert client.request_json(peer.address, "POST", "/x", {"n": 1})[0] == {"fine": True}
+        client.request_json(peer.address, "POST", "/x", {"n": 2})
+        with pytest.raises(ConnectionLostError):  # twice at most
+            client.request_json(peer.address, "POST", "/x", {})
+    first, again, second, *lost = peer.asked
+    assert first == again and first.body == b'{"n":1}' and len(lost) == 2
+    assert len(first.headers[KEY]) == 16 and int(first.headers[KEY], 16) != int(second.headers[KEY], 16)
+
+
+def test_a_get_is_sent_again_only_where_a_kept_connection_failed(client: Client) -> None:
+    answers = [None, OK, None, OK]
+    with RudePeer(None, lambda asked: answers.pop(0)) as peer:
+        with pytest.raises(ConnectionLostError):
+            client.request_json(peer.address, "GET", "/x")
+        assert len(peer.asked) == 1
+        client.request_json(peer.address, "GET", "/x")
+        assert client.request_json(peer.address, "GET", "/x")[0] == {"fine": True}  # the third was lost, the fourth not
+        assert len(peer.asked) == 4 and KEY not in peer.asked[0].headers
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_nothing_is_sent_again_after_a_time_out(client: Client, clock: Clock, method: str) -> None:
+    def answer(asked: Asked) -> Iterator[bytes]:
+        if asked.path == "/late":
+            yield OK[:1]
+            clock.now += 10.0
+        yield OK
+
+    with RudePeer(None, answer) as peer:
+        client.request_json(peer.address, method, "/x")
+        with pytest.raises(NetworkError, match="no full answer in time") as caught:
+            client.request_json(peer.address, method, "/late", timeout_s=9.0)
+        assert not isinstance(caught.value, ConnectionLostError)
+        assert len(peer.asked) == 2 and peer.connections == 1
+
+
+def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client: Client, clock: Clock) -> None:
+    with RudePeer(None, lambda asked: OK) as peer:
+        for _ in range(2):
+            client.request_json(peer.address, "POST", "/x", {})
+        assert peer.connections == 1
+        (kept,) = client._pool._idle[peer.address]
+        peer.cut()
+        until(lambda: not kept.is_connected)
+        client.request_json(peer.address, "POST", "/x", {})
+        assert len(peer.asked) == 3 and peer.connections == 2  # not sent on the dead one first
+        clock.now += 200.0  # nor is one that is older than servers keep them
+        client.request_json(peer.address, "POST", "/x", {})
+        assert len(peer.asked) == 4 and peer.connections == 3
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(-1, len(OK)), method=st.sampled_from(["GET", "POST"]))
+def test_closed_at_any_point_is_an_answer_or_a_lost_connection(client: Client, cut: int, method: str) -> None:
+    """-1: after the request; then within the answer, byte by byte."""
+    data = None if cut == -1 else OK[:cut]
+    with RudePeer(None, lambda asked: data, lambda asked: True) as peer:
+        try:
+            result, _ = client.request_json(peer.address, method, "/x", {} if method == "POST" else None)
+            assert result == {"fine": True} and cut == len(OK)
+        except ConnectionLostError:
+            assert cut < len(OK)
+        keys = {asked.headers.get(KEY) for asked in peer.asked}
+        assert len(keys) == 1 and len(peer.asked) == (2 if method == "POST" and cut < len(OK) else 1)
+
+
+def test_a_refusal_that_breaks_off_is_a_lost_answer(client: Client) -> None:
+    """Its code decides what the caller does next."""
+    refused = http(409, {"error": "stale_attempt", "message": "it came before"})
+    answers = [refused[:-5], refused]
+    with RudePeer(None, lambda asked: answers.pop(0), lambda asked: True) as peer:
+        with pytest.raises(RemoteError, match="refused with 409 stale_attempt: it came before") as caught:
+            client.request_json(peer.address, "POST", "/x", {})
+        assert caught.value.code == "stale_attempt" and peer.asked[0] == peer.asked[1]
+
+
+def test_a_refusal_says_how_long_to_wait(client: Client, clock: Clock) -> None:
+    date = email.utils.format_datetime(dt.datetime.fromtimestamp(clock.now + 90, dt.UTC), usegmt=True)
+    answers = [http(503, Retry_After="7"), http(429, Retry_After=date), http(503), http(503, Retry_After="9999999")]
+    waits = []
+    with RudePeer(None, lambda asked: answers.pop(0)) as peer:
+        for _ in range(4):
+            with pytest.raises(RemoteError) as caught:
+                client.request_json(peer.address, "GET", "/x")
+            waits.append(caught.value.wait_s)
+    assert waits == [7, 90, 0, 3600]
+
+
+# What it takes for an answer.
 
 RANGE = b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 0-7/8\r\n\r\n"
 
@@ -95,33 +214,59 @@ RANGE = b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 0-7/8\r\n
         (b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Length: 9\r\n\r\n", "Content-Length"),
         (b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 8\r\n\r\n", "Content-Length"),
         (b"HTTP/1.1 206 OK\r\n" + b"A" * 50000, "HTTP head of at most"),
+        (b"HTTP/1.1 206 OK\r\n" + b"A: b\r\n" * 10000, "HTTP head of at most|more than 100 headers"),
         (b"HTTP/1.1 500 Oh\r\nContent-Length: 3\r\n\r\n{[}", "refused with 500"),
+        (http(307, b"", Location="https://127.0.0.1:1/x"), "refused with 307"),  # not followed
+        (b"HTTP/1.1 206 OK\r\n\x1b[31mno header\r\nContent-Length: 8\r\n\r\n12345678", "expected"),
         (RANGE + b"1234", "broke off at byte 4 of 8"),
     ],
 )
-def test_lying_servers(answer: bytes, message: str, client: Client, make_identity: Make) -> None:
-    liar = Liar(make_identity("liar"), answer)
+def test_lying_servers(answer: bytes, message: str, client: Client, caplog: pytest.LogCaptureFixture) -> None:
     into = bytearray(8)
-    with pytest.raises(NetworkError, match=message) as caught:
-        client.read_range(liar.address, "/x", memoryview(into), 0)
+    with RudePeer(None, lambda asked: answer, lambda asked: True) as peer:
+        with pytest.raises(NetworkError, match=message) as caught:
+            client.read_range(peer.address, "/x", memoryview(into), 0)
+        assert len(peer.asked) == 1 and "no header" not in caplog.text
     assert not isinstance(caught.value, TruncatedBodyError) or into[: caught.value.received] == b"1234"
-    liar.stop()
 
 
-def test_more_than_was_asked_for_is_not_kept(client: Client, make_identity: Make) -> None:
-    liar = Liar(make_identity("liar"), RANGE + b"12345678" + b"x" * 1000, endless=b"y" * 1000)
+def test_more_than_was_asked_for_is_not_kept(client: Client) -> None:
     into = bytearray(12)
-    client.read_range(liar.address, "/x", memoryview(into)[:8], 0)
+    with RudePeer(None, lambda asked: itertools.chain([RANGE + b"12345678"], itertools.repeat(b"y" * 1000))) as peer:
+        client.read_range(peer.address, "/x", memoryview(into)[:8], 0)
     assert into == b"12345678\0\0\0\0"
-    liar.stop()
 
 
-@pytest.mark.parametrize("endless", [b"z", b"A: b\r\n"])
-def test_a_dripping_peer_is_dropped(endless: bytes, client: Client, make_identity: Make) -> None:
-    body = b"HTTP/1.1 206 OK\r\nContent-Length: 99999999\r\nContent-Range: bytes 0-99999998/99999999\r\n"
-    liar = Liar(make_identity("liar"), body + (b"\r\n" if endless == b"z" else b""), endless)
-    started = time.monotonic()
-    with pytest.raises(NetworkError, match=r"stalled|no full answer|more than 100 headers|at most"):
-        client.read_range(liar.address, "/x", memoryview(bytearray(99999999)), 0, timeout_s=scaled(2))
-    assert time.monotonic() - started < scaled(10)
-    liar.stop()
+@pytest.mark.parametrize(("num_bytes", "is_slow"), [(4095, True), (4096, False)])
+def test_a_body_below_the_least_rate_is_a_stall(clock: Clock, num_bytes: int, is_slow: bool) -> None:
+    """So a peer that gives a byte now and then holds up nobody, whatever each of its reads takes."""
+
+    def readinto(view: memoryview) -> int:
+        clock.now += 1.0
+        return min(num_bytes, len(view))
+
+    sock: Any = SimpleNamespace(unbound=lambda stall_s: None, reader=SimpleNamespace(readinto1=readinto))
+    head: Any = SimpleNamespace(status=200, reason="", headers={}, chunked=False, length_remaining=1 << 20)
+    connection: Any = SimpleNamespace(is_closed=False)
+    response = StreamedResponse(connection, sock, head)
+    response.pace(10.0, 4096)
+    started, view = clock.now, memoryview(bytearray(1 << 16))
+    try:
+        while response.readinto(view):
+            assert clock.now - started < 10.0 or not is_slow
+    except TimeoutError as error:
+        assert is_slow and "stalled, under 4096 bytes/s for 10 s" in str(error)
+    assert response.received == (10 * num_bytes if is_slow else 1 << 20)
+    assert math.isclose(clock.now - started, 10.0 if is_slow else 256.0)
+
+
+def test_an_answer_is_read_by_its_deadline(client: Client, clock: Clock) -> None:
+    def drip(asked: Asked) -> Iterator[bytes]:
+        for byte in OK:
+            clock.now += 1.0
+            yield bytes([byte])
+
+    with RudePeer(None, drip) as peer:
+        assert client.request_json(peer.address, "GET", "/x", timeout_s=1000.0)[0] == {"fine": True}
+        with pytest.raises(NetworkError, match=r"no full answer in time.*ask another"):
+            client.request_json(peer.address, "GET", "/x", timeout_s=10.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
@@ -17,7 +17,6 @@ from forebay.network.server_connections import PeerProtocol, ServerCore
 amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)
 
 
-@settings(max_examples=40)
 @given(amounts, st.floats(0.1, 100), st.floats(5, 50))
 def test_a_bucket_never_gives_more_than_rate_and_burst(
     asks: list[tuple[float, float]], rate: float, burst: float
@@ -35,7 +34,6 @@ def test_a_bucket_never_gives_more_than_rate_and_burst(
             taken += amount
 
 
-@settings(max_examples=40)
 @given(amounts, st.floats(0.1, 100))
 def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float) -> None:
     bucket, now, until, total = TokenBucket(rate, 1.0), 0.0, 0.0, 0.0

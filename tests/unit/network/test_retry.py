@@ -1,78 +1,81 @@
-"""Log lines while a process waits: of each wait, by one thread, which ends with the last."""
+"""Back-off, Retry-After, and log lines while a process waits: one thread for all waits, which ends with the last."""
 
 from __future__ import annotations
 
+import email.utils
 import logging
-import os
 import threading
-import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay.network import retry
-from forebay.network.retry import log_while_waiting
-from support.calibration import scaled
+from forebay.network.retry import backoff_s, log_while_waiting, retry_after_s
+from support.waiting import until
 
 log = logging.getLogger("forebay.test")
 
 
-def waiting_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "waiting"]
+class Looks:
+    """The watching thread's clock: each of its pauses takes a virtual quarter of a second."""
+
+    def __init__(self) -> None:
+        self.now, self.num_threads = 0.0, 0
+
+    def sleep(self, seconds: float) -> None:
+        threading.Event().wait(0.001)
+        self.now += seconds
+
+    def thread(self, **settings: object) -> threading.Thread:
+        self.num_threads += 1
+        return threading.Thread(**settings)  # type: ignore[arg-type]
 
 
-def until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + scaled(20)
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
+    looks = Looks()
+    monkeypatch.setattr(retry, "_waits", waits := retry._Waits())
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: looks.now, sleep=looks.sleep))
+    monkeypatch.setattr(retry, "threading", SimpleNamespace(Thread=looks.thread))
+    yield looks
+    until(lambda: not waits.is_watched)
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_S", 0.2)
-    monkeypatch.setattr(retry, "EVERY_S", 0.2)
-    monkeypatch.setattr(retry, "_LOOK_EVERY_S", 0.02)
-
-
-def test_each_wait_is_named_until_it_ends_by_one_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_wait_is_named_until_it_ends_by_one_thread(caplog: pytest.LogCaptureFixture, looks: Looks) -> None:
     def broken() -> str:
         raise ValueError("gone")
 
     with log_while_waiting(log, lambda: "the first"), log_while_waiting(log, broken):
         with log_while_waiting(log, lambda: "the second"):
-            until(lambda: caplog.text.count("for the first") > 1 and "for the second" in caplog.text, caplog.text)
-            assert len(waiting_threads()) == 1 and "ValueError: gone" in caplog.text
+            until(lambda: caplog.text.count("for the first") > 1 and caplog.text.count("for the second") > 1)
+            assert "waiting for the first (2 s so far)" in caplog.text and "(12 s so far)" in caplog.text
+            assert looks.num_threads == 1 and "ValueError: gone" in caplog.text
         for _ in range(2):  # A line of the second may be on its way.
             caplog.clear()
-            until(lambda: "for the first" in caplog.text, caplog.text)
+            until(lambda: "for the first" in caplog.text)
         assert "for the second" not in caplog.text
-    until(lambda: not waiting_threads(), "the thread ends")
-    caplog.clear()
-    for _ in range(1000):
-        with log_while_waiting(log, lambda: "a short one"):
-            pass
-    until(lambda: not waiting_threads(), "the thread ends")
-    assert not caplog.text
+    until(lambda: not retry._waits.is_watched)
+    with log_while_waiting(log, lambda: "another"):  # another thread
+        until(lambda: "for another" in caplog.text)
+    assert looks.num_threads == 2
 
 
-def test_a_fork_waits_for_itself_alone() -> None:
-    with log_while_waiting(log, lambda: "the parent"):
-        read, write = os.pipe()
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                lines: list[str] = []
-                log.addHandler(
-                    type("Lines", (logging.Handler,), {"emit": lambda self, r: lines.append(r.getMessage())})()
-                )
-                with log_while_waiting(log, lambda: "the child"):
-                    until(lambda: len(lines) > 2, "lines")
-                os.write(write, "\n".join(lines).encode())
-                code = 0
-            finally:
-                os._exit(code)
-        os.close(write)
-        with os.fdopen(read) as answer:
-            text = answer.read()
-        assert os.waitpid(child, 0)[1] == 0 and "the child" in text and "the parent" not in text
+DATES = st.from_regex(
+    r"(Mon, )?[0-9]{1,9} [A-Z][a-z]{2} [0-9]{1,12} [0-9:]{0,12}( GMT| [+-][0-9]{1,9})?", fullmatch=True
+)
+
+
+@given(st.one_of(st.text(max_size=40), DATES, st.datetimes().map(lambda at: email.utils.format_datetime(at))))
+def test_a_wait_that_is_asked_for_is_seconds_or_none(text: str) -> None:
+    wait_s = retry_after_s(text, 1.7e9)
+    assert wait_s is None or 0 <= wait_s < 1e13
+
+
+@given(st.integers(1, 10_000), st.floats(0.01, 5), st.floats(5, 60), st.floats(0, 100))
+def test_waits_grow_to_a_bound_and_heed_what_was_asked(tried: int, first: float, most: float, asked: float) -> None:
+    wait_s = backoff_s(tried, first, most, asked)
+    planned = min(most, first * 2.0 ** min(tried - 1, 60))
+    assert max(asked, planned / 2) <= wait_s <= max(asked, planned * 1.5)

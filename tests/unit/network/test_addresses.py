@@ -1,0 +1,70 @@
+"""Addresses: which text is one, where a node says it listens, and where a member may have it connect to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.errors import ProtocolError, UsageError
+from forebay.network.addresses import parse_address, parse_peer_address
+from forebay.network.client import Client
+from forebay.network.reachability import advertised_host, may_dial
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["a..b:1", "nonsense", "", ":1", "h:0", "h:65536", "h:１", "h:1x", "h h:1", "::g:1", "a" * 64 + ":1", "-a:1",
+     "a\x1b:1", "user@host:1", "a/b:1", f"{'a.' * 130}b:1", "ü..de:1"],
+)  # fmt: skip
+def test_malformed_addresses(address: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_address(address)
+    with pytest.raises(ProtocolError, match="HOST:PORT"):
+        parse_peer_address(address)
+    with Client(None) as client, pytest.raises(ProtocolError, match="HOST:PORT"):
+        client.request_json(address, "GET", "/x")
+
+
+@given(st.one_of(st.text(max_size=40), st.from_regex(r"[a-z.\[\]:_-]{0,20}:[0-9]{1,6}", fullmatch=True)))
+def test_an_address_is_one_that_sockets_take_or_a_violation(text: str) -> None:
+    try:
+        host, port = parse_peer_address(text)
+    except ProtocolError:
+        return
+    assert 0 < port < 65536
+    host.encode("idna")  # what getaddrinfo does first: UnicodeError would pass handlers of OSError
+
+
+def test_a_node_that_listens_everywhere_is_named_as_the_other_sees_it() -> None:
+    for everywhere in ("", "0.0.0.0", "::", "[::]"):
+        assert advertised_host(everywhere, "127.0.0.1:9") == "127.0.0.1"
+        assert advertised_host(everywhere, "nowhere.invalid:9") == "127.0.0.1"
+    assert advertised_host("10.1.2.3", "127.0.0.1:9") == "10.1.2.3"
+    assert advertised_host("::", "[::1]:9") in ("[::1]", "127.0.0.1")
+    with pytest.raises(ProtocolError, match="address"):
+        advertised_host("", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("ip", "source", "allowed"),
+    [
+        ("8.8.8.8", "9.9.9.9", True),
+        ("10.0.0.9", "10.0.0.9", True),
+        ("10.0.0.8", "10.9.0.9", True),
+        ("10.0.0.8", "9.9.9.9", False),
+        ("127.0.0.1", "9.9.9.9", False),
+        ("127.0.0.1", "10.0.0.9", False),
+        ("::1", "2600::1", False),
+        ("::ffff:127.0.0.1", "10.0.0.9", False),
+        ("0.0.0.0", "10.0.0.9", False),
+        ("169.254.169.254", "10.0.0.9", False),
+        ("169.254.169.254", "127.0.0.1", False),
+        ("fe80::1%eth0", "fd00::2", False),
+        ("127.0.0.2", "127.0.0.1", True),
+        ("64:ff9b::7f00:1", "2600::1", False),
+        ("nowhere", "10.0.0.9", False),
+    ],
+)
+def test_where_a_member_may_have_a_node_connect_to(ip: str, source: str, allowed: bool) -> None:
+    assert may_dial(ip, source) is allowed

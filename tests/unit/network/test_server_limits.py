@@ -1,0 +1,309 @@
+"""Limits of a server by member, organisation, address and time: in memory, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from forebay.network.app import JsonResponse, file_response, make_app, role
+from forebay.network.peer import Peer, Scope
+from support.handlers import Request
+from support.memory_server import Members, MemoryConnection, MemoryServer
+
+Start = Callable[..., MemoryServer]
+HELD = b"GET /held HTTP/1.1\r\n\r\n"
+LARGE = 1 << 20
+
+
+class Handler:
+    """`/held` waits for a gate, `/file` and `/memory` send 4 MiB, `/large` a megabyte of JSON, all else is echoed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.gate = asyncio.Event()
+
+    async def __call__(self, request: Request) -> Response:
+        match request.path:
+            case "/held":
+                await self.gate.wait()
+            case "/file":
+                return file_response(request.http, self.file, self.file.stat().st_size)
+            case "/memory":
+                return file_response(request.http, bytes(4 * LARGE), 4 * LARGE)
+            case "/large":
+                return JsonResponse("x" * LARGE)
+        return JsonResponse({"path": request.path, "bytes": len(request.body)})
+
+
+@pytest.fixture
+def handler(tmp_path: Path) -> Handler:
+    (tmp_path / "file").write_bytes(bytes(4 * LARGE))
+    return Handler(tmp_path / "file")
+
+
+@pytest.fixture
+def start(handler: Handler) -> Iterator[Start]:
+    """Start a server with these limits; `identity` are its members."""
+    created: list[MemoryServer] = []
+
+    def start(identity: Members | None = None, **limits: Any) -> MemoryServer:
+        created.append(MemoryServer(handler, identity or Members(), **limits))
+        return created[-1]
+
+    yield start
+    for server in created:
+        server.__exit__()
+
+
+def is_served(server: MemoryServer, member: str) -> bool:
+    connection = server.connect(member)
+    return connection.is_open and connection.ask("/").status == 200
+
+
+# Connections.
+
+
+def test_in_a_full_house_members_with_one_connection_keep_it(start: Start) -> None:
+    server = start(connections=1)
+    first = server.connect("a")
+    assert not server.connect("b").is_open and server.server.refused_connections == 1
+    assert first.ask("/").status == 200
+    first.hang_up()
+    assert is_served(server, "b")
+
+
+def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Handler) -> None:
+    server = start(connections=4)
+    idle, other = [server.connect("many") for _ in range(3)], server.connect("other")
+    idle[0].send(HELD)  # the oldest, but it has a request in progress
+    server.loop.advance(1.0)
+    assert idle[1].ask("/").status == 200  # so that the third has been idle for longest
+    assert is_served(server, "third") and [c.is_open for c in idle] == [True, True, False]
+    assert other.ask("/").status == idle[1].ask("/").status == 200
+    handler.gate.set()
+    server.loop.settle()
+    assert idle[0].answers()[0].status == 200
+
+
+def test_slow_readers_make_room_after_a_while(start: Start) -> None:
+    server = start(connections=2)
+    slow = [server.connect("many") for _ in range(2)]
+    for connection in slow:
+        connection.is_reading = False
+        connection.send(b"GET /file HTTP/1.1\r\n\r\n")
+    assert not is_served(server, "other")
+    server.loop.advance(2.5)
+    assert is_served(server, "other") and [c.is_open for c in slow] == [False, True]
+
+
+def test_connections_of_a_peer(start: Start, handler: Handler) -> None:
+    server = start(connections_per_peer=2)
+    busy = [server.connect("many") for _ in range(2)]
+    for connection in busy:
+        connection.send(HELD)
+    assert not server.connect("many").is_open and is_served(server, "other")
+    handler.gate.set()
+    server.loop.settle()
+    assert is_served(server, "many")  # an idle one of its own makes room
+    assert [connection.is_open for connection in busy] == [False, True]
+
+
+def test_connections_of_an_organisation(start: Start) -> None:
+    server = start(connections_per_organisation=2)
+    first = server.connect("acme/a")
+    assert is_served(server, "acme/b") and not server.connect("acme/c").is_open
+    assert is_served(server, "other/a")
+    assert all(is_served(server, f"root-{i}") for i in range(3))  # members of the root share no limit
+    first.hang_up()
+    assert is_served(server, "acme/c")
+
+
+def test_strangers_make_room_for_members(start: Start) -> None:
+    server = start(connections=8)
+    for number in range(40):
+        assert server.knock(f"10.0.0.{number % 3}") is not None
+    assert server.server.num_connections == 8 and server.server.refused_connections == 32
+    assert is_served(server, "member") and server.server.num_connections == 8
+
+
+def test_handshakes_of_an_address(start: Start) -> None:
+    """They are bounded for each address, and a new one takes the place of the oldest."""
+    server = start(handshakes_per_address=2, handshake_s=5.0)
+    other = server.knock("10.0.0.2")
+    flood = [server.knock() for _ in range(10)]
+    assert [task is not None and task.cancelled() for task in flood] == [True] * 8 + [False] * 2
+    assert is_served(server, "member") and other is not None and not other.done()
+    server.loop.advance(10.0)  # strangers that say nothing end by themselves
+    assert other.cancelled() and server.server.num_connections == 1
+
+
+# Requests.
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_requests_in_flight(start: Start, handler: Handler, own: bool) -> None:
+    """Of a peer, and of an organisation whose members are several."""
+    server = start(**{"requests_per_peer" if own else "requests_per_organisation": 2})
+    connections = [server.connect(f"acme/{'a' if own else name}") for name in "abc"]
+    for connection in connections[:2]:
+        connection.send(HELD)
+    refused = connections[2].ask("/")
+    assert (refused.status, refused.json()["error"], refused.headers["retry-after"]) == (429, "busy", "1")
+    assert f"{'peer a' if own else 'organisation acme'}: expected at most 2 requests" in refused.json()["message"]
+    assert server.ask("GET", "/", member="elsewhere").status == 200
+    assert server.metric("forebay_limited_requests_total", "busy") == 1
+    assert server.metric("forebay_requests_in_progress") == 2
+    handler.gate.set()
+    assert connections[2].ask("/").status == 200 and server.metric("forebay_requests_in_progress") == 0
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_rate_of_requests(start: Start, own: bool) -> None:
+    server = start(**{"requests_per_s" if own else "organisation_requests_per_s": 2})
+    connections = [server.connect(f"acme/{name}") for name in "ab"]
+    asking = [connections[0 if own else number % 2] for number in range(5)]
+    statuses = [connection.ask("/").status for connection in asking]
+    assert statuses == [200] * 4 + [429]  # the burst is twice the rate
+    refused = connections[0].ask("/")
+    assert (refused.json()["error"], refused.headers["retry-after"]) == ("rate", "1")
+    assert f"{'peer a' if own else 'organisation acme'}: expected at most 2 requests a s" in refused.json()["message"]
+    assert connections[1].ask("/").status == (200 if own else 429)
+    server.loop.advance(0.5)
+    assert connections[0].ask("/").status == 200
+
+
+def test_a_role_is_checked_before_the_body_is_read() -> None:
+    app, bodies = make_app("test"), list[bytes]()
+
+    async def take(request: HttpRequest) -> Response:
+        bodies.append(await request.body())
+        return JsonResponse({})
+
+    app.post("/work", openapi_extra=role("worker"))(take)
+    members = Members()
+    members.peer = lambda der: Peer(der.decode(), b"", "", "", Scope(frozenset({der.decode()})))  # type: ignore[method-assign]
+    with MemoryServer(app, members) as server:
+        for length in (b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"):
+            reader = server.connect("data")
+            reader.send(b"POST /work HTTP/1.1\r\n%b\r\n\r\n" % length)
+            (answer,) = reader.answers()
+            assert (answer.status, answer.json()["error"]) == (403, "not_worker")
+            # The rest of its body is nobody's next request.
+            assert answer.headers["connection"] == "close" and not reader.is_open
+        assert server.ask("POST", "/work", {"n": 1}, member="worker").status == 200
+    assert bodies == [b'{"n":1}'] and [kind for kind, _ in members.events] == ["refused"] * 2
+
+
+def test_the_revoked_are_refused_and_cut(start: Start) -> None:
+    members = Members()
+    server = start(members)
+    connections = [server.connect(name) for name in ("good", "thief")]
+    members.refusals["thief"] = "thief is revoked"
+    refused = connections[1].ask("/")
+    assert (refused.status, refused.json()) == (403, {"error": "revoked", "message": "thief is revoked"})
+    server.loop.advance(5.0)
+    assert [connection.is_open for connection in connections] == [True, False]
+    assert [kind for kind, _ in members.events] == ["refused", "cut"]
+
+
+def test_requests_sent_at_once_are_all_answered(start: Start) -> None:
+    """In one packet, in packets of a byte, and with a body that ends beside the next head."""
+    connection, item = start().connect("a"), b"POST /%d HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
+    connection.send(b"".join(item % i for i in range(16)))
+    assert [answer.json()["path"] for answer in connection.answers()] == [f"/{i}" for i in range(16)]
+    connection.send(*(bytes([byte]) for byte in item % 7))
+    connection.send(item[:-1] % 8, b"c" + item % 9)
+    assert [answer.json() for answer in connection.answers()] == [{"path": f"/{i}", "bytes": 3} for i in (7, 8, 9)]
+
+
+# Time.
+
+
+@pytest.mark.parametrize(
+    ("head", "piece", "cut_s"),
+    [
+        (b"", b"", 60.0),  # idle
+        (b"GET /", b"a", 10.0),
+        (b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n", b"x", 70.0),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n", 70.0),
+    ],
+)
+def test_who_rests_or_drips_is_cut(start: Start, head: bytes, piece: bytes, cut_s: float) -> None:
+    server = start()
+    slow = server.connect("slow")
+    slow.send(head)
+    while slow.is_open and server.loop.now < 100.0:
+        slow.send(piece)
+        assert is_served(server, "honest")
+        server.loop.advance(1.0)
+    assert cut_s <= server.loop.now <= cut_s + 5.0
+
+
+@pytest.mark.parametrize("path", [b"file", b"memory", b"large"])
+def test_who_reads_nothing_is_cut(start: Start, path: bytes) -> None:
+    """Amid a file, and behind answers to requests that it goes on sending; who reads a little now and then is not."""
+    server = start(send_s=8.0)
+    nothing, slowly = (server.connect(name) for name in ("nothing", "slowly"))
+    for connection in (nothing, slowly):
+        connection.is_reading = False
+        connection.send(b"GET /%b HTTP/1.1\r\n\r\n" % path * 8)
+    server.loop.advance(7.0)
+    assert nothing.is_open and (path == b"large" or nothing.num_unread <= 257 << 10)  # a piece of it is in memory
+    got = slowly.read()
+    server.loop.advance(4.0)
+    assert not nothing.is_open and slowly.is_open
+    while slowly.is_open and (num := slowly.read()):
+        got += num
+        server.loop.advance(7.0)
+    assert got > 8 * LARGE
+
+
+def test_a_server_that_was_slow_itself_cuts_no_client(start: Start) -> None:
+    """Its loop stands still for longer than a handshake and a head may take, while their rest is in the socket."""
+    server = start()
+    late, stranger = server.connect("late"), server.knock()
+    late.send(b"GET / HTTP/1.1\r\n")
+
+    def stand_still() -> None:
+        server.loop.now += 100.0
+
+    server.loop.call_later(1.0, stand_still)
+    server.loop.advance(3.0)
+    late.send(b"\r\n")
+    assert late.answers()[0].status == 200 and stranger is not None and not stranger.done()
+
+
+def received_after(server: MemoryServer, connections: list[MemoryConnection], seconds: float) -> int:
+    server.loop.advance(seconds)
+    return sum(len(connection.received) for connection in connections)
+
+
+@pytest.mark.parametrize("name", ["upload_bytes_per_s", "bytes_per_s", "organisation_bytes_per_s"])
+def test_rates_of_bytes(start: Start, name: str) -> None:
+    server = start(**{name: 1e6})
+    connections = [server.connect(f"acme/{member}") for member in ("aa" if name == "bytes_per_s" else "ab")]
+    for connection in connections:
+        connection.send(b"GET /file HTTP/1.1\r\n\r\n")
+    burst = 2_000_000 if name != "upload_bytes_per_s" else 50_000
+    assert abs(received_after(server, connections, 1.0) - burst - 1e6) < 600_000
+    assert abs(received_after(server, connections, 1.0) - burst - 2e6) < 600_000
+
+
+def test_a_task_that_fails_goes_on(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server, runs = start(), list[float]()
+
+    async def work() -> None:
+        runs.append(server.loop.now)
+        if len(runs) < 3:
+            raise RuntimeError("a fault of the disk")
+
+    server.add_task("inventory", work)
+    server.loop.advance(10.0)
+    assert runs == [0.0, 1.0, 3.0] and server.metric("forebay_task_failures_total", "inventory") == 2
+    assert "a fault of the disk" in caplog.text and "name=inventory" in caplog.text
