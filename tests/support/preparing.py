@@ -34,6 +34,7 @@ def stay_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("forebay.prepare.tasks.stages.worker_for", lambda stages, warm: InProcessWorker())
     monkeypatch.setattr("forebay.prepare.tasks.text.run_in_fork", run_here)
+    monkeypatch.setattr("multiprocessing.set_start_method", lambda method: None)  # as the command does
 
 
 def write_jsonl(path: Path, rows: Iterable[str | Mapping[str, Any]]) -> Path:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay import prepare_dataset
+from forebay.cli import main
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
@@ -25,12 +23,15 @@ from forebay.prepare.report import load_report
 from forebay.prepare.run import plan
 from forebay.prepare.tasks.encode import EncodeTask
 from forebay.prepare.tasks.text import TextTask
+from support.preparing import prepare, read_lines, write_jsonl
 
 
-def everyday(folder: Path) -> Path:
-    """A folder as people have them."""
+@pytest.fixture
+def everyday(tmp_path: Path) -> Path:
+    """Return a folder as people have them."""
+    folder = tmp_path / "in"
     folder.mkdir()
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"good text number {i}"}) + "\n" for i in range(60)))
+    write_jsonl(folder / "a.jsonl", (f"good text number {i}" for i in range(60)))
     (folder / "brief.txt").write_bytes("Schöne Grüße an Jürgen".encode("latin-1"))
     pq.write_table(pa.table({"label": [1, 2, 3]}), folder / "labels.parquet")
     (folder / "README.md").write_text("# What this is")
@@ -41,59 +42,58 @@ def everyday(folder: Path) -> Path:
 
 
 def skipped(out: Path) -> dict[str, tuple[str, str]]:
-    """By name: status, and the beginning of the reason."""
-    result = [json.loads(line) for line in (out / "skipped.jsonl").read_text("utf-8").splitlines()]
-    return {Path(item["path"]).name: (item["status"], item["reason"][:25]) for item in result}
+    """Return status and the beginning of the reason by name."""
+    items = read_lines(out / "skipped.jsonl")
+    return {Path(item["path"]).name: (item["status"], item["reason"][:25]) for item in items}
 
 
 @pytest.mark.parametrize("to", ["dataset", "parquet"])
-def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
-    folder, out, message = everyday(tmp_path / "in"), tmp_path / "out", list[str]()
-    summary = prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1, on_message=message.append)
-    assert (summary.documents_out, summary.documents_in) == (62, 64)
+def test_a_bad_file_is_set_aside(everyday: Path, tmp_path: Path, to: str) -> None:
+    out, messages = tmp_path / "out", list[str]()
+    result = prepare(everyday, out, to=to, on_message=messages.append)
+    assert (result.documents_out, result.documents_in) == (62, 64)
     assert skipped(out) == {
         "locked": ("skipped", "a link that leads out of "),
         "logo.png": ("skipped", "a file of the format imag"),
         "labels.parquet": ("failed", "expected a text column 't"),
         "crawl.warc": ("failed", "expected responses of HTM"),
     }
-    assert sum(summary.to_json()["skipped"].values()) == 4 and len(message) == 4
-    assert [line.startswith("left out 1: ") for line in message] == [True] * 4
+    assert sum(result.to_json()["skipped"].values()) == 4
+    assert [message.startswith("left out 1: ") for message in messages] == [True] * 4
     report = load_report(out)
-    assert report["skipped"] == summary.skipped and len(report["skipped_files"]) == 4
+    assert report["skipped"] == result.skipped and len(report["skipped_files"]) == 4
     assert "labels.parquet" in (out / "report.html").read_text("utf-8").partition("<script")[0]
-    assert prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1).skipped == summary.skipped
-    if to == "dataset":
-        assert not open_dataset(out).verify().extra
+    assert prepare(everyday, out, to=to).skipped == result.skipped
+    assert to != "dataset" or not open_dataset(out).verify().extra
 
 
-def test_failed_files_count_against_the_error_rate(tmp_path: Path) -> None:
-    folder = everyday(tmp_path / "in")
-    with pytest.raises(
-        PrepareError, match=r"expected at most 2\.0% malformed documents, got 2 of 64: .*request record"
-    ) as caught:
-        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_error_rate": 0.02})
-    assert str(caught.value).endswith("--set max_error_rate=0.04.")
-    assert len(skipped(tmp_path / "out")) == 4 and load_report(tmp_path / "out")["totals"]["malformed"] == 2
-    prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_error_rate": 0.04})
-    assert load_report(tmp_path / "out")["totals"]["documents_out"] == 62
+def test_failed_files_count_against_the_error_rate(everyday: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    message = (
+        r"expected at most 2\.0% malformed documents, got 2 of 64: .*request record.*--set max_error_rate=0\.04\.$"
+    )
+    with pytest.raises(PrepareError, match=message):
+        prepare(everyday, out, settings={"max_error_rate": 0.02})
+    assert len(skipped(out)) == 4 and load_report(out)["totals"]["malformed"] == 2
+    assert not (out / "manifest.json").exists()
+    assert prepare(everyday, out, settings={"max_error_rate": 0.04}).documents_out == 62
+    assert load_report(out)["totals"]["documents_out"] == 62
     (tmp_path / "broken.jsonl").write_text("broken\n")
-    with pytest.raises(PrepareError, match=r"got 1 of 1: .* Fix them\.$"):  # no rate would do
-        prepare_dataset([tmp_path / "broken.jsonl"], tmp_path / "none", tokenizer="bytes", workers=1)
+    with pytest.raises(PrepareError, match=r"got 1 of 1: .*broken\.jsonl:1: .* Fix them\.$"):  # no rate would do
+        prepare(tmp_path / "broken.jsonl", tmp_path / "none")
 
 
-def test_strict_stops_at_what_would_be_left_out(tmp_path: Path) -> None:
-    folder = everyday(tmp_path / "in")
-    with pytest.raises(PrepareError, match=r"prepare --strict: expected to read all inputs, got 2 .*locked: a link"):
-        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True)
-    for name in ("locked", "logo.png"):
-        (folder / name).unlink()
-    with pytest.raises(PrepareError, match=r"prepare --strict: .* got 2 .*labels\.parquet: expected a text column"):
-        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True)
-    for name in ("crawl.warc", "labels.parquet"):
-        (folder / name).unlink()
-    assert prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True).skipped == {}
-    assert not (tmp_path / "out/skipped.jsonl").exists()
+def test_strict_stops_at_what_would_be_left_out(everyday: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for message, names in (
+        (r"prepare --strict: expected to read all inputs, got 2 .*locked: a link", ("locked", "logo.png")),
+        (r"prepare --strict: .* got 2 .*labels\.parquet: expected a text column", ("crawl.warc", "labels.parquet")),
+    ):
+        with pytest.raises(PrepareError, match=message):
+            prepare(everyday, out, strict=True)
+        for name in names:
+            (everyday / name).unlink()
+    assert prepare(everyday, out, strict=True).skipped == {} and not (out / "skipped.jsonl").exists()
 
 
 def test_links_are_followed_if_asked(tmp_path: Path) -> None:
@@ -101,72 +101,36 @@ def test_links_are_followed_if_asked(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("elsewhere")
     (tmp_path / "in/a.txt").write_text("here")
     (tmp_path / "in/b.txt").symlink_to(tmp_path / "secret.txt")
-    assert prepare_dataset([tmp_path / "in"], tmp_path / "x", tokenizer="bytes", workers=1).documents_out == 1
-    assert (
-        prepare_dataset(
-            [tmp_path / "in"], tmp_path / "y", tokenizer="bytes", workers=1, follow_links=True
-        ).documents_out
-        == 2
-    )
+    for follow_links in (False, True):
+        out = tmp_path / f"out{follow_links}"
+        assert prepare(tmp_path / "in", out, follow_links=follow_links).documents_out == 1 + follow_links
 
 
 def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "too short"}\n{"text": "short"}\n')
-    recipe = load_recipe(settings={"length": {"min_chars": 100}})
+    path = write_jsonl(tmp_path / "a.jsonl", ["too short", "short"])
     for to in ("dataset", "parquet"):
         with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. See .*report\.html"):
-            prepare_dataset([tmp_path / "a.jsonl"], tmp_path / to, recipe=recipe, tokenizer="bytes", to=to, workers=1)
+            prepare(path, tmp_path / to, settings={"length": {"min_chars": 100}}, to=to)
         report = load_report(tmp_path / to)
         assert report["totals"]["documents_in"] == 2 and report["funnel"][1]["documents_out"] == 0
         assert len(report["samples"]) == 2
     (tmp_path / "b.csv").write_text("label\n1\n")
     with pytest.raises(PrepareError, match="expected a column 'text', got columns label"):
-        prepare_dataset([tmp_path / "b.csv"], tmp_path / "none", tokenizer="bytes", workers=1)
+        prepare(tmp_path / "b.csv", tmp_path / "none")
     assert skipped(tmp_path / "none")["b.csv"][0] == "failed" and load_report(tmp_path / "none")["skipped"]
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were hashed whole."""
-    names: list[str] = []
-
-    def counting(path: Path) -> str:
-        names.append(path.name)
-        return hash_file(path)
-
-    for module in ("tasks.keys", "inputs", "driver"):
-        monkeypatch.setattr(f"forebay.prepare.{module}.hash_file", counting, raising=False)
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of two files, which are read in many pieces."""
     monkeypatch.setattr(lines, "SPLIT_BYTES", 500)
-    return names
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    (tmp_path / "in").mkdir()
+    (tmp_path / "corpus").mkdir()
     for name in ("a", "b"):
-        texts = "".join(json.dumps({"text": f"text {name} {i} " * 5}) + "\n" for i in range(50))
-        (tmp_path / f"in/{name}.jsonl").write_text(texts)
-    return tmp_path / "in"
+        write_jsonl(tmp_path / f"corpus/{name}.jsonl", (f"text {name} {i} " * 5 for i in range(50)))
+    return tmp_path / "corpus"
 
 
-def test_each_file_is_hashed_once_and_by_the_task_that_reads_it(
-    tmp_path: Path, corpus: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load_recipe(settings={"slice": {"shuffle": True}})
-    assert plan([corpus], recipe)["tasks"] > 10 and not hashed
-    stopped = tmp_path / "d"
-    with pytest.raises(KeyboardInterrupt):
-        prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1, on_progress=_stop_at("encode"))
-    assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
-    summary = prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1)
-    assert prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1).already_exists
-    assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
-    inputs = open_dataset(stopped).manifest.lineage["inputs"]
-    assert [item["sha256"] for item in inputs] == [hash_file(corpus / name) for name in ("a.jsonl", "b.jsonl")]
-    assert prepare_dataset([corpus], tmp_path / "whole/d", recipe=recipe, tokenizer="bytes", workers=1).id == summary.id
-
-
-def _stop_at(stage: str) -> Callable[[Any], None]:
+def stop_at(stage: str) -> Callable[[Any], None]:
     def stop(progress: Any) -> None:
         if progress.stage == stage:
             raise KeyboardInterrupt
@@ -174,111 +138,92 @@ def _stop_at(stage: str) -> Callable[[Any], None]:
     return stop
 
 
+def test_each_file_is_hashed_once_and_by_the_task_that_reads_it(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def counting(path: Path) -> str:
+        hashed.append(path.name)
+        return hash_file(path)
+
+    for module in ("tasks.keys", "inputs", "driver"):
+        monkeypatch.setattr(f"forebay.prepare.{module}.hash_file", counting, raising=False)
+    recipe, stopped = load_recipe(settings={"slice": {"shuffle": True}}), tmp_path / "d"
+    assert plan([corpus], recipe)["tasks"] > 10 and not hashed
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, stopped, recipe=recipe, on_progress=stop_at("encode"))
+    assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
+    result = prepare(corpus, stopped, recipe=recipe)
+    assert prepare(corpus, stopped, recipe=recipe).already_exists
+    assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
+    inputs = result.open().manifest.lineage["inputs"]
+    assert [item["sha256"] for item in inputs] == [hash_file(corpus / name) for name in ("a.jsonl", "b.jsonl")]
+    assert prepare(corpus, tmp_path / "whole/d", recipe=recipe).id == result.id
+
+
 @pytest.mark.parametrize("settings", [{"slice": {"shuffle": True}}, {"sample": 0.5}])
 def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, settings: dict[str, Any]) -> None:
-    """Wherever it lies, whenever it was written, whatever an earlier run left."""
-    recipe = load_recipe(settings=settings)
-    first = prepare_dataset([corpus], tmp_path / "one", recipe=recipe, tokenizer="bytes", name="d", workers=1)
-    shutil.copytree(corpus, tmp_path / "else/where/in")
-    os.utime(tmp_path / "else/where/in/a.jsonl", (1, 1))
-    again = prepare_dataset(
-        [tmp_path / "else/where/in"], tmp_path / "two", recipe=recipe, tokenizer="bytes", name="d", workers=1
-    )
-    assert again.id == first.id
-    assert (tmp_path / "one/report.html").read_bytes().count(b"in/a.jsonl") > 0
+    """Wherever it is, whenever it was written, whatever an earlier run left."""
+    first = prepare(corpus, tmp_path / "one/d", settings=settings)
+    moved = tmp_path / "else/where/corpus"
+    shutil.copytree(corpus, moved)
+    os.utime(moved / "a.jsonl", (1, 1))
+    assert prepare(moved, tmp_path / "two/d", settings=settings).id == first.id
+    assert b"corpus/a.jsonl" in (tmp_path / "one/d/report.html").read_bytes()
+    assert str(tmp_path).encode() not in (tmp_path / "one/d/manifest.json").read_bytes()
 
 
 def test_a_file_that_changed_between_runs_is_read_again(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1, on_progress=_stop_at("encode"))
+        prepare(corpus, tmp_path / "d", on_progress=stop_at("encode"))
     data = (corpus / "a.jsonl").read_text()
     (corpus / "a.jsonl").write_text(data.replace("text a", "TEXT a"))
-    resumed = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
-    fresh = prepare_dataset([corpus], tmp_path / "fresh", tokenizer="bytes", name="d", workers=1)
-    assert resumed.id == fresh.id
+    assert prepare(corpus, tmp_path / "d").id == prepare(corpus, tmp_path / "fresh", name="d").id
+    (corpus / "a.jsonl").write_text(data)
     with pytest.raises(UsageError, match="which holds dataset"):
-        (corpus / "a.jsonl").write_text(data)
-        prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
+        prepare(corpus, tmp_path / "d")
 
 
 def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
-    """However often its name is asked for, and nothing of the recipe is hashed for it."""
+    """However often its name is read, and nothing of the recipe is hashed for it."""
     calls: list[object] = []
     for kind in (TextTask, EncodeTask):
-        plain = kind.name.func  # type: ignore[attr-defined]
+        plain = kind.name.func
         monkeypatch.setattr(kind.name, "func", lambda task, plain=plain: calls.append(task) or plain(task))
-    prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
+    monkeypatch.setattr(lines, "SPLIT_BYTES", 1 << 20)
+    prepare(corpus, tmp_path / "d")
     assert len(calls) == len({id(task) for task in calls}) == 4
 
 
-def test_a_dataset_of_other_versions_is_kept_and_told(tmp_path: Path, corpus: Path) -> None:
-    first = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="parquet", workers=1)
+def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path: Path, corpus: Path) -> None:
+    first = prepare(corpus, tmp_path / "d", to="parquet")
     fields = json.loads((tmp_path / "d/text.json").read_bytes())
     fields["lineage"]["versions"]["pyarrow"] = "0.1"
     (tmp_path / "d/text.json").write_text(json.dumps(fields))
     messages: list[str] = []
-    again = prepare_dataset(
-        [corpus], tmp_path / "d", tokenizer="bytes", to="parquet", workers=1, on_message=messages.append
-    )
+    again = prepare(corpus, tmp_path / "d", to="parquet", on_message=messages.append)
     assert again.already_exists and again.documents_out == first.documents_out
     assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in messages[-1]
 
 
-STAGE = """
-from dataclasses import dataclass
-from typing import ClassVar
-import numpy as np
-from forebay.prepare.documents import StageResult
-
-@dataclass(frozen=True)
-class Licensed:
-    name: ClassVar[str] = "licensed"
-    version: ClassVar[int] = 1
-    reasons = ("licence",)
-    def files(self):
-        return ()
-    def apply(self, batch):
-        wanted = [licence == "cc0" for licence in batch.column("meta.licence").to_pylist()]
-        return StageResult(batch, np.where(wanted, -1, 0).astype(np.int16))
-"""
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    (tmp_path / "licensed_stage.py").write_text(STAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    rows = [{"id": f"{licence}{score}", "text": "the same", "score": score, "meta": {"licence": licence}}
-            for licence, score in (("cc0", 1), ("cc0", 3), ("none", 9), ("cc0", None), ("cc0", 2))]  # fmt: skip
-    path = tmp_path / f"a.{suffix}"
-    if suffix == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    columns = {"read": {"columns": {"meta.licence": "text", "score": "number"}}, "dedup": {"exact": True}}
-    recipe = load_recipe(settings=columns | {"licensed": {"use": "licensed_stage:Licensed"}}, allow_code=True)
-    prepare_dataset([path], tmp_path / "text", recipe=recipe, to="parquet", workers=1)
-    table = pq.read_table(tmp_path / "text/text/000000.parquet")
-    assert table.select(["id", "score", "meta.licence"]).to_pylist() == [
-        {"id": "cc01", "score": 1.0, "meta.licence": "cc0"}
-    ]
-
-
-def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcde.txt"))
     path.write_text("text")
-    prepare_dataset([path], tmp_path / "t", to="parquet", workers=1)
+    prepare(path, tmp_path / "t", to="parquet")
     assert pq.read_table(tmp_path / "t/text")["id"].to_pylist() == [f"{tmp_path}/m\ufffdde.txt"]
-    prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, document_ids=True)
+    prepare(path, tmp_path / "d", document_ids=True)
     assert pq.read_table(tmp_path / "d/documents.parquet")["id"].to_pylist() == ["m?de.txt"]
 
 
-def test_the_command_says_what_it_leaves_out(tmp_path: Path) -> None:
-    folder = everyday(tmp_path / "in")
-    command = [sys.executable, "-m", "forebay", "prepare", str(folder), "--tokenizer", "bytes", "--json"]
-    ran = subprocess.run([*command, "--out", str(tmp_path / "d"), "--quiet"], capture_output=True, text=True)
-    assert ran.returncode == 0 and sum(json.loads(ran.stdout)["skipped"].values()) == 4
-    assert ran.stderr.count("forebay: left out 1: ") == 4
-    ran = subprocess.run([*command, "--dry-run"], capture_output=True, text=True)
-    assert len(json.loads(ran.stdout)["skipped"]) == 2
-    ran = subprocess.run([*command, "--out", str(tmp_path / "s"), "--strict"], capture_output=True, text=True)
-    assert ran.returncode != 0 and "prepare --strict" in ran.stderr and "Traceback" not in ran.stderr
+def test_the_command_says_what_it_leaves_out(
+    everyday: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["prepare", str(everyday), "--tokenizer", "bytes", "--workers", "1", "--json"]
+    assert main([*command, "--out", str(tmp_path / "d"), "--quiet"]) == 0
+    shown = capsys.readouterr()
+    assert sum(json.loads(shown.out)["skipped"].values()) == 4 and shown.err.count("forebay: left out 1: ") == 4
+    assert main([*command, "--dry-run"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["skipped"]) == 2
+    assert main([*command, "--out", str(tmp_path / "s"), "--strict"]) == 1
+    assert "prepare --strict" in capsys.readouterr().err
