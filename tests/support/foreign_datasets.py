@@ -1,15 +1,51 @@
-"""Datasets as MosaicML Streaming and `datasets` write them, of documents of uint16 tokens."""
+"""Sources in memory, what was written of them, and datasets as MosaicML Streaming and `datasets` write them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
+from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
+from forebay.formats.sources import open_source, open_table
+from forebay.formats.token_stream import documents
+from support.paths import GOLDEN
+
+FOREIGN = GOLDEN / "foreign"  # A folder for each dataset of another library, all of the same documents:
+_CONTENT = json.loads((FOREIGN / "stream.json").read_text())
+STREAM = np.array(_CONTENT["tokens"], np.int64)
+ENDS = np.cumsum(_CONTENT["lengths"])
+DOCUMENTS = [document.tolist() for document in np.split(STREAM, ENDS[:-1])]
+
+
+def made_table(columns: Mapping[str, Any], batch_rows: int = 400) -> TableSource:
+    """Return a table in memory, in batches."""
+    table = pa.table(dict(columns))
+    return TableSource("made", table.schema, len(table), lambda: iter(table.to_batches(batch_rows)))
+
+
+def read_table(path: Path) -> pa.Table:
+    source = open_table(path)
+    assert source is not None
+    return pa.Table.from_batches(list(source.batches()), source.schema)
+
+
+def made_tokens(tokens: Sequence[int] | np.ndarray, ends: Sequence[int], dtype: str = "U16") -> TokenSource:
+    """Return a stream of tokens in memory with the ends of its documents."""
+    part = TokenPart(np.asarray(tokens, {"U16": np.uint16, "U32": np.uint32}[dtype]), np.array(ends, np.uint64))
+    return TokenSource("made", dtype, len(tokens), len(ends), lambda: iter([part]))
+
+
+def read_tokens(path: Path, **options: Any) -> list[list[int]]:
+    """Return the documents of a file or directory of tokens; all tokens as one if it has none."""
+    source = open_source(path, ConvertOptions(**options), "bin")
+    assert isinstance(source, TokenSource)
+    return [document.tolist() for document in documents(source.parts())]
 
 
 def _block(samples: Sequence[bytes], settings: bytes = b"") -> bytes:

@@ -1,4 +1,4 @@
-"""What `convert` says: what was checked, what was left out, and what to write instead."""
+"""Messages of `convert`: damage, columns that are left out, and the format to write instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from forebay.cli import main
 from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.dataset.slices import write_rows_slice
 
 
 def converted(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -22,11 +22,8 @@ def converted(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, s
 
 
 def test_a_source_is_verified_by_its_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for kind in ("tokens", "rows"):
-        (tmp_path / kind).mkdir()
-    write_token_slice(tmp_path / "tokens/0.safetensors", np.arange(9, dtype=np.uint16), np.array([9], np.uint64))
+    (tmp_path / "rows").mkdir()
     write_rows_slice(tmp_path / "rows/0.safetensors", {"x": np.arange(9)})
-    import_slices(tmp_path / "tokens")
     import_slices(tmp_path / "rows")
     slice_path = tmp_path / "rows/0.safetensors"
     slice_path.write_bytes(slice_path.read_bytes()[:-1] + b"\x01")

@@ -1,4 +1,4 @@
-"""How a conversion to a bucket goes on: behind any file, from any position, its slices are the same."""
+"""A resumed conversion to a bucket: after any file, from any position, its slices are the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, UsageError
@@ -45,7 +45,6 @@ def slices(source: TokenSource, num_written: tuple[int, int]) -> list[tuple[list
 
 
 @given(st.lists(DOCUMENTS, min_size=1, max_size=8), st.lists(st.booleans(), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_positions: list[bool]) -> None:
     source = source_of(parts, [True, *has_positions])
     assert source.parts_from is not None
