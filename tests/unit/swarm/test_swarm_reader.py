@@ -1,24 +1,34 @@
-"""A reader of a swarm: what it says, what it makes of replies, and that nobody waits for it for ever."""
+"""A reader of a swarm: its requests, the trackers it chooses, replies that lie, and that nobody waits for ever."""
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, ProtocolError
-from forebay.network.client import Client
+from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
-from forebay.storage.base import PermanentError
+from forebay.storage.base import PermanentError, TransientError
 from forebay.swarm.reader import SwarmReader
-from forebay.swarm.reader_state import SwarmReaderState
+from forebay.swarm.reader_state import SwarmReaderState, TrackerClient
+from forebay.swarm.steering import Swarm
+from forebay.swarm.tracker import steer
+from support import cached
 
 ORIGIN = Provider("origin", "127.0.0.1:1", True)
+DATA = bytes(range(250)) * 40
+TABLE = SliceTable.from_rows([SliceInfo(0, "0.safetensors", len(DATA), cached.info_of(DATA, 1 << 16).sha256, 10, 1)])
 
 
 def assigning(*indexes: int, **more: Any) -> dict[str, Any]:
@@ -31,7 +41,7 @@ def begun(state: SwarmReaderState, now: float, *indexes: int) -> list[int]:
     return [index for index, _ in state.receive(assigning(*indexes), now)[0]]
 
 
-def test_news_is_said_again_until_a_tracker_answers_and_only_wanted_slices_begin() -> None:
+def test_updates_are_sent_again_until_a_tracker_answers_and_only_wanted_slices_begin() -> None:
     state = SwarmReaderState(0.0, address="127.0.0.1:9", downloads=2)
     state.want(1, 0.0)
     assert state.is_have_due(0.0)
@@ -57,7 +67,7 @@ def test_a_fetch_that_failed_is_wanted_again_and_its_holder_named() -> None:
     assert wrong == {0: False, 1: True} and body["dropped"] == [2] and body["want"] == "0-1"
 
 
-def test_what_nobody_brings_is_given_up() -> None:
+def test_requests_without_a_provider_are_given_up() -> None:
     state = SwarmReaderState(0.0, patience_s=30.0)
     state.want(0, 0.0)
     state.want(1, 0.0)
@@ -70,7 +80,7 @@ def test_what_nobody_brings_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("reply", [{"wait_s": float("nan")}, {"assignments": 3}, assigning(-1), {"sharers": [{}]}])
-def test_a_reply_without_sense_changes_nothing(reply: dict[str, Any]) -> None:
+def test_a_malformed_reply_changes_nothing(reply: dict[str, Any]) -> None:
     state = SwarmReaderState(0.0)
     state.want(0, 0.0)
     state.request(0.0, None)
@@ -79,26 +89,152 @@ def test_a_reply_without_sense_changes_nothing(reply: dict[str, Any]) -> None:
     assert state.missing == {0: 0.0} and not state.running
 
 
+# Trackers.
+
+
+class StubClient:
+    """A network without sockets: trackers answer by a function of their address; ORIGIN has the slice."""
+
+    identity = None
+
+    def __init__(self, trackers: dict[str, Callable[[dict[str, Any]], Any]] | None = None) -> None:
+        self.trackers = trackers or {}
+        self.requests: list[tuple[str, str]] = []  # peer id and address
+
+    def request_json(self, address: str, method: str, path: str, body: Any, peer_id: str, *more: Any) -> Any:
+        self.requests.append((peer_id, address))
+        if address not in self.trackers:
+            raise TransientError("nobody is there")
+        reply = self.trackers[address](body)
+        if not isinstance(reply, dict):
+            raise ProtocolError("expected an object")
+        return json.loads(json.dumps(reply)), None
+
+    def read_range(self, address: str, path: str, into: memoryview, start: int, *more: Any, **named: Any) -> None:
+        if address != ORIGIN.address:
+            raise NetworkError("nobody is there")
+        into[:] = DATA[start : start + len(into)]
+
+
+def at(name: str, is_origin: bool = False, port: int = 1) -> Provider:
+    return Provider(name, f"127.0.0.1:{port}", is_origin)
+
+
+def ranking(dataset_id: str, day: int, providers: list[Provider]) -> list[str]:
+    client: Any = StubClient()
+    trackers = TrackerClient(client, dataset_id, lambda: providers, None, now=lambda: day * 86400.0 + 5)
+    assert trackers.request({}, lambda body: None) is None
+    return [peer_id for peer_id, _ in client.requests]
+
+
+def test_who_steers_is_not_for_a_key_to_choose() -> None:
+    """All members choose alike; another dataset or day has another order; those with everything come first."""
+    providers = [at(f"peer{i:02}", port=100 + i) for i in range(20)]
+    first = ranking("ab" * 32, 1, providers)
+    assert sorted(first) == [item.peer_id for item in providers] != first
+    assert ranking("ab" * 32, 1, providers[::-1]) == first
+    lead = {ranking(f"{i:064x}", day, providers)[0] for i in range(10) for day in range(10)}
+    assert len(lead) > 10
+    full = [*providers, at("whole", True, 99)]
+    assert all(ranking(f"{i:064x}", 1, full)[0] == "whole" for i in range(10))
+
+
+def test_sharers_are_bounded() -> None:
+    client: Any = StubClient()
+    trackers = TrackerClient(client, "ab" * 32, list, None)
+    for answer in range(100):
+        trackers.add_sharers([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
+    trackers.request({}, lambda body: None)
+    asked = [peer_id for peer_id, _ in client.requests]
+    assert len(asked) == 256 and "99-15" in asked and "99-16" not in asked
+
+
+RUDE, HONEST = at("rude", True, 2), at("honest", port=3)  # the first is asked first
+
+
+def honest_tracker() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    swarm, now = Swarm(1), itertools.count()
+    swarm.join(ORIGIN, None, 0.0)
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("leave"):
+            return {}
+        request = SwarmRequest.model_validate(body, strict=False)
+        return steer(swarm, Provider("reader", "", False), request, float(next(now)))
+
+    return answer
+
+
+def reading(client: Any, **settings: Any) -> SwarmReader:
+    settings = {"trackers": lambda: [RUDE, HONEST], **settings}
+    return SwarmReader(client, "ab" * 32, TABLE, own_flags=lambda: np.zeros(1, np.bool_), **settings)
+
+
+HOLDER = {"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:9", "is_origin": True}
+GOOD = {"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": False}
+NONSENSE = st.recursive(
+    st.none() | st.booleans() | st.integers(max_value=0) | st.floats(max_value=0.5) | st.text(max_size=20)
+    | st.sampled_from(["a..b:1", "https://", "file:///etc/passwd", "s3://b/d?endpoint=http://127.0.0.1:1", "nonsense"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*HOLDER, "holders"]), inner, max_size=5)
+    ),
+    max_leaves=8,
+)  # fmt: skip
+HOLDERS = st.builds(lambda name, value: {**HOLDER, name: value}, st.sampled_from(list(HOLDER)), NONSENSE)
+ANSWERS = st.one_of(
+    NONSENSE,
+    st.builds(lambda name, value: {**GOOD, name: value}, st.sampled_from(list(GOOD)), NONSENSE),
+    st.builds(lambda name, one: {**GOOD, name: [one]}, st.sampled_from(["assignments", "sharers"]), HOLDERS),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(answers=st.lists(ANSWERS, min_size=1, max_size=3))
+def test_a_tracker_that_answers_nonsense_ends_nobody(tmp_path: Path, answers: list[Any]) -> None:
+    """It is asked first, and gone after some answers; the slice comes all the same."""
+    remaining = list(answers)
+    client = StubClient(
+        {RUDE.address: lambda body: remaining.pop(0) if remaining else None, HONEST.address: honest_tracker()}
+    )
+    part = tmp_path / "part"
+    part.unlink(missing_ok=True)
+    with closing(reading(client)) as reader:
+        transfer = reader.fetch(0, part)
+        assert transfer.wait() and transfer.error is None
+    assert (RUDE.peer_id, RUDE.address) in client.requests and part.read_bytes() == DATA
+
+
+def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(tmp_path: Path) -> None:
+    nonsense = {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://"}]}
+    client = StubClient({RUDE.address: lambda body: nonsense, HONEST.address: honest_tracker()})
+    with closing(reading(client)) as reader:
+        transfer = reader.fetch(0, tmp_path / "part")
+        assert transfer.wait() and transfer.error is None
+        assert client.requests.count((RUDE.peer_id, RUDE.address)) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
+def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """A member that serves as a tracker may answer anything; the reader gives up within its patience."""
+    answers = [{**GOOD, "sharers": [{**HOLDER, **wrong}], **wrong}]
+    client = StubClient({RUDE.address: lambda body: answers.pop() if answers else None})
+    with closing(reading(client, timeout_s=0.5)) as reader:
+        transfer = reader.fetch(0, tmp_path / "part")
+        assert transfer.wait() and isinstance(transfer.error, NetworkError) and not answers
+
+
 def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path: Path) -> None:
-    """Whatever fails in its thread, here the look at what is held, a transfer ends within the reader's patience."""
-    table = SliceTable.from_rows([SliceInfo(0, "0.safetensors", 100, "ab" * 32, 10, 1)])
+    """Whatever fails in its thread, here the look-up of trackers, a transfer ends within the reader's patience."""
     before = threads.failures().get("swarm", 0)
-    current = [RuntimeError("unexpected"), RuntimeError("unexpected")]
+    failing = [RuntimeError("unexpected"), RuntimeError("unexpected")]
 
     def trackers() -> list[Provider]:
-        if current:
-            raise current.pop()
+        if failing:
+            raise failing.pop()
         return []
 
-    with (
-        Client(None) as client,
-        closing(SwarmReader(client, "ab" * 32, table, trackers, _never, timeout_s=0.5)) as reader,
-    ):
+    with closing(reading(StubClient(), trackers=trackers, timeout_s=0.5)) as reader:
         transfer = reader.fetch(0, tmp_path / "part")
         assert transfer.wait()
         assert isinstance(transfer.error, NetworkError) and "no provider of" in str(transfer.error)
     assert threads.failures()["swarm"] > before
-
-
-def _never() -> Any:
-    raise AssertionError("asked what is held, though it does not share")
