@@ -1,4 +1,4 @@
-"""A worker's leases and what fetches for them, granted by the test."""
+"""A worker's leases, granted by the test, and the fetcher that serves them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from forebay.lease.messages import ExchangeReply
 from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.client import Client
 from forebay.storage.peer_source import FromUrls
-from support.calibration import scaled
+from support.waiting import until
 
 DATASET = "ab" * 32
 
 
 class FetchingWorker:
-    """Leases, and what fetches for them."""
+    """Leases, and the fetcher that serves them."""
 
     def __init__(
         self, client: Client, directory: Path, cache_bytes: int = 1_000_000, from_urls: FromUrls = "any",
@@ -37,7 +37,7 @@ class FetchingWorker:
         self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1",
         chunk_bytes: int = 0, index: int = 3, name: str = "slices/3",
     ) -> ActiveLease:  # fmt: skip
-        """A lease of a slice of some dataset, as if the scheduler had granted it; providers are origins by default."""
+        """Add a lease of a slice, as if the scheduler had granted it; providers are origins by default."""
         holders = [{"peer_id": "", **provider} for provider in providers]
         lease = {
             "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": index, "dataset_id": DATASET,
@@ -52,25 +52,20 @@ class FetchingWorker:
         return next(lease for lease in self.leases.state.leases if lease.grant.lease_id == lease_id)
 
     def fetched(self, lease: ActiveLease) -> bytes:
-        """Waits until its slice is here."""
-        deadline = time.monotonic() + scaled(10)
-        while lease.path is None and time.monotonic() < deadline:
-            assert not lease.ended and self.fetcher.failure is None, (lease.reason, self.fetcher.failure)
-            time.sleep(0.005)
-        assert lease.path is not None
+        """Wait for its slice; return its bytes."""
+        until(lambda: lease.path is not None or lease.ended or self.fetcher.failure is not None)
+        assert lease.path is not None, (lease.reason, self.fetcher.failure)
         return lease.path.read_bytes()
 
     def lost(self, lease: ActiveLease) -> str:
-        """Waits until it is given back, or failed: then why."""
-        deadline = time.monotonic() + scaled(10)
-        while not lease.ended and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert lease.ended and lease.path is None
+        """Wait until it is released, or failed; return the reason."""
+        until(lambda: lease.ended)
+        assert lease.path is None
         return lease.reason
 
     @property
     def bad(self) -> list[tuple[str, bool]]:
-        """Who was left out, and whether for wrong bytes."""
+        """The providers that were rejected; True for wrong bytes."""
         return [(invalid.peer_id, invalid.wrong) for invalid in self.leases.state.counts.rejected]
 
     def close(self) -> None:
