@@ -1,17 +1,9 @@
-"""Whole nodes for the end-to-end tests, in this process or as processes of their own.
-
-Run as a program it is one node: `python nodes.py ROLE JSON`; it prints a JSON line when it is up, and
-another when it is done.
-"""
+"""Data nodes, schedulers and workers of a network in this process, and the programs that workers run."""
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
 import sys
-import threading
-import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +11,20 @@ import numpy as np
 
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
-from forebay.dataset.reader import Dataset, open_dataset
+from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
+from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.pki.identity import Identity, create_network, join
+from forebay.network.discovery import Discovery
+from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.scheduler.server import SchedulerService
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.leases import work
+from support.local_discovery import LocalDiscovery
 
 HOST = "127.0.0.1"
 NAME = "tiny"
+PACED_READER = (sys.executable, str(Path(__file__).with_name("paced_reader.py")))  # PAUSE_S [GATE]
 
 
 def make_dataset(directory: Path, num_slices: int, tokens: int, vocab: int = 60) -> Dataset:
@@ -66,99 +59,52 @@ class Bootstrap:
             node.close()
 
 
-class Node:
-    """A node in a process of its own, killed at the latest when the test ends."""
+class Network:
+    """A network with nodes in this process, which are closed with `stack`.
 
-    def __init__(self, role: str, log: Path, **settings: Any) -> None:
-        self.role = role
-        self.settings = settings
-        self.log = log
-        self.lines: list[dict[str, Any]] = []
-        self.up = threading.Event()
-        with log.open("ab") as errors:
-            self.popen = subprocess.Popen(
-                [sys.executable, __file__, role, json.dumps(settings)], stdout=subprocess.PIPE, stderr=errors
-            )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    Args:
+        members: Names besides data and scheduler.
+        dht_nodes: Nodes of a DHT by which all find each other; with 0 they share a table.
+    """
 
-    def _read(self) -> None:
-        assert self.popen.stdout is not None
-        with self.popen.stdout as lines:
-            for line in lines:
-                self.lines.append(json.loads(line))
-                self.up.set()
+    def __init__(self, directory: Path, stack: ExitStack, *members: str, dht_nodes: int = 0) -> None:
+        self.directory, self.stack = directory, stack
+        self.discovery: Discovery = LocalDiscovery()
+        bootstrap: list[tuple[str, int]] = []
+        if dht_nodes:
+            dht = Bootstrap(dht_nodes)
+            stack.callback(dht.close)
+            bootstrap = dht.at
+            self.discovery = LibtorrentDht(HOST, 0, bootstrap)
+            stack.callback(self.discovery.close)
+        self.homes = make_network(directory, ["data", "scheduler", *members], bootstrap)
 
-    def kill(self) -> None:
-        self.popen.kill()
-        self.wait()
+    def identity(self, name: str) -> Identity:
+        return Identity.load(self.homes[name])
 
-    def terminate(self) -> None:
-        self.popen.send_signal(signal.SIGTERM)
+    def client(self, name: str) -> Client:
+        return self.stack.enter_context(Client(self.identity(name)))
 
-    def wait(self, timeout_s: float = 60.0) -> int:
-        code = self.popen.wait(timeout_s)
-        self._reader.join()
-        return code
+    def serve(self, *datasets: Dataset, name: str = "data", **settings: Any) -> DataNode:
+        node = DataNode(self.identity(name), datasets, HOST, 0, self.discovery, **{"ttl_s": 30, **settings})
+        return self.stack.enter_context(node)
 
-    def again(self) -> Node:
-        """The same node, started anew on what it left."""
-        return Node(self.role, self.log, **self.settings)
+    def schedule(self, dataset: str = NAME, **settings: Any) -> SchedulerService:
+        service = SchedulerService(
+            self.identity("scheduler"), dataset, self.discovery, self.client("scheduler"), self.directory / "state",
+            **{"rediscover_s": 0.5, **settings},
+        )  # fmt: skip
+        self.stack.callback(service.stop)
+        service.start()
+        return service
 
+    def work(self, name: str, service: SchedulerService, **settings: Any) -> dict[str, float]:
+        """Read all that a worker is leased."""
+        cache = self.directory / f"cache-{name}"
+        return work(self.identity(name), service.name, service.address, cache, **settings)
 
-def _main(role: str, settings: dict[str, Any]) -> None:
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    if role == "dht":
-        _dht(settings, stop)
-        return
-    identity = Identity.load(settings["node"])
-    dht = LibtorrentDht(HOST, 0, list(identity.bootstrap))
-
-    def say(**facts: Any) -> None:
-        print(json.dumps(facts), flush=True)
-
-    try:
-        if role == "serve":
-            node = DataNode(identity, [open_dataset(settings["dataset"])], HOST, 0, dht, ttl_s=settings["ttl_s"])
-            node.start()
-            say(address=node.address)
-            stop.wait()
-            node.stop()
-            say(bytes_sent=node.status()["bytes_sent"])
-        elif role == "schedule":
-            keys = ("seq_len", "epochs", "lease_s", "rediscover_s", "steal_s")
-            service = SchedulerService(
-                identity, NAME, dht, Client(identity), settings["state"], HOST, 0,
-                **{key: settings[key] for key in keys if key in settings},
-            )  # fmt: skip
-            service.start()
-            say(address=service.address)
-            while not stop.wait(0.05):
-                if settings.get("exit_when_done") and service.is_done():
-                    break
-            service.stop()
-            say(done=service.is_done())
-        else:
-            say(up=True)
-            pause_s = settings.get("pause_s", 0.0)
-            stats = work(
-                identity, NAME, None, settings["cache"], cache_bytes=settings["cache_bytes"], batch_size=2,
-                discovery=dht, receipt_s=settings.get("receipt_s", 0.5), stop=stop, listen=f"{HOST}:0",
-                on_batch=lambda batch: time.sleep(pause_s),
-            )  # fmt: skip
-            say(**stats)
-    finally:
-        dht.close()
-
-
-def _dht(settings: dict[str, Any], stop: threading.Event) -> None:
-    """A node of the DHT and nothing else, at a port that stays the same over restarts."""
-    dht = LibtorrentDht(HOST, settings["port"], [(HOST, port) for port in settings["others"]])
-    print(json.dumps({"port": dht.port}), flush=True)
-    stop.wait()
-    dht.close()
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], json.loads(sys.argv[2]))
+    def assert_used_once(self, num_samples: int, epochs: int = 1) -> None:
+        """The ledger proves that each sample was used once in each epoch."""
+        report = verify_ledger(self.directory / "state" / "ledger.jsonl", verify=verify)
+        once = {"samples": num_samples, "missing": 0, "repeated": 0}
+        assert report.ok and report.epochs == [{"epoch": epoch, **once} for epoch in range(epochs)], report
