@@ -3,16 +3,23 @@ VENV    := .venv
 PY      := $(VENV)/bin/python
 PYTHON  ?= python3
 DEMO    ?=
+TESTS   ?=
+WORKERS ?= -n 2 --dist loadgroup
 export PYTHONUNBUFFERED := 1
 # Most of a short process is the compilation of what it imports, unless that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-long lint bench bench-prepare bench-loader bench-interop test-peers docs release clean
+.PHONY: setup demo test test-slow test-all test-long coverage mutants lint bench bench-prepare bench-loader bench-interop test-peers docs release clean
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready $(VENV)/.kernels
 
 $(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/install.sh scripts/constraints.txt
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
+	@touch $@
+
+# Kernels are compiled here, once: else each process of the tests compiles those that it needs.
+$(VENV)/.kernels: $(VENV)/.ready $(shell find src/forebay/prepare -name '*.py')
+	@$(PY) scripts/compile_kernels.py
 	@touch $@
 
 demo: setup
@@ -24,18 +31,29 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) scripts/check_names.py src benchmarks examples
+	$(PY) scripts/check_size.py
 
-# Kernels are compiled beside the checks, once: else each process of the tests compiles those that it needs.
-# Three processes on two cores, as many tests wait for what is slow, dead or silent on purpose.
-test: setup
-	@$(PY) scripts/compile_kernels.py & $(MAKE) --no-print-directory lint && $(PY) -m pytest -n 3 --dist loadgroup
+# Before each commit: lint, and every test but tests/slow.
+test: setup lint
+	$(PY) -m pytest $(WORKERS) --ignore tests/slow $(TESTS)
 
-# What `make test` skips, too: other frameworks, other projects' readers, hosts with networks of their own (root, nftables).
+# Processes, clusters, kills, real time; three at a time on two cores, as many wait for what is slow, dead or silent.
+test-slow: setup
+	HYPOTHESIS_PROFILE=ci $(PY) -m pytest -n 3 --dist loadgroup $(or $(TESTS),tests/slow)
+
+# Both, with what they skip elsewhere: other frameworks, other projects' readers, hosts with networks of their own (root, nftables).
 test-all: lint
 	@PYTHON="$(PYTHON)" VENV=.venv-all bash scripts/setup.sh all
-	FOREBAY_HOSTS=all FOREBAY_SCHEMATHESIS=.venv-all/bin/python \
+	HYPOTHESIS_PROFILE=ci FOREBAY_HOSTS=all FOREBAY_SCHEMATHESIS=.venv-all/bin/python \
 	  FOREBAY_FORMAT_PEERS=$(CURDIR)/.venv-all/peers/bin/python:$(CURDIR)/.venv-all/peers-formats/bin/python \
 	  .venv-all/bin/python -m pytest -n 3 --dist loadgroup $(TESTS)
+
+# Which lines and branches the tests run, and which tests run each line; `mutants` then changes core modules at random.
+coverage: setup
+	$(PY) -m pytest $(WORKERS) --cov --cov-context=test --cov-report=term:skip-covered $(TESTS)
+
+mutants: setup
+	$(PY) scripts/mutation_score.py $(MUTANTS)
 
 # Laws with random examples, twenty times as many; what is found comes with the line that repeats it.
 test-long: setup

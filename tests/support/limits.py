@@ -72,9 +72,11 @@ class CostPlugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.costs += [(value, report.nodeid) for name, value in report.user_properties if name == "cpu_s"]
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         if not self.costs:
             return
+        if config.cache is not None:
+            config.cache.set("costs", {name: value for value, name in self.costs})
         folders = Counter[str]()
         for value, test in self.costs:
             folders["/".join(Path(test.partition("::")[0]).parts[:3])] += value

@@ -1,0 +1,184 @@
+"""Change ten core modules at random, one place at a time, and count the changes that the tests notice.
+
+Usage: python scripts/mutation_score.py [--mutants 200] [--seed 1] [--root .] [--coverage .coverage]
+
+`make coverage` writes what it needs: which test runs which line (contexts of coverage.py), and what each test costs
+(pytest's cache). For each mutant the tests that run its line are run, the most specific first (those that run the
+fewest branches in all), at most MAX_TESTS and MAX_COST_S. A mutant is killed if one of them fails or none ends in time.
+Kernels of numba are left out: each mutant of one would compile all of them again.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from coverage import CoverageData
+
+MODULES = (
+    "order/run", "dataset/reader", "dataset/chunks", "scheduler/leases", "scheduler/journal", "cache/cache",
+    "prepare/filters/lines", "prepare/dedup/pairs", "formats/warc", "network/pki/certificates",
+)  # fmt: skip
+MAX_TESTS, MAX_COST_S, LIMIT_S = 40, 60.0, 400.0
+COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+COMPARISONS |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
+OPERATORS |= {ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: `[start, stop)` in characters of the module's text becomes `text`."""
+
+    module: str
+    line: int
+    start: int
+    stop: int
+    text: str
+
+
+def mutate(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what may stand in place of a node."""
+    match node:
+        case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
+            yield ast.Compare(left, [COMPARISONS[type(op)]()], [right])
+        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+            yield ast.BinOp(left, OPERATORS[type(op)](), right)
+        case ast.BoolOp(op, values):
+            yield ast.BoolOp(ast.And() if isinstance(op, ast.Or) else ast.Or(), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield operand
+        case ast.Constant(bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(int(value)):
+            yield ast.Constant(value + 1)
+        case ast.If(test) | ast.While(test) | ast.IfExp(test):
+            yield ast.UnaryOp(ast.Not(), test)
+        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Raise():
+            yield ast.Pass()
+
+
+def find_mutants(root: Path, module: str) -> Iterator[Mutant]:
+    """Yield every mutant of a module's functions, apart from those of kernels."""
+    text = (root / f"src/forebay/{module}.py").read_text()
+    lines = [0]
+    for line in text.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+
+    def offset(line: int, column: int) -> int:
+        whole = text[lines[line - 1] : lines[line]]
+        return lines[line - 1] + len(whole.encode()[:column].decode())
+
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for function in functions:
+        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            continue
+        for node in (inner for statement in function.body for inner in ast.walk(statement)):
+            for result in mutate(node):
+                place = node.test if isinstance(node, ast.If | ast.While | ast.IfExp) else node
+                start = offset(place.lineno, place.col_offset)
+                stop = offset(place.end_lineno or place.lineno, place.end_col_offset or 0)
+                new = ast.unparse(ast.fix_missing_locations(result))
+                yield Mutant(module, place.lineno, start, stop, new if isinstance(result, ast.Pass) else f"({new})")
+
+
+class Tests:
+    """The tests that run a line, the most specific first."""
+
+    def __init__(self, root: Path, coverage: Path) -> None:
+        self.costs: dict[str, float] = json.loads((root / ".pytest_cache/v/costs").read_text())
+        self.sizes = Counter[str]()
+        with sqlite3.connect(coverage) as database:
+            for context, num_arcs in database.execute(
+                "select context, count(*) from context join arc on context_id = context.id group by context"
+            ):
+                self.sizes[context] = num_arcs
+        self.data = CoverageData(str(coverage))
+        self.data.read()
+        self.lines: dict[str, dict[int, list[str]]] = defaultdict(dict)
+        for module in MODULES:
+            name = next((file for file in self.data.measured_files() if file.endswith(f"/src/forebay/{module}.py")), "")
+            self.lines[module] = self.data.contexts_by_lineno(name) if name else {}
+
+    def select(self, mutant: Mutant) -> list[str]:
+        """Return the ids of the tests to run."""
+        names = {context.rpartition("|")[2] or context for context in self.lines[mutant.module].get(mutant.line, [])}
+        names |= {context.partition("|")[0] for context in self.lines[mutant.module].get(mutant.line, [])}
+        names &= self.costs.keys()
+        cost_s, selected = 0.0, list[str]()
+        for name in sorted(names, key=lambda name: (self.sizes[name], name)):
+            if self.costs[name] <= MAX_COST_S / 6 and cost_s < MAX_COST_S and len(selected) < MAX_TESTS:
+                selected.append(name)
+                cost_s += self.costs[name]
+        return selected
+
+
+def run(root: Path, mutant: Mutant, tests: list[str]) -> str:
+    """Return "killed", "survived" or "not covered"."""
+    if not tests:
+        return "not covered"
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        shutil.copytree(root / "src", f"{folder}/src", ignore=shutil.ignore_patterns("__pycache__"))
+        path = Path(folder, f"src/forebay/{mutant.module}.py")
+        text = path.read_text()
+        path.write_text(text[: mutant.start] + mutant.text + text[mutant.stop :])
+        compiled = Path(folder, "src/forebay/prepare/compiled.py")
+        name = subprocess.run(
+            [sys.executable, "-c", "from forebay.prepare.compiled import _hash_of_sources as h; print(h())"],
+            env=os.environ | {"PYTHONPATH": str(root / "src")}, capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+        compiled.write_text(compiled.read_text() + f"\n\ndef _hash_of_sources() -> str:\n    return {name!r}\n")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", *tests]
+        env = os.environ | {"PYTHONPATH": f"{folder}/src", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": folder}
+        try:
+            done = subprocess.run(
+                command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return "killed"
+    return {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode, f"error {done.returncode}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Count the random changes of core modules that the tests notice.")
+    parser.add_argument("--mutants", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--root", type=Path, default=Path.cwd())
+    parser.add_argument("--coverage", type=Path, default=Path(".coverage"))
+    arguments = parser.parse_args()
+    tests = Tests(arguments.root, arguments.coverage)
+    chance, chosen = random.Random(arguments.seed), list[Mutant]()
+    for index, module in enumerate(MODULES):
+        mutants = sorted(
+            set(find_mutants(arguments.root, module)), key=lambda mutant: (mutant.start, mutant.stop, mutant.text)
+        )
+        num = arguments.mutants * (index + 1) // len(MODULES) - arguments.mutants * index // len(MODULES)
+        chosen += chance.sample(mutants, min(num, len(mutants)))
+    results: dict[str, Counter[str]] = defaultdict(Counter)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for mutant, result in zip(
+            chosen, pool.map(lambda mutant: run(arguments.root, mutant, tests.select(mutant)), chosen)
+        ):
+            results[mutant.module][result] += 1
+            if result != "killed":
+                print(f"{result}: src/forebay/{mutant.module}.py:{mutant.line}: {mutant.text}", flush=True)
+    for module in MODULES:
+        print(f"{results[module]['killed']:4d} of {results[module].total():3d} killed: {module}")
+    killed, num = sum(counts["killed"] for counts in results.values()), len(chosen)
+    print(f"mutation score: {killed} of {num}, {killed / num:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
