@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Iterator
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,23 @@ from forebay.errors import (
     UsageError,
 )
 from forebay.formats.inputs import ReadOptions
+from forebay.storage import remote_file
 from forebay.storage.http import retry_delay_s
 from forebay.storage.hub_splits import find_split
-from forebay.stream import StreamOptions
+from forebay.stream import records as stream_records
 from forebay.stream.hub import records_of
+from forebay.stream.records import Share
 from support.cuttable import CuttableServer
 from support.hub_repos import write_jsonl, write_parquet, write_repo
 from support.hub_server import TOKEN, HubServer, make_hub
-
-
-@pytest.fixture(scope="module")
-def repos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hub(tmp_path_factory.mktemp("hub"))
+from support.store import stored
+from support.streams import facts, stream
 
 
 @pytest.fixture
-def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with HubServer(repos) as server:
+    with HubServer(stored(make_hub)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
 
@@ -50,13 +49,7 @@ def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tries with shorter waits."""
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("forebay.storage.remote_file._blocks", type(_blocks())())
-
-
-def _blocks() -> Any:
-    from forebay.storage import remote_file
-
-    return remote_file._blocks
+    monkeypatch.setattr(remote_file, "_blocks", remote_file.BlockCache())
 
 
 def texts(name: str, text_key: str = "text") -> list[str]:
@@ -99,33 +92,32 @@ def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: l
     assert texts(f"hf:{name}") == expected and len(expected) > 30
 
 
-def batches_of(stream: TextStream) -> list[tuple[list[list[int]], dict[str, Any]]]:
-    return [(batch.inputs.tolist(), stream.state_dict()) for batch in stream]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("name", ["HuggingFaceFW/fineweb-edu", "EleutherAI/pile"])
-def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle: bool) -> None:
-    def make() -> TextStream:
-        return TextStream(
-            f"hf:{name}",
-            tokenizer="bytes",
-            seq_len=4096,
-            batch_size=8,
-            shuffle=shuffle,
-            epochs=2,
-            options=StreamOptions(shuffle_documents=7, prefetch_batches=0),
-        )
+def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str) -> None:
+    settings: dict[str, Any] = {"seq_len": 4096, "batch_size": 8, "epochs": 2, "shuffle_documents": 7}
+    running = stream(f"hf:{name}", **settings)
+    states = [running.state_dict(), *(running.state_dict() for _ in running)]
+    expected = facts(stream(f"hf:{name}", **settings))
+    assert len(expected) > 20
+    for stop in (1, 4, len(expected) // 2, len(expected) - 1):
+        second = stream(f"hf:{name}", **settings)
+        second.load_state_dict(json.loads(json.dumps(states[stop])))
+        assert facts(itertools.islice(second, 40)) == expected[stop : stop + 40]
 
-    full = batches_of(make())
-    assert len(full) > 20
-    count = min(90, len(full))
-    for index in {0, 3, count // 2, count - 2}:
-        stream = make()
-        stream.load_state_dict(json.loads(json.dumps(full[index][1])))
-        assert [inputs for inputs, _ in batches_of(stream)][: 89 - index] == [
-            inputs for inputs, _ in full[index + 1 : 90]
-        ]
+
+@pytest.mark.parametrize("min_share_bytes", [1, 1 << 20])
+def test_shares_of_lanes_are_together_everything(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, min_share_bytes: int
+) -> None:
+    monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
+    for name in ("HuggingFaceFW/fineweb-edu/sample-10BT", "EleutherAI/pile"):
+        records, expected = records_of(f"hf:{name}", ReadOptions()), sorted(texts(f"hf:{name}"))
+        for lanes in (2, 5):
+            shares = [
+                [record.text for record, _ in records.open(1, bytes(16), share=Share(lane, lanes))]
+                for lane in range(lanes)
+            ]
+            assert sorted(text for share in shares for text in share) == expected and all(shares)
 
 
 def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
@@ -151,15 +143,10 @@ def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
     "faults", [{"drop": 0.3}, {"truncate": 0.5}, {"throttle": 4}, {"broken": 4}, {"expired": 1}], ids=str
 )
 def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict[str, Any]) -> None:
-    _happen(hub, faults)
+    vars(hub.faults).update(faults)
     for name, files in ALL[2:4]:
         repo = hub.directory / "datasets" / "/".join(name.split("/")[:2])
         assert texts(f"hf:{name}") == on_disk(repo, *files)
-
-
-def _happen(hub: HubServer, faults: dict[str, Any]) -> None:
-    for name, value in faults.items():
-        setattr(hub.faults, name, value)
 
 
 def test_a_row_group_is_asked_for_and_not_the_file(hub: HubServer, tmp_path: Path, impatient: None) -> None:
@@ -254,7 +241,7 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     (tmp_path / "token").write_text(TOKEN + "\n")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     hub.reset()
-    monkeypatch.setattr("forebay.storage.remote_file._blocks", type(_blocks())())
+    monkeypatch.setattr(remote_file, "_blocks", remote_file.BlockCache())
     assert texts("hf:bigcode/the-stack/data/python", "content") == expected[: len(expected) - 1]
     shown = dict(zip(hub.paths, hub.authorizations))
     assert {bool(value) for path, value in shown.items() if path.startswith("/datasets/")} == {False}
@@ -262,9 +249,6 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
 
 
 def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
-    def stream(name: str) -> TextStream:
-        return TextStream(name, tokenizer="bytes", seq_len=64, batch_size=2, shuffle=False)
-
     first = stream("hf:HuggingFaceFW/fineweb")
     next(iter(first))
     state, url = first.state_dict(), first.state_dict()["inputs"]
@@ -310,20 +294,14 @@ def test_a_dataset_that_was_renamed(hub: HubServer) -> None:
     assert result is not None and result.url.startswith("hf://datasets/EleutherAI/pile:train@")
 
 
-def test_a_mirror_whose_pages_name_the_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.page_size = 1
-    shown, hub.url = hub.url, "https://hub.invalid"
+def test_a_mirror_whose_pages_name_the_hub(hub: HubServer) -> None:
+    hub.page_size, hub.url = 1, "https://hub.invalid"
     result = find_split("hf://datasets/EleutherAI/pile")
-    assert result is not None and len(result.files()) == 2 and shown != hub.url
+    assert result is not None and len(result.files()) == 2
     assert hub.requests["tree"] > 3
 
 
-@pytest.mark.parametrize(
-    ("headers", "wait_s"),
-    [({"Retry-After": "7"}, 7), ({"RateLimit": '"resolvers";r=0;t=55'}, 55), ({"RateLimit": "?"}, 0), ({}, 0)],
-)
-def test_how_long_the_hub_asks_to_wait(headers: dict[str, str], wait_s: float) -> None:
-    message = Message()
-    for name, value in headers.items():
-        message[name] = value
-    assert retry_delay_s(message) == wait_s
+def test_how_long_the_hub_asks_to_wait() -> None:
+    for name, value, wait_s in (("Retry-After", "7", 7), ("RateLimit", '"api";r=0;t=55', 55), ("RateLimit", "?", 0)):
+        assert retry_delay_s({name: value}) == wait_s
+    assert retry_delay_s({}) == 0

@@ -6,61 +6,45 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import forebay
 from forebay.errors import DatasetError, PrepareError, StateError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.order.bijection import derive_key
-from forebay.stream import StreamOptions, TextStream
+from forebay.stream import TextStream
 from forebay.stream.documents import ShuffleBuffer
 from forebay.stream.hub import records_of
+from forebay.stream.records import Share
 from forebay.stream.state import LaneState
+from support import streams
+from support.streams import Streamed, facts, state_after
 
 EOS = 256
 TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
 
 
 def stream(inputs: Any, **changes: Any) -> TextStream:
-    defaults: dict[str, Any] = {
-        "tokenizer": "bytes", "seq_len": 16, "global_batch_size": 6, "rank": 0, "world_size": 1, "lanes": 1,
-        "shuffle_documents": 8, "prefetch_batches": 0,
-    }  # fmt: skip
-    rows = (
-        [{"text": item} if isinstance(item, str) else item for item in inputs] if isinstance(inputs, list) else inputs
-    )
-    arguments = {**defaults, **changes}
-    options = {field.name: arguments.pop(field.name) for field in fields(StreamOptions) if field.name in arguments}
-    return TextStream(rows, options=StreamOptions(**options), **arguments)
+    """With one lane; texts are rows."""
+    if isinstance(inputs, list):
+        inputs = [{"text": item} if isinstance(item, str) else item for item in inputs]
+    return streams.stream(inputs, **{"seq_len": 16, "global_batch_size": 6, "lanes": 1, **changes})
 
 
-def facts(given: Any) -> list[Any]:
-    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.epoch_step, b.step) for b in given]
-
-
-def tokens_of(texts: list[str]) -> list[int]:
-    return [token for text in texts if text for token in (*text.encode(), EOS)]
-
-
-def test_it_is_at_the_door() -> None:
-    assert forebay.TextStream is TextStream
-
-
-@settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20),
     seq_len=st.integers(1, 9),
     size=st.integers(1, 5),
 )
 def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, size: int) -> None:
-    full = tokens_of([text.replace("\ufdd0", "").replace("\ufdd1", "") for text in texts])
+    read = [text.replace("\ufdd0", "").replace("\ufdd1", "") for text in texts]
+    full = [token for text in read if text for token in (*text.encode(), EOS)]
     created = stream(texts, seq_len=seq_len, global_batch_size=size, shuffle=False)
     if len(full) < seq_len:
         with pytest.raises(DatasetError, match="at least one batch an epoch"):
@@ -80,32 +64,26 @@ def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, siz
     assert created.stats()["documents"] == len(texts) and created.stats()["empty"] == sum(not text for text in texts)
 
 
-def counts_of(stats: dict[str, float]) -> dict[str, float]:
+def counts(stats: dict[str, float]) -> dict[str, float]:
     """Without the times."""
     return {name: value for name, value in stats.items() if not name.endswith("_s")}
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("prefetch_batches", [0, 2])
+@pytest.mark.parametrize(("drop_last", "prefetch_batches"), [(False, 0), (True, 2)])
 def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) -> None:
     settings = {"epochs": 3, "drop_last": drop_last, "seq_len": 32}
     full = stream(TEXTS, **settings)
     expected, stats = facts(full), full.stats()
-    assert len({str(epoch) for *_, epoch, _, _ in expected}) == 3
+    assert {fact[3] for fact in expected} == {0, 1, 2}
     following = facts(full)
-    assert {epoch for *_, epoch, _, _ in following} == {3, 4, 5}
+    assert {fact[3] for fact in following} == {3, 4, 5}
     for stop in range(len(expected) + 1):
         first = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
-        batches = iter(first)
-        for _ in range(stop):
-            next(batches)
-        state = json.loads(json.dumps(first.state_dict()))
-        batches.close()
         second = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
-        second.load_state_dict(state)
+        second.load_state_dict(state_after(first, stop))
         assert facts(second) == (expected[stop:] or following)
         if stop < len(expected):
-            assert counts_of(second.stats()) == counts_of(stats)
+            assert counts(second.stats()) == counts(stats)
         if stop % 5 == 0:
             assert facts(first) == (expected[stop:] or following)  # leaving a loop and going on
 
@@ -118,7 +96,7 @@ def test_epochs_differ_and_seeds_too() -> None:
     assert order(0, 1) == order(0, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("world_size", [1, 3, 7])
 def test_ranks_part_each_global_batch(world_size: int) -> None:
     full = facts(stream(TEXTS))
     ranks = [list(stream(TEXTS, rank=rank, world_size=world_size)) for rank in range(world_size)]
@@ -131,14 +109,6 @@ def test_ranks_part_each_global_batch(world_size: int) -> None:
             assert batch.inputs.tolist() == expected[0][rank::world_size] if ids else batch.inputs.shape == (1, 16)
 
 
-def _state_after(created: TextStream, batches: int) -> dict[str, Any]:
-    iterator = iter(created)
-    for _ in range(batches):
-        next(iterator)
-    return created.state_dict()
-
-
-@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=60),
     size=st.integers(0, 12),
@@ -183,97 +153,55 @@ def test_packed_tokens_and_texts() -> None:
     state = LaneState(buffered=texts, tokens=tokens).to_dict()
     loaded = LaneState.from_dict(json.loads(json.dumps(state)), np.uint32)
     assert loaded.buffered == texts and loaded.tokens.tolist() == tokens.tolist()
-    for changes in (
-        {"buffer": state["pending"]},
-        {"pending": state["buffer"]},
-        {"lengths": [1001]},
-        {"buffer": "YQ=="},
-    ):
+    wrong = {"buffer": state["pending"]}, {"pending": state["buffer"]}, {"lengths": [1001]}, {"buffer": "YQ=="}
+    for changes in wrong:
         with pytest.raises(StateError):
             LaneState.from_dict({**state, **changes}, np.uint32)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_states_of_other_streams_are_refused() -> None:
+    state = state_after(stream(TEXTS), 3)
+    for changes in (
         {"seed": 1}, {"seq_len": 8}, {"global_batch_size": 5}, {"shuffle_documents": 9}, {"shuffle": False},
         {"eos": False}, {"drop_last": True}, {"text_key": "body"}, {"shuffle_bytes": 9},
         {"lanes": 2, "steps": 9}, {"warmup_documents": 2},
-    ],
-)  # fmt: skip
-def test_states_of_other_streams_are_refused(changes: dict[str, Any]) -> None:
-    state = _state_after(stream(TEXTS), 3)
-    with pytest.raises(StateError, match=r"expected .*, got"):
-        stream(TEXTS, **changes).load_state_dict(state)
+    ):  # fmt: skip
+        with pytest.raises(StateError, match=r"expected .*, got"):
+            stream(TEXTS, **changes).load_state_dict(state)
     with pytest.raises(StateError):
         stream(TEXTS[:-1]).load_state_dict(state)
-
-
-def test_damaged_states_are_refused() -> None:
-    state = _state_after(stream(TEXTS), 3)
+    with pytest.raises(StateError):
+        stream(TEXTS).load_state_dict([])  # type: ignore[arg-type]
     for name in state:
         for value in (None, -1, "x", [1]):
             if value == state[name]:
                 continue
-            damaged = {**copy.deepcopy(state), name: value}
             with pytest.raises(StateError):
                 other = stream(TEXTS)
-                other.load_state_dict(damaged)
+                other.load_state_dict({**copy.deepcopy(state), name: value})
                 next(iter(other))
-    with pytest.raises(StateError):
-        stream(TEXTS).load_state_dict([])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seq_len": 0}, {"batch_size": 2}, {"global_batch_size": None}, {"dtype": np.uint16},
-        {"lanes": 0}, {"lanes": 2},
-        {"rank": 2}, {"shuffle_documents": -1}, {"shuffle_bytes": -1}, {"steps": 0}, {"epochs": 0},
+def test_wrong_arguments() -> None:
+    for changes in (
+        {"seq_len": 0}, {"batch_size": 2}, {"global_batch_size": None}, {"dtype": np.uint16}, {"lanes": 0},
+        {"lanes": 2}, {"rank": 2}, {"shuffle_documents": -1}, {"shuffle_bytes": -1}, {"steps": 0}, {"epochs": 0},
         {"lanes": 4, "world_size": 4, "steps": 9},
-    ],
-)  # fmt: skip
-def test_wrong_arguments(changes: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        stream(TEXTS, **changes)
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            stream(TEXTS, **changes)
 
 
 def test_wrong_inputs(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="match"):
-        stream(str(tmp_path / "*.jsonl"))
+    for inputs, message in ((str(tmp_path / "*.jsonl"), "match"), (iter(TEXTS), "iterator"), (7, "iterable")):
+        with pytest.raises(UsageError, match=message):
+            stream(inputs)
     with pytest.raises(PrepareError, match="does not exist"):
         stream(tmp_path / "none.jsonl")
-    with pytest.raises(UsageError, match="iterator"):
-        stream(iter(TEXTS))
-    with pytest.raises(UsageError, match="iterable"):
-        stream(7)
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><html><body>Hello</body></html>")
     with pytest.raises(DatasetError, match="HTML"):
         list(stream(page))
-
-
-class Streamed:
-    """As `datasets.IterableDataset` keeps its state: taken while iterating, loaded before, told the epoch."""
-
-    __module__ = "datasets.fake"
-
-    def __init__(self, texts: list[str]) -> None:
-        self._texts, self._at, self._epoch = texts, 0, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self._at, "epoch": self._epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._at = state["at"]
-
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        for text in self._texts[self._at :]:
-            self._at += 1
-            yield {"text": f"{self._epoch}{text}"}
 
 
 class Replayed:
@@ -289,29 +217,44 @@ class Replayed:
                 yield {"__key__": str(i), "txt": text.encode()}
 
 
-@pytest.mark.parametrize(("dataset", "kind"), [(lambda: Streamed(TEXTS), "own"), (Replayed, "replay")])
+@pytest.mark.parametrize(
+    ("dataset", "kind"),
+    [(lambda: [{"text": text} for text in TEXTS], "index"), (lambda: Streamed(TEXTS), "own"), (Replayed, "replay")],
+    ids=["index", "own", "replay"],
+)
 def test_datasets_of_others_resume(dataset: Any, kind: str) -> None:
-    assert records_of(dataset(), ReadOptions()).kind == kind
-    expected = facts(stream(dataset(), epochs=2))
-    for stop in range(0, len(expected), 3):
-        second = stream(dataset(), epochs=2)
-        second.load_state_dict(json.loads(json.dumps(_state_after(stream(dataset(), epochs=2), stop))))
-        assert facts(second) == expected[stop:]
+    records = records_of(dataset(), ReadOptions())
+    assert records.kind == kind
+    full = Counter(record.text for record, _ in records.open(0, None))
+    for lanes in (2, 3, 7):
+        shares = [
+            [record.text for record, _ in records_of(dataset(), ReadOptions()).open(0, None, share=Share(lane, lanes))]
+            for lane in range(lanes)
+        ]
+        assert Counter(text for share in shares for text in share) == full
+        assert max(map(len, shares)) <= -(-60 // lanes)
+    for settings in ({"epochs": 2}, {"lanes": 3, "steps": 20}):
+        expected = facts(stream(dataset(), **settings))
+        for stop in range(0, len(expected), 5):
+            second = stream(dataset(), **settings)
+            second.load_state_dict(state_after(stream(dataset(), **settings), stop))
+            assert facts(second) == expected[stop:]
 
 
-def test_what_is_no_text_is_counted_with_its_place() -> None:
+def test_records_without_text_are_counted_with_their_place() -> None:
     created = stream([*TEXTS, {"text": 3}, {"other": "x"}, "\ud800", 5])
     list(created)
     assert created.stats()["malformed"] == 4 and created.stats()["documents"] == len(TEXTS)
     assert [invalid.location for invalid in created.malformed] == [f"record {i}" for i in range(60, 64)]
 
 
-def test_errors_of_the_caller_s_dataset_are_told() -> None:
+def test_errors_of_the_callers_dataset_are_passed_on() -> None:
     class Broken:
         def __iter__(self) -> Iterator[str]:
             yield "x" * 1000
             raise RuntimeError("the disk is gone")
 
+    assert forebay.TextStream is TextStream
     for prefetch in (0, 2):
         with pytest.raises(PrepareError, match="the disk is gone"):
             list(stream(Broken(), prefetch_batches=prefetch))

@@ -1,0 +1,104 @@
+"""Ranks of a stream: what they fetch together, a rank that is killed, helper processes of PyTorch."""
+
+from __future__ import annotations
+
+import gzip
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forebay.storage import remote_file
+from support.hub_repos import write_repo
+from support.hub_server import HubServer
+from support.origin_server import OriginServer
+from support.streams import Rows, facts, jsonl, parquet, stream, write_files
+
+FORMS = {
+    "jsonl": jsonl,
+    "parquet": lambda rows: parquet(rows, 100),
+    "jsonl.gz": lambda rows: gzip.compress(jsonl(rows), 1),
+}
+
+
+def long_rows(count: int) -> Rows:
+    chance = np.random.default_rng(1)
+    return [{"id": str(i), "text": chance.bytes(3000).hex()} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("server", "kind", "files", "steps"),
+    [("web", "jsonl", 1, 2800), ("web", "parquet", 1, 2800), ("web", "jsonl.gz", 4, 5600), ("hub", "parquet", 2, 2800)],
+)
+def test_four_ranks_fetch_what_one_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str, kind: str, files: int, steps: int
+) -> None:
+    """96 % of the samples of 24 or 48 MB of text."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    rows, repo = long_rows(steps * 10 // 7), write_repo(tmp_path / "datasets/a/b")
+    names = [f"train-{i}.{kind}" for i in range(files)]
+    for i, name in enumerate(names):
+        (repo / name).write_bytes(FORMS[kind](rows[i::files]))
+
+    def fetch(world_size: int) -> int:
+        """Return the bytes that all ranks fetch."""
+        running.bytes_sent.clear()
+        for rank in range(world_size):
+            monkeypatch.setattr(remote_file, "_blocks", remote_file.BlockCache())  # as in a process of its own
+            created = stream(
+                inputs, rank=rank, world_size=world_size, seq_len=4096, steps=steps // world_size, epochs=None
+            )
+            assert [batch.epoch for batch in created] == [0] * (steps // world_size)
+            created.close()
+            assert created.stats()["text_bytes"] < 1.05 * steps * 8192 / world_size + 1e6
+        return running.bytes_sent.total()
+
+    with OriginServer(repo) if server == "web" else HubServer(tmp_path) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        inputs: Any = "hf:a/b" if server == "hub" else [f"{running.url}/{name}" for name in names]
+        assert fetch(4) <= 1.05 * fetch(1)
+
+
+def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """State through a file after each batch; SIGKILL in the midst."""
+    write_files(tmp_path / "files", "jsonl", 3)
+    code = (
+        "import json, os, signal, sys; from pathlib import Path; from forebay.stream import StreamOptions, TextStream\n"
+        "made = TextStream('files', tokenizer='bytes', seq_len=32, batch_size=4, rank=1, world_size=2, steps=90,\n"
+        "    options=StreamOptions(lanes=4, shuffle_documents=30))\n"
+        "state = Path('state.json')\n"
+        "if state.exists(): made.load_state_dict(json.loads(state.read_text()))\n"
+        "for batch in made:\n"
+        "    print(batch.step, batch.inputs.tolist(), batch.labels.tolist(), flush=True)\n"
+        "    Path('new.json').write_text(json.dumps(made.state_dict())); Path('new.json').rename(state)\n"
+        "    if batch.step == int(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    def run(stop: int) -> list[str]:
+        done = subprocess.run([sys.executable, "-c", code, str(stop)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == (0 if stop < 0 else -signal.SIGKILL), done.stderr
+        return done.stdout.splitlines()
+
+    full = run(-1)
+    (tmp_path / "state.json").unlink()
+    assert run(20) + run(57) + run(-1) == full and len(full) == 90
+
+
+def test_helpers_of_a_dataloader(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    created = stream(write_files(tmp_path / "files", "jsonl", 3), steps=9, epochs=None)
+    expected = [facts(created.helper(index, 2)) for index in range(2)]
+
+    class Dataset(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            info = torch.utils.data.get_worker_info()
+            return (batch.inputs for batch in created.helper(info.id, info.num_workers))
+
+    loader = torch.utils.data.DataLoader(Dataset(), batch_size=None, num_workers=2)
+    assert [inputs.tolist() for inputs in loader] == [expected[step % 2][step // 2][0] for step in range(9)]

@@ -1,0 +1,77 @@
+"""Streams over real files of each format: exact resume anywhere, damage passed over."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forebay.errors import PrepareError
+from forebay.formats.inputs import ReadOptions
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+from support.streams import ROWS, WRITERS, facts, jsonl, samples, state_after, stream, write_files
+
+SETTINGS = {"lanes": 1, "global_batch_size": 12, "seq_len": 64}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_each_document_once_and_resume_is_exact(tmp_path: Path, suffix: str) -> None:
+    folder = write_files(tmp_path / "files", suffix, 3)
+    tokens = sorted(samples(stream(folder, lanes=1, seq_len=1, global_batch_size=512)).items())
+    text = bytes(0 if inputs[0] == 256 else inputs[0] for _, (inputs, _) in tokens).decode()
+    assert Counter(text.split("\0")[:-1]) == Counter(row["text"] for row in ROWS)
+    for shuffle in (False, True):
+        settings = {**SETTINGS, "epochs": 2, "shuffle": shuffle}
+        full, running = facts(stream(folder, **settings)), stream(folder, **settings)
+        states = [running.state_dict(), *(running.state_dict() for _ in running)]
+        for stop in range(0, len(full), 4):
+            second = stream(str(folder / "*"), **settings)
+            second.load_state_dict(json.loads(json.dumps(states[stop])))
+            assert facts(second) == full[stop:]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_the_readers_go_on_at_any_record(tmp_path: Path, suffix: str) -> None:
+    """A piece from the `start` of a record begins with that record: states depend on it."""
+    options = ReadOptions()
+    folder = write_files(tmp_path / "files", suffix, 3)
+    for piece in split_files(find_inputs(folder, options).files, options):
+        records = list(read_split(piece, options))
+        for i, record in enumerate(records):
+            if record.start >= 0:
+                rest = list(read_split(replace(piece, start=record.start), options))
+                assert [r.text for r in rest] == [r.text for r in records[i:]]
+        if piece.format in ("jsonl", "webdataset", "tfrecord"):
+            assert all(record.start >= 0 for record in records)
+
+
+def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
+    lines = jsonl(ROWS[:40]).splitlines(keepends=True)
+    lines[7], lines[20], lines[30] = b'{"text": "broken\n', b'{"no_text": 1}\n', b"\n"
+    (tmp_path / "bad.jsonl").write_bytes(b"".join(lines))
+    full = gzip.compress(jsonl(ROWS[40:]))
+    (tmp_path / "cut.jsonl.gz").write_bytes(full[: len(full) * 3 // 4])
+    created = stream(tmp_path, shuffle=False, **SETTINGS)
+    expected = facts(created)
+    assert created.stats()["malformed"] == 3
+    reported = [(invalid.name.rpartition("/")[2], invalid.location) for invalid in created.malformed]
+    assert reported[:2] == [("bad.jsonl", f"byte {sum(map(len, lines[:i]))}") for i in (7, 20)]
+    assert reported[2][0] == "cut.jsonl.gz" and "it ends early" in created.malformed[2].problem
+    for stop in range(0, len(expected), 3):
+        second = stream(tmp_path, shuffle=False, **SETTINGS)
+        second.load_state_dict(state_after(stream(tmp_path, shuffle=False, **SETTINGS), stop))
+        assert facts(second) == expected[stop:]
+        assert second.stats()["malformed"] == 3
+
+
+def test_a_file_that_is_removed_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl(ROWS))
+    created = stream(path, prefetch_batches=2)
+    path.unlink()
+    with pytest.raises(PrepareError, match=r"a\.jsonl"):
+        list(created)
