@@ -32,7 +32,7 @@ from support.cached import info_of, put
 from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
-from unit.scheduler.test_journal import lease, open_journal, use
+from support.scheduling import lease, open_journal, use
 
 WAITING = {"worker_id": "b", "session": "b" * 16, "wait_s": 1}
 

@@ -39,7 +39,7 @@ def use(leases: LeaseTable, lease: LiveLease, num: int, now: float = 0.0) -> boo
     return True
 
 
-def test_affinity_then_what_came_back_then_the_order() -> None:
+def test_cached_slices_come_first_then_returned_ones_then_the_order() -> None:
     leases = table([4] * 8)
     first = grant(leases, "a", "1")
     assert first is not None
@@ -54,7 +54,7 @@ def test_affinity_then_what_came_back_then_the_order() -> None:
     assert again is not None and (again.slice_index, again.start, again.stop) == (first.slice_index, 3, 4)
 
 
-def test_what_another_worker_has_cached_is_left_to_it_while_others_remain() -> None:
+def test_slices_cached_by_another_worker_are_left_to_it_while_others_remain() -> None:
     leases = table([1] * 6)
     owner = leases.sessions.touch(("a", ""), 0.0)
     set_cached(leases, owner, [0, 1, 2])
@@ -68,7 +68,7 @@ def test_what_another_worker_has_cached_is_left_to_it_while_others_remain() -> N
     assert leases.free.cached_by.max() == 0
 
 
-def test_those_that_only_wait_ask_one_after_another_even_if_they_came_together() -> None:
+def test_waiting_sessions_ask_one_after_another_even_if_they_came_together() -> None:
     leases = table([1], steal_s=1e6)
     grant(leases, "busy", "1")
     due, asks = [(0.0, i) for i in range(2000)], np.zeros(100, np.int64)
@@ -120,7 +120,7 @@ def test_a_lost_lease_is_lost_and_the_offset_stays() -> None:
             leases.check_use("b", Used("2", 0, 0, start, stop, 0))
 
 
-def test_the_slowest_is_who_would_finish_last_and_is_cut_at_its_horizon() -> None:
+def test_the_worker_that_would_finish_last_is_cut_after_what_it_declared() -> None:
     leases = table([100, 100])
     fast, slow = grant(leases, "fast", "f"), grant(leases, "slow", "s")
     assert fast is not None and slow is not None
@@ -157,7 +157,7 @@ def test_a_lease_that_was_not_begun_goes_as_a_whole() -> None:
     assert grant(leases, "idle", "3", now=5.0) is not None
 
 
-def test_who_lives_and_does_nothing_loses_its_leases() -> None:
+def test_a_worker_that_lives_and_does_nothing_loses_its_leases() -> None:
     leases = table([10, 10])
     lease = grant(leases, "hoarder", "1")
     assert lease is not None

@@ -1,11 +1,7 @@
-"""The scheduler core under workers that join, crash, stall, lie and repeat themselves: samples are used once.
-
-FOREBAY_SCHEDULER_EXAMPLES=2000 (or more) goes further.
-"""
+"""The scheduler core under workers that join, crash, stall, lie and repeat themselves: samples are used once."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,8 +18,8 @@ from forebay.scheduler import events
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
+from support.scheduling import exchange, whole
 
-EXAMPLES = int(os.environ.get("FOREBAY_SCHEDULER_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")
 
 
@@ -33,67 +29,67 @@ def spec(name: str, samples: list[int], **settings: object) -> JobSpec:
 
 
 @dataclass
-class Hand:
-    """What a worker believes of a lease. It uses [position, stop) and never beyond `horizon` unheard."""
+class HeldLease:
+    """A lease as its worker knows it: it uses [position, stop), without an answer never beyond `declared`."""
 
     grant: LeaseGrant
     position: int
     stop: int
     recorded: int
-    horizon: int = 0
+    declared: int = 0
 
 
 @dataclass
 class Worker:
-    """One that keeps to the rules: what it trained on, and told, is `used`."""
+    """A worker that keeps to the rules."""
 
     name: str
     session: int = 0
-    heard: bool = True
-    hands: dict[str, Hand] = field(default_factory=dict)
+    answered: bool = True
+    leases: dict[str, HeldLease] = field(default_factory=dict)
 
-    def ask(self, want: int, more: int) -> ExchangeRequest:
+    def request(self, want: int, more: int) -> ExchangeRequest:
         uses = []
-        for lease_id, hand in self.hands.items():
-            if hand.position > hand.recorded:
-                grant = hand.grant
-                uses.append(Used(lease_id, grant.epoch, grant.slice, hand.recorded, hand.position, 1))
-            if self.heard:
-                hand.horizon = max(hand.horizon, min(hand.stop, hand.position + more))
-        self.heard = False
-        horizons = {lease_id: hand.horizon for lease_id, hand in self.hands.items()}
+        for lease_id, lease in self.leases.items():
+            if lease.position > lease.recorded:
+                grant = lease.grant
+                uses.append(Used(lease_id, grant.epoch, grant.slice, lease.recorded, lease.position, 1))
+            if self.answered:
+                lease.declared = max(lease.declared, min(lease.stop, lease.position + more))
+        self.answered = False
+        declared = {lease_id: lease.declared for lease_id, lease in self.leases.items()}
         return ExchangeRequest(
-            "", str(self.session), known_leases=tuple(self.hands), uses=tuple(uses), signature="ab",
-            declared_until=horizons, want=want,
+            "", str(self.session), known_leases=tuple(self.leases), uses=tuple(uses), signature="ab",
+            declared_until=declared, want=want,
         )  # fmt: skip
 
     def work(self, more: int) -> None:
-        """Trains, without having heard an answer: to the horizon at most."""
-        for hand in self.hands.values():
-            hand.position = max(hand.position, min(hand.horizon, hand.stop, hand.position + more))
+        """Train without an answer: up to what was declared."""
+        for lease in self.leases.values():
+            lease.position = max(lease.position, min(lease.declared, lease.stop, lease.position + more))
 
-    def hear(self, reply: ExchangeResult) -> None:
-        self.heard = True
+    def receive(self, reply: ExchangeResult) -> None:
+        self.answered = True
         for lease_id in reply.lost:
-            self.hands.pop(lease_id, None)
+            self.leases.pop(lease_id, None)
         for no in reply.refused:
             if no.code == "lost":
-                self.hands.pop(no.lease_id, None)
-            elif no.lease_id in self.hands:
-                self.hands[no.lease_id].recorded = no.offset
+                self.leases.pop(no.lease_id, None)
+            elif no.lease_id in self.leases:
+                self.leases[no.lease_id].recorded = no.offset
         for yes in reply.uses:
-            if yes.lease_id in self.hands:
-                self.hands[yes.lease_id].recorded = yes.offset
+            if yes.lease_id in self.leases:
+                self.leases[yes.lease_id].recorded = yes.offset
         for lease_id, live in reply.active.items():
-            hand = self.hands.get(lease_id)
-            if hand is not None:
+            lease = self.leases.get(lease_id)
+            if lease is not None:
                 # The law: a cut is never before what the worker may have used already.
-                assert live.stop >= min(hand.position, hand.stop)
-                hand.stop = live.stop
-                if hand.recorded >= hand.stop:
-                    del self.hands[lease_id]
+                assert live.stop >= min(lease.position, lease.stop)
+                lease.stop = live.stop
+                if lease.recorded >= lease.stop:
+                    del self.leases[lease_id]
         for grant in reply.leases:
-            self.hands[grant.lease_id] = Hand(grant, grant.start, grant.stop, grant.start, grant.start)
+            self.leases[grant.lease_id] = HeldLease(grant, grant.start, grant.stop, grant.start, grant.start)
 
 
 class Churn(RuleBasedStateMachine):
@@ -122,8 +118,8 @@ class Churn(RuleBasedStateMachine):
                         counts[sample] = counts.get(sample, 0) + 1
                         assert counts[sample] == 1, (event, used)
 
-    def exchange(self, name: str, ask: ExchangeRequest) -> ExchangeResult:
-        reply, happened = self.core.exchange(name, ask, self.now)
+    def exchange(self, name: str, request: ExchangeRequest) -> ExchangeResult:
+        reply, happened = self.core.exchange(name, request, self.now)
         self.keep(happened)
         return reply
 
@@ -132,49 +128,48 @@ class Churn(RuleBasedStateMachine):
         want=st.integers(0, 2),
         trained=st.integers(0, 4),
         ahead=st.integers(0, 3),
-        fate=st.sampled_from(["heard", "heard", "heard", "unheard", "twice"]),
+        fate=st.sampled_from(["answered", "answered", "answered", "unanswered", "twice"]),
     )
     def exchange_once(self, name: str, want: int, trained: int, ahead: int, fate: str) -> None:
         worker = self.workers[name]
         worker.work(trained)
-        ask = worker.ask(want, ahead)
-        reply = self.exchange(name, ask)
+        request = worker.request(want, ahead)
+        reply = self.exchange(name, request)
         worker.work(ahead)
         if fate == "twice":
-            reply = self.exchange(name, ask)
-        if fate != "unheard":
-            worker.hear(reply)
+            reply = self.exchange(name, request)
+        if fate != "unanswered":
+            worker.receive(reply)
 
     @rule(name=st.sampled_from(WORKERS))
     def crash(self, name: str) -> None:
         worker = self.workers[name]
-        worker.hands.clear()
+        worker.leases.clear()
         worker.session += 1
 
     @rule(name=st.sampled_from(WORKERS), how=st.sampled_from(["release", "fail"]))
     def give_up(self, name: str, how: str) -> None:
         worker = self.workers[name]
-        ids = tuple(worker.hands)
+        ids = tuple(worker.leases)
         failed = tuple(FailedLease(lease_id, "unreadable") for lease_id in ids) if how == "fail" else ()
         release = ids if how == "release" else ()
-        worker.hands.clear()
+        worker.leases.clear()
         self.exchange(
             name, ExchangeRequest(session=str(worker.session), known_leases=(), release=release, failed=failed)
         )
 
-    @rule(name=st.sampled_from(WORKERS), lease=st.integers(0, 40), start=st.integers(0, 7), horizon=st.integers(0, 9))
-    def lie(self, name: str, lease: int, start: int, horizon: int) -> None:
-        """Somebody else's lease, made up uses, horizons for what it does not hold."""
+    @rule(name=st.sampled_from(WORKERS), lease=st.integers(0, 40), start=st.integers(0, 7), declared=st.integers(0, 9))
+    def lie(self, name: str, lease: int, start: int, declared: int) -> None:
+        """Somebody else's lease, made up uses, declarations for what it does not have."""
         lease_id = f"{lease:x}"
         live = {x.lease_id: x.worker for x in self.core.table.leases.values()}
         if live.get(lease_id) == name:
             return
         uses = (Used(lease_id, 0, 0, start, start + 2, 1),)
-        ask = ExchangeRequest(
-            session="liar", known_leases=(lease_id,), uses=uses, declared_until={lease_id: horizon}, release=(lease_id,)
-        )
+        fields = {"known_leases": (lease_id,), "declared_until": {lease_id: declared}, "release": (lease_id,)}
+        request = ExchangeRequest(session="liar", uses=uses, **fields)
         before = set(live.items())
-        self.exchange(name, ask)
+        self.exchange(name, request)
         after = {(x.lease_id, x.worker) for x in self.core.table.leases.values()}
         assert after == before
 
@@ -232,7 +227,7 @@ class Churn(RuleBasedStateMachine):
             self.now += 41.0
             self.keep(self.core.expire(self.now))
             for _ in range(8):
-                last.hear(self.exchange("last", last.ask(2, 99)))
+                last.receive(self.exchange("last", last.request(2, 99)))
                 last.work(99)
         assert self.core.table.done
         table = self.core.table
@@ -242,39 +237,26 @@ class Churn(RuleBasedStateMachine):
         assert table.used_before == sum(map(len, self.counts.values()))
 
 
-Churn.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
+Churn.TestCase.settings = settings(stateful_step_count=30)
 TestChurn = Churn.TestCase
-
-
-def finish(core: SchedulerCore, worker: str, num_leases: int) -> list[int]:
-    """One worker leases and uses until nothing is left, or so many leases: their slices in order."""
-    taken: list[int] = []
-    while len(taken) < num_leases:
-        reply, _ = core.exchange(worker, ExchangeRequest(want=1), 0.0)
-        if not reply.leases:
-            break
-        (grant,) = reply.leases
-        taken.append(grant.slice)
-        used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
-        core.exchange(worker, ExchangeRequest(uses=(used,)), 0.0)
-    return taken
 
 
 def test_a_paused_job_leases_nothing() -> None:
     core = SchedulerCore(spec("x", [5] * 4))
     core.pause(True)
-    reply, _ = core.exchange("w", ExchangeRequest(want=1), 0.0)
+    reply = exchange(core, "w", want=1)
     assert reply.paused and not reply.done and not reply.leases
     core.pause(False)
-    assert len(finish(core, "w", 9)) == 4
-    assert core.exchange("w", ExchangeRequest("x", want=1), 0.0)[0].done
+    for _ in range(4):
+        assert exchange(core, "w", uses=tuple(map(whole, exchange(core, "w", want=1).leases))).uses
+    assert exchange(core, "w", job="x").done
 
 
 def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
     happened: list[Event] = []
     core = SchedulerCore(spec("x", [3], max_failures=2))
     for worker, last in (("a", False), ("b", True)):
-        grant = core.exchange(worker, ExchangeRequest(want=1), 0.0)[0].leases[0]
+        grant = exchange(core, worker, want=1).leases[0]
         reply, now_happened = core.exchange(worker, ExchangeRequest(failed=(FailedLease(grant.lease_id, "torn"),)), 0.0)
         happened += now_happened
         assert core.table.done == last
@@ -284,12 +266,12 @@ def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says
     assert ended.samples == 0 and reply.done
 
 
-def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
+def test_where_slices_are_checked_reports_of_workers_set_none_aside() -> None:
     core = SchedulerCore(spec("x", [3, 3], max_failures=2), checks=True)
     for worker in ("a", "b", "c"):
-        reply, _ = core.exchange(worker, ExchangeRequest(want=2), 0.0)
+        reply = exchange(core, worker, want=2)
         failed = tuple(FailedLease(grant.lease_id, "torn") for grant in reply.leases)
-        core.exchange(worker, ExchangeRequest(failed=failed), 0.0)
+        exchange(core, worker, failed=failed)
     pending_checks = core.pending_checks()
     assert sorted(doubt.index for doubt in pending_checks) == [0, 1] and not core.table.done
     (cleared,) = core.resolve(pending_checks[0], True, 1.0)
@@ -297,7 +279,7 @@ def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
     happened = core.resolve(pending_checks[1], False, 1.0)
     assert [type(event) for event in happened] == [events.SliceSetAside]
     assert core.pending_checks() == [] and not core.table.done and core.resolve(pending_checks[1], False, 1.0) == []
-    (grant,) = core.exchange("d", ExchangeRequest(want=2), 20.0)[0].leases
+    (grant,) = exchange(core, "d", 20.0, want=2).leases
     assert grant.slice == pending_checks[0].index
     again = SchedulerCore(spec("x", [3, 3], max_failures=2), checks=True)
     again.restore(core.snapshot())
@@ -329,12 +311,12 @@ def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -
     current: dict[int, tuple[str, ...]] = {}
     while now < 30.0:
         for number in range(42):
-            ask = ExchangeRequest(session=f"s{number}", release=current.get(number, ()), want=1)
-            current[number] = tuple(grant.lease_id for grant in core.exchange("thief", ask, now)[0].leases)
+            reply = exchange(core, "thief", now, session=f"s{number}", release=current.get(number, ()), want=1)
+            current[number] = tuple(grant.lease_id for grant in reply.leases)
         assert sum(map(len, current.values())) <= 32
         if now == 9.0:
             assert not any(current.values()), "it is barred for a while"
-            honest = len(core.exchange("honest", ExchangeRequest(want=16), now)[0].leases)
+            honest = len(exchange(core, "honest", now, want=16).leases)
         core.expire(now)
         now += 3.0
     assert honest >= 1
@@ -346,23 +328,22 @@ def test_leases_of_a_peer_grow_with_its_uses() -> None:
     for now in (0.0, 10.0, 20.0, 30.0):
         grants = []
         for number in range(20):
-            reply, _ = core.exchange("p", ExchangeRequest(session=f"s{number}", want=16), now)
+            reply = exchange(core, "p", now, session=f"s{number}", want=16)
             grants += [(f"s{number}", grant) for grant in reply.leases]
             if len(reply.leases) < 16:
                 break
         numbers.append(len(grants))
         for session, grant in grants:
-            used = Used(grant.lease_id, 0, grant.slice, grant.start, grant.stop, 1)
-            core.exchange("p", ExchangeRequest(session=session, job_id="j", uses=(used,), signature="ab"), now + 5)
+            exchange(core, "p", now + 5, session=session, job_id="j", uses=(whole(grant),), signature="ab")
     assert numbers == [32, 64, 128, 176]
 
 
 def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() -> None:
     core = SchedulerCore(spec("x", [3, 3], max_failures=2))
-    first = core.exchange("a", ExchangeRequest(want=1), 0.0)[0].leases[0]
-    reply, _ = core.exchange("a", ExchangeRequest(want=2, failed=(FailedLease(first.lease_id, "torn"),)), 0.0)
+    first = exchange(core, "a", want=1).leases[0]
+    reply = exchange(core, "a", want=2, failed=(FailedLease(first.lease_id, "torn"),))
     assert [grant.slice for grant in reply.leases] == [1 - first.slice]
-    reply, _ = core.exchange("a", ExchangeRequest(want=2), 10.0)
+    reply = exchange(core, "a", 10.0, want=2)
     assert [grant.slice for grant in reply.leases] == [first.slice]
 
 
@@ -370,41 +351,41 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
 def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once: int) -> None:
     """One that goes on, and released slices as it cannot fetch them, leaves them to others first."""
     core = SchedulerCore(spec("x", [3, 3]))
-    grants = core.exchange("a", ExchangeRequest(want=2), 0.0)[0].leases
+    grants = exchange(core, "a", want=2).leases
     released = tuple(grant.lease_id for grant in grants)
-    assert not core.exchange("a", ExchangeRequest(release=released, want=want), 1.0)[0].leases
-    assert len(core.exchange("a", ExchangeRequest(want=2), 1.1)[0].leases) == at_once
-    assert len(core.exchange("a", ExchangeRequest(want=2), 4.0)[0].leases) == 2 - at_once
+    assert not exchange(core, "a", 1.0, release=released, want=want).leases
+    assert len(exchange(core, "a", 1.1, want=2).leases) == at_once
+    assert len(exchange(core, "a", 4.0, want=2).leases) == 2 - at_once
 
 
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
     core = SchedulerCore(spec("x", [3] * 8))
     core.add_origins([Provider("origin", "h:1", True)], 0.0)
     have = {"x0": "0-7"}
-    core.exchange("a", ExchangeRequest(address="h:2", cached=have), 0.0)
-    grant = core.exchange("b", ExchangeRequest(want=1), 0.0)[0].leases[0]
+    exchange(core, "a", address="h:2", cached=have)
+    grant = exchange(core, "b", want=1).leases[0]
     assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
     invalid = ProviderFault("a", grant.slice, "wrong bytes")
     _, happened = core.exchange("b", ExchangeRequest(), 0.0, faults=[invalid])
     assert [type(event) for event in happened] == [events.ProviderReported]
     assert not core.exchange("b", ExchangeRequest(), 0.0, faults=[invalid])[1]
-    for asker, expected in (("b", {"origin"}), ("c", {"a", "origin"})):
-        grant = core.exchange(asker, ExchangeRequest(want=1), 0.0)[0].leases[0]
+    for worker, expected in (("b", {"origin"}), ("c", {"a", "origin"})):
+        grant = exchange(core, worker, want=1).leases[0]
         assert {holder.peer_id for holder in grant.providers} == expected
     core.exchange("c", ExchangeRequest(), 0.0, faults=[replace(invalid, index=grant.slice)])
-    grant = core.exchange("d", ExchangeRequest(want=1), 0.0)[0].leases[0]
+    grant = exchange(core, "d", want=1).leases[0]
     assert {holder.peer_id for holder in grant.providers} == {"origin"}
 
 
-def test_what_the_desk_refuses() -> None:
+def test_wrong_jobs_and_ranges_are_refused() -> None:
     with pytest.raises(UsageError, match="max_failures"):
         spec("x", [3], max_failures=0)
     core = SchedulerCore(spec("x", [3]))
     with pytest.raises(LeaseError, match="this scheduler has the job x"):
-        core.exchange("w", ExchangeRequest("y"), 0.0)
+        exchange(core, "w", job="y")
     for ranges in ("7", "0-1", "2-1", "0,0", "0-999999999"):
         with pytest.raises(LeaseError, match="cached"):
-            core.exchange("w", ExchangeRequest(cached={"x0": ranges}), 0.0)
+            exchange(core, "w", cached={"x0": ranges})
     # A few bytes of ranges take no memory for an id that is none of its datasets'.
-    core.exchange("w", ExchangeRequest(cached={"x9": "0-999999999"}), 0.0)
+    exchange(core, "w", cached={"x9": "0-999999999"})
     assert core.sessions.all["w", ""].cached is None
