@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,17 +15,14 @@ from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.cutting import Cutter
-from forebay.prepare.dedup.deduplicate import DedupResult, deduplicate
+from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup
 from forebay.storage.store import open_store
-from support.stores import contents, resuming
+from support.dedup_bench import Bench, drop_codes, make_chains, serially
+from support.stores import contents
 
 WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
 TEXTS = st.lists(st.lists(WORDS, max_size=4).map(" ".join), max_size=40)
-
-
-def codes_of(result: DedupResult) -> list[int]:
-    return [int(code) for flags in result.drop for code in flags.load()]
 
 
 def column(texts: list[str]) -> pa.LargeStringArray:
@@ -44,7 +36,9 @@ def plain(text: str, normalise: str) -> str:
 
 @settings(max_examples=15, deadline=None)
 @given(texts=TEXTS, normalise=st.sampled_from(["none", "space"]), cut=st.integers(0, 40))
-def test_exact_finds_all_and_nothing_else(fresh: Callable[[], Any], texts: list[str], normalise: str, cut: int) -> None:
+def test_exact_finds_all_and_nothing_else(
+    fresh: Callable[[], Bench], texts: list[str], normalise: str, cut: int
+) -> None:
     bench = fresh()
     config = Dedup(exact=True, normalise=normalise)
     parts = [bench.sign(some, config) for some in (texts[:cut], texts[cut:])]
@@ -54,18 +48,18 @@ def test_exact_finds_all_and_nothing_else(fresh: Callable[[], Any], texts: list[
         key = plain(text, normalise)
         expected.append(int(key != "" and key in seen))
         seen.add(key)
-    assert codes_of(bench.deduplicate(parts, config, 1 << 16)) == expected
+    assert drop_codes(bench.deduplicate(parts, config, 1 << 16)) == expected
 
 
-def test_planted_copies_among_many_runs_and_ranges(bench: Any) -> None:
+def test_planted_copies_among_many_runs_and_ranges(bench: Bench) -> None:
     rng = np.random.default_rng(2)
-    of = np.where(rng.random(20_000) < 0.3, rng.integers(0, 20_000, 20_000), np.arange(20_000))
+    of = np.where(rng.random(5_000) < 0.3, rng.integers(0, 5_000, 5_000), np.arange(5_000))
     config = Dedup(exact=True)
     parts = [bench.sign([f"text {i}" for i in some], config) for some in np.array_split(of, 7)]
     first = {int(value): index for index, value in reversed(list(enumerate(of.tolist())))}
     expected = [int(first[value] != index) for index, value in enumerate(of.tolist())]
-    assert codes_of(bench.deduplicate(parts, config, 1 << 16)) == expected
-    assert codes_of(bench.deduplicate(parts, config)) == expected
+    assert drop_codes(bench.deduplicate(parts, config, 1 << 16)) == expected
+    assert drop_codes(bench.deduplicate(parts, config)) == expected
 
 
 def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
@@ -84,7 +78,7 @@ def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), keep=st.sampled_from(["first", "longest"]), cut=st.integers(0, 60))
-def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, cut: int) -> None:
+def test_clusters_and_who_stays(fresh: Callable[[], Bench], seed: int, keep: str, cut: int) -> None:
     rng = np.random.default_rng(seed)
     texts = [" ".join(rng.choice(["x", "y", "z"], rng.integers(0, 9))) + " " * int(rng.integers(3)) for _ in range(60)]
     config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, normalise="space")
@@ -102,7 +96,7 @@ def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, 
         for member in cluster - {retained}:
             equals = [i for i in cluster if texts[i].split() == texts[member].split()]
             codes[member] = 1 if max(equals, key=worth) != member else 2
-    assert codes_of(result) == codes
+    assert drop_codes(result) == codes
     assert result.dropped == (codes.count(1), codes.count(2))
 
 
@@ -136,7 +130,7 @@ def reference_cut(texts: list[str], drop: list[int], min_value: int) -> list[str
     cut=st.integers(0, 12),
     exact=st.booleans(),
 )
-def test_lines_are_cut(fresh: Callable[[], Any], texts: list[str], cut: int, exact: bool) -> None:
+def test_lines_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int, exact: bool) -> None:
     bench = fresh()
     config = Dedup(exact=exact, lines=True, min_characters=2)
     pieces = [texts[:cut], texts[cut:]]
@@ -146,41 +140,26 @@ def test_lines_are_cut(fresh: Callable[[], Any], texts: list[str], cut: int, exa
         cutter = Cutter(flags)
         for start in range(0, len(some), 3):
             actual += cutter.cut(column(some).slice(start % max(len(some), 1), 3), start).to_pylist()
-    codes = codes_of(result)
+    codes = drop_codes(result)
     expected = reference_cut(texts, codes, 2)
     assert actual == expected
     assert result.units_cut == {"lines cut": sum(int(cut.flags.load().sum()) for (cut,) in result.cut)}
 
 
-def test_cutting_other_texts_is_refused(bench: Any) -> None:
+def test_cutting_other_texts_is_refused(bench: Bench) -> None:
     config = Dedup(lines=True, min_characters=1)
     result = bench.deduplicate([bench.sign(["a\nb", "a"], config)], config)
     with pytest.raises(PrepareError, match="have changed since"):
         Cutter(result.cut[0]).cut(column(["a\nb\nc\nd\ne"]), 0)
 
 
-@pytest.fixture
-def corpus() -> list[str]:
-    """Texts of which some are equal, and some nearly, in chains."""
-    rng = np.random.default_rng(8)
-    texts: list[str] = []
-    for _ in range(700):
-        words = [f"w{i}" for i in rng.integers(0, 100_000, 60)]
-        if texts and rng.random() < 0.3:
-            words = texts[int(rng.integers(len(texts)))].split()
-            for index in rng.integers(0, len(words), int(rng.integers(0, 3))):
-                words[index] = "changed"
-        texts.append(" ".join(words))
-    return texts
-
-
-def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
-    config = Dedup(exact=True, minhash=True)
+def test_the_same_files_for_any_parts_memory_and_scale(bench: Bench, tmp_path: Path) -> None:
+    config, corpus = Dedup(exact=True, minhash=True), make_chains()
     full = bench.deduplicate([bench.sign(corpus, config)], config)
     assert min(full.dropped) > 20
     parts = [bench.sign(corpus[i : i + 171], config) for i in range(0, len(corpus), 171)]
     cut = bench.deduplicate(parts, config, 1 << 16)
-    assert codes_of(cut) == codes_of(full)
+    assert drop_codes(cut) == drop_codes(full)
 
     def backwards_at_scale_2(run: Any, tasks: Any) -> list[Any]:
         return [run(task, 2) for task in reversed(tasks)][::-1]
@@ -188,87 +167,15 @@ def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[
     store = open_store(tmp_path / "again")
     again = deduplicate(parts, config, store, backwards_at_scale_2, memory_bytes=1 << 16)
     assert contents(store) == contents(cut.drop[0].store) and len(contents(store)) == 2
-    assert codes_of(again) == codes_of(full)
+    assert drop_codes(again) == drop_codes(full)
 
 
-def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
-    config = Dedup(exact=True, minhash=True)
-    part = bench.sign(corpus, config)
-    written = []
-    for scale in (0, 3):
-        current: dict[str, bytes] = {}
-        store = open_store(tmp_path / str(scale))
-
-        def keep(
-            run: Any, tasks: Any, scale: int = scale, current: dict[str, bytes] = current, store: Any = store
-        ) -> list[Any]:
-            names = [run(task, scale) for task in tasks]
-            current |= contents(store)
-            return names
-
-        deduplicate([part], config, store, keep, memory_bytes=1 << 16)
-        written.append(current)
-    assert written[0] == written[1] and len(written[0]) > 10
-
-
-KILLED = """
-import os, pickle, signal, sys, threading
-from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.dedup.deduplicate import deduplicate
-from forebay.storage.store import FolderStore, open_store
-from support.stores import resuming
-left, store = int(sys.argv[3]), FolderStore(sys.argv[2])
-def map(run, tasks):
-    global left
-    done = []
-    for task in tasks:
-        left -= 1
-        if left < 0:
-            threading.Event().wait()  # The kill may come late: what was finished would be cleaned up.
-        if left == 0:
-            threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
-        done += resuming(store)(run, [task])
-    return done
-part = pickle.loads(bytes.fromhex(sys.argv[1]))
-deduplicate([part], Dedup(exact=True, minhash=True), store, map, memory_bytes=1 << 16)
-"""
-
-
-@pytest.mark.parametrize("task, delay_s", [(3, 0.0), (16, 0.003)])
-def test_killed_and_run_again(bench: Any, corpus: list[str], tmp_path: Path, task: int, delay_s: float) -> None:
-    config = Dedup(exact=True, minhash=True)
-    part = bench.sign(corpus, config)
-    folder = tmp_path / "killed"
-    arguments = [pickle.dumps(part).hex(), str(folder), str(task), str(delay_s)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    died = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False, env=environment)
-    assert died.returncode == -signal.SIGKILL
-    finished = {path.stem for path in (folder / "done/sort_run").glob("*.json")}
-    before = {path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run") if path.stem in finished}
-    assert before
-    seen: dict[str, int] = {}
-    store = open_store(folder)
-
-    def map(run: Any, tasks: Any) -> list[Any]:
-        names = resuming(store)(run, tasks)
-        seen.update({path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run")})
-        return names
-
-    deduplicate([part], config, store, map, memory_bytes=1 << 16)
-    assert {name: seen[name] for name in before} == before  # what was finished was not done again
-    undisturbed = bench.deduplicate([part], config, 1 << 16)
-    store.remove_stale()
-    assert contents(store) == contents(undisturbed.drop[0].store)
-
-
-def test_a_finished_result_is_taken_up(bench: Any, corpus: list[str], tmp_path: Path) -> None:
+def test_a_finished_result_is_taken_up(bench: Bench, tmp_path: Path) -> None:
     config = Dedup(exact=True, lines=True)
-    part = bench.sign(corpus, config)
+    part = bench.sign(make_chains(), config)
     steps: list[tuple[str, int, int]] = []
     store = open_store(tmp_path / "out")
-    first = deduplicate(
-        [part], config, store, lambda run, tasks: [run(t, 0) for t in tasks], lambda *s: steps.append(s)
-    )
+    first = deduplicate([part], config, store, serially, lambda *s: steps.append(s))
 
     def never(run: Any, tasks: Any) -> list[Any]:
         raise AssertionError("nothing is left to do")
@@ -277,68 +184,19 @@ def test_a_finished_result_is_taken_up(bench: Any, corpus: list[str], tmp_path: 
     assert steps[-1][1] == steps[-1][2] == len(steps) - 1
 
 
-def test_a_hundred_thousand_copies(bench: Any) -> None:
+def test_ten_thousand_copies(bench: Bench) -> None:
     config = Dedup(exact=True, minhash=True, lines=True)
-    near = Dedup(minhash=True)
     text = "one text that stands again and again and again in the corpus, as a footer would\n"
-    texts = column([text] * 100_000)
-    part = bench.sign(texts, config, batch=50_000)
-    result = bench.deduplicate([part], config)
-    assert result.dropped == (99_999, 0)
-    assert bench.deduplicate([part], config, 4 << 20).dropped[0] == 99_999
-    assert bench.deduplicate([bench.sign(texts, near)], near).dropped == (99_999,)
-
-
-@pytest.mark.parametrize("filler", ["word ", "a", "\n \n", "漢"])
-def test_texts_of_30_megabytes(bench: Any, filler: str) -> None:
-    text = filler * ((30 << 20) // len(filler.encode()))
-    config = Dedup(exact=True, minhash=True, lines=True)
-    texts = column(["good", text, "another", text + " end", "good"])
-    result = bench.deduplicate([bench.sign(texts, config)], config)
-    assert codes_of(result)[0::2] == [0, 0, 1] and codes_of(result)[1] == 0
-    assert Cutter(result.cut[0]).cut(texts, 0).slice(0, 1).to_pylist() == ["good"]
-
-
-LARGE = """
-import resource, sys, tempfile
-import numpy as np, pyarrow as pa
-from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.dedup.deduplicate import Signer, deduplicate
-from forebay.storage.store import FolderStore, open_store
-config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")
-rng = np.random.default_rng(0)
-def peak(documents):
-    with tempfile.TemporaryDirectory() as folder:
-        store = FolderStore(folder)
-        with Signer(store, "p", config) as signer:
-            for start in range(0, documents, 1000):
-                chosen = rng.integers(0, documents, 1000).tolist()
-                texts = pa.array([f"{i} text {i % 977} of {i * i}" for i in chosen], pa.large_string())
-                signer.add(pa.record_batch({"text": texts}))
-        def map(run, tasks):
-            return [run(task, 0) for task in tasks]
-        result = deduplicate([signer.signed], config, store, map, memory_bytes=2 << 20)
-        assert result.dropped[0] > documents // 4
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-peak(1000)
-print(peak(10_000), peak(100_000))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
-def test_ten_times_the_documents_take_the_same_memory() -> None:
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
-    small, large = (int(word) / 1024 for word in done.stdout.split())
-    # Signatures alone are 13 MB more, their records 22 MB, twice that while they are sorted at once.
-    assert large - small < 12, f"{small:.0f} MiB with 10 000 documents, {large:.0f} MiB with 100 000"
+    part = bench.sign([text] * 10_000, config, batch=5_000)
+    for memory_bytes in (1 << 20, 64 << 20):
+        assert bench.deduplicate([part], config, memory_bytes).dropped == (9_999, 0)
 
 
 @pytest.mark.parametrize("kind", ["substring", "overlap"])
-def test_merges_have_equal_shares_of_keys_that_are_chosen_by_their_size(bench: Any, kind: str) -> None:
+def test_merges_have_equal_shares_of_keys_that_are_chosen_by_their_size(bench: Bench, kind: str) -> None:
     """Anchors are the words of the smallest hashes: one merge would have all of them."""
     rng = np.random.default_rng(0)
-    texts = [" ".join(f"w{word}" for word in row) for row in rng.integers(0, 1 << 30, (300, 200)).tolist()]
+    texts = [" ".join(f"w{word}" for word in row) for row in rng.integers(0, 1 << 30, (200, 150)).tolist()]
     config = Dedup(substring=True) if kind == "substring" else Dedup(overlap=True, overlap_sample=8)
     store, merges = open_store(bench.folder / "shares"), []
 
@@ -346,8 +204,8 @@ def test_merges_have_equal_shares_of_keys_that_are_chosen_by_their_size(bench: A
         merges.extend(task for task in tasks if hasattr(task, "runs"))
         return [run(task, 0) for task in tasks]
 
-    parts = [bench.sign(texts[:150], config), bench.sign(texts[150:], config)]
-    deduplicate(parts, config, store, map, memory_bytes=20_000, keep_used=True)
+    parts = [bench.sign(texts[:100], config), bench.sign(texts[100:], config)]
+    deduplicate(parts, config, store, map, memory_bytes=5_000, keep_used=True)
     first = merges[0]
     assert first.num_ranges > 4
     starts = [store.read_array(f"{first.stem}-{run}.starts", "<u8") for run in range(first.runs)]

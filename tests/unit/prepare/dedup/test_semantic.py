@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
 from forebay.storage.store import open_store
+from support.dedup_bench import Bench, drop_codes
 
 
 def vectors(rng: np.random.Generator, rows: int, width: int = 30) -> NDArray[np.float32]:
@@ -54,7 +55,7 @@ def gap_near(values: NDArray[np.float32], similarity: float) -> float:
 
 
 @pytest.mark.parametrize("keep", ["first", "best"])
-def test_decisions_are_those_of_the_definition(bench: Any, keep: str) -> None:
+def test_decisions_are_those_of_the_definition(bench: Bench, keep: str) -> None:
     rng = np.random.default_rng(1)
     values = vectors(rng, 300)
     scores = rng.integers(0, 4, 300).astype(np.float64) if keep == "best" else np.zeros(300)
@@ -67,22 +68,12 @@ def test_decisions_are_those_of_the_definition(bench: Any, keep: str) -> None:
     ]
     for memory_bytes in (1 << 14, 64 << 20):
         result = bench.deduplicate(parts, config, memory_bytes)
-        codes = [int(code) for flags in result.drop for code in flags.load()]
+        codes = drop_codes(result)
         assert codes == similar_to_better(values, scores, similarity)
         assert 30 < result.dropped[0] == sum(codes)
 
 
-def test_clusters_keep_near_copies_together(bench: Any) -> None:
-    rng = np.random.default_rng(2)
-    values = rng.standard_normal((2000, 64)).astype(np.float32)
-    values[1000:] = values[:1000] + 0.05 * rng.standard_normal((1000, 64))
-    config = Dedup(semantic=True, dimension=64)
-    result = bench.deduplicate([bench.sign([""] * 2000, config, embedding=column(values))], config)
-    codes = result.drop[0].load()
-    assert not codes[:1000].any() and codes[1000:].mean() > 0.9
-
-
-def test_the_same_bytes_for_any_parts_and_scale(bench: Any, tmp_path: Path) -> None:
+def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path: Path) -> None:
     values = vectors(np.random.default_rng(3), 900)
     config = Dedup(semantic=True, dimension=30, exact=True, similarity=0.9)
     texts = [f"text {i % 800}" for i in range(900)]
@@ -97,7 +88,7 @@ def test_the_same_bytes_for_any_parts_and_scale(bench: Any, tmp_path: Path) -> N
             lambda run, tasks, scale=scale: [run(task, scale) for task in tasks],
             memory_bytes=1 << 16,
         )
-        contents.append([int(code) for flags in result.drop for code in flags.load()])
+        contents.append(drop_codes(result))
     assert contents[0] == contents[1] == contents[2] and {0, 1, 2} == set(contents[0])
 
 
@@ -129,14 +120,14 @@ def test_a_stage_makes_the_embeddings(tmp_path: Path) -> None:
     assert result.dropped == {"semantic_duplicate": 1}
 
 
-def test_documents_without_an_embedding_stay(bench: Any) -> None:
+def test_documents_without_an_embedding_stay(bench: Bench) -> None:
     values = [[1.0, 0.0], None, [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], None, [float("nan"), 1.0], [1e30, 0.0]]
     config = Dedup(semantic=True, dimension=2, similarity=1.0)
     part = bench.sign([""] * 8, config, embedding=pa.array(values, pa.list_(pa.float64())))
     assert bench.deduplicate([part], config).drop[0].load().tolist() == [0, 0, 1, 0, 0, 0, 0, 1]
 
 
-def test_other_embeddings_are_refused(bench: Any) -> None:
+def test_other_embeddings_are_refused(bench: Bench) -> None:
     config = Dedup(semantic=True, dimension=3)
     with pytest.raises(
         PrepareError, match=r"dedup\.embedding: expected a column 'embedding' of lists of floats, got columns text"
