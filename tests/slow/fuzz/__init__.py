@@ -1,1 +1,1 @@
-"""Bytes from strangers against every reader of the network: see engine, targets and `python -m tests.slow.fuzz`."""
+"""Bytes from strangers against every reader of the network: see engine and targets."""

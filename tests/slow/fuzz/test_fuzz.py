@@ -1,4 +1,7 @@
-"""A short round of every target; FOREBAY_FUZZ_S=5 makes each longer. `python -m tests.slow.fuzz` is the long one."""
+"""A short round of every target; FOREBAY_FUZZ_S=60 makes each longer, FOREBAY_FUZZ_SEED begins elsewhere.
+
+An input that kills the process ends a worker of pytest-xdist (`-n 2`), which names the target.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from support.calibration import scaled
-
 pytest.importorskip("libtorrent")
 
-from .engine import HANG_S, fuzz
+from .engine import fuzz
 from .targets import TARGETS, make_target
 
 SECONDS = float(os.environ.get("FOREBAY_FUZZ_S", "0.02"))
+SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "0"))
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_strangers_bytes_end_in_errors_of_ours(name: str, tmp_path: Path) -> None:
     target = make_target(name, tmp_path)
     try:
-        done = fuzz(target, SECONDS, random.Random(0), hang_s=scaled(HANG_S))
+        done = fuzz(target, SECONDS, random.Random(SEED))
     finally:
         target.close()
-    assert not done.faults
-    assert done.executions >= 1 and done.slowest_s < scaled(HANG_S)
+    assert done.faults == {} and done.executions >= len(target.seeds)
