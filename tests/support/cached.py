@@ -12,9 +12,22 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
 from forebay.storage.chunk_file import PRESENT, ChunkFile
 
+CHUNK = 4096
+
+
+def content(number: int, size: int = 3 * CHUNK + 1000) -> bytes:
+    """Return bytes of a slice, by default of four chunks."""
+    return np.random.default_rng(number).bytes(size)
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the bytes on disk that count against a cache's budget."""
+    files = [*folder.iterdir(), *(folder / "chunks").iterdir()]
+    return sum(path.stat().st_blocks * 512 for path in files if path.is_file() and path.name != "state")
+
 
 def info_of(content: bytes, chunk_bytes: int = 0) -> SliceInfo:
-    """What a table says of a slice with these bytes."""
+    """Return a table's row of a slice with these bytes."""
     return SliceInfo(0, "slice", len(content), root_of(leaves_of(content, chunk_bytes)), 0, 0, chunk_bytes)
 
 
@@ -25,7 +38,7 @@ def leaves_of(content: bytes, chunk_bytes: int = 0) -> bytes:
 
 
 def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 0) -> str:
-    """The id of a slice that is in the cache from now on, complete. Raises UsageError with the cache's reason."""
+    """Put a complete slice into the cache; return its id. Raises UsageError with the cache's reason."""
     info = info_of(content, chunk_bytes)
     if cache.get(info.sha256) is None:
         claimed, reason = cache.claim_slice(info)
@@ -43,7 +56,7 @@ def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 0) -> str:
 
 
 def put_chunks(cache: ChunkCache, content: bytes, chunk_bytes: int, chunks: list[int]) -> ChunkFile:
-    """The file of a slice of which these chunks are in the cache from now on, and pinned."""
+    """Put chunks of a slice into the cache and pin them; return its file."""
     info = info_of(content, chunk_bytes)
     entry = cache.open(info)
     if not entry.has_leaves:

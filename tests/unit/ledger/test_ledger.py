@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import LedgerError
-from forebay.ledger.chain import Entry, Used, read_entries, receipt_message
+from forebay.ledger.chain import Entry, Used, read_entries
 from forebay.ledger.index import Job, decode_runs, encode_runs
-from forebay.ledger.verify import cover, verify_ledger
+from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
-from forebay.peer_id import peer_id_of
-
-KEY = b"k" * 32
-WORKER_KEY = b"w" * 32
-WORKER = peer_id_of(WORKER_KEY)
-
-
-def sign(message: bytes, key: bytes = KEY) -> bytes:
-    return hashlib.sha256(key + message).digest()
-
-
-def check(key: bytes, message: bytes, signature: bytes) -> None:
-    if sign(message, key) != signature:
-        raise LedgerError("the signature is wrong")
+from support.ledgers import KEY, check, sign, write_job
 
 
 def write(path: Path, samples: list[int], uses: list[tuple[int, int, int, int]]) -> None:
-    with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
-        job = ledger.append("job", {"samples_per_slice": samples, "scheduler": KEY.hex(), "dataset_id": "d"})
-        ledger.append("worker", {"worker": WORKER, "key": WORKER_KEY.hex(), "name": "w"})
-        for step, use in enumerate(uses):
-            used = [Used("l", *use, step)]
-            receipt = sign(receipt_message(job.hash, used), WORKER_KEY).hex()
-            ledger.append("uses", {"worker": WORKER, "uses": [u.to_row() for u in used], "receipt": receipt})
+    write_job(path, [Used("l", *use, step) for step, use in enumerate(uses)], samples, per_entry=1)
 
 
 @pytest.mark.parametrize("earlier", [None, 1, "2"])
@@ -86,10 +65,10 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert verify_ledger(path).ok
     for position in range(len(data)):
-        for bit in (0, 5):
-            path.write_bytes(data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :])
-            report = verify_ledger(path)
-            assert not report.ok and report.problems, (position, bit)
+        changed = data[position] ^ (1 << position % 7)
+        path.write_bytes(data[:position] + bytes([changed]) + data[position + 1 :])
+        report = verify_ledger(path)
+        assert not report.ok and report.problems, position
 
 
 def test_a_removed_or_swapped_line_is_noticed(tmp_path: Path) -> None:
@@ -131,25 +110,10 @@ def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=60, deadline=None)
 def test_garbage_gives_a_report_and_no_other_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("g") / "l"
     path.write_bytes(data)
     assert not verify_ledger(path, KEY, check).ok
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=30))
-def test_coverage_equals_counting_points(intervals: list[tuple[int, int]]) -> None:
-    points = np.zeros(80, np.int64)
-    for start, length in intervals:
-        points[start : start + length] += 1
-    starts = np.array([s for s, _ in intervals], np.int64)
-    stops = np.array([s + n for s, n in intervals], np.int64)
-    assert cover(np.array([80]), np.zeros(len(starts), np.int64), starts, stops).counts == {
-        "samples": int(points.sum()),
-        "missing": int((points == 0).sum()),
-        "repeated": int(np.maximum(points - 1, 0).sum()),
-    }
 
 
 @given(st.lists(st.integers(0, 3), max_size=50))
@@ -163,17 +127,3 @@ def test_runs_round_trip(counts: list[int]) -> None:
 def test_bad_runs_are_refused(runs: object) -> None:
     with pytest.raises(LedgerError):
         decode_runs(runs)
-
-
-def test_a_quarter_of_a_million_slices_verify_in_seconds(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    num_slices = 250_000
-    with Ledger.open(path, lambda message: b"s") as ledger:
-        ledger.append("job", {"samples_per_slice": [[4, num_slices]], "scheduler": KEY.hex()}, sync=False)
-        for first in range(0, num_slices, 50):
-            uses = [["l", 0, index, 0, 4, 1] for index in range(first, first + 50)]
-            ledger.append("uses", {"worker": WORKER, "uses": uses, "receipt": ""}, sync=False)
-    started = time.process_time()
-    report = verify_ledger(path)
-    assert report.ok and report.epochs[0]["samples"] == 4 * num_slices
-    assert time.process_time() - started < 15

@@ -22,7 +22,7 @@ from forebay.ledger.writer import Ledger
 from forebay.observe.ledger_queries import blame_step, export_uses, is_roster, verify_steps, who_saw
 from forebay.order.plan import lease_order
 from forebay.peer_id import peer_id_of
-from unit.ledger.test_ledger import KEY, sign
+from support.ledgers import KEY, sign
 
 SEQ_LEN, BATCH = 4, 3
 LENGTHS = [[5, 20, 15], [7], [33, 4]]  # The last document of a slice goes on in the next.
