@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -27,7 +28,7 @@ def sides(tmp_path: Path) -> tuple[Path, Path]:
         lines = []
         for name in names:
             text = (books / f"{name}.txt").read_text("utf-8", "replace")
-            lines += [json.dumps({"text": text[i : i + 500]}) + "\n" for i in range(1000, 101_000, 500)]
+            lines += [json.dumps({"text": text[i : i + 500]}) + "\n" for i in range(1000, 61_000, 500)]
         paths.append(tmp_path / f"{side}.jsonl")
         paths[-1].write_text("".join(lines))
     return paths[0], paths[1]
@@ -42,7 +43,7 @@ def test_a_classifier_of_real_text(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result == json.loads((tmp_path / "m/curve.json").read_text())
     assert result["roc_auc"] > 0.94 and result["average_precision"] > 0.92
-    assert 50 < result["documents"]["good"]["held_out"] < 110
+    assert 25 < result["documents"]["good"]["held_out"] < 70
     recalls = [point["recall"] for point in result["curve"]]
     assert recalls == sorted(recalls, reverse=True) and recalls[0] > recalls[-1]
     assert main([*command, "--out", str(tmp_path / "n")]) == 0
@@ -63,8 +64,6 @@ def test_the_library_reads_it_and_scores_alike(sides: tuple[Path, Path], tmp_pat
 
 
 def test_areas_under_the_curves() -> None:
-    import numpy as np
-
     assert _curve(np.array([0.9, 0.8]), np.array([0.1, 0.2]))["roc_auc"] == 1
     result = _curve(np.array([0.9, 0.5, 0.1]), np.array([0.5, 0.3]))
     assert result["roc_auc"] == pytest.approx((2 + 1.5 + 0) / 6)
@@ -72,8 +71,6 @@ def test_areas_under_the_curves() -> None:
 
 
 def test_the_curve_has_the_threshold_of_each_share_however_close_the_scores_are() -> None:
-    import numpy as np
-
     points = _curve(0.5 + np.arange(100) / 1e6, 0.5 + np.arange(50, 60) / 1e6)["curve"]
     assert [round(point["recall"], 2) for point in points][:5] == [1, 0.99, 0.98, 0.95, 0.9]
     half = next(point for point in points if point["recall"] == 0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import tempfile
@@ -15,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay import prepare_dataset
@@ -26,10 +25,10 @@ from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subset
 from forebay.prepare.tasks.percentile import column_percentiles
 from forebay.storage.store import open_store
-from support.outputs import content
-from support.paths import TESTS
+from support.paths import GOLDEN as GOLDEN_FILES
+from support.preparing import write_jsonl
 
-GOLDEN = TESTS / "golden" / "fasttext"
+GOLDEN = GOLDEN_FILES / "fasttext"
 COLUMNS = {"licence": "text", "day": "text", "quality": "number"}
 LICENCES = ("mit", "cc0", "gpl", "")
 
@@ -37,14 +36,27 @@ LICENCES = ("mit", "cc0", "gpl", "")
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     rng = random.Random(5)
-    rows = []
-    for number in range(200):
-        words = " ".join(f"w{rng.randrange(300)}é" for _ in range(20))
-        row = {"text": f"{words}.", "id": f"d{number}", "licence": LICENCES[number % 4], "quality": (number * 37) % 200}
-        rows.append({**row, "day": f"20{number % 30:02d}-0{1 + number % 9}-11"})
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    rows = [
+        {
+            "text": " ".join(f"w{rng.randrange(300)}é" for _ in range(20)) + ".",
+            "id": f"d{number}",
+            "licence": LICENCES[number % 4],
+            "quality": (number * 37) % 200,
+            "day": f"20{number % 30:02d}-0{1 + number % 9}-11",
+        }
+        for number in range(200)
+    ]
+    return write_jsonl(tmp_path / "a.jsonl", rows)
+
+
+def divided(source: Path, parts: int, more: str = "") -> Path:
+    """Return a folder of files with the rows of one."""
+    folder = source.parent / "in"
+    folder.mkdir()
+    lines = source.read_text().splitlines(keepends=True)
+    for part in range(parts):
+        (folder / f"{part}.jsonl").write_text("".join([*lines[part::parts], more]))
+    return folder
 
 
 def texts(out: Path) -> list[dict[str, Any]]:
@@ -66,11 +78,11 @@ def test_selection_by_input_columns(source: Path) -> None:
     assert rows[0].keys() == {"id", "url", "text", *COLUMNS}
     assert len(run(source, "p", {"select": {"column": "day", "after": "2010", "before": "2020-05-01"}})) == 72
     assert len(run(source, "q", {"select": {"column": "licence", "none_of": ["gpl"], "missing": "keep"}})) == 150
-    result = prepare_dataset(
-        [source], source.parent / "r", to="parquet", workers=1,
-        settings={"read": {"columns": COLUMNS}, "select": {"column": "licence", "none_of": ["gpl"]}},
-    )  # fmt: skip
+    settings = {"read": {"columns": COLUMNS}, "select": {"column": "licence", "none_of": ["gpl"]}}
+    result = prepare_dataset([source], source.parent / "r", to="parquet", workers=1, settings=settings)
     assert result.dropped == {"licence_missing": 50, "licence_other": 50}
+    unused = {"use": "fasttext", "model": "/none", "label": "x", "min": 100}  # The input has the column.
+    assert min(row["quality"] for row in run(source, "t", {"score": {"quality": unused}})) == 100
     with pytest.raises(PrepareError, match=r"select.other: expected a column 'other', got id, url, licence, day"):
         run(source, "s", {"select": {"column": "other", "min": 1}})
 
@@ -97,30 +109,29 @@ def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
     for name, low, high in (("high", 3, 9), ("mid", 1, 3), ("rest", 0, 1)):
         for file in (source.parent / "o/text" / name).iterdir():
             assert all(low <= value < high for value in pq.ParquetFile(file).read()["both"].to_pylist())
-    report = prepare_dataset([source], source.parent / "o", to="parquet", recipe=load_recipe(
-        settings={"read": {"columns": COLUMNS}, **tables})).report  # fmt: skip
+    recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables})
+    report = prepare_dataset([source], source.parent / "o", to="parquet", workers=1, recipe=recipe).report
     assert [t["percentile"] for t in report["thresholds"]] == [25.0, 50.0, 75.0]
     assert sum(counts["kept"] for counts in report["subsets"].values()) == 200
     assert sum(report["histograms"]["first"]["read"]) == sum(report["histograms"]["both"]["kept"]) == 200
     assert "Thresholds" in (source.parent / "o/report.html").read_text()
+    with pytest.raises(UsageError, match="subset: expected --to parquet, got a dataset"):
+        prepare_dataset([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_top_share_of_any_column_for_any_number_of_processes(source: Path, workers: int) -> None:
-    folder = source.parent / "in"
-    folder.mkdir()
-    lines = source.read_text().splitlines(keepends=True)
-    for part in range(7):
-        (folder / f"{part}.jsonl").write_text("".join(lines[part::7]))
-    tables = {"select": {"column": "quality", "top_share": 0.15}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
-    recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables})
-    result = prepare_dataset([folder], source.parent / "o", recipe=recipe, to="parquet", workers=workers)
-    assert sorted(row["quality"] for row in texts(source.parent / "o")) == list(range(170, 200))
-    assert result.dropped == {"quality_below_percentile": 170}
-    assert [line["stage"] for line in result.report["funnel"]] == ["read", "select.quality", "length", "dedup"]
+def test_shares_of_a_column_over_several_files(source: Path) -> None:
+    folder = divided(source, 7, "{damaged\n")
+    for share, kept in (({"top_share": 0.15}, range(170, 200)), ({"keep_percentile": [10, 95]}, range(20, 190))):
+        tables = {"select": {"column": "quality", **share}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
+        recipe = load_recipe(settings={"read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
+        out = source.parent / f"o{len(kept)}"
+        result = prepare_dataset([folder], out, recipe=recipe, to="parquet", workers=1)
+        assert sorted(row["quality"] for row in texts(out)) == list(kept)
+        assert result.dropped["quality_below_percentile"] == kept.start
+        assert result.report["totals"]["malformed"] == 7
+        assert [line["stage"] for line in result.report["funnel"]] == ["read", "select.quality", "length", "dedup"]
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.floats(width=64) | st.sampled_from([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan]), max_size=60),
     st.lists(st.floats(0, 100), min_size=1, max_size=4),
@@ -146,33 +157,6 @@ def test_percentiles_are_exact(values: list[float], percentiles: list[float], pa
             assert threshold == math.inf
         else:
             assert threshold == ordered[int(Fraction(str(percentile)) * len(ordered) / 100)]
-
-
-def test_the_same_bytes_for_any_number_of_processes(source: Path) -> None:
-    folder = source.parent / "in"
-    folder.mkdir()
-    lines = source.read_text().splitlines(keepends=True)
-    for part in range(8):
-        (folder / f"{part}.jsonl").write_text("".join([*lines[part::8], "{damaged\n"]))
-    model = {"use": "fasttext", "model": str(GOLDEN / "4.bin"), "label": "l2"}
-    tables = {
-        "score": {
-            "edu": {**model, "keep_percentile": [10, 100]},
-            "bucket": {"use": "bucket", "column": "edu", "buckets": 3},
-        },
-        "length": {"min_chars": 1}, "subset": {"subset": "top", "column": "bucket", "min": 2},
-        "repeat": {"column": "bucket", "factors": [0.5, 1, 1.5]}, "dedup": {"exact": True, "lines": True},
-    }  # fmt: skip
-    files = set()
-    for workers in (1, 3):
-        recipe = load_recipe(settings={"name": "x", "read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
-        out = source.parent / f"o{workers}"
-        result = prepare_dataset([folder], out, recipe=recipe, to="parquet", workers=workers)
-        files.add((result.id, content(out / "report.html"), (out / "rejects.jsonl").read_bytes()))
-        assert result.report["totals"]["malformed"] == 8 and 18 <= result.dropped["edu_below_percentile"] <= 20
-    assert len(files) == 1
-    with pytest.raises(UsageError, match="subset: expected --to parquet, got a dataset"):
-        prepare_dataset([folder], source.parent / "d", recipe=recipe, tokenizer="bytes")
 
 
 def test_documents_are_repeated_by_their_bucket(source: Path) -> None:
@@ -226,29 +210,24 @@ def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> Non
     with pytest.raises(PrepareError, match=r"good.bin: score.edu cannot read it"):
         prepare_dataset(
             [source.parent / "scored/text"], source.parent / "c", recipe=load_recipe(settings=tables), to="parquet",
-            on_message=messages.append,
+            workers=1, on_message=messages.append,
         )  # fmt: skip
     (message,) = messages
     assert message.startswith("score.edu: the input has its columns, made with other settings")
 
 
-def test_a_column_that_the_recipe_names_is_a_score(source: Path) -> None:
-    tables = {"score": {"quality": {"use": "fasttext", "model": "/none", "label": "x", "min": 100}}}
-    assert min(row["quality"] for row in run(source, "o", tables)) == 100
-
-
-@pytest.mark.parametrize(
-    "recorded",
-    [
+def test_records_of_columns_in_a_file_are_data(tmp_path: Path) -> None:
+    """Whatever a stranger's file says of its columns, its text is read."""
+    for number, recorded in enumerate((
         b"{", b"[]", b'{"text": {"kind": "number"}, "id": {}, "copies": {"kind": "number"}}', b'{"x": 3, "y": []}',
         b'{"x": {"kind": ["number"]}}', b'{"x": {"kind": "number", "scorer": {}}, "z": {"kind": "text"}}', b"\xff",
-    ],
-)  # fmt: skip
-def test_what_a_file_records_of_its_columns_is_data(tmp_path: Path, recorded: bytes) -> None:
-    table = pa.table({"text": ["one", "two"], "id": ["a", "b"], "x": ["no number", "3"], "copies": [9, 9]})
-    pq.write_table(table.replace_schema_metadata({b"forebay.columns": recorded}), tmp_path / "a.parquet")
-    prepare_dataset([tmp_path / "a.parquet"], tmp_path / "o", to="parquet", workers=1)
-    assert [row["text"] for row in texts(tmp_path / "o")] == ["one", "two"]
+    )):  # fmt: skip
+        table = pa.table({"text": ["one", "two"], "id": ["a", "b"], "x": ["no number", "3"], "copies": [9, 9]})
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(table.replace_schema_metadata({b"forebay.columns": recorded}), path)
+        out = tmp_path / f"o{number}"
+        prepare_dataset([path], out, to="parquet", workers=1)
+        assert [row["text"] for row in texts(out)] == ["one", "two"]
 
 
 OWN = """

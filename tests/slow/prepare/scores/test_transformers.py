@@ -33,8 +33,8 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def bert(folder: Path, labels: int) -> Any:
-    torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -120,15 +120,3 @@ def test_an_onnx_model(tmp_path: Path) -> None:
     tmp_path.rename(other)
     with pytest.raises(UsageError, match="model: expected an ONNX model"):
         Onnx(str(other)).score(batch("w1"))
-
-
-def test_folders_that_are_none(tmp_path: Path) -> None:
-    for cls in (Onnx, Transformers):
-        with pytest.raises(UsageError, match="model: expected the folder"):
-            cls()
-        with pytest.raises(UsageError, match=r"model: expected a folder with config\.json"):
-            cls(str(tmp_path / "none")).files()
-        with pytest.raises(UsageError, match=r"model: expected a tokenizer at .*tokenizer\.json"):
-            cls(str(tmp_path)).score(batch("text"))
-        with pytest.raises(UsageError, match="device: "):
-            cls(str(tmp_path), device="tpu")
