@@ -36,8 +36,9 @@ from forebay import prepare_dataset
 from forebay.cache.cache import ChunkCache
 from forebay.cli import main
 from forebay.dataset.import_slices import import_slices
+from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import ForebayError
+from forebay.errors import DatasetError, ForebayError
 from forebay.formats.shard_writer import write_shards
 from forebay.ledger.chain import read_entries
 from forebay.ledger.index import open_index
@@ -47,6 +48,7 @@ from forebay.prepare import load_recipe
 from forebay.storage.ranged_download import download_large_file
 from support.cached import put
 from support.outputs import hashes
+from support.paths import GOLDEN
 
 State = dict[str, Any]
 FAILED = 3
@@ -258,6 +260,22 @@ class Import(Scenario):
         return {name: content(folder / name) for name in self.names}
 
 
+class Upgrade(Scenario):
+    """A dataset of format 1 becomes one of format 2; in between it may not open, but never as another one."""
+
+    def begin(self, folder: Path) -> None:
+        shutil.copytree(GOLDEN / "format1" / "dataset", folder, dirs_exist_ok=True)
+
+    def act(self, folder: Path) -> None:
+        import_slices(folder)
+
+    def look(self, folder: Path) -> State:
+        with contextlib.suppress(DatasetError):
+            report = verify_dataset(folder)
+            return {"id": open_dataset(folder).id, "sound": report.ok}
+        return {}
+
+
 class LedgerEntries(Scenario):
     """Appends until there are five entries, and exports them; an acknowledged entry must be there."""
 
@@ -303,6 +321,7 @@ SCENARIOS: dict[str, Scenario] = {
     "overwrite": Convert("--overwrite"),
     "cache": Cache(),
     "import": Import(),
+    "upgrade": Upgrade(),
     "ledger": LedgerEntries(),
     "shards": Shards(),
 }

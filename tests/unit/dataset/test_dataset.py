@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +24,17 @@ from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
-from support.calibration import scaled
 from support.paths import GOLDEN
 
 
 def manifest_of(table: SliceTable, **changes: Any) -> Manifest:
     plain: dict[str, Any] = {
-        "format": 2,
-        "name": "tiny",
-        "layout": "tokens",
-        "dtype": "U16",
-        "tokenizer": "bytes",
-        "vocab_size": 257,
-        "eos_id": 256,
-        "tokens": int(table.count.sum()),
-        "rows": 0,
-        "documents": int(table.documents.sum()),
-        "slices": len(table),
-        "bytes": int(table.bytes.sum()),
+        "name": "tiny", "layout": "tokens", "dtype": "U16", "tokenizer": "bytes", "vocab_size": 257, "eos_id": 256,
+        "lineage": {"recipe": {"seed": 0}, "inputs": [{"name": "ä.txt", "bytes": 3}]}, "format": 2, "rows": 0,
+        "tokens": int(table.count.sum()), "documents": int(table.documents.sum()), "slices": len(table),
+        "bytes": int(table.bytes.sum()), "chunk_bytes": table.chunk_bytes,
         "table_sha256": hashlib.sha256(table.to_parquet()).hexdigest(),
-        "lineage": {"recipe": {"seed": 0}, "inputs": [{"name": "ä.txt", "bytes": 3}]},
-        "chunk_bytes": table.chunk_bytes,
-    }
+    }  # fmt: skip
     return Manifest(**{**plain, **changes})
 
 
@@ -156,7 +144,7 @@ def test_reference_reader_agrees(tmp_path: Path) -> None:
 _DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "?"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), rows=st.integers(0, 5))
 def test_rows_round_trip(tmp_path: Path, data: st.DataObject, rows: int) -> None:
     names = data.draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4, unique=True))
@@ -228,7 +216,7 @@ def test_hostile_header(tmp_path: Path, name: str) -> None:
         open_slice(raw_slice(tmp_path / "h.safetensors", header, body, length))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=200))
 def test_garbage_slice(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "g.safetensors"
@@ -237,7 +225,6 @@ def test_garbage_slice(tmp_path: Path, data: bytes) -> None:
         open_slice(path)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=300), at=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_garbage_manifest_and_table(data: bytes, at: int, bit: int) -> None:
     table = golden_table().to_parquet()
@@ -276,19 +263,13 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "a\\..\\x.safetensors", "", "x.txt"],
+    "name", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "a\\..\\x.safetensors", "", "x.txt"]
 )
 def test_path_escape(name: str) -> None:
     with pytest.raises(DatasetError, match="inside"):
         SliceTable.from_rows([SliceInfo(0, name, 1, "00" * 32, 1, 1)])
-    hidden = SliceTable(
-        pa.array([name]),
-        np.ones(1, np.int64),
-        np.zeros((1, 32), np.uint8),
-        np.ones(1, np.int64),
-        np.ones(1, np.int64),
-    )
+    one = np.ones(1, np.int64)
+    hidden = SliceTable(pa.array([name]), one, np.zeros((1, 32), np.uint8), one, one)
     with pytest.raises(DatasetError, match="inside"):
         SliceTable.from_parquet(hidden.to_parquet())
 
@@ -343,7 +324,7 @@ def test_verify_names_any_flipped_byte(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         data = path.read_bytes()
-        for index in range(0, len(data), max(1, len(data) // 40)):
+        for index in range(0, len(data), max(1, len(data) // 7)):
             path.write_bytes(data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :])
             report = verify_dataset(folder)
             assert not report.ok and report.bad == [path.relative_to(folder).as_posix()]
@@ -379,24 +360,6 @@ def test_table_of_another_dataset(tmp_path: Path) -> None:
     (folder / "manifest.json").write_bytes(manifest_of(golden_table(), tokens=3).to_json())
     with pytest.raises(DatasetError, match="totals"):
         open_dataset(folder)
-
-
-def test_quarter_of_a_million_slices_open_quickly(tmp_path: Path) -> None:
-    n = 250_000
-    table = SliceTable(
-        names=pa.array([f"slices/{i:06d}.safetensors" for i in range(n)]),
-        bytes=np.full(n, 64 << 20, np.int64),
-        sha256=np.random.default_rng(0).integers(0, 256, (n, 32), np.uint8),
-        count=np.full(n, 32 << 20, np.int64),
-        documents=np.full(n, 30_000, np.int64),
-    )
-    (tmp_path / "slices.parquet").write_bytes(table.to_parquet())
-    (tmp_path / "manifest.json").write_bytes(manifest_of(table).to_json())
-    began = time.perf_counter()
-    dataset = open_dataset(tmp_path)
-    took_s = time.perf_counter() - began
-    assert dataset.num_tokens == n * (32 << 20) and dataset.table.row(n - 1).name == "slices/249999.safetensors"
-    assert took_s < scaled(1), f"opening {n} slices took {took_s:.2f} s"
 
 
 def test_import_rows_and_tokens(tmp_path: Path) -> None:

@@ -14,19 +14,22 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import UsageError
+from support.store import stored
 
 TEXTS = ["The mill stands by the river.", "A race feeds <b>the</b> wheel.", "Grain goes in, flour comes out."] * 150
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("items")
+def prepare(folder: Path) -> None:
     lines = (json.dumps({"id": f"d{i}", "text": f"{i}: {text}"}) + "\n" for i, text in enumerate(TEXTS))
     (folder / "in.jsonl").write_text("".join(lines))
     prepare_dataset(
         [folder / "in.jsonl"], folder / "out", tokenizer="bytes", slice_bytes=4096, document_ids=True, workers=1
     )
-    return folder / "out"
+
+
+@pytest.fixture
+def tokens() -> Path:
+    return stored(prepare) / "out"
 
 
 @pytest.fixture
@@ -53,6 +56,13 @@ def test_documents_by_number(tokens: Path) -> None:
         with pytest.raises(IndexError, match=f"got {index}"):
             dataset[index]
     assert repr(result[0]).startswith("Document(0, id='d")
+    for part in (
+        repr(dataset.name),
+        dataset.id[:12],
+        f"{dataset.num_tokens:,} tokens in {len(TEXTS)} documents",
+        "bytes",
+    ):
+        assert part in repr(dataset)
 
 
 def test_rows_by_number(rows: Path) -> None:
@@ -61,18 +71,7 @@ def test_rows_by_number(rows: Path) -> None:
     assert dataset[-1]["image"].tolist() == [[104, 105], [106, 107]] and len(dataset.head()) == 3
     with pytest.raises(UsageError, match=r"dataset\[i\]"):
         dataset.document(0)
-
-
-def test_reprs(tokens: Path, rows: Path) -> None:
-    dataset = open_dataset(tokens)
-    for part in (
-        repr(dataset.name),
-        dataset.id[:12],
-        f"{dataset.num_tokens:,} tokens in {len(TEXTS)} documents",
-        "bytes",
-    ):
-        assert part in repr(dataset)
-    assert "5 rows" in repr(open_dataset(rows))
+    assert "5 rows" in repr(dataset)
 
 
 def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:

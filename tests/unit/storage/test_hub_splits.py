@@ -160,19 +160,19 @@ def test_what_only_the_library_reads(hub: HubServer) -> None:
 
 def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
     hub.page_size = 50
-    names = [f"data/{dump}/{number:03d}.parquet" for dump in "abc" for number in range(200)]
+    names = [f"data/{dump}/{number:03d}.parquet" for dump in "abc" for number in range(60)]
     card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/*/*"}]}]}
     name = repo(hub, names, card)
     result = find_split(name)
     assert result is not None and result.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
     assert result.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
-    assert [file.path for file in result.files()] == names and hub.requests["tree"] == -(-603 // 50)
-    assert result.file(600) is None and source_at(result, 600) is None
+    assert [file.path for file in result.files()] == names and hub.requests["tree"] == -(-183 // 50)
+    assert result.file(180) is None and source_at(result, 180) is None
 
 
 def test_without_a_card_all_pages_decide(hub: HubServer) -> None:
-    hub.page_size = 50
-    name = repo(hub, [f"a/{number:03d}.jsonl" for number in range(120)] + ["z/test/x.jsonl"])
+    hub.page_size = 10
+    name = repo(hub, [f"a/{number:03d}.jsonl" for number in range(12)] + ["z/test/x.jsonl"])
     assert paths(f"{name}:test") == ["z/test/x.jsonl"]
     with pytest.raises(UsageError, match="expected a split among test, got 'train'"):
         find_split(name)
