@@ -40,7 +40,7 @@ RULES = Rules(min_workers=1, heartbeat_s=30, stale_s=90, lost_s=5, grace_s=300)
 
 
 class CoordinatorHarness:
-    """A state with a clock, and all that it was told to do."""
+    """A state with a clock, and all actions that it returned."""
 
     def __init__(self, rules: Rules = RULES, **config: Any) -> None:
         config = {"batch_size": 2, **config}
@@ -48,7 +48,7 @@ class CoordinatorHarness:
         self.now = 0.0
         self.actions: list[Any] = []
 
-    def tell(self, *events: Any, after_s: float = 0.0) -> list[Any]:
+    def send(self, *events: Any, after_s: float = 0.0) -> list[Any]:
         self.now += after_s
         new = []
         for event in events:
@@ -57,13 +57,22 @@ class CoordinatorHarness:
         self.actions += new
         return new
 
+    def tick(self, after_s: float) -> None:
+        self.send(Tick(), after_s=after_s)
+
+    def beat(self, names: str, step: int, after_s: float = 0.0) -> None:
+        self.send(*(Heartbeat(name, f"{name}/1", 1, step) for name in names), after_s=after_s)
+
+    def finish(self, *names: str) -> None:
+        self.send(*(Leave(name, f"{name}/1", 1, 10, finished=True) for name in names))
+
     def join(self, worker_id: str, session: str = "", **facts: Any) -> list[Any]:
         session = session or f"{worker_id}/1"
-        return self.tell(Join(worker_id, session, **facts), PollChange(worker_id, session, +1))
+        return self.send(Join(worker_id, session, **facts), PollChange(worker_id, session, +1))
 
     def ready(self, worker_id: str, step: int, *, broken: bool = False) -> list[Any]:
         member = self.state.members[worker_id]
-        return self.tell(Ready(worker_id, member.session, self.generation.number, step, broken))
+        return self.send(Ready(worker_id, member.session, self.generation.number, step, broken))
 
     @property
     def generation(self) -> RankGeneration:
@@ -95,17 +104,14 @@ def test_a_run_begins_when_enough_are_there_with_ranks_as_they_came() -> None:
 
 def test_a_restart_in_time_gets_its_rank_back() -> None:
     coordinator = four()
-    coordinator.tell(Disconnect("b", "b/1"), after_s=1)
+    coordinator.send(Disconnect("b", "b/1"), after_s=1)
     coordinator.join("b", "b/2")
     assert coordinator.generation.number == 1 and coordinator.state.changing
     for name in "acd":
         coordinator.ready(name, 7)
     assert coordinator.generation.number == 2 and coordinator.ranks == list("abcd")
-    assert (
-        coordinator.generation.start_step == 7
-        and coordinator.generation.start_sample == 7 * 4 * 2
-        and coordinator.generation.source == 0
-    )
+    new = coordinator.generation
+    assert (new.start_step, new.start_sample, new.source) == (7, 7 * 4 * 2, 0)
 
 
 def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_gone(tmp_path: Path) -> None:
@@ -115,23 +121,23 @@ def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_
         roster.save(coordinator.state, [], "run")
     with contextlib.closing(RunStore(tmp_path)) as roster:
         coordinator.state, _ = roster.load(coordinator.state.rules, coordinator.state.fixed, coordinator.now, "")
-    coordinator.tell(Disconnect("b", "b/1"))
+    coordinator.send(Disconnect("b", "b/1"))
     coordinator.join("e")
     noticed_s = HEARTBEAT_WAIT_S + ANSWER_S + RETRY_S
-    coordinator.tell(Tick(), after_s=noticed_s)
+    coordinator.tick(noticed_s)
     assert list(coordinator.state.members) == list("acde")
-    coordinator.tell(Heartbeat("a", "a/1", 1, 3), PollChange("a", "a/1", +1))
-    coordinator.tell(Tick(), after_s=RULES.lost_s + 0.1)
+    coordinator.send(Heartbeat("a", "a/1", 1, 3), PollChange("a", "a/1", +1))
+    coordinator.tick(RULES.lost_s + 0.1)
     assert list(coordinator.state.members) == list("ae")
 
 
 def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat() -> None:
     coordinator = four()
-    coordinator.tell(Disconnect("b", "b/1"))
+    coordinator.send(Disconnect("b", "b/1"))
     for name in "acd":
         coordinator.ready(name, 3, broken=True)
     assert coordinator.generation.number == 1  # b may come back
-    coordinator.tell(Tick(), after_s=5)
+    coordinator.tick(5)
     assert coordinator.generation.number == 2 and coordinator.ranks == list("acd")
     coordinator.join("b", "b/2")
     for name in "acd":
@@ -142,7 +148,7 @@ def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat() -> None:
 def test_a_duplicate_of_a_live_worker_is_refused_and_one_in_doubt_asked_to_wait() -> None:
     coordinator = four()
     assert coordinator.codes(coordinator.join("b", "b/2")) == ["duplicate"]
-    coordinator.tell(PollChange("c", "c/1", -1))
+    coordinator.send(PollChange("c", "c/1", -1))
     assert coordinator.codes(coordinator.join("c", "c/2")) == ["unsure"]
     coordinator.now += 6
     assert coordinator.codes(coordinator.join("c", "c/2")) == []
@@ -151,19 +157,16 @@ def test_a_duplicate_of_a_live_worker_is_refused_and_one_in_doubt_asked_to_wait(
 
 def test_the_furthest_is_the_source_and_late_words_of_an_old_generation_change_nothing() -> None:
     coordinator = four()
-    coordinator.tell(Disconnect("d", "d/1"))
+    coordinator.send(Disconnect("d", "d/1"))
     coordinator.ready("a", 4, broken=True)
     coordinator.ready("b", 5, broken=True)
     coordinator.ready("c", 4, broken=True)
-    coordinator.tell(Tick(), after_s=6)
-    assert (
-        coordinator.generation.source == 1
-        and coordinator.generation.start_step == 5
-        and coordinator.ranks == list("abc")
-    )
+    coordinator.tick(6)
+    assert (coordinator.generation.source, coordinator.generation.start_step) == (1, 5)
+    assert coordinator.ranks == list("abc")
     before = coordinator.state
-    assert coordinator.codes(coordinator.tell(Ready("d", "d/1", 1, 9))) == ["expelled"]
-    coordinator.tell(Ready("a", "a/1", 1, 99, broken=True), Heartbeat("a", "a/1", 1, 99))
+    assert coordinator.codes(coordinator.send(Ready("d", "d/1", 1, 9))) == ["expelled"]
+    coordinator.send(Ready("a", "a/1", 1, 99, broken=True), Heartbeat("a", "a/1", 1, 99))
     assert replace(coordinator.state, members={}) == replace(before, members={})
     assert coordinator.codes(coordinator.ready("a", 4)) == ["bad_step"]
 
@@ -172,26 +175,23 @@ def test_a_change_that_is_called_off_goes_on_in_the_same_generation() -> None:
     coordinator = four()
     coordinator.join("e")
     coordinator.ready("a", 2)
-    coordinator.tell(Leave("e", "e/1", 0, 0))
-    assert (
-        coordinator.generation.number == 1
-        and not coordinator.state.changing
-        and not coordinator.state.members["a"].ready
-    )
+    coordinator.send(Leave("e", "e/1", 0, 0))
+    assert coordinator.generation.number == 1
+    assert not coordinator.state.changing and not coordinator.state.members["a"].ready
 
 
 def test_silence_is_borne_while_nobody_waits_and_a_hung_step_only_for_so_long() -> None:
     coordinator = four()
-    coordinator.tell(PollChange("b", "b/1", -1))
-    coordinator.tell(Tick(), after_s=80)
+    coordinator.send(PollChange("b", "b/1", -1))
+    coordinator.tick(80)
     assert "b" in coordinator.state.members
-    coordinator.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"))
-    coordinator.tell(Tick(), after_s=10)
+    coordinator.beat("acd", 1)
+    coordinator.tick(10)
     assert "b" not in coordinator.state.members and coordinator.state.changing
     for name in "ac":
         coordinator.ready(name, 1)
     for _ in range(31):
-        coordinator.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"), after_s=10)
+        coordinator.beat("acd", 1, after_s=10)
     assert coordinator.ranks == list("ac")
 
 
@@ -199,60 +199,50 @@ def test_a_member_whose_answer_was_lost_stays_until_it_must_have_asked_again() -
     """Its heartbeat is answered with the news that a change is wanted, and the answer does not arrive. It computes on,
     and asks again when its client gives up: after the heartbeat's `wait_s` and ANSWER_S. It is expelled only later."""
     coordinator = four()
-    coordinator.tell(Heartbeat("b", "b/1", 1, 1), PollChange("b", "b/1", -1), PollChange("b", "b/1", +1, 20.0))
+    coordinator.send(Heartbeat("b", "b/1", 1, 1), PollChange("b", "b/1", -1), PollChange("b", "b/1", +1, 20.0))
     coordinator.join("e")
-    coordinator.tell(PollChange("b", "b/1", -1))  # answered: {changing}
+    coordinator.send(PollChange("b", "b/1", -1))  # answered: {changing}
     for name in "acd":
         coordinator.ready(name, 2)
     for _ in range(24):
-        coordinator.tell(Tick(), after_s=1)
-    coordinator.tell(Heartbeat("b", "b/1", 1, 2), PollChange("b", "b/1", +1, 20.0), after_s=20 + ANSWER_S - 24)
+        coordinator.tick(1)
+    coordinator.send(Heartbeat("b", "b/1", 1, 2), PollChange("b", "b/1", +1, 20.0), after_s=20 + ANSWER_S - 24)
     coordinator.ready("b", 2)
     assert coordinator.ranks == list("abcde")
-    coordinator.tell(
+    coordinator.send(
         PollChange("c", "c/1", -1), PollChange("c", "c/1", +1, 2.0), PollChange("c", "c/1", -1)
     )  # and one that does not
-    coordinator.tell(Leave("e", "e/1", 2, 2))
-    coordinator.tell(Tick(), after_s=2 + ANSWER_S + RULES.lost_s - 0.1)
+    coordinator.send(Leave("e", "e/1", 2, 2))
+    coordinator.tick(2 + ANSWER_S + RULES.lost_s - 0.1)
     assert "c" in coordinator.state.members
-    coordinator.tell(Tick(), after_s=0.2)
+    coordinator.tick(0.2)
     assert "c" not in coordinator.state.members
-
-
-def test_who_comes_back_after_the_end_of_the_run_does_not_wait_for_others() -> None:
-    coordinator = four()
-    for name in "abcd":
-        coordinator.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
-    assert coordinator.state.done
-    coordinator.join("b", "b/2")
-    assert coordinator.ranks == ["b"] and coordinator.generation.start_step == 10
 
 
 def test_independent_workers_catch_up_first_and_the_dead_leave_named_gaps() -> None:
     coordinator = four(lockstep=False)
-    coordinator.tell(Heartbeat("d", "d/1", 1, 4), Disconnect("d", "d/1"))
-    coordinator.tell(Tick(), after_s=6)
+    coordinator.send(Heartbeat("d", "d/1", 1, 4), Disconnect("d", "d/1"))
+    coordinator.tick(6)
     coordinator.ready("a", 6)
     coordinator.ready("b", 2)
     coordinator.ready("c", 3)
-    assert (
-        coordinator.state.run_to == 6
-        and coordinator.state.members["a"].ready
-        and not coordinator.state.members["b"].ready
-    )
+    assert coordinator.state.run_to == 6
+    assert coordinator.state.members["a"].ready and not coordinator.state.members["b"].ready
     coordinator.ready("b", 6)
     coordinator.ready("c", 6)
     assert coordinator.generation.start_step == 6 and coordinator.ranks == list("abc")
     assert Gap(1, "d", 3, 4, 6) in coordinator.actions
 
 
-def test_a_run_that_is_done_stays_done() -> None:
+def test_a_run_that_is_done_stays_done_and_who_comes_back_does_not_wait_for_others() -> None:
     coordinator = four()
     for name in "abc":
-        coordinator.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
+        coordinator.finish(name)
         assert not coordinator.state.changing
-    coordinator.tell(Leave("d", "d/1", 1, 10, finished=True))
+    coordinator.finish("d")
     assert coordinator.state.done
+    coordinator.join("b", "b/2")
+    assert coordinator.ranks == ["b"] and coordinator.generation.start_step == 10
     for name in "wxyz":
         coordinator.join(name)
     assert coordinator.generation.start_step == 10 and coordinator.generation.start_sample == 80
@@ -261,8 +251,8 @@ def test_a_run_that_is_done_stays_done() -> None:
 def test_with_nobody_left_a_checkpoint_counts_and_without_one_the_run_begins_again() -> None:
     coordinator = CoordinatorHarness()
     coordinator.join("a")
-    coordinator.tell(Heartbeat("a", "a/1", 1, 50), Disconnect("a", "a/1"))
-    coordinator.tell(Tick(), after_s=6)
+    coordinator.send(Heartbeat("a", "a/1", 1, 50), Disconnect("a", "a/1"))
+    coordinator.tick(6)
     coordinator.join("a", "a/2", step=40, samples=80)
     assert (coordinator.generation.start_step, coordinator.generation.start_sample) == (40, 80)
     assert any(isinstance(action, LogLine) and "redone" in action.text for action in coordinator.actions)
@@ -270,9 +260,9 @@ def test_with_nobody_left_a_checkpoint_counts_and_without_one_the_run_begins_aga
 
 def test_the_first_worker_settles_what_the_coordinator_was_not_told() -> None:
     coordinator = CoordinatorHarness(batch_size=8)
-    coordinator.tell(ProposeConfig({"batch_size": 4, "seq_len": 64}))
+    coordinator.send(ProposeConfig({"batch_size": 4, "seq_len": 64}))
     coordinator.join("a")
-    coordinator.tell(ProposeConfig({"batch_size": 2, "seq_len": 32}))
+    coordinator.send(ProposeConfig({"batch_size": 2, "seq_len": 32}))
     assert coordinator.state.config == {"batch_size": 8, "seq_len": 64}
 
 
@@ -312,13 +302,13 @@ class Churn(RuleBasedStateMachine):
         for process in list(self.processes.values()):
             self.stop(process.name, broken)
         for process in list(self.processes.values()):
-            self.hear(process.name)
+            self.receive(process.name)
 
-    def tell(self, *events: Any) -> list[Any]:
+    def send(self, *events: Any) -> list[Any]:
         actions = []
         for event in events:
             before = self.coordinator.state
-            for action in (new := self.coordinator.tell(event)):
+            for action in (new := self.coordinator.send(event)):
                 if isinstance(action, Formed):
                     self.formed(before, action.generation)
             actions += new
@@ -374,7 +364,7 @@ class Churn(RuleBasedStateMachine):
         session = f"{name}/{self.sessions}"
         self.processes[name] = Process(name, session)
         before = self.coordinator.state.members[name].session if name in self.coordinator.state.members else ""
-        actions = self.tell(Join(name, session))
+        actions = self.send(Join(name, session))
         if any(isinstance(action, Refuse) for action in actions):
             assert old is not None
             self.processes[name] = old
@@ -382,11 +372,11 @@ class Churn(RuleBasedStateMachine):
             assert member.polling or self.coordinator.now - member.seen_at <= RULES.lost_s
             return
         assert old is None or not old.alive or old.session != before
-        self.tell(PollChange(name, session, +1))
-        self.hear(name)
+        self.send(PollChange(name, session, +1))
+        self.receive(name)
 
-    def hear(self, name: str, *, takes_over: bool = True) -> None:
-        """A waiting process is told of a generation; it may fail to take over the source's weights."""
+    def receive(self, name: str, *, takes_over: bool = True) -> None:
+        """A waiting process receives a generation; it may fail to take over the source's weights."""
         process, generation = self.processes.get(name), self.coordinator.state.generation
         if process is None or not process.alive or process.training or generation is None:
             return
@@ -401,7 +391,7 @@ class Churn(RuleBasedStateMachine):
 
     @rule(name=names, takes_over=st.booleans())
     def listen(self, name: str, takes_over: bool) -> None:
-        self.hear(name, takes_over=takes_over)
+        self.receive(name, takes_over=takes_over)
 
     @rule(apart=st.booleans(), names=st.sets(names))
     def step_together(self, apart: bool, names: set[str]) -> None:
@@ -409,21 +399,14 @@ class Churn(RuleBasedStateMachine):
         generation = self.coordinator.state.generation
         if generation is None or not self.lockstep:
             return
-        group = [self.processes.get(position.worker_id) for position in generation.places]
+        group = [self.processes[position.worker_id] for position in generation.places]
         full = all(
-            p is not None
-            and p.alive
-            and p.training
-            and p.holds
-            and p.known == generation.number
-            and p.session == position.session
+            p.alive and p.training and p.holds and (p.known, p.session) == (generation.number, position.session)
             for p, position in zip(group, generation.places)
         )
-        steps = {p.step for p in group if p is not None}
-        if not full or len(steps) != 1:
+        if not full or len({p.step for p in group}) != 1:
             return
         for process in group:
-            assert process is not None
             if not apart or process.name in names:
                 process.weights.append((generation.number, process.step))
                 process.step += 1
@@ -459,16 +442,16 @@ class Churn(RuleBasedStateMachine):
         process.training = False
         current = (len(process.weights), self.samples(process)) if self.lockstep and not process.holds else ()
         broken = self.lockstep and (broken or not process.holds)
-        actions = self.tell(Ready(name, process.session, process.known, process.step, broken, *current))
+        actions = self.send(Ready(name, process.session, process.known, process.step, broken, *current))
         if any(isinstance(action, Refuse) and action.code == "expelled" for action in actions):
             process.alive = False
-        self.hear(name)
+        self.receive(name)
 
     @rule(name=names)
     def beat(self, name: str) -> None:
         process = self.processes.get(name)
         if process is not None and process.alive:
-            self.tell(Heartbeat(name, process.session, process.known, process.step))
+            self.send(Heartbeat(name, process.session, process.known, process.step))
 
     @rule(name=names, noticed=st.booleans())
     def kill(self, name: str, noticed: bool) -> None:
@@ -477,22 +460,22 @@ class Churn(RuleBasedStateMachine):
             return
         process.alive = process.training = False
         if noticed:
-            self.tell(Disconnect(name, process.session))
-        self.tell(PollChange(name, process.session, -1))
+            self.send(Disconnect(name, process.session))
+        self.send(PollChange(name, process.session, -1))
 
     @rule(name=names)
     def leave(self, name: str) -> None:
         process = self.processes.get(name)
         if process is not None and process.alive:
             process.alive = process.training = False
-            self.tell(Leave(name, process.session, process.known, process.step))
+            self.send(Leave(name, process.session, process.known, process.step))
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 40.0]))
     def wait(self, seconds: float) -> None:
         for process in list(self.processes.values()):
             self.beat(process.name)
         self.coordinator.now += seconds
-        self.tell(Tick())
+        self.send(Tick())
 
     @precondition(lambda self: hasattr(self, "processes"))
     @invariant()
@@ -516,5 +499,5 @@ class Churn(RuleBasedStateMachine):
             assert after.generation > before.generation or after.start == before.stop
 
 
-Churn.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Churn.TestCase.settings = settings(stateful_step_count=40)
 TestChurn = Churn.TestCase
