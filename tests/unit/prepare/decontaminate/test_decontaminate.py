@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import unicodedata
@@ -13,18 +12,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay import prepare_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.decontaminate.stage import Decontaminate
 from forebay.prepare.dedup.kernels import character_table, read_words
 from forebay.prepare.documents import SCHEMA, text_buffers
 from forebay.prepare.report import load_report
+from support.preparing import prepare, read_lines, write_jsonl
 from support.shared_data import shared_data
-
-Instances = list[dict[str, Any]]
 
 
 def passages() -> list[str]:
@@ -33,11 +30,6 @@ def passages() -> list[str]:
     texts += (shared_data("neardup") / "articles_1000.train").read_text("utf-8").splitlines()
     pieces = (" ".join(piece.split()) for text in texts for piece in re.split(r"\n\s*\n", text))
     return list(dict.fromkeys(piece for piece in pieces if 20 <= len(piece.split()) <= 120))
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
 
 
 def batch_of(texts: list[str]) -> pa.RecordBatch:
@@ -67,44 +59,34 @@ DISGUISES: tuple[Callable[[str, str, list[str]], str], ...] = (verbatim, other_c
 
 
 @pytest.mark.parametrize("method", ["overlap", "ngram"])
-def test_200_planted_documents_are_found_and_no_other(tmp_path: Path, method: str) -> None:
+def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str) -> None:
     chance = random.Random(7)
     pool = passages()
     chance.shuffle(pool)
-    instances = [{"id": f"i{i}", "question": pool[2 * i], "answer": pool[2 * i + 1]} for i in range(200)]
-    clean = pool[400:]
-    planted = [
-        DISGUISES[i % 3](item["question"], item["answer"], chance.sample(clean, 24)) for i, item in enumerate(instances)
+    instances = [{"id": f"i{i}", "question": pool[2 * i], "answer": pool[2 * i + 1]} for i in range(60)]
+    clean = pool[120:5000]
+    documents = [
+        {"id": f"planted{i}", "text": DISGUISES[i % 3](item["question"], item["answer"], chance.sample(clean, 24))}
+        for i, item in enumerate(instances)
     ]
-    documents = [{"id": f"planted{i}", "text": text} for i, text in enumerate(planted)]
-    documents += [
-        {"id": f"clean{i}", "text": "\n\n".join(clean[i : i + 12])} for i in range(0, min(len(clean), 12_000), 12)
-    ]
-    assert len(documents) > 800
+    documents += [{"id": f"clean{i}", "text": "\n\n".join(clean[i : i + 12])} for i in range(0, len(clean), 12)]
+    assert len(documents) > 400
     chance.shuffle(documents)
-    sets = [write_lines(tmp_path / "first.jsonl", instances[:100]), tmp_path / "second.parquet"]
-    pq.write_table(pa.Table.from_pylist(instances[100:]), sets[1])
-    source = write_lines(tmp_path / "in.jsonl", documents)
-    table = {"sets": list(map(str, sets)), "method": method}
-    outputs = []
-    for workers in (1, 2):
-        out = tmp_path / f"out{workers}"
-        result = prepare_dataset(
-            [source], out, tokenizer="bytes", settings={"decontaminate": table}, workers=workers,
-            write_ids=tmp_path / "ids", name="same",
-        )  # fmt: skip
-        assert result.dropped == {"contaminated_first": 100, "contaminated_second": 100}
-        assert (tmp_path / "ids").read_text().split() == [d["id"] for d in documents if d["id"].startswith("clean")]
-        outputs.append((result.id, (out / "contamination.jsonl").read_bytes()))
-    assert outputs[0] == outputs[1]
-    hits = [json.loads(line) for line in outputs[0][1].splitlines()]
-    assert {hit["id"]: hit["instance"] for hit in hits} == {f"planted{i}": f"i{i}" for i in range(200)}
+    sets = [write_jsonl(tmp_path / "first.jsonl", instances[:30]), tmp_path / "second.parquet"]
+    pq.write_table(pa.Table.from_pylist(instances[30:]), sets[1])
+    source, out = write_jsonl(tmp_path / "in.jsonl", documents), tmp_path / "out"
+    settings = {"decontaminate": {"sets": list(map(str, sets)), "method": method}}
+    result = prepare(source, out, settings=settings, write_ids=tmp_path / "ids")
+    assert result.dropped == {"contaminated_first": 30, "contaminated_second": 30}
+    assert (tmp_path / "ids").read_text().split() == [d["id"] for d in documents if d["id"].startswith("clean")]
+    hits = read_lines(out / "contamination.jsonl")
+    assert {hit["id"]: hit["instance"] for hit in hits} == {f"planted{i}": f"i{i}" for i in range(60)}
     assert all(documents[int(hit["where"].rpartition(":")[2]) - 1]["id"] == hit["id"] for hit in hits)
-    report = load_report(tmp_path / "out1")["contamination"]
+    report = load_report(out)["contamination"]
     shown = [{key: entry[key] for key in ("name", "instances", "too_short", "documents")} for entry in report["sets"]]
-    assert shown == [{"name": n, "instances": 100, "too_short": 0, "documents": 100} for n in ("first", "second")]
+    assert shown == [{"name": n, "instances": 30, "too_short": 0, "documents": 30} for n in ("first", "second")]
     assert len(report["hits"]) == 40
-    page = (tmp_path / "out1" / "report.html").read_text("utf-8")
+    page = (out / "report.html").read_text("utf-8")
     assert "Contaminated documents" in page and f">{hits[0]['instance']}<" in page
 
 
@@ -136,7 +118,6 @@ TEXT = st.lists(st.sampled_from(["a", "b", "c", "d", "東京", "É", "x\u200b", 
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     records=st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_size=4), texts=st.lists(TEXT, max_size=6),
     ngram=st.integers(1, 5), min_ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0]), start=st.integers(0, 6),
@@ -151,7 +132,7 @@ def test_decisions_are_those_of_the_definition(
 ) -> None:
     path = tmp_path_factory.mktemp("sets") / "set.jsonl"
     rows = [{f"f{i}": field for i, field in enumerate(fields) if field} for fields in records]
-    write_lines(path, [row for row in rows if row] or [{"f0": "none"}])
+    write_jsonl(path, [row for row in rows if row] or [{"f0": "none"}])
     instances = [[field for field in fields if field] for fields in records if any(fields)] or [["none"]]
     stage = Decontaminate(sets=(str(path),), ngram=ngram, min_ratio=min_ratio)
     batch = batch_of(texts)
@@ -162,7 +143,7 @@ def test_decisions_are_those_of_the_definition(
 
 def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
     instance = "The quick brown fox jumps over the lazy dog while seven wizards watch"
-    sets = (str(write_lines(tmp_path / "s.jsonl", [{"text": instance}])),)
+    sets = (str(write_jsonl(tmp_path / "s.jsonl", [{"text": instance}])),)
     stage = Decontaminate(sets=sets, action="cut", margin=20, max_pieces=2)
     before, after = "é" * 50, "ü" * 40
     texts = [f"{before} {instance}. {after}", instance, f"{before * 2} {instance} " * 3 + after, "clean text"]
@@ -173,23 +154,21 @@ def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
     assert [(row, hit["action"]) for row, hit in result.hits] == [(0, "cut"), (1, "dropped"), (2, "dropped")]
 
 
-def test_the_sets_contents_and_not_their_place_decide_the_dataset(tmp_path: Path) -> None:
-    instance = {"question": "What do seven wizards watch while the quick brown fox jumps over the lazy dog?"}
-    source = write_lines(tmp_path / "in.jsonl", [{"text": f"Nothing to see in text {i}."} for i in range(3)])
+def test_the_dataset_depends_on_the_contents_of_the_sets_and_not_on_their_place(tmp_path: Path) -> None:
+    question = "What do seven wizards watch while the quick brown fox jumps over the lazy dog?"
+    source = write_jsonl(tmp_path / "in.jsonl", [f"Nothing to see in text {i}." for i in range(3)])
     ids = []
-    for folder, row in (("a", instance), ("b", instance), ("c", {"question": "Another question"})):
-        (tmp_path / folder).mkdir()
-        path = write_lines(tmp_path / folder / "set.jsonl", [row])
-        tables = {"decontaminate": {"sets": [str(path)]}}
-        ids.append(
-            prepare_dataset([source], tmp_path / folder / "out", tokenizer="bytes", settings=tables, name="x").id
-        )
+    for name, text in (("a", question), ("b", question), ("c", "Another question")):
+        (tmp_path / name).mkdir()
+        path = write_jsonl(tmp_path / name / "set.jsonl", [{"question": text}])
+        settings = {"decontaminate": {"sets": [str(path)]}}
+        ids.append(prepare(source, tmp_path / name / "out", settings=settings, name="x").id)
     assert ids[0] == ids[1] != ids[2]
 
 
 def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
     rows = [{"q": "alpha beta gamma delta", "choices": {"text": ["one two three", "four five six"]}, "n": 5}]
-    path = str(write_lines(tmp_path / "s.jsonl", rows))
+    path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     texts = ["alpha beta gamma delta", "one two three four five six", "five six"]
     found = {
         fields: [code == 0 for code in Decontaminate((path,), fields, ngram=3).apply(batch_of(texts)).drop]

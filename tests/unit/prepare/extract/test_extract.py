@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
@@ -15,8 +13,9 @@ from forebay.formats import warc
 from forebay.formats.html import HtmlError, html_to_text
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.prepare.documents import SCHEMA
-from forebay.prepare.extract import extract_html
+from forebay.prepare.extract import extract_html, layout, model, scan
 from forebay.prepare.extract.stage import Extract
+from support.gold_pages import gold_articles, word_scores
 from support.shared_data import shared_data
 
 PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
@@ -55,12 +54,6 @@ def test_real_pages() -> None:
         assert unwanted not in pages[url], url
 
 
-def test_a_name_that_misleads_does_not_lose_the_page() -> None:
-    words = "Many words of a real article. " * 40
-    page = f'<html><body><div class="content-with-sidebar menu-open"><p>{words}</p></div></body></html>'
-    assert extract_html(page) == words.strip()
-
-
 HOSTILE = [
     "<div>" * 100_000 + "hello" + "</div>" * 100_000,
     "<table><tr><td>" * 30_000 + "hello",
@@ -86,14 +79,10 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("html", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_pages_cost_linear_time(html: str) -> None:
-    extract_html("<p>compiled")
-    start = time.process_time()
-    extract_html(html[: len(html) // 4])
-    quarter = time.process_time() - start
-    start = time.process_time()
+def test_hostile_pages_give_text_of_their_own(html: str) -> None:
+    """A tenth of each; slow/prepare/extract measures that the time is linear."""
+    html = html[: len(html) // 10]
     text = extract_html(html)
-    assert time.process_time() - start < 8 * quarter + 0.5
     assert "\0" not in text
     assert len(text) <= len(html)
     extract_html(html, markdown=True)
@@ -104,16 +93,7 @@ alttext='x&lt;y'> <script> </script> <select> <h1> </h2> <!-- --> <noscript> <x-
 &#x1F600; <blockquote> <ol> </td> <body> </html> " ' > é 中文"""
 
 
-@given(
-    st.lists(
-        st.one_of(
-            st.sampled_from(PIECES.split()),
-            st.text(max_size=8),
-        ),
-        max_size=60,
-    )
-)
-@settings(deadline=None)
+@given(st.lists(st.sampled_from(PIECES.split()) | st.text(max_size=8), max_size=60))
 def test_any_page_gives_text_of_its_own(parts: list[str]) -> None:
     html = " ".join(parts)
     text = extract_html(html)
@@ -154,10 +134,11 @@ WORDS = "Many words of a real article. " * 40
     [
         f'<body><form id="aspnetForm"><div><p>{WORDS}</p></div></form></body>',
         f"<body><div><form><p>{WORDS}</p></form></div></body>",
+        f'<body><div class="content-with-sidebar menu-open"><p>{WORDS}</p></div></body>',
         f"<body><header><h1>A post</h1><p>{WORDS}</p></header></body>",
         f'<body><div class="layout-sidebar-left"><p>{WORDS * 3}</p></div><p>{"We use cookies. " * 40}</p></body>',
     ],
-    ids=["form", "form within", "header", "sidebar"],
+    ids=["form", "form within", "menu", "header", "sidebar"],
 )
 def test_a_wrapper_that_misleads_does_not_lose_the_page(page: str) -> None:
     assert WORDS.strip() in extract_html(f"<html>{page}</html>")
@@ -256,29 +237,20 @@ def test_markdown_marks_the_structure() -> None:
     ],
 )
 def test_text_is_read_as_a_browser_reads_it(html: str, text: str) -> None:
-    from forebay.prepare.extract import layout, model, scan
-
     words = model.load_model()
     page = scan.scan_page(f"<html><body>{html}</body></html>".encode(), words.class_words, words.text_words)
     assert layout.page_text(page, np.ones(len(page.blocks), np.bool_), False) == text
 
 
-def test_quality_on_pages_that_were_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared_data("html")
-    from benchmarks.prepare.extract import HALF_MODEL, gold_pages, word_scores
-
-    from forebay.prepare.extract import model
-
-    half = model.load_model(HALF_MODEL)
-    monkeypatch.setattr(model, "load_model", lambda: half)
-    pages = [page for page in gold_pages("articles") if page.half == 1]
-    scores = [word_scores(extract_html(page.html), page.text) for page in pages]
-    assert len(pages) == 70
-    assert sum(score[0] for score in scores) / len(scores) > 0.955
-    assert min(score[2] for score in scores) > 0.1  # no article is lost
-    precise = [word_scores(extract_html(p.html, options={"favor_precision": True}), p.text) for p in pages]
-    assert sum(score[1] - before[1] for score, before in zip(precise, scores)) / len(pages) > 0.005
-    assert min(score[2] for score in precise) > 0.1
+def test_quality_on_real_articles() -> None:
+    """Benchmarks measure a mean F1 of 0.957 on pages that a model was not trained on; this one was trained on these."""
+    names = {"001", "003-metadata-preferred", "ars-1", "blogger", "gitlab-blog", "topicseed-1", "royal-road", "dev418"}
+    pages = gold_articles(names).values()
+    scores = [word_scores(extract_html(html), gold) for html, gold in pages]
+    assert sum(f1 for f1, _ in scores) / len(scores) > 0.957
+    precise = [word_scores(extract_html(html, options={"favor_precision": True}), gold) for html, gold in pages]
+    assert min(f1 for f1, _ in precise) > 0.9  # No article is lost.
+    assert sum(after - before for (_, after), (_, before) in zip(precise, scores)) / len(scores) > 0.005
 
 
 @pytest.mark.parametrize("name", ["trafilatura", "resiliparse"])

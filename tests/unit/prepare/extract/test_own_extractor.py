@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from forebay.cli import main
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe
 from support.paths import ROOT
@@ -20,40 +18,29 @@ PAGE = f'<html><script type="application/ld+json">{{"articleBody": "{BODY}"}}</s
 RECIPE = '[extract]\nextractor = "json_ld_extractor:JsonLd"\noptions = {min_words = %d}\n'
 
 
-def _prepare(folder: Path, min_words: int, *options: str) -> subprocess.CompletedProcess[str]:
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, min_words: int, *options: str) -> int:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     (folder / "pages").mkdir(exist_ok=True)
     (folder / "pages/page.html").write_text(PAGE)
     (folder / "recipe.toml").write_text(RECIPE % min_words)
-    arguments = ["prepare", "pages", "--config", "recipe.toml", "--to", "parquet", "--workers", "1", *options]
-    return subprocess.run(
-        [sys.executable, "-m", "forebay", *arguments],
-        cwd=folder, env={**os.environ, "PYTHONPATH": f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = ["prepare", str(folder / "pages"), "--config", str(folder / "recipe.toml"), "--to", "parquet"]
+    return main([*command, "--workers", "1", "--out", str(folder / "out"), *options])
 
 
-def _texts(out: Path) -> list[str]:
-    return [
-        text for path in sorted((out / "text").glob("*.parquet")) for text in pq.read_table(path)["text"].to_pylist()
-    ]
+@pytest.mark.parametrize(("min_words", "text"), [(20, BODY.strip()), (1000, "Shown.")])
+def test_a_recipe_names_it_and_passes_settings(
+    min_words: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepare(tmp_path, monkeypatch, min_words, "--allow-code") == 0
+    (path,) = (tmp_path / "out/text").glob("*.parquet")
+    assert pq.read_table(path)["text"].to_pylist() == [text]
 
 
-def test_a_recipe_names_it_and_passes_settings(tmp_path: Path) -> None:
-    for min_words, text in ((20, BODY.strip()), (1000, "Shown.")):
-        out = tmp_path / str(min_words)
-        result = _prepare(tmp_path, min_words, "--allow-code", "--out", str(out))
-        assert result.returncode == 0, result.stderr
-        assert _texts(out) == [text]
-
-
-def test_code_runs_only_where_it_is_allowed(tmp_path: Path) -> None:
-    result = _prepare(tmp_path, 20, "--out", "out")
-    assert result.returncode != 0
-    assert "recipe.toml: extract.extractor: names code, 'json_ld_extractor:JsonLd'" in result.stderr
-
-
-def test_settings_that_it_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_code_runs_only_where_it_is_allowed_with_settings_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(tmp_path, monkeypatch, 20) != 0
+    assert "recipe.toml: extract.extractor: names code, 'json_ld_extractor:JsonLd'" in capsys.readouterr().err
     settings = {"extract": {"extractor": "json_ld_extractor:JsonLd", "options": {"max_words": 3}}}
     stage = load_recipe(settings=settings, allow_code=True).stages[0]
     with pytest.raises(UsageError, match="expected settings of the extractor json_ld_extractor:JsonLd"):

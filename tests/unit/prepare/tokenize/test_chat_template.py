@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-import forebay
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import to_record
 from forebay.prepare.tokenize.chat_template import UnfitConversationError, load_chat_template, messages_of, render
+from support.preparing import prepare, write_jsonl
+from support.trained_tokenizer import trained_bpe
 
 CHATML = """{%- if tools %}
 {{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}
@@ -29,6 +30,7 @@ CHATML = """{%- if tools %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Köln"}}}
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 MESSAGES: list[dict[str, Any]] = [
@@ -107,30 +109,19 @@ def test_wrong_files(name: str, data: str | None, message: str, tmp_path: Path) 
 
 
 def test_rows_by_a_chat_template(tmp_path: Path) -> None:
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = [AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        special_tokens=special, initial_alphabet=alphabet, vocab_size=300, show_progress=False
-    )
-    model.train_from_iterator(["some text"], trainer)
-    model.save(str(tmp_path / "tokenizer.json"))
+    model = Tokenizer.from_file(str(trained_bpe(tmp_path / "tokenizer.json", SPECIAL, "some text", 300)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     rows = [{"messages": MESSAGES, "tools": TOOLS}, {"messages": MESSAGES[:2]}, {"messages": [{"role": "x"}]}]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "in.jsonl", rows)
     table = {
         "read": {"messages_key": "messages"},
         "rows": {"max_tokens": 512, "template": str(tmp_path / "tokenizer_config.json")},
         "tokenize": {"tokenizer": str(tmp_path / "tokenizer.json")},
         "max_error_rate": 0.5,
     }
-    results = [
-        forebay.prepare_dataset([tmp_path / "in.jsonl"], tmp_path / f"out{n}", settings=table, name="x", workers=n)
-        for n in (1, 2)
-    ]
-    assert results[0].id == results[1].id and results[0].dropped == {"malformed": 1, "nothing_learnt": 1}
-    tensors = open_dataset(tmp_path / "out1").open_slice(0).tensors
+    result = prepare(tmp_path / "in.jsonl", tmp_path / "out", settings=table, tokenizer=None)
+    assert result.dropped == {"malformed": 1, "nothing_learnt": 1}
+    tensors = open_dataset(tmp_path / "out").open_slice(0).tensors
     ids, labels = (np.asarray(tensors[name])[0] for name in ("input_ids", "labels"))
     trained = model.decode(labels[labels >= 0].tolist(), skip_special_tokens=False)
     assert trained == "".join(ANSWERS)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, open_dataset
@@ -28,6 +27,7 @@ from forebay.prepare.tokenize.conversations import (
 )
 from forebay.storage.store import open_store
 from support.token_parts import coder, text_part
+from support.trained_tokenizer import trained_bpe
 
 BARE = Template(prompt_suffix="")
 
@@ -122,15 +122,9 @@ def test_packing_loses_nothing(
 
 
 def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
-    )
-    tokenizer.train_from_iterator(["user assistant hello"] * 9, trainer=trainer)
-    tokenizer.save(str(tmp_path / "t.json"))
-    spec = coder(tmp_path, str(tmp_path / "t.json"))
+    path = trained_bpe(tmp_path / "t.json", special, "user assistant hello", 300)
+    spec = coder(tmp_path, str(path))
     part = text_part(tmp_path, [f"{G}hi<|im_end|>{L}yo"])
     rendering = Conversations(100, TEMPLATES["chatml"])
     encoded = encode(EncodeTask(part, spec, open_store(tmp_path), rendering=rendering))

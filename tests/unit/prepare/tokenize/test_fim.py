@@ -5,34 +5,23 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-import forebay
 from forebay.errors import UsageError
 from forebay.prepare.tokenize.fim import FillInTheMiddle
+from support.preparing import prepare
 from support.token_parts import coder
+from support.trained_tokenizer import trained_bpe
 
 NAMES = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    special = [AddedToken(name, special=True) for name in ("<eos>", *NAMES)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(["def main(argument):\n    return argument + 1\n"] * 3, trainer)
-    path = tmp_path_factory.mktemp("fim") / "tokenizer.json"
-    model.save(str(path))
-    return path
+    text = "def main(argument):\n    return argument + 1\n"
+    return trained_bpe(tmp_path_factory.mktemp("fim") / "tokenizer.json", ["<eos>", *NAMES], text, 400)
 
 
 def encode(path: Path, folder: Path, texts: list[str], **fields: object) -> tuple[list[list[int]], dict[str, int]]:
@@ -42,7 +31,6 @@ def encode(path: Path, folder: Path, texts: list[str], **fields: object) -> tupl
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])], counts
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3))
 def test_parts_make_the_document(  # type: ignore[no-untyped-def]
     tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float, seed: int
@@ -71,29 +59,26 @@ def test_parts_make_the_document(  # type: ignore[no-untyped-def]
 
 def test_rates(tokenizer: Path) -> None:
     stage = FillInTheMiddle()
-    cuts = [stage.cuts(f"document number {i}") for i in range(4000)]
+    cuts = [stage.cuts(f"document number {i}") for i in range(1000)]
     applied = [cut for cut in cuts if cut]
-    assert 0.46 < len(applied) / 4000 < 0.54 and 0.45 < sum(cut[2] for cut in applied) / len(applied) < 0.55
-    assert [stage.cuts(f"document number {i}") for i in range(4000)] == cuts
-    assert [FillInTheMiddle(seed=1).cuts(f"document number {i}") for i in range(4000)] != cuts
+    assert 0.43 < len(applied) / 1000 < 0.57 and 0.42 < sum(cut[2] for cut in applied) / len(applied) < 0.58
+    assert [stage.cuts(f"document number {i}") for i in range(1000)] == cuts
+    assert [FillInTheMiddle(seed=1).cuts(f"document number {i}") for i in range(1000)] != cuts
     assert not any(FillInTheMiddle(rate=0).cuts(f"text {i}") for i in range(99))
 
 
-def test_same_dataset_for_any_number_of_processes(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"def function_{i}(argument):\n    return argument + {i}\n")
     files = sorted(tmp_path.glob("*.txt"))
-    table = {"tokenize": {"tokenizer": str(tokenizer), "eos": "<eos>"}, "fim": {"rate": 0.5}}
+    table = {"tokenize": {"tokenizer": str(tokenizer), "eos": "<eos>"}}
     results = [
-        forebay.prepare_dataset(files, tmp_path / f"out{n}", settings=table, name="x", workers=n) for n in (1, 2)
+        prepare(files, tmp_path / str(rate), settings={**table, "fim": {"rate": rate}}, tokenizer=None)
+        for rate in (0.5, 0)
     ]
-    assert len({result.id for result in results}) == 1
     stage = next(stage for stage in results[0].report["funnel"] if stage["stage"] == "tokenize")
     assert 8 < stage["changed"]["fill_in_the_middle"] < 32
-    plain = forebay.prepare_dataset(
-        files, tmp_path / "plain", settings={**table, "fim": {"rate": 0}}, name="x", workers=1
-    )
-    assert plain.tokens < results[0].tokens
+    assert results[1].tokens < results[0].tokens
 
 
 def test_tokens_that_are_missing(tokenizer: Path, tmp_path: Path) -> None:
@@ -101,7 +86,7 @@ def test_tokens_that_are_missing(tokenizer: Path, tmp_path: Path) -> None:
     for name, spec in (("bytes", "bytes"), ("other", str(tokenizer))):
         table = {"tokenize": {"tokenizer": spec}, "fim": {"prefix": "<none>"}}
         with pytest.raises(UsageError, match=r"fim\.prefix: expected a token of the tokenizer, got '<none>'"):
-            forebay.prepare_dataset([tmp_path / "a.txt"], tmp_path / name, settings=table, workers=1)
+            prepare(tmp_path / "a.txt", tmp_path / name, settings=table, tokenizer=None)
     with pytest.raises(UsageError, match=r"fim: expected a dataset of tokens, got \[rows\]"):
         table = {"tokenize": {"tokenizer": str(tokenizer)}, "fim": {}, "rows": {}}
-        forebay.prepare_dataset([tmp_path / "a.txt"], tmp_path / "rows", settings=table, workers=1)
+        prepare(tmp_path / "a.txt", tmp_path / "rows", settings=table, tokenizer=None)
