@@ -1,4 +1,4 @@
-"""The order sources of the Loader, each with real processes: what `tests/contract` runs on all of them."""
+"""The order sources of a Loader for the contract suite, with nodes in this process or in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import contextlib
 import io
 import itertools
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forebay.cli import main
+from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
+from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.network.client import Client
+from forebay.network.pki.identity import Identity
+from forebay.scheduler.server import SchedulerService
 from support.calibration import scaled
 from support.forks import Forks, Process
+from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, Bootstrap, make_network
+from support.order_worker import describe, open_loader
 from support.reference_samples import Slices
+from support.waiting import until
 
 SEQ_LEN, GLOBAL_BATCH, WORKERS = 16, 8, 3
 SAMPLES_PER_WORKER = 3  # Of a step: the largest share of the global batch.
@@ -46,16 +54,14 @@ def make_rows(num_slices: int) -> list[dict[str, Any]]:
     ]
 
 
-class Cluster:
-    """Datasets, a data node and whatever is started, each node a `forebay` process; closed with `stack`."""
+class Datasets:
+    """Datasets of these slices in a directory, and the directories of a network's members."""
 
     def __init__(
         self, directory: Path, stack: contextlib.ExitStack, tokens: Mapping[str, Slices],
         rows: Sequence[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
-        self.directory, self.forks = directory, Forks()
-        stack.callback(self.forks.close)
-        self._numbers = itertools.count()
+        self.directory, self._numbers = directory, itertools.count()
         self.tokens, self.rows = tokens, rows
         for name, slices in self.tokens.items():
             for index, (numbers, ends) in enumerate(slices):
@@ -66,16 +72,71 @@ class Cluster:
         self.datasets = {name: str(directory / name) for name in (*tokens, *(["rows"] if rows else []))}
         for name, path in self.datasets.items():
             import_slices(path, name)
-        self.bootstrap = Bootstrap(3)
-        stack.callback(self.bootstrap.close)
         nodes = ["data", "liar", "scheduler", *(f"worker-{i}" for i in range(8))]
-        self.homes = make_network(directory, nodes, self.bootstrap.at)
-        self.node("serve", "data", *self.datasets.values())
+        self.homes = make_network(directory, nodes, self.start_bootstrap(stack))
+        self.start_data_node(stack)
+
+    def start_bootstrap(self, stack: contextlib.ExitStack) -> list[tuple[str, int]]:
+        return []
+
+    def start_data_node(self, stack: contextlib.ExitStack) -> None:
+        raise NotImplementedError
 
     def _slice_path(self, name: str, index: int) -> Path:
         path = self.directory / name / "slices" / f"{index:03d}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+    def new_directory(self) -> Path:
+        path = self.directory / f"run-{next(self._numbers)}"
+        path.mkdir()
+        return path
+
+
+class LocalCluster(Datasets):
+    """All nodes in this process. Leases last an hour, so that no stop of the machine ends one."""
+
+    def start_data_node(self, stack: contextlib.ExitStack) -> None:
+        self._stack, self._discovery = stack, LocalDiscovery()
+        datasets = list(map(open_dataset, self.datasets.values()))
+        node = DataNode(Identity.load(self.homes["data"]), datasets, HOST, 0, self._discovery, ttl_s=600)
+        stack.enter_context(node)
+
+    def lease_s(self, term_s: float) -> float:
+        return 3600.0
+
+    def scheduler(self, name: str, state: Path, job: Mapping[str, Any], **settings: Any) -> tuple[object, str]:
+        identity = Identity.load(self.homes["scheduler"])
+        client = self._stack.enter_context(Client(identity))
+        service = SchedulerService(identity, name, self._discovery, client, state, HOST, 0, **settings, **dict(job))
+        service.start()
+        self._stack.callback(service.stop)
+        return service, service.address
+
+
+class Cluster(Datasets):
+    """Each node is a `forebay` process; closed with `stack`."""
+
+    def start_bootstrap(self, stack: contextlib.ExitStack) -> list[tuple[str, int]]:
+        self.forks = Forks()
+        stack.callback(self.forks.close)
+        self.bootstrap = Bootstrap(3)
+        stack.callback(self.bootstrap.close)
+        return self.bootstrap.at
+
+    def start_data_node(self, stack: contextlib.ExitStack) -> None:
+        self.node("serve", "data", *self.datasets.values())
+
+    def lease_s(self, term_s: float) -> float:
+        return round(scaled(term_s), 2)
+
+    def scheduler(
+        self, name: str, state: Path, job: Sequence[str], lease_s: float, seq_len: int | None = None,
+        listen: str = f"{HOST}:0",
+    ) -> tuple[Process, str]:  # fmt: skip
+        size = [] if seq_len is None else ["--seq-len", seq_len]
+        words = [name, "--state", state, "--lease-timeout", lease_s, *size, *job]
+        return self.node("scheduler", "scheduler", *words, listen=listen)
 
     def start(self, *argv: object) -> Process:
         path = self.directory / f"{next(self._numbers)}.log"
@@ -84,17 +145,12 @@ class Cluster:
         return self.forks.start("", [str(word) for word in argv], path)
 
     def node(self, verb: str, name: str, *argv: object, listen: str = f"{HOST}:0") -> tuple[Process, str]:
-        """A node of the command line, once it is ready, and its address."""
+        """Start a node of the command line; return it, once it is ready, and its address."""
         process = self.start(verb, *argv, "--identity", self.homes[name], "--listen", listen, "--json")
         return process, process.ready()["address"]
 
     def worker(self, **settings: Any) -> Process:
         return self.start("module", "support.order_worker", json.dumps(settings))
-
-    def new_directory(self) -> Path:
-        path = self.directory / f"run-{next(self._numbers)}"
-        path.mkdir()
-        return path
 
 
 def batches_of(process: Process) -> list[Line]:
@@ -102,10 +158,15 @@ def batches_of(process: Process) -> list[Line]:
 
 
 def wait_for(processes: Iterable[Process]) -> None:
-    deadline = time.monotonic() + scaled(60.0)
     for process in processes:
-        code = process.wait(max(0.0, deadline - time.monotonic()))
-        assert code == 0, (code, process.errors()[-4000:], process.lines()[-1:])
+        until(lambda: process.wait(1.0) is not None)  # noqa: B023
+        assert process.wait(0.0) == 0, (process.wait(0.0), process.errors()[-4000:], process.lines()[-1:])
+
+
+def read(spec: dict[str, Any]) -> list[Line]:
+    """Return all batches of a Loader in this process, with contents."""
+    with open_loader(spec) as loader:
+        return [describe(batch, True) for batch in loader]
 
 
 class Source:
@@ -117,9 +178,9 @@ class Source:
     is_elastic = True
     is_global = True  # The global batch of a step is that of a Loader alone.
 
-    def __init__(self, cluster: Cluster, spec: dict[str, Any], job: Sequence[str] = ()) -> None:
+    def __init__(self, cluster: Any, spec: dict[str, Any], job: Any = ()) -> None:
         self.cluster, self.directory = cluster, cluster.new_directory()
-        self.job = job
+        self.job = job  # Arguments of its scheduler.
         self.num_workers = WORKERS
         self.spec = self.with_datasets(spec)
         self.processes: list[Process] = []
@@ -142,11 +203,10 @@ class Source:
         self.processes.append(process)
         return process
 
-    def run(self, **more: Any) -> list[list[Line]]:
-        """The batches of each worker, over one epoch or all steps."""
-        workers = [self.start(index, **more) for index in range(self.num_workers)]
-        wait_for(workers)
-        return [batches_of(worker) for worker in workers]
+    def run(self) -> list[list[Line]]:
+        """Return the batches of each worker, all threads of this process, over one epoch or all steps."""
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            return list(pool.map(read, map(self.loader, range(self.num_workers))))
 
 
 class Static(Source):
@@ -162,36 +222,14 @@ class Owned(Source):
         return {**super().loader(index), "order": {"assignment": "owned", "worker_names": names}}
 
 
-class Coordinated(Source):
-    """Ranks of a coordinator's generations, which read the Loader that their rank and world size give."""
-
-    name = "coordinator"
-
-    def __init__(self, cluster: Cluster, spec: dict[str, Any], job: Sequence[str] = ()) -> None:
-        super().__init__(cluster, spec, job)
-        self.coordinator, self.address = self.start_coordinator(f"{HOST}:0")
-
-    def start_coordinator(self, listen: str) -> tuple[Process, str]:
-        words = ["--min-workers", self.num_workers, "--disconnect-timeout", 0.2, "--state", self.directory / "state"]
-        process = self.cluster.start("coordinator", "--listen", listen, "--json", *words)
-        return process, process.ready()["address"]
-
-    def loader(self, index: int) -> dict[str, Any]:
-        return {"global_batch_size": GLOBAL_BATCH, **self.spec}
-
-    def settings(self, index: int, **more: Any) -> dict[str, Any]:
-        shared = str(self.directory / "ranks")
-        return super().settings(index, coordinator=self.address, name=f"worker-{index}", shared=shared, **more)
-
-
 class Leased(Source):
     name = "lease"
     is_lockstep = is_global = False
-    term_s = 30.0  # Of a lease. Shorter, a machine that stands still loses some, and their samples come again.
+    term_s = 30.0  # Of a lease.
 
     def with_datasets(self, spec: dict[str, Any]) -> dict[str, Any]:
         names = spec["dataset"]
-        jobs, self.lease_s = names if isinstance(names, list) else [names], round(scaled(self.term_s), 2)
+        jobs, self.lease_s = names if isinstance(names, list) else [names], self.cluster.lease_s(self.term_s)
         self.states = {name: self.directory / f"state-{name}" for name in jobs}
         self.schedulers = {name: self.start_scheduler(name) for name in jobs}
         addresses = {name: address for name, (_, address) in self.schedulers.items()}
@@ -201,22 +239,24 @@ class Leased(Source):
         of_loader = {name: value for name, value in spec.items() if name != "epochs"}  # The job decides this.
         return {"seq_len": size, **of_loader, "dataset": where[0], "scheduler": where[1]}
 
-    def start_scheduler(self, name: str, listen: str = f"{HOST}:0") -> tuple[Process, str]:
-        size = [] if name == "rows" else ["--seq-len", self.seq_len]
-        words = [name, "--state", self.states[name], "--lease-timeout", self.lease_s, *size, *self.job]
-        return self.cluster.node("scheduler", "scheduler", *words, listen=listen)
+    def start_scheduler(self, name: str, **more: Any) -> tuple[Any, str]:
+        size = {} if name == "rows" else {"seq_len": self.seq_len}
+        started: tuple[Any, str] = self.cluster.scheduler(
+            name, self.states[name], self.job, lease_s=self.lease_s, **size, **more
+        )
+        return started
 
     def loader(self, index: int) -> dict[str, Any]:
-        network = {"identity": str(self.cluster.homes[f"worker-{index}"]), "receipt_s": 0.2, "patience_s": 30.0}
+        network = {"identity": str(self.cluster.homes[f"worker-{index}"]), "receipt_s": 0.2, "patience_s": 600.0}
         cache = {"cache_dir": str(self.directory / f"cache-{index}"), "cache_bytes": 1 << 20}
         return {**self.spec, "batch_size": SAMPLES_PER_WORKER, "network": network, **cache}
 
     def verify(self, name: str) -> dict[str, Any]:
-        """What `forebay ledger verify` prints."""
+        """Return what `forebay ledger verify` prints."""
         return ledger("verify", self.states[name] / "ledger.jsonl", "--samples")
 
     def uses(self, name: str) -> list[dict[str, Any]]:
-        """The table that `forebay ledger export` writes."""
+        """Return the table that `forebay ledger export` writes."""
         out = self.directory / f"{name}.jsonl"
         ledger("export", self.states[name] / "ledger.jsonl", "--out", out, "--sample-ids")
         return [json.loads(line) for line in out.read_text().splitlines()]
@@ -230,4 +270,4 @@ def ledger(*argv: object) -> dict[str, Any]:
     return result
 
 
-SOURCES = {kind.name: kind for kind in (Static, Owned, Coordinated, Leased)}
+SOURCES = {kind.name: kind for kind in (Static, Owned, Leased)}
