@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
 from forebay.formats.records import Record, batched
-from forebay.prepare.documents import SCHEMA
+from forebay.prepare.documents import SCHEMA, Stage
 
 
 def to_batches(records: Iterable[Record], batch_bytes: int = 4 << 20) -> Iterator[pa.RecordBatch]:
@@ -16,3 +16,27 @@ def to_batches(records: Iterable[Record], batch_bytes: int = 4 << 20) -> Iterato
         columns = [[getattr(r, "index" if f.name == "place" else f.name) for r in some] for f in SCHEMA]
         arrays = [pa.array(values, f.type) for values, f in zip(columns, SCHEMA, strict=True)]
         yield pa.record_batch(arrays, schema=SCHEMA)
+
+
+def to_batch(texts: Sequence[str], languages: Sequence[str | None] | None = None) -> pa.RecordBatch:
+    """Return one batch of these texts, with a column `language` if there are any."""
+    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)], batch_bytes=1 << 40)
+    return batch if languages is None else batch.append_column("language", pa.array(languages, pa.string()))
+
+
+def drop_reasons(stage: Stage, texts: Sequence[str], languages: Sequence[str | None] | None = None) -> list[str]:
+    """Return why the stage drops each text; "" where it keeps it."""
+    return [stage.reasons[index] if index >= 0 else "" for index in stage.apply(to_batch(texts, languages)).drop]
+
+
+def stage_texts(stage: Stage, texts: Sequence[str]) -> list[str]:
+    """Return the texts as the stage leaves them; check that it keeps the rows, each as if it were alone."""
+    batch = to_batch(texts)
+    full = stage.apply(batch)
+    assert full.batch.column("place").to_pylist() == list(range(len(texts)))
+    assert full.drop.shape == (len(texts),) and full.batch.schema.field("text").type == pa.large_string()
+    result: list[str] = full.batch.column("text").to_pylist()
+    pieces = [stage.apply(batch.slice(i, 1)) for i in range(len(texts))]
+    assert [piece.batch.column("text")[0].as_py() for piece in pieces] == result
+    assert [int(piece.drop[0]) for piece in pieces] == full.drop.tolist()
+    return result

@@ -1,4 +1,3 @@
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,29 +7,25 @@ from hypothesis import strategies as st
 from forebay.errors import UsageError
 from forebay.formats.records import RESPONSE_MARK, Record
 from forebay.prepare.clean.boilerplate import Boilerplate
-from forebay.prepare.documents import Stage
-from support.batches import to_batches
-
-TextsOf = Callable[[Stage, Sequence[str]], list[str]]
-Growth = Callable[[Stage, str, int], float]
+from support.batches import stage_texts, to_batches
 
 
-def test_lines_go_and_text_stays(texts_of: TextsOf) -> None:
+def test_lines_go_and_text_stays() -> None:
     page = (
         "Home\nNews\n\nSport\nWeather\nAbout Us\n"
         "The council met on Tuesday.\nShare\n  READ MORE  \nWe use cookies to improve this site.\n"
         "It was a long meeting, they said.\n© 2024 The Paper\nCopyright (c) 2024\nAll rights reserved."
     )
-    assert texts_of(Boilerplate(), [page, "Share the bread.\nHome is where it is."]) == [
+    assert stage_texts(Boilerplate(), [page, "Share the bread.\nHome is where it is."]) == [
         "\nThe council met on Tuesday.\nIt was a long meeting, they said.\n",
         "Share the bread.\nHome is where it is.",
     ]
 
 
-def test_what_is_not_boilerplate(texts_of: TextsOf) -> None:
+def test_what_is_not_boilerplate() -> None:
     long = "He read the privacy policy. " * 8  # a long line is text, whatever it speaks of
     texts = ["a\nb\nc\nd\nhello, my friend.", "share this with them", "reprint", long, f"{RESPONSE_MARK}yes\n" * 9]
-    assert texts_of(Boilerplate(), texts) == texts
+    assert stage_texts(Boilerplate(), texts) == texts
 
 
 def test_counts_and_empty() -> None:
@@ -43,12 +38,12 @@ def test_counts_and_empty() -> None:
     assert Boilerplate(menu_lines=0).apply(batch).drop.tolist() == [0, -1, 0, -1]
 
 
-def test_patterns_of_the_user(tmp_path: Path, texts_of: TextsOf) -> None:
+def test_patterns_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "patterns"
     path.write_text("# ours\nanywhere here\n^Starts\n=Whole Line\n\n=Über uns\n")
     stage = Boilerplate(english=False, patterns=str(path), menu_lines=0)
     text = "it is ANYWHERE HERE too\nstarts so\nit starts so\nwhole line\na whole line\nÜber uns\nHome\nanywhere hereby"
-    assert texts_of(stage, [text]) == ["it starts so\na whole line\nHome\nanywhere hereby"]
+    assert stage_texts(stage, [text]) == ["it starts so\na whole line\nHome\nanywhere hereby"]
     assert stage.files() == (str(path),)
 
 
@@ -91,8 +86,3 @@ def test_agrees_with_the_plain_rule(lines: list[str], menu_lines: int) -> None:
 def test_refuses(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Boilerplate(**options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("piece", ["a", "\n", "a\n", "home\n", "a b c d\nhome\n", "we use cookie", " "])
-def test_time_is_linear(piece: str, growth: Growth) -> None:
-    assert growth(Boilerplate(), piece, 2_000_000) < 8

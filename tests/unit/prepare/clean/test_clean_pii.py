@@ -1,34 +1,14 @@
-import gzip
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.formats.records import Record
-from forebay.prepare.clean.pii import KINDS, Pii
-from forebay.prepare.documents import Stage, text_buffers
-from support.batches import to_batches
+from forebay.prepare.clean.pii import Pii
+from support.batches import stage_texts, to_batches
+from support.pii import find_spans
 
-TextsOf = Callable[[Stage, Sequence[str]], list[str]]
-Growth = Callable[[Stage, str, int], float]
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRIVATE KEY-----"
-
-
-def spans(texts: Sequence[str], stage: Pii) -> list[list[tuple[int, int, str]]]:
-    """What is found in each text, in characters."""
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
-    offsets, data = text_buffers(batch.column("text"))
-    result: list[list[tuple[int, int, str]]] = [[] for _ in texts]
-    for start, stop, kind in zip(*(array.tolist() for array in stage.find(batch.column("text")))):
-        row = int(np.searchsorted(offsets, start, side="right")) - 1
-        before = len(data[offsets[row] : start].tobytes().decode())
-        result[row].append((before, before + len(data[start:stop].tobytes().decode()), KINDS[kind]))
-    return result
 
 
 @pytest.mark.parametrize(
@@ -63,8 +43,8 @@ def spans(texts: Sequence[str], stage: Pii) -> list[list[tuple[int, int, str]]]:
         ('api_key = "a8F3kd92LLq0Zx7Yp1"', 'api_key = "<key>"'),
     ],
 )
-def test_masks(text: str, wanted: str, texts_of: TextsOf) -> None:
-    assert texts_of(Pii(), ["no data here", text]) == ["no data here", wanted]
+def test_masks(text: str, wanted: str) -> None:
+    assert stage_texts(Pii(), ["no data here", text]) == ["no data here", wanted]
 
 
 @pytest.mark.parametrize(
@@ -81,16 +61,16 @@ def test_masks(text: str, wanted: str, texts_of: TextsOf) -> None:
         'sk-learn-is-a-library-for-machine, desk-top, secret = "aaaaaaaaaaaaaaaaaaaa", token: "your_token_goes_here"',
     ],
 )
-def test_leaves(text: str, texts_of: TextsOf) -> None:
-    assert texts_of(Pii(), [text]) == [text]
+def test_leaves(text: str) -> None:
+    assert stage_texts(Pii(), [text]) == [text]
 
 
-def test_options_and_counts(texts_of: TextsOf) -> None:
+def test_options_and_counts() -> None:
     text = "a@b.com c@d.org 8.8.8.8 10.0.0.1"
     fine = Pii(kinds=("email", "ipv4"), style="fineweb")
     once = "email@example.com firstname.lastname@example.org 22.214.171.124 10.0.0.1"
-    assert texts_of(fine, [text, text, once]) == [once] * 3
-    assert texts_of(Pii(public_only=False), [text]) == ["<email> <email> <ipv4> <ipv4>"]
+    assert stage_texts(fine, [text, text, once]) == [once] * 3
+    assert stage_texts(Pii(public_only=False), [text]) == ["<email> <email> <ipv4> <ipv4>"]
     (batch,) = to_batches([Record(0, text=text), Record(1, text="")])
     verdict = Pii().apply(batch)
     assert verdict.counts == {"email": 2, "ipv4": 1} and verdict.drop.tolist() == [-1, -1]
@@ -110,78 +90,6 @@ def test_refuses(options: dict[str, object], message: str) -> None:
         Pii(**options)  # type: ignore[arg-type]
 
 
-FLOORS = {  # precision, recall of labelled spans
-    "EMAIL_ADDRESS": (("email",), 0.98, 0.98),
-    "IP_ADDRESS": (("ipv4", "ipv6"), 0.95, 0.95),
-    "IBAN_CODE": (("iban",), 0.95, 0.95),
-    # The one that is missed, 060426070011, begins as no network's cards do.
-    "CREDIT_CARD": (("card",), 0.95, 0.95),
-    "US_SSN": (("us_ssn",), 0.99, 0.99),
-    "US_DRIVER_LICENSE": (("driving_licence",), 0.99, 0.99),
-    # What is missed is a line of an address (`416 60 039`), or no number of its country (930.167.3943). The words that
-    # CONTEXT knows were chosen with these sentences in view: expect less elsewhere.
-    "PHONE_NUMBER": (("phone",), 0.95, 0.88),
-}
-
-
-@pytest.mark.parametrize("entity", FLOORS)
-def test_labelled_spans(entity: str, data: Path) -> None:
-    kinds, precision, recall = FLOORS[entity]
-    labelled = [
-        row
-        for name in ("synth_dataset_v2", "generated_small")
-        for row in json.loads((data / f"pii/{name}.json").read_text())
-    ]
-    hit = missed = false = 0
-    for row, result in zip(labelled, spans([row["full_text"] for row in labelled], Pii(public_only=False))):
-        gold = [(s["start_position"], s["end_position"]) for s in row["spans"] if s["entity_type"] == entity]
-        ours = [(start, stop) for start, stop, kind in result if kind in kinds]
-        covered = sum(any(a <= start and stop <= b for a, b in ours) for start, stop in gold)
-        hit, missed = hit + covered, missed + len(gold) - covered
-        false += sum(not any(a < stop and start < b for start, stop in gold) for a, b in ours)
-    assert hit > 5
-    assert hit / (hit + false) >= precision and hit / (hit + missed) >= recall
-
-
-def test_email_spans_of_dolma(data: Path) -> None:
-    documents, expected = (
-        [json.loads(line) for line in gzip.decompress((data / f"jsonl/{name}.json.gz").read_bytes()).splitlines()]
-        for name in ("000", "email-spans")
-    )
-    result = spans([document["text"] for document in documents], Pii(kinds=("email",)))
-    theirs = [[(a, b) for a, b, _ in row["attributes"].get("pii", {}).get("email", [])] for row in expected]
-    assert sum(map(len, theirs)) == 4
-    theirs[2].pop()  # `@LearnonScreen`, to which they give a score of 0.1, is a name elsewhere and no address
-    assert [[(a, b) for a, b, _ in row] for row in result] == theirs
-
-
-HOSTILE = [
-    "@",
-    "1.1.1.1.",
-    "a",
-    "sk-",
-    "a@",
-    "1 ",
-    "(1",
-    "1:",
-    "::",
-    "a1",
-    "GB29",
-    "4111 ",
-    "eyJa.",
-    "+1",
-    "a.",
-    "@a.",
-    "-----BEGIN PRIVATE KEY-----",
-    'token="',
-]
-
-
-@pytest.mark.parametrize("piece", HOSTILE)
-def test_time_is_linear(piece: str, growth: Growth) -> None:
-    assert growth(Pii(), piece, 10_000_000 if piece in HOSTILE[:3] else 1_000_000) < 8
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
@@ -189,7 +97,7 @@ def test_time_is_linear(piece: str, growth: Growth) -> None:
     ).map("".join)
 )
 def test_spans_ascend_within_the_text(text: str) -> None:
-    (result,) = spans([text], Pii())
+    (result,) = find_spans([text], Pii())
     edges = [edge for start, stop, _ in result for edge in (start, stop)]
     assert edges == sorted(edges) and all(0 <= edge <= len(text) for edge in edges)
     assert all(stop - start >= len("111::") for start, stop, _ in result)  # the shortest address there is

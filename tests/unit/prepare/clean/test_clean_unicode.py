@@ -1,9 +1,5 @@
 import unicodedata
-import zipfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import ftfy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,16 +7,7 @@ from hypothesis import strategies as st
 from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK, Record
 from forebay.prepare.clean.unicode import MAX_MARKS, Unicode
-from forebay.prepare.documents import Stage
-from support.batches import to_batches
-
-TextsOf = Callable[[Stage, Sequence[str]], list[str]]
-Growth = Callable[[Stage, str, int], float]
-
-
-def clean(text: str, stage: Unicode) -> str:
-    (batch,) = to_batches([Record(0, text=text)])
-    return str(stage.apply(batch).batch.column("text")[0].as_py())
+from support.batches import stage_texts, to_batches
 
 
 @pytest.mark.parametrize(
@@ -43,8 +30,8 @@ def clean(text: str, stage: Unicode) -> str:
         ("", ""),
     ],
 )
-def test_repairs(dirty: str, wanted: str, texts_of: TextsOf) -> None:
-    assert texts_of(Unicode(), [dirty, "between", dirty]) == [wanted, "between", wanted]
+def test_repairs(dirty: str, wanted: str) -> None:
+    assert stage_texts(Unicode(), [dirty, "between", dirty]) == [wanted, "between", wanted]
 
 
 def test_counts_by_kind() -> None:
@@ -62,11 +49,11 @@ def test_counts_by_kind() -> None:
     assert verdict.drop.tolist() == [-1, -1]
 
 
-def test_options(texts_of: TextsOf) -> None:
+def test_options() -> None:
     text = "ﬁne  \n\n\n\nschÃ¶n\u200b\u00ad\x01\u202e e\u0301"
     off = Unicode(mojibake=False, form="none", max_blank_lines=-1)
-    assert texts_of(off, [text]) == ["ﬁne\n\n\n\nschÃ¶n\u202e e\u0301"]
-    assert texts_of(Unicode(form="NFKC", max_blank_lines=0), [text]) == ["fine\nschön\u202e é"]
+    assert stage_texts(off, [text]) == ["ﬁne\n\n\n\nschÃ¶n\u202e e\u0301"]
+    assert stage_texts(Unicode(form="NFKC", max_blank_lines=0), [text]) == ["fine\nschön\u202e é"]
 
 
 @pytest.mark.parametrize(
@@ -95,41 +82,13 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES | st.characters(codec="utf-8"), max_size=60).map("".join), st.sampled_from(["NFC", "NFKC"]))
 def test_is_idempotent_and_normal(text: str, form: str) -> None:
     stage = Unicode(form=form)
-    once = clean(text, stage)
-    assert clean(once, stage) == once
+    (once,) = stage_texts(stage, [text])
+    assert stage_texts(stage, [once]) == [once]
     assert unicodedata.is_normalized(form, once)  # type: ignore[arg-type]
 
 
-def test_long_runs_of_marks_are_cut(texts_of: TextsOf) -> None:
+def test_long_runs_of_marks_are_cut() -> None:
     text = "x" + "\u0316\u0301" * 50 + "algo"
-    (cut,) = texts_of(Unicode(), [text])
+    (cut,) = stage_texts(Unicode(), [text])
     assert sum(unicodedata.combining(c) > 0 for c in cut) == MAX_MARKS
     assert cut.endswith("algo") and unicodedata.is_normalized("NFC", cut)
-
-
-def test_gate_misses_little_that_ftfy_repairs(data: Path) -> None:
-    archive = zipfile.ZipFile(data / "lang/udhr2.zip")
-    lines = [
-        line
-        for name in sorted(archive.namelist())[::6]
-        if name.endswith(".txt")
-        for line in archive.read(name).decode("utf-8", "ignore").split("\n")[5:12]
-        if len(line) > 60 and not line.isascii()
-    ]
-    broken = [line.encode().decode("latin-1") for line in lines]
-    broken += [line.encode().decode("sloppy-windows-1252") for line in lines]
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate([*lines, *broken])])
-    ours = Unicode(form="none").apply(batch).batch.column("text").to_pylist()
-    repaired = [ftfy.fix_encoding(text) for text in [*lines, *broken]]
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(repaired)])
-    theirs = Unicode(mojibake=False, form="none").apply(batch).batch.column("text").to_pylist()
-    changed = sum(a != b for a, b in zip(theirs, [*lines, *broken]))
-    assert changed > 300
-    assert sum(a != b for a, b in zip(ours, theirs)) <= 0.002 * changed
-
-
-@pytest.mark.parametrize(
-    "piece", ["a", " ", " \n", "\r", "\x00", "a\u0301\u0327", "\u0301\u0327", "Ã¶", "\u09c7\u09be", "Ã\x82", "\u0344"]
-)
-def test_time_is_linear(piece: str, growth: Growth) -> None:
-    assert growth(Unicode(), piece, 10_000_000 if piece.isascii() else 1_000_000) < 8

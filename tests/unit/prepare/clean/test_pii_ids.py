@@ -1,18 +1,11 @@
 """Numbers that countries give: the published examples, and the same with another check digit."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
 import pytest
 
 from forebay.formats.records import Record
 from forebay.prepare.clean.pii import DEFAULT_KINDS, IDS, KINDS, Country, Pii
 from forebay.prepare.clean.pii_ids import IDENTIFIERS
-from forebay.prepare.documents import Stage
-from support.batches import to_batches
-
-TextsOf = Callable[[Stage, Sequence[str]], list[str]]
-Growth = Callable[[Stage, str, int], float]
+from support.batches import stage_texts, to_batches
 
 NUMBERS = {  # as authorities publish them, or computed by their rules; with `~`, a digit that does not check
     "us_ssn": ("457-55-5462", "SSN 457 55 5462", "Social Security number: 123456789", "~666-55-5462", "~SSN 000554567"),
@@ -56,13 +49,13 @@ NUMBERS = {  # as authorities publish them, or computed by their rules; with `~`
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_numbers(kind: str, texts_of: TextsOf) -> None:
+def test_numbers(kind: str) -> None:
     stage = Pii(kinds=(kind,))  # type: ignore[arg-type]
     good = [text for text in NUMBERS[kind] if text[0] != "~"]
     bad = [f"See {text[1:]}, it says." for text in NUMBERS[kind] if text[0] == "~"]
-    masked = texts_of(stage, [f"See {text}, it says." for text in good])
+    masked = stage_texts(stage, [f"See {text}, it says." for text in good])
     assert all(f"<{kind}>, it says." in text for text in masked), masked
-    assert texts_of(stage, bad) == bad
+    assert stage_texts(stage, bad) == bad
 
 
 def test_all_kinds_have_a_test_and_a_country() -> None:
@@ -71,23 +64,23 @@ def test_all_kinds_have_a_test_and_a_country() -> None:
     assert set(Country.__args__) == countries
 
 
-def test_kinds_of_a_country_and_those_beside_others(texts_of: TextsOf) -> None:
+def test_kinds_of_a_country_and_those_beside_others() -> None:
     text = "SSN 457-55-5462, AB123456C, a@b.com, BSN 111222333, 00:1A:2B:3C:4D:5E"
-    assert texts_of(Pii(kinds=("us", "uk")), [text]) == [  # type: ignore[arg-type]
+    assert stage_texts(Pii(kinds=("us", "uk")), [text]) == [  # type: ignore[arg-type]
         "SSN <us_ssn>, <uk_nino>, a@b.com, BSN 111222333, 00:1A:2B:3C:4D:5E"
     ]
     several = "SSNs: 457-55-5462, 457555463 and born 457555464"
-    assert texts_of(Pii(), [several]) == ["SSNs: <us_ssn>, <us_ssn> and born 457555464"]
-    assert texts_of(Pii(), [text]) == ["SSN <us_ssn>, <uk_nino>, <email>, BSN <nl_bsn>, 00:1A:2B:3C:4D:5E"]
+    assert stage_texts(Pii(), [several]) == ["SSNs: <us_ssn>, <us_ssn> and born 457555464"]
+    assert stage_texts(Pii(), [text]) == ["SSN <us_ssn>, <uk_nino>, <email>, BSN <nl_bsn>, 00:1A:2B:3C:4D:5E"]
     key = 'token = "457-55-5462a8F3kd92LLq0Zx7Yp1"'
-    assert texts_of(Pii(), [key, "NHS 943 476 5919 call 943 476 5919"]) == [
+    assert stage_texts(Pii(), [key, "NHS 943 476 5919 call 943 476 5919"]) == [
         'token = "<key>"', "NHS <uk_nhs> call <phone>",
     ]  # fmt: skip
 
 
-def test_what_is_part_of_something_longer_stays(texts_of: TextsOf) -> None:
+def test_what_is_part_of_something_longer_stays() -> None:
     texts = ["x-457-55-5462", "457-55-5462-1", "$457-55-5462", "/457-55-5462", "457-55-5462@host", "é457-55-5462"]
-    assert texts_of(Pii(kinds=("us_ssn",)), texts) == [*texts[:5], "é<us_ssn>"]
+    assert stage_texts(Pii(kinds=("us_ssn",)), texts) == [*texts[:5], "é<us_ssn>"]
 
 
 def test_documents_with_much_personal_data_are_dropped() -> None:
@@ -98,17 +91,3 @@ def test_documents_with_much_personal_data_are_dropped() -> None:
     assert result.drop.tolist() == [0, -1, -1, -1] and result.counts == {"email": 1}
     assert Pii(max_per_1000_words=1).apply(batch).drop.tolist() == [1, -1, -1, -1]
     assert Pii(max_per_1000_words=0).apply(batch).drop.tolist() == [1, 1, -1, -1]
-
-
-def test_real_text_without_such_numbers(data: Path) -> None:
-    """Novels, plays and the Bible have no such numbers; nor do 1,000 pages of news and law."""
-    texts = [path.read_text("latin-1") for path in sorted((data / "books/gutenberg_en").iterdir())]
-    texts.append((data / "neardup/articles_1000.train").read_text("utf-8", "replace"))
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)], 1 << 40)
-    kinds = tuple(kind for kind in DEFAULT_KINDS if kind in IDS)
-    assert not Pii(kinds=kinds).apply(batch).counts
-
-
-@pytest.mark.parametrize("piece", ["1", "12 ", "123-45-6789 ", "SSN ", "A", "1.", "ssn 123", "48.1234, ", "0x"])
-def test_time_is_linear(piece: str, growth: Growth) -> None:
-    assert growth(Pii(kinds=tuple(IDS)), piece, 400_000) < 8  # type: ignore[arg-type]

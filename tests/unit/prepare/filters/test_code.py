@@ -1,19 +1,14 @@
 """Rules for source files, from both sides of each threshold."""
 
-import sysconfig
-import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.config import load_recipe
 from forebay.prepare.filters.code import Code
 from support.batches import to_batches
-from support.calibration import scaled
 
 
 def reason(text: str, name: str = "a.py", **fields: object) -> str:
@@ -72,35 +67,3 @@ def test_tables_by_extension(tmp_path: Path) -> None:
     (stage,) = load_recipe(None, tmp_path / "mine.toml").stages
     (batch,) = to_batches([Record(i, id=f"a.{kind}", text=LINE * 7) for i, kind in enumerate(("py", "sql"))])
     assert stage.apply(batch).drop.tolist() == [0, -1]
-
-
-def test_the_standard_library_stays() -> None:
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    records = [Record(i, id=file.name, text=file.read_text("utf-8")) for i, file in enumerate(files)]
-    dropped = {}
-    for batch in to_batches(records):
-        dropped |= {
-            batch["id"][row].as_py(): Code.reasons[why] for row, why in enumerate(Code().apply(batch).drop) if why >= 0
-        }
-    assert len(files) > 100 and set(dropped.values()) <= {"code_generated"} and len(dropped) < 6
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from(CASES).map(lambda c: c[0][:5000]), st.sampled_from(["py", "json", ""]))),
-    st.data(),
-)
-def test_batches_may_be_cut_anywhere(files: list[tuple[str, str]], data: st.DataObject) -> None:
-    records = [Record(i, id=f"a.{kind}", text=text) for i, (text, kind) in enumerate(files)]
-    cut = data.draw(st.integers(0, len(files)))
-    for batch in to_batches(records):
-        parts = [Code().apply(part).drop.tolist() for part in (batch, batch.slice(0, cut), batch.slice(cut))]
-        assert parts[0] == parts[1] + parts[2]
-
-
-@pytest.mark.parametrize("unit", ["a", "QUJD", "0x41, ", "\\u0041", "\n", "auto generated "])
-def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
-    reason(LINE)
-    start = time.process_time()
-    reason(unit * (1_000_000 // len(unit)))
-    assert time.process_time() - start < scaled(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.filters.language import Language
 from support.batches import to_batches
-from support.shared_data import shared_data
 
 SAMPLES = {
     "en": "All human beings are born free and equal in dignity and rights.",
@@ -68,18 +66,3 @@ def test_models_that_are_none(tmp_path: Path) -> None:
     for name in ("bad.ftz", "missing.ftz"):
         with pytest.raises(UsageError, match=r"^model: expected a fastText model"):
             labelled(Language(model=str(tmp_path / name)), ["text"])
-
-
-def test_accuracy_on_the_declaration_of_human_rights() -> None:
-    folder = shared_data("lang/udhr2.zip").parents[1]
-    files = {"en": "eng", "de": "deu_1901", "fr": "fra", "es": "spa", "ru": "rus"}
-    expected, pieces = [], []
-    with zipfile.ZipFile(folder / "lang/udhr2.zip") as archive:
-        for language, name in files.items():
-            text = " ".join(archive.read(f"udhr2/{name}.txt").decode().split())
-            cut = [text[i : i + 200] for i in range(500, 6500, 200)]
-            expected += [language] * len(cut)
-            pieces += cut
-    result, _, _ = labelled(Language(model=str(folder / "lid/lid.176.ftz")), pieces)
-    right = sum(a == b for a, b in zip(result, expected, strict=True)) / len(pieces)
-    assert right >= 0.95, f"{right:.3f} of {len(pieces)} pieces"

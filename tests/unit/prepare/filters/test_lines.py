@@ -1,7 +1,5 @@
 """Each rule that takes lines out, on lines on both sides of its threshold; counts; documents that lose too much."""
 
-import time
-
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,6 @@ from forebay.formats.records import Record
 from forebay.prepare.documents import StageResult
 from forebay.prepare.filters.lines import RULES, LineRules
 from support.batches import to_batches
-from support.calibration import scaled
 
 
 def apply(stage: LineRules, *texts: str, languages: tuple[str | None, ...] = ()) -> StageResult:
@@ -134,14 +131,6 @@ def test_lines_stand_alone(lines: list[str]) -> None:
     assert result.batch["text"][0].as_py() == "\n".join([*(line for line, k in zip(lines, keep) if k), "This is it."])
     assert sum(result.counts.values()) == keep.count(False)
     assert {*result.counts} <= {f"lines_{name}" for name in RULES}
-
-
-@pytest.mark.parametrize("unit", ["a ", "\n", "1 ", "sign ", "。", "的", "!\n", "ab"])
-def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
-    apply(LineRules(), "warm up")
-    start = time.process_time()
-    apply(LineRules(), unit * (1_000_000 // len(unit)))
-    assert time.process_time() - start < scaled(2)
 
 
 def test_a_line_above_the_limit_stays() -> None:

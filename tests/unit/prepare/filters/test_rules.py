@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.language import Language
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
-from support.batches import to_batches
+from support.batches import drop_reasons, stage_texts, to_batch
 
 INF = math.inf
 FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}
 
 
 def reason(stage: Stage, text: str) -> str:
-    """Why the stage drops the text; "" if it keeps it."""
-    (batch,) = to_batches([Record(0, text=text)])
-    (index,) = stage.apply(batch).drop
-    return stage.reasons[index] if index >= 0 else ""
-
-
-def rewritten(stage: Stage, text: str) -> str:
-    """The text as the stage leaves it."""
-    (batch,) = to_batches([Record(0, text=text)])
-    (text,) = stage.apply(batch).batch.column("text").to_pylist()
-    return text
+    return drop_reasons(stage, [text])[0]
 
 
 STOPS = "the and "
@@ -187,7 +175,7 @@ C4_LINES = [
 @pytest.mark.parametrize(("text", "expected"), C4_LINES)
 def test_c4_lines(text: str, expected: str) -> None:
     assert reason(C4(), text) == ""
-    assert rewritten(C4(), text) == expected
+    assert stage_texts(C4(), [text]) == [expected]
 
 
 def test_c4_pages() -> None:
@@ -196,17 +184,19 @@ def test_c4_pages() -> None:
     assert reason(C4(), f"{SENTENCES}\nIt has a {{ in it.") == "c4_curly_bracket"
     assert reason(C4(), "") == "c4_few_sentences"
     page = "dropped pages\nstay as they are"
-    assert rewritten(C4(), page) == page
+    assert stage_texts(C4(), [page]) == [page]
 
 
 def test_c4_counts_lines_of_kept_pages() -> None:
-    (batch,) = to_batches([Record(0, text=f"{SENTENCES}\nno end\nno."), Record(1, text="dropped")])
-    assert C4().apply(batch).counts == {"lines_unended": 1, "lines_few_words": 1}
+    assert C4().apply(to_batch([f"{SENTENCES}\nno end\nno.", "dropped"])).counts == {
+        "lines_unended": 1,
+        "lines_few_words": 1,
+    }
 
 
 def test_c4_rules_can_be_off() -> None:
     off = C4(terminal_punctuation=False, min_words_per_line=0, max_word_chars=0, min_sentences=0)
-    assert rewritten(off, "a\n  b [1]") == "a\nb "
+    assert stage_texts(off, ["a\n  b [1]"]) == ["a\nb "]
 
 
 @pytest.mark.parametrize(
@@ -252,10 +242,3 @@ def test_length(fields: dict[str, float], text: str, expected: str) -> None:
 def test_fields_are_checked(name: str, fields: dict[str, object], key: str) -> None:
     with pytest.raises(UsageError, match=f"^{key}: expected "):
         FILTERS[name](**fields)  # type: ignore[operator]
-
-
-def test_drop_is_int16() -> None:
-    (batch,) = to_batches([Record(0, text="a"), Record(1, text="b")])
-    for name, stage in FILTERS.items():
-        if name not in ("language", "perplexity"):
-            assert stage().apply(batch).drop.dtype == np.int16  # type: ignore[operator]

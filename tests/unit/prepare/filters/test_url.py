@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +10,6 @@ import pytest
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import SCHEMA
 from forebay.prepare.filters.url import Url
-from support.shared_data import shared_data
 
 
 def reasons(stage: Url, urls: list[str]) -> list[str]:
@@ -85,13 +82,6 @@ def test_lists_of_the_user(tmp_path: Path) -> None:
     assert reasons(Url(soft_words=soft, max_soft_words=2), ["http://c/one/two", "http://c/one/two/three"]) == [
         "", "url_soft_words",
     ]  # fmt: skip
-
-
-def test_addresses_of_real_pages_stay() -> None:
-    with tarfile.open(shared_data("html/wcxb_dev.tar.xz")) as files:
-        truths = [json.load(files.extractfile(m)) for m in files if m.name.endswith(".json")]  # type: ignore[arg-type]
-    urls = [truth["url"] for truth in truths if truth.get("url")]
-    assert len(urls) > 1400 and [url for url, why in zip(urls, reasons(Url(), urls)) if why] == []
 
 
 def test_wrong_lists(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.formats.records import Record
 from forebay.prepare.filters.kernels import REPETITION, measure_repetition
-from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, measure
+from forebay.prepare.filters.quality import measure
 from forebay.prepare.filters.words import word_table
 from support.batches import to_batches
 
@@ -82,11 +82,3 @@ def test_a_batch_in_the_memory_of_the_one_before_it_is_cut_anew() -> None:
         received = next(iter(pa.ipc.open_stream(memoryview(shared)[: data.nbytes])))
         assert np.diff(word_table(received).starts).tolist() == [len(text.split()) for text in texts]
         del received
-
-
-def test_a_slice_of_a_batch_is_judged_as_its_rows_are() -> None:
-    texts = ["It is a truth that the mill and the race have to be. " * 3, "a b " * 200, "The wheel of the mill.\n" * 9]
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
-    for stage in (GopherQuality(), GopherRepetition(), FineWeb()):
-        full = stage.apply(batch).drop.tolist()
-        assert [stage.apply(batch.slice(i, 1)).drop.tolist()[0] for i in range(3)] == full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -12,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.formats.records import Record
-from forebay.prepare.documents import SCHEMA
 from forebay.prepare.filters import words as module
-from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.perplexity import spaced
-from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
+from forebay.prepare.filters.quality import GopherQuality
 from forebay.prepare.filters.word_tables import SPACE, character_table, hash_word
 from forebay.prepare.filters.words import hash_points, split_words
 from support.batches import to_batches
-
-STAGES = (Length(), GopherQuality(), GopherRepetition(), C4(), FineWeb())
 
 
 @pytest.mark.parametrize(
@@ -75,76 +70,6 @@ def test_hash_in_both_languages() -> None:
 def test_table_knows_pythons_white_space() -> None:
     table = character_table()
     assert [c for c in range(len(table) - 1) if (table[c] & SPACE != 0) != chr(c).isspace()] == []
-
-
-TEXTS = st.lists(
-    st.one_of(
-        st.text(max_size=60),
-        st.text("ab. \n-•…#[1]{", max_size=300),
-        st.lists(st.sampled_from(["the", "and", "word.", "🎉", "日本", "\n", "\n\n", "...", "שלום"]), max_size=200).map(
-            " ".join
-        ),
-    ),
-    max_size=12,
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(TEXTS, st.integers(0, 12))
-def test_batches_may_be_cut_anywhere(texts: list[str], cut: int) -> None:
-    batch = (
-        pa.record_batch(
-            [pa.array([getattr(r, "index" if f.name == "place" else f.name) for r in rows], f.type) for f in SCHEMA],
-            schema=SCHEMA,
-        )
-        if (rows := [Record(i, text=t) for i, t in enumerate(texts)])
-        else pa.RecordBatch.from_pylist([], SCHEMA)
-    )
-    for stage in STAGES:
-        full = stage.apply(batch)
-        parts = [stage.apply(batch.slice(0, cut)), stage.apply(batch.slice(cut))]
-        assert np.array_equal(full.drop, np.concatenate([p.drop for p in parts]))
-        column = full.batch.column("text")
-        column.validate(full=True)
-        assert column.to_pylist() == [t for p in parts for t in p.batch.column("text").to_pylist()]
-        assert sum(full.counts.values()) == sum(sum(p.counts.values()) for p in parts)
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "x",
-        "!",
-        ".",
-        "#",
-        "[1",
-        "(",
-        "'",
-        "a-",
-        "a.",
-        "-",
-        "日",
-        "🎉",
-        "ש",
-        "\n",
-        "\r\n",
-        "\x00",
-        "a@",
-        "://",
-        "x/",
-        " ",
-        "3k",
-    ],
-)
-def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
-    text = (unit * (1 << 20))[: 1 << 20]
-    (batch,), (short,) = to_batches([Record(0, text=text)]), to_batches([Record(0, text=unit)])
-    for stage in STAGES:
-        stage.apply(short)  # compiles what is not compiled yet
-    started = time.process_time()
-    for stage in STAGES:
-        assert len(stage.apply(batch).drop) == 1
-    assert time.process_time() - started < 5  # about 0.3 s; quadratic would be hours
 
 
 def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
