@@ -8,16 +8,16 @@ import re
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forebay.errors import MissingPackageError
-from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
-from forebay.prepare.inputs import find_inputs, read_split, split_files
-from support.paths import TESTS
+from support.paths import GOLDEN as GOLDEN_FILES
+from support.preparing import read_records
 
-GOLDEN = TESTS / "golden" / "books"  # Written by ReportLab.
+GOLDEN = GOLDEN_FILES / "books"  # Written by ReportLab.
 PDF_TEXT = "This is the first example of a divided word,\nand a wellknown one.\nGröße, naïve.\nSecond page."
 COLUMNS = {"title": "text", "author": "text", "language": "text"}
 CONTAINER = (
@@ -57,12 +57,11 @@ def epub(**changes: str | None) -> bytes:
     return out.getvalue()
 
 
-def read(path: Path, **options: object) -> list[Record]:
-    chosen = ReadOptions(columns=COLUMNS, **options)  # type: ignore[arg-type]
-    return [r for split in split_files(find_inputs(path, chosen).files, chosen) for r in read_split(split, chosen)]
+def read(path: Path, **options: Any) -> list[Record]:
+    return read_records(path, columns=COLUMNS, **options)
 
 
-def only(path: Path, **options: object) -> Record:
+def only(path: Path, **options: Any) -> Record:
     (record,) = read(path, **options)
     return record
 
@@ -103,7 +102,7 @@ def test_an_epub_that_is_damaged_encrypted_or_a_bomb(tmp_path: Path, changes: di
     assert re.search(match, record.problem), record.problem
 
 
-def test_fonts_of_an_epub_may_be_encrypted_and_entities_do_not_explode(tmp_path: Path) -> None:
+def test_fonts_of_an_epub_may_be_encrypted_its_text_may_not_and_entities_do_not_explode(tmp_path: Path) -> None:
     path = tmp_path / "a.epub"
     fonts = '<e><CipherReference URI="OEBPS/fonts/a.otf"/></e>'
     path.write_bytes(epub(**{"META-INF/encryption.xml": fonts}))
@@ -112,17 +111,14 @@ def test_fonts_of_an_epub_may_be_encrypted_and_entities_do_not_explode(tmp_path:
     bomb = f'<!DOCTYPE container [<!ENTITY e0 "words">{entities}]><container>&e11;</container>'
     path.write_bytes(epub(**{"META-INF/container.xml": bomb}))
     assert only(path).problem.startswith("a damaged EPUB")
-
-
-def test_a_member_with_a_password_is_said_to_be_encrypted(tmp_path: Path) -> None:
-    path, data = tmp_path / "a.epub", bytearray(epub())
+    data = bytearray(epub())
     central = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)  # The container's entry of the directory.
     data[central + 8] |= 1
     path.write_bytes(data)
     assert "encrypted" in only(path).problem
 
 
-def test_a_pdf_that_is_damaged_encrypted_or_a_scan(tmp_path: Path) -> None:
+def test_a_pdf_that_is_damaged_encrypted_a_scan_or_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, data = tmp_path / "a.pdf", (GOLDEN / "sample.pdf").read_bytes()
     assert only(GOLDEN / "encrypted.pdf").problem.startswith("expected a PDF that opens without a password")
     path.write_bytes(b"%PDF-1.7\nnothing of the kind")
@@ -132,10 +128,7 @@ def test_a_pdf_that_is_damaged_encrypted_or_a_scan(tmp_path: Path) -> None:
     path.write_bytes(data)
     assert only(path, max_document_bytes=2000).text == PDF_TEXT
     assert only(path, max_document_bytes=1000).problem == "larger than max_document_bytes, 1000"
-
-
-def test_a_pdf_with_more_text_than_a_document_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.formats.books.read_data", lambda *_: ((GOLDEN / "sample.pdf").read_bytes(), None))
+    monkeypatch.setattr("forebay.formats.books.read_data", lambda *_: (data, None))
     assert only(GOLDEN / "sample.pdf", max_document_bytes=20).problem == "more text than max_document_bytes, 20"
 
 

@@ -8,9 +8,10 @@ import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.formats.http_message import body_text, parse_http
@@ -67,46 +68,14 @@ def test_every_sample_archive_has_as_many_records_as_warcio_reads() -> None:
             assert (len(result) - len(problems), len(problems)) == DAMAGED[name], name
             continue
         with path.open("rb") as file:
-            expected = Counter(record.rec_type for record in warcio.ArchiveIterator(file))
+            records = [(r.rec_type, r.raw_stream.read()) for r in warcio.ArchiveIterator(file, no_record_parse=True)]
+        expected = Counter(kind for kind, _ in records)
         expected["warcinfo"] += expected.pop("arc_header", 0)
-        assert Counter(record.kind for record in result) == +expected, name
-        assert not problems, name
+        assert Counter(record.kind for record in result) == +expected and not problems, name
+        if name in ("dolma/sample-0000.warc.gz", "pywb/iana.warc.gz", "fastwarc/warcfile.warc"):
+            assert [record.block for record in result] == [block for _, block in records], name
         compared += 1
     assert compared == 46
-
-
-def test_blocks_are_those_of_warcio() -> None:
-    warcio = pytest.importorskip("warcio.archiveiterator")
-    for name in ("dolma/sample-0000.warc.gz", "pywb/iana.warc.gz", "fastwarc/warcfile.warc", "pywb/example.arc.gz"):
-        path = shared_data("warc") / name
-        with path.open("rb") as file:
-            expected = [r.raw_stream.read() for r in warcio.ArchiveIterator(file, no_record_parse=True)]
-        skipped = 1 if ".arc" in name else 0  # warcio reads an ARC's first block in part
-        assert [r.block for r in raw(path)][skipped:] == expected[skipped:], name
-
-
-def test_documents_of_the_samples() -> None:
-    folder = shared_data("warc")
-    counts = {
-        "dolma/sample-0000.warc.gz": 22,
-        "fastwarc/clueweb-quirk.warc.gz": 29,
-        "fastwarc/warcfile.warc.lz4": 16,
-        "pywb/iana.warc.gz": 16,
-        "webarchive-commons/link-extraction-test.warc": 7,
-        "whirlwind/whirlwind.warc.wet.gz": 1,
-        "cc_net/sample.warc.txt": 3,
-        "pywb/example.arc": 1,
-        "warcio/example-space-in-url.arc": 1,
-    }
-    for name, count in counts.items():
-        result = documents(folder / name)
-        assert [record.problem for record in result] == [""] * count, name
-        assert all(record.text for record in result)
-    (wet,) = documents(folder / "whirlwind/whirlwind.warc.wet")
-    assert not wet.html
-    assert wet.url == "https://an.wikipedia.org/wiki/Escopete"
-    japanese = documents(folder / "fastwarc/clueweb-quirk.warc.gz")[0]
-    assert "ショッピング" in japanese.text or "商品" in japanese.text  # EUC-JP
 
 
 def warc_record(
@@ -130,11 +99,8 @@ def test_a_damaged_member_costs_itself_alone(tmp_path: Path) -> None:
             path = tmp_path / "a.warc.gz"
             path.write_bytes(b"".join(broken))
             result = documents(path)
-            good = [f"text {i} " * 500 for i in range(5) if i != index]
-            assert texts(result) == good, (index, position)
-            assert [r.problem != "" for r in result].count(True) == 1
-            problem = next(r for r in result if r.problem)
-            assert problem.location.startswith("byte ")
+            assert texts(result) == [f"text {i} " * 500 for i in range(5) if i != index], (index, position)
+            assert [r.location[:5] for r in result if r.problem] == ["byte "]
 
 
 def test_a_truncated_archive_gives_what_stands_before(tmp_path: Path) -> None:
@@ -161,9 +127,7 @@ def test_garbage_between_records(tmp_path: Path) -> None:
     path = tmp_path / "a.warc"
     path.write_bytes(b"\0garbage" * 30_000 + b"\n" + warc_record(b"one") + b"x" * 100_000 + b"\n" + warc_record(b"two"))
     result = documents(path)
-    assert texts(result)[-1] == "two"
-    assert result[0].problem.endswith("begin no record")
-    assert len(texts(result)) == 2
+    assert texts(result) == ["one", "two"] and result[0].problem.endswith("begin no record")
 
 
 def test_caps(tmp_path: Path) -> None:
@@ -194,9 +158,9 @@ def test_http_bodies() -> None:
         answer = parse_http(head + body, 1 << 20)
         assert (answer.status, answer.charset, answer.body) == (200, "utf-8", page), name
     head = b"HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n"
-    assert parse_http(head + chunked, 1 << 20).body == page
-    assert parse_http(head + page, 1 << 20).body == page
-    assert parse_http(head, 1 << 20).status == 404
+    for body, expected in ((chunked, page), (page, page), (b"", b"")):
+        answer = parse_http(head + body, 1 << 20)
+        assert (answer.status, answer.body) == (404, expected)
 
 
 def test_character_sets() -> None:
@@ -225,7 +189,6 @@ def test_arc_versions(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=400), st.integers(0, 3), st.booleans())
 def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) -> None:
     if b"WARC/" in garbage or b"\x1f\x8b" in garbage:
@@ -234,15 +197,12 @@ def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) ->
     parts.insert(at, garbage if packed else garbage + b"\n")
     given_source = InputFile("memory", "memory", "warc", "gz" if packed else "", 0, "")
     data = io.BytesIO(b"".join(parts))
-    from unittest import mock
-
     with mock.patch("forebay.formats.warc.open_input", lambda *_: data):
         result = list(Warc().read_text(InputSplit((given_source,)), ReadOptions()))
-    good = [text.split("\n")[0].strip() for text in texts(result)]
-    assert [text[:6] for text in good] == ["text 0", "text 1", "text 2"]
+    assert [text[:6] for text in texts(result)] == ["text 0", "text 1", "text 2"]
 
 
-def test_hostile_archives_take_linear_time(tmp_path: Path) -> None:
+def test_hostile_archives_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.warc"
     for part in (
         b"WARC/1.0\r\n",
@@ -252,8 +212,8 @@ def test_hostile_archives_take_linear_time(tmp_path: Path) -> None:
         b"a:b 1 2 3\n",
         b"\r",
     ):
-        path.write_bytes(part * (200_000 // len(part)))
-        assert isinstance(sum(1 for _ in Warc().read_text(InputSplit((source(path),)), ReadOptions())), int)
+        path.write_bytes(part * (100_000 // len(part)) + b"\n" + warc_record(b"text"))
+        assert texts(documents(path))[-1:] == ["text"], part
     path = tmp_path / "b.warc.gz"
     path.write_bytes(b"\x1f\x8b\x08\0\0\0\0\0\0\0" * 20_000)
     assert [r.problem[:11] for r in documents(path)] == ["gzip member"]

@@ -21,8 +21,6 @@ from forebay.formats import text as lines
 from forebay.prepare import load_recipe
 from forebay.prepare.report import load_report
 from forebay.prepare.run import plan
-from forebay.prepare.tasks.encode import EncodeTask
-from forebay.prepare.tasks.text import TextTask
 from support.preparing import prepare, read_lines, write_jsonl
 
 
@@ -183,17 +181,6 @@ def test_a_file_that_changed_between_runs_is_read_again(tmp_path: Path, corpus: 
     (corpus / "a.jsonl").write_text(data)
     with pytest.raises(UsageError, match="which holds dataset"):
         prepare(corpus, tmp_path / "d")
-
-
-def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
-    """However often its name is read, and nothing of the recipe is hashed for it."""
-    calls: list[object] = []
-    for kind in (TextTask, EncodeTask):
-        plain = kind.name.func
-        monkeypatch.setattr(kind.name, "func", lambda task, plain=plain: calls.append(task) or plain(task))
-    monkeypatch.setattr(lines, "SPLIT_BYTES", 1 << 20)
-    prepare(corpus, tmp_path / "d")
-    assert len(calls) == len({id(task) for task in calls}) == 4
 
 
 def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path: Path, corpus: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
@@ -49,8 +50,8 @@ def score(model: Model, order: int, line: str) -> float:
 CORPUS = ["the cat sat on the mat .\nthe cat ran .", "a dog sat on a mat .\n\na dog ran !", "the dog and the cat"]
 
 
-def trained(tmp_path: Path, texts: list[str], **options: object) -> Path:
-    train_lm(texts, tmp_path / "m.arpa", **options)  # type: ignore[arg-type]
+def trained(tmp_path: Path, texts: Iterable[str], **options: Any) -> Path:
+    train_lm(texts, tmp_path / "m.arpa", **options)
     return tmp_path / "m.arpa"
 
 
@@ -75,7 +76,6 @@ def test_probabilities_by_hand(tmp_path: Path) -> None:
 WORDS = st.lists(st.lists(st.sampled_from("abcde"), min_size=1, max_size=12).map(" ".join), min_size=1, max_size=20)
 
 
-@settings(max_examples=30, deadline=None)
 @given(WORDS, st.integers(2, 4), st.randoms())
 def test_probabilities_sum_to_one(
     tmp_path_factory: pytest.TempPathFactory,
@@ -91,15 +91,15 @@ def test_probabilities_sum_to_one(
         assert sum(10 ** log_probability(model, context, word) for word in words) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("order", [2, 3, 5])
+@pytest.mark.parametrize("order", [2, 5])
 def test_bytes_do_not_depend_on_the_chunk(tmp_path: Path, order: int) -> None:
     texts = CORPUS * 3 + ["other words entirely " + "x" * 100]
     full = trained(tmp_path, texts, order=order).read_bytes()
-    assert trained(tmp_path, texts, order=order, chunk=16).read_bytes() == full
+    assert trained(tmp_path, iter(texts), order=order, chunk=16).read_bytes() == full  # texts are read once
     assert [p.name for p in tmp_path.iterdir()] == ["m.arpa"]
 
 
-@pytest.mark.parametrize("order", [2, 3, 4])
+@pytest.mark.parametrize("order", [2, 4])
 def test_kenlm_agrees(tmp_path: Path, order: int) -> None:
     kenlm = pytest.importorskip("kenlm")
     path = trained(tmp_path, CORPUS, order=order)
@@ -120,26 +120,13 @@ def test_limits_of_vocabulary(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     out = tmp_path / "m.arpa"
-    for options in (
-        {"order": 1},
-        {"order": 9},
-        {"vocab_limit": 0},
-    ):
-        with pytest.raises(UsageError, match=f"^{next(iter(options))}: expected"):
-            LanguageModel(**options)
+    for name, value in (("order", 1), ("order", 9), ("vocab_limit", 0)):
+        with pytest.raises(UsageError, match=f"^{name}: expected"):
+            LanguageModel(**{name: value})
     for texts in ([], [""], [" \n\t"]):
         with pytest.raises(PrepareError, match="no word"):
             train_lm(texts, out)
     assert not out.exists() and not list(tmp_path.iterdir())
-
-
-def test_texts_are_read_once(tmp_path: Path) -> None:
-    def once() -> Iterator[str]:
-        yield from CORPUS
-
-    train_lm(once(), tmp_path / "a.arpa")
-    train_lm(CORPUS, tmp_path / "b.arpa")
-    assert (tmp_path / "a.arpa").read_bytes() == (tmp_path / "b.arpa").read_bytes()
 
 
 def perplexities(stage: Perplexity, texts: list[str]) -> tuple[list[float], list[int]]:

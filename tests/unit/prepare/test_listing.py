@@ -15,6 +15,7 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.storage.listing import LINK, describe_skipped
 from forebay.stream.text_stream import TextStream
+from support.preparing import good_texts, problems, read_records
 
 LINE = '{"text": "hello"}\n'
 
@@ -94,20 +95,16 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "csv"])
 @pytest.mark.parametrize("encoding", TEXTS)
-def test_text_of_any_encoding(tmp_path: Path, encoding: str, suffix: str, packed: bool) -> None:
+def test_text_of_any_encoding(tmp_path: Path, encoding: str) -> None:
     text = TEXTS[encoding] * 3
     row = json.dumps({"id": "1", "text": text}, ensure_ascii=False)
-    full = {"txt": text, "jsonl": f"{row}\n{row}\n", "json": f"[{row}, {row}]", "csv": f'id,text\n1,"{text}"\n'}[suffix]
-    data = full.encode(encoding)
-    path = tmp_path / f"a.{suffix}{'.gz' if packed else ''}"
-    path.write_bytes(gzip.compress(data) if packed else data)
-    for options in (ReadOptions(), ReadOptions(encoding=encoding)):
-        sources = find_inputs(tmp_path, options).files
-        got = [record for piece in split_files(sources, options) for record in read_split(piece, options)]
-        assert {(record.text, record.problem) for record in got} == {(text, "")}
+    files = {"txt": text, "jsonl": f"{row}\n{row}\n", "json": f"[{row}, {row}]", "csv": f'id,text\n1,"{text}"\n'}
+    for suffix, full in files.items():
+        (tmp_path / f"a.{suffix}").write_bytes(full.encode(encoding))
+        (tmp_path / f"a.{suffix}.gz").write_bytes(gzip.compress(full.encode(encoding)))
+    for options in ({}, {"encoding": encoding}):
+        assert good_texts(tmp_path, **options) == [text] * 12 and not problems(tmp_path, **options)
 
 
 def test_damaged_utf_8_is_not_taken_for_another_encoding() -> None:
@@ -135,10 +132,5 @@ def test_pages_and_texts_beyond_the_first_bytes(tmp_path: Path) -> None:
     page = '<html><head><meta charset="iso-8859-2"></head><body>zażółć gęślą jaźń</body></html>'
     (tmp_path / "a.html").write_bytes(page.encode("iso-8859-2"))
     (tmp_path / "b.txt").write_bytes(b"plain " * 20_000 + "Schöne Grüße".encode("latin-1"))
-    options = ReadOptions()
-    got = [
-        record
-        for piece in split_files(find_inputs(tmp_path, options).files, options)
-        for record in read_split(piece, options)
-    ]
-    assert (got[0].text, got[0].html, got[1].text) == (page, True, "plain " * 20_000 + "Schöne Grüße")
+    first, second = read_records(tmp_path)
+    assert (first.text, first.html, second.text) == (page, True, "plain " * 20_000 + "Schöne Grüße")

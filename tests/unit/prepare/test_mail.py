@@ -7,15 +7,17 @@ import mailbox
 from email.message import EmailMessage
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.formats.detect import detect
 from forebay.formats.inputs import InputSplit, ReadOptions, local_file
 from forebay.formats.mbox import Mbox
 from forebay.formats.records import Record
-from forebay.prepare.inputs import find_inputs, read_split, split_files
+from support.preparing import read_records
 
 
 def message(text: str = "Hello.", **headers: str) -> EmailMessage:
@@ -34,11 +36,9 @@ def write(path: Path, *messages: EmailMessage | bytes) -> Path:
     return path
 
 
-def records(path: Path, **options: object) -> list[Record]:
-    chosen = ReadOptions(**options)  # type: ignore[arg-type]
-    found = find_inputs(path, chosen)
-    assert [file.format for file in found.files] == ["mbox"]
-    return [r for split in split_files(found.files, chosen) for r in read_split(split, chosen) if r.problem != "blank"]
+def records(path: Path, **options: Any) -> list[Record]:
+    assert detect(path).format == "mbox"
+    return read_records(path, **options)
 
 
 def raw(*bodies: bytes) -> bytes:
@@ -104,7 +104,6 @@ def test_charsets_transfer_encodings_flowed_lines_and_quotes(tmp_path: Path) -> 
     assert got[-1].values[0].startswith("Ü")  # type: ignore[union-attr]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(st.text(st.sampled_from("ab \n>\r-"), max_size=40), min_size=1, max_size=6),
     newline=st.sampled_from([b"\n", b"\r\n"]),

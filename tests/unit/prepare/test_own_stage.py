@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from forebay import prepare_dataset
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare import load_recipe
-from forebay.prepare.report import load_report
+from forebay.prepare import Recipe, load_recipe
+from support.preparing import prepare, write_jsonl
 
 STAGE = """
 from dataclasses import dataclass
@@ -60,41 +58,32 @@ class Characters:
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_stage.py").write_text(STAGE)
     monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("LOUD", "quiet", "Half")))
-    return path
+    return write_jsonl(tmp_path / "a.jsonl", ["LOUD", "quiet", "Half"])
+
+
+def shout(least: int) -> Recipe:
+    return load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}}, allow_code=True)
 
 
 def test_it_runs_as_any_other(source: Path) -> None:
-    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": 2}}, allow_code=True)
-    summary = prepare_dataset([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
-    assert summary.dropped == {"quiet": 2} and summary.documents_out == 1
-    funnel = load_report(source.parent / "d")["funnel"]
-    assert [stage["stage"] for stage in funnel] == ["read", "shout", "tokenize"]
+    result = prepare(source, source.parent / "d", recipe=shout(2))
+    assert result.dropped == {"quiet": 2} and result.documents_out == 1
+    assert [stage["stage"] for stage in result.report["funnel"]] == ["read", "shout", "tokenize"]
 
 
 def test_a_column_of_characters_is_its_own_and_bytes_are_counted_as_bytes(source: Path) -> None:
-    texts = ["é" * 40, "é" * 40, "ü" * 30]
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(source, ["é" * 40, "é" * 40, "ü" * 30])
     use = {"use": "own_stage:Characters"}
     settings = {"first": use, "length": {"min_chars": 35}, "second": use, "dedup": {"exact": True}}
-    summary = prepare_dataset(
-        [source],
-        source.parent / "d",
-        recipe=load_recipe(settings=settings, allow_code=True),
-        tokenizer="bytes",
-        workers=1,
-    )
-    assert summary.documents_out == 1
-    funnel = {stage["stage"]: stage for stage in load_report(source.parent / "d")["funnel"]}
-    assert funnel["dedup"]["bytes_out"] == 80
+    result = prepare(source, source.parent / "d", recipe=load_recipe(settings=settings, allow_code=True))
+    assert result.documents_out == 1
+    assert {stage["stage"]: stage for stage in result.report["funnel"]}["dedup"]["bytes_out"] == 80
 
 
 @pytest.mark.parametrize(("least", "message"), [(0, "ZeroDivisionError"), (98, "expected a result for each of 3")])
-def test_its_failure_is_told(source: Path, least: int, message: str) -> None:
-    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}}, allow_code=True)
+def test_its_failure_is_reported(source: Path, least: int, message: str) -> None:
     with pytest.raises(PrepareError, match=rf"a\.jsonl:1: stage shout.*{message}"):
-        prepare_dataset([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
+        prepare(source, source.parent / "d", recipe=shout(least))
 
 
 @pytest.mark.parametrize(

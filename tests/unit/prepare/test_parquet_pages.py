@@ -9,14 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.dataset.parquet_pages import Page, pages
 from forebay.formats import parquet as tables
-from forebay.formats.inputs import ReadOptions
 from forebay.formats.parquet import max_rows
-from forebay.prepare.inputs import find_inputs, read_split, split_files
+from support.preparing import read_records
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -35,14 +34,12 @@ def test_headers_say_what_the_footer_says(tmp_path: Path, version: str, dictiona
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=50, deadline=None)
 def test_garbage_is_refused(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         assert sum(1 for _ in pages(io.BytesIO(data), 0, len(data))) <= len(data)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), max_size=12), st.integers(1, 120))
-@settings(max_examples=50, deadline=None)
 def test_no_run_of_rows_touches_more_than_the_budget(sizes: list[tuple[int, int]], budget: int) -> None:
     result = [Page(False, values, size, size) for values, size in sizes]
     rows = max_rows(result, budget, 64)
@@ -62,7 +59,6 @@ def test_a_page_too_large_is_told_and_the_next_row_group_read(tmp_path: Path, mo
         for text in ("first", "x" * 100_000, "last"):
             writer.write_table(pa.table({"text": [text]}))
     monkeypatch.setattr(tables, "MAX_BUFFERED_BYTES", 50_000)
-    options = ReadOptions()
-    result = [r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)]
+    result = read_records(path)
     assert [record.text for record in result] == ["first", "", "last"]
     assert "smaller pages" in result[1].problem and result[1].location == "row group 1, of 1 rows"

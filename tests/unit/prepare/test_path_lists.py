@@ -236,8 +236,9 @@ def test_ranges_of_a_file_are_merged() -> None:
     def entry(start: int, stop: int, name: str = "a") -> crawl_index._Entry:
         return crawl_index._Entry(0, "", b"", "", name, start, stop)
 
-    near, far, other = entry(10, 20), entry(20 + crawl_index.MAX_GAP_BYTES + 1, 1 << 20), entry(0, 5, "b")
-    assert list(crawl_index.merged([far, near, entry(0, 10), other])) == [[entry(0, 10), near], [far], [other]]
+    first, near, other = entry(0, 10), entry(10, 20), entry(0, 5, "b")
+    far = entry(21 + crawl_index.MAX_GAP_BYTES, 1 << 20)
+    assert list(crawl_index.merged([far, near, first, other])) == [[first, near], [far], [other]]
 
 
 def test_hostile_lines_of_an_index_are_malformed(server: OriginServer, mirror: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import forebay
 from forebay import plugins
 from forebay.errors import UsageError
 from forebay.prepare import PrepareResult, load_recipe
+from support.preparing import prepare, write_jsonl
 
 OWN = '''
 from dataclasses import dataclass
@@ -104,13 +104,15 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-own\nVersion: 1.0\n")
     groups = {
-        "filters": "enough_lines", "dedup": "same_start = my_own:SameStart", "tokenizers": "letters = my_own:Letters",
-        "engines": "counting = my_own:Counting", "sources": "poems = my_own:Poems",
-    }  # fmt: skip
-    groups["filters"] = "enough_lines = my_own:enough_lines"
+        "filters": "enough_lines = my_own:enough_lines",
+        "dedup": "same_start = my_own:SameStart",
+        "tokenizers": "letters = my_own:Letters",
+        "engines": "counting = my_own:Counting",
+        "sources": "poems = my_own:Poems",
+    }
     entries = "".join(f"[forebay.{group}]\n{entry}\n" for group, entry in groups.items())
     (metadata / "entry_points.txt").write_text(entries)
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_jsonl(tmp_path / "in.jsonl", TEXTS)
     monkeypatch.syspath_prepend(tmp_path)
     plugins.plugins.cache_clear()
     import my_own
@@ -121,15 +123,14 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def run(tmp_path: Path, name: str = "out", **arguments: Any) -> PrepareResult:
-    settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, **arguments}
-    return forebay.prepare_dataset([tmp_path / "in.jsonl"], tmp_path / name, **settings)
+    return prepare(tmp_path / "in.jsonl", tmp_path / name, **arguments)
 
 
 def test_a_function_becomes_a_filter(tmp_path: Path, own: Any) -> None:
     result = run(tmp_path, filters=[own.enough_lines(min_lines=3), own.no_shouting()])
     assert result.dropped == {"enough_lines": 1, "no_shouting": 1} and result.documents_out == 3
     assert result.open().id == result.id and result.report["totals"]["documents_out"] == 3
-    by_name = run(tmp_path, "named", filters=["enough_lines", "my_own:no_shouting"], workers=2)
+    by_name = run(tmp_path, "named", filters=["enough_lines", "my_own:no_shouting"])
     assert by_name.dropped == result.dropped
     recipe = load_recipe(settings={"enough_lines": {"min_lines": 4}})
     assert run(tmp_path, "four", recipe=recipe).dropped == {"enough_lines": 3}
@@ -149,21 +150,20 @@ def test_its_settings_and_version_are_part_of_what_it_is(tmp_path: Path, own: An
     assert first.open().manifest.lineage["recipe"]["stages"] == [["enough_lines", {"min_lines": 3}]]
 
 
-@pytest.mark.parametrize("how", ["object", "name", "recipe"])
-def test_a_method_of_deduplication(tmp_path: Path, own: Any, how: str) -> None:
-    arguments: dict[str, Any] = {"dedup": ["exact", own.SameStart(3)]}
-    if how == "name":
-        arguments = {"dedup": ["exact", "same_start"]}
-    if how == "recipe":
-        settings = {"dedup": {"exact": True, "same_start": {"characters": 3}}}
-        arguments = {"recipe": load_recipe(settings=settings)}
-    result = run(tmp_path, **arguments)
-    assert result.dropped == {"same_start": 1} and result.documents_out == 4
+def test_a_method_of_deduplication(tmp_path: Path, own: Any) -> None:
+    settings = {"dedup": {"exact": True, "same_start": {"characters": 3}}}
+    for name, arguments in (
+        ("object", {"dedup": ["exact", own.SameStart(3)]}),
+        ("name", {"dedup": ["exact", "same_start"]}),
+        ("recipe", {"recipe": load_recipe(settings=settings)}),
+    ):
+        result = run(tmp_path, name, **arguments)
+        assert result.dropped == {"same_start": 1} and result.documents_out == 4, name
 
 
 @pytest.mark.parametrize("how", ["letters", "my_own:Letters", "object"])
 def test_a_tokenizer(tmp_path: Path, own: Any, how: str) -> None:
-    result = run(tmp_path, tokenizer=own.Letters() if how == "object" else how, workers=2)
+    result = run(tmp_path, tokenizer=own.Letters() if how == "object" else how)
     dataset = result.open()
     assert dataset.open_slice(0).tokens[:12].tolist() == [15, 14, 5, 20, 23, 15, 20, 8, 18, 5, 5, 27]
     assert (dataset.manifest.tokenizer, dataset.manifest.vocab_size, dataset.manifest.eos_id) == ("letters", 28, 27)
@@ -186,17 +186,9 @@ def test_an_engine(tmp_path: Path, own: Any) -> None:
 
 
 def test_a_source(tmp_path: Path, own: Any) -> None:
-    by_name = forebay.prepare_dataset(
-        ["poems://all", tmp_path / "in.jsonl"], tmp_path / "a/d", tokenizer="bytes", write_ids=tmp_path / "ids"
-    )
-    assert by_name.documents_out == 11 and (tmp_path / "ids").read_text().split()[5:] == [
-        "a0",
-        "a1",
-        "a2",
-        "b0",
-        "b1",
-        "b2",
-    ]
-    only = forebay.prepare_dataset([own.Poems()], tmp_path / "b/d", tokenizer="bytes", workers=1)
+    by_name = prepare(["poems://all", tmp_path / "in.jsonl"], tmp_path / "a/d", write_ids=tmp_path / "ids")
+    ids = ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert by_name.documents_out == 11 and (tmp_path / "ids").read_text().split()[5:] == ids
+    only = prepare(own.Poems(), tmp_path / "b/d")
     assert only.documents_out == 6 and only.open().manifest.lineage["inputs"][1]["name"] == "poems/b"
-    assert forebay.prepare_dataset([own.Poems()], tmp_path / "b/d", tokenizer="bytes").already_exists
+    assert prepare(own.Poems(), tmp_path / "b/d").already_exists

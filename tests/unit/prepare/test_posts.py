@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
-import zstandard
-
-from forebay.formats.base import Format
-from forebay.formats.detect import detect
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-from forebay.formats.records import Record
-from forebay.formats.reddit import Reddit
-from forebay.formats.stackexchange import StackExchange
+from support.preparing import read_records
 from support.shared_data import shared_data
-
-
-def read(format: Format, path: Path, compression: str = "", **options: Any) -> list[Record]:
-    source = InputFile(str(path), path.name, format.name, compression, path.stat().st_size, "")
-    return list(format.read_text(InputSplit((source,)), ReadOptions(**options)))
 
 
 def row(
@@ -41,14 +27,11 @@ def posts(tmp_path: Path, *rows: str) -> Path:
 
 def test_real_posts() -> None:
     path = shared_data("stackexchange") / "coffee/Posts.xml"
-    result = read(StackExchange(), path)
+    result = read_records(path)
     rows = [r.attrib for r in ElementTree.parse(path).getroot() if r.get("PostTypeId") in ("1", "2")]
     assert [r.id for r in result] == [r["Id"] for r in rows]
-    assert len(result) == 552
-    assert not any(r.problem for r in result)
-    assert [r.text.startswith(r2["Title"]) for r, r2 in zip(result, rows) if "Title" in r2].count(False) == 0
-    assert rows[0]["PostTypeId"] == "1"
-    assert not any("<p>" in r.text for r in result)
+    assert len(result) == 552 and not any(r.problem for r in result)
+    assert all(r.text.startswith(row.get("Title", "")) and "<p>" not in r.text for r, row in zip(result, rows))
 
 
 def test_posts_and_damage(tmp_path: Path) -> None:
@@ -62,7 +45,7 @@ def test_posts_and_damage(tmp_path: Path) -> None:
         row(5, body="x" * 3000),
         row(6),
     )
-    result = read(StackExchange(), path, max_document_bytes=2000)
+    result = read_records(path, max_document_bytes=2000)
     assert [(r.id, r.text) for r in result if not r.problem] == [
         ("1", "How &lt; why\n\nSome text & more"),
         ("3", "Some text & more"),
@@ -75,14 +58,14 @@ def test_posts_and_damage(tmp_path: Path) -> None:
         f"a line of {size} bytes is longer than max_document_bytes, 2000",
     ]
     path.write_bytes(path.read_bytes().replace(b"text", b"\xff\xfe", 1))
-    assert "not UTF-8" in read(StackExchange(), path)[0].problem
+    assert "not UTF-8" in read_records(path)[0].problem
 
 
 def comment(number: int, body: str = "words", **more: object) -> dict[str, object]:
     return {"id": f"c{number}", "body": body, "subreddit": "s", "link_id": "t3_x", "score": number, **more}
 
 
-def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
+def test_a_reddit_dump(tmp_path: Path) -> None:
     things = [
         comment(1, "a &gt; b"),
         comment(2, "[deleted]"),
@@ -92,35 +75,16 @@ def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
         {"id": "y", "title": "Link", "selftext": "", "subreddit": "s", "score": 5},
         {"id": "z", "title": "Gone", "selftext": "[removed]", "subreddit": "s"},
         {"id": "w", "subreddit": "s"},
-        comment(9, body=7),  # type: ignore[arg-type]
+        comment(9, body=7),
     ]
     lines = [json.dumps(thing).encode() for thing in things]
     lines.insert(3, b'{"id": "broken')
-    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True)
-    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    path = tmp_path / "RC_2020-01.zst"
-    data = b"\n".join(lines)
-    path.write_bytes(compressor.compress(data) + compressor.flush())
-    assert zstandard.get_frame_parameters(path.read_bytes()).window_size == 1 << 31
-    result = read(Reddit(), path, "zst", max_window_bytes=1 << 31)
-    assert [(r.id, r.text) for r in result if not r.problem] == [
-        ("c1", "a > b"),
-        ("t1_c4", "words"),
-        ("x", "Title\n\nBody"),
-        ("y", "Link"),
-    ]
-    assert [r.url for r in result if not r.problem][:2] == [
-        "https://www.reddit.com/r/s/comments/x/_/c1",
-        "https://www.reddit.com/r/s/comments/x/_/c4/",
-    ]
-    problems = [r.problem for r in result if r.problem]
-    assert [p[:8] for p in problems] == ["not JSON", "expected", "expected"]
-
-
-def test_they_are_detected() -> None:
-    def format_of(head: bytes) -> str:
-        return detect(io.BytesIO(head)).format
-
-    assert format_of(json.dumps(comment(1)).encode()) == "reddit"
-    assert format_of(b'{"text": "x", "subreddit": "s", "body": "y"}') == "jsonl"
-    assert format_of('\ufeff<?xml version="1.0"?>\n<posts>\n'.encode()) == "stackexchange"
+    path = tmp_path / "RC_2020-01"
+    path.write_bytes(b"\n".join(lines))
+    result = read_records(path)
+    good = {r.id: (r.text, r.url) for r in result if not r.problem}
+    assert [*good] == ["c1", "t1_c4", "x", "y"]
+    assert good["c1"] == ("a > b", "https://www.reddit.com/r/s/comments/x/_/c1")
+    assert good["t1_c4"] == ("words", "https://www.reddit.com/r/s/comments/x/_/c4/")
+    assert (good["x"][0], good["y"][0]) == ("Title\n\nBody", "Link")
+    assert [r.problem[:8] for r in result if r.problem] == ["not JSON", "expected", "expected"]

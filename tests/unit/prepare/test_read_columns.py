@@ -12,23 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay import prepare_dataset
 from forebay.convert import convert
 from forebay.formats.conversion import ConvertOptions
-from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
-from forebay.prepare import load_recipe
-from forebay.prepare.inputs import find_inputs, read_split, split_files
+from support.preparing import prepare, read_records, write_jsonl
 
 COLUMNS = {"source": "text", "quality": "number", "absent": "number"}
 ROWS = [{"text": f"text {i}", "source": f"s{i}", "quality": i / 2} for i in range(3)]
 
 
 def records(path: Path, columns: dict[str, str]) -> list[Record]:
-    options = ReadOptions(columns=columns)
-    found = find_inputs(path, options)
-    read = [record for split in split_files(found.files, options) for record in read_split(split, options)]
-    return [record for record in read if record.problem != "blank"]
+    return read_records(path, columns=columns)
 
 
 def tar(path: Path, *, texts: bool) -> Path:
@@ -70,26 +64,20 @@ def test_fields_of_dumps_are_columns(tmp_path: Path) -> None:
     page = f"<page><title>A</title><ns>0</ns><id>3</id>{revision}</page>"
     pages.write_text(f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">\n{page}\n</mediawiki>\n')
     assert records(pages, {"title": "text", "timestamp": "text"})[0].values == ("A", "2020-01-02T03:04:05Z")
-    reddit = tmp_path / "comments"
-    reddit.write_text(json.dumps({"body": "words", "subreddit": "a", "link_id": "t3_1", "score": 5}) + "\n")
+    comment = {"body": "words", "subreddit": "a", "link_id": "t3_1", "score": 5}
+    reddit = write_jsonl(tmp_path / "comments", [comment])
     assert records(reddit, {"subreddit": "text", "score": "number"})[0].values == ("a", 5.0)
 
 
 def test_columns_are_filtered_and_written(tmp_path: Path) -> None:
     """From a tree of code to Parquet: documents of one licence, with their language."""
-    for name, text in {
-        "a/x.py": "# SPDX-License-Identifier: MIT\n",
-        "a/y.c": "int a;\n",
-        "a/z.rs": "// words\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+    (tmp_path / "a").mkdir()
+    for name, text in (("x.py", "# SPDX-License-Identifier: MIT\n"), ("y.c", "int a;\n"), ("z.rs", "// words\n")):
+        (tmp_path / "a" / name).write_text(text)
     settings = {
         "read": {"format": "code", "columns": {"language": "text", "licence": "text"}},
         "select": [{"column": "language", "one_of": ["python", "c"]}, {"column": "licence", "one_of": ["MIT"]}],
     }
-    recipe = load_recipe(settings=settings)
-    prepare_dataset([str(tmp_path / "a")], tmp_path / "out", to="parquet", recipe=recipe, workers=1)
-    (path,) = (tmp_path / "out" / "text").glob("*.parquet")
-    (row,) = pq.read_table(path).to_pylist()
+    prepare(str(tmp_path / "a"), tmp_path / "out", to="parquet", settings=settings)
+    (row,) = pq.read_table(tmp_path / "out/text").to_pylist()
     assert (row["id"], row["language"], row["licence"]) == ("a/x.py", "python", "MIT")

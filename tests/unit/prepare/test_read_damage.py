@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import io
 import json
-import resource
 import tarfile
 import zlib
 from pathlib import Path
@@ -15,29 +13,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import CorruptInputError, PrepareError
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record
-from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.inputs import read_split
 from forebay.storage.compression import unpack_stream
+from support.preparing import problems
+from support.preparing import read_records as records
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i * 7919}"}).encode() + b"\n" for i in range(300))
-
-
-def records(path: Path, name: str = "auto", **options: object) -> list[Record]:
-    chosen = ReadOptions(format=name, **options)  # type: ignore[arg-type]
-    return [r for p in split_files(find_inputs([path], chosen).files, chosen) for r in read_split(p, chosen)]
 
 
 def lz4(data: bytes) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "lz4") as stream:
         stream.write(data)
-    packed: bytes = sink.getvalue().to_pybytes()
-    return packed
+    return sink.getvalue().to_pybytes()
 
 
 PACKERS = {"gz": gzip.compress, "zst": zstandard.compress, "lz4": lz4}
@@ -60,7 +53,7 @@ def test_cut_off_anywhere(name: str) -> None:
     """Each stream that was cut gives the beginning of the text, and says that it was cut."""
     packed = PACKERS[name](LINES[:3000]) + PACKERS[name](LINES[3000:])
     border = len(PACKERS[name](LINES[:3000]))
-    for stop in range(1, len(packed)):
+    for stop in range(1, len(packed), 3):
         got, damaged = all_before_damage(packed[:stop], name, 1000)
         assert LINES.startswith(got)
         assert damaged == (stop != border)
@@ -73,47 +66,14 @@ def test_gzip_gives_every_byte_before_a_damage(tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl.gz"
         path.write_bytes(packed[:stop])
         registered = zlib.decompressobj(31).decompress(packed[:stop])
-        got = records(path, "jsonl")
+        got = records(path, format="jsonl")
         assert [r.text for r in got if not r.problem] == [json.loads(x)["text"] for x in registered.split(b"\n")[:-1]]
         assert [r.problem.partition(" after")[0] for r in got if r.problem] == ["damaged gz"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(["gz", "zst", "lz4", "bz2", "xz"]), st.binary(max_size=300), st.integers(1, 400))
 def test_any_bytes_may_be_given_as_packed(name: str, data: bytes, size: int) -> None:
     assert isinstance(all_before_damage(data, name, size)[0], bytes)
-
-
-def test_a_bomb_is_stopped_and_a_long_line_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    zeros = zlib.compressobj(1, zlib.DEFLATED, 31)
-    with path.open("wb") as file:
-        for _ in range(110):
-            file.write(zeros.compress(bytes(10 << 20)))
-        file.write(zeros.compress(b"\n" + LINES) + zeros.flush())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    got = records(path, "jsonl")
-    assert ["a bomb" in r.problem for r in got] == [True]
-    got = records(path, "jsonl", max_unpacked_ratio=2000)
-    assert f"a line of {110 * (10 << 20) + 1} bytes" in got[0].problem
-    assert len(got) == 301
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
-
-
-def test_a_line_of_100_mb_takes_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with path.open("wb") as file:
-        file.write(LINES + b'{"text": "')
-        for _ in range(100):
-            file.write(b"x" * (1 << 20))
-        file.write(b'"}\n' + LINES)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    got = records(path)
-    assert sum(not r.problem for r in got) == 600
-    assert [r.problem for r in got if r.problem] == [
-        "a line of 104857613 bytes is longer than max_document_bytes, 33554432"
-    ]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 << 10
 
 
 def test_damage_in_a_table_costs_its_row_group(tmp_path: Path) -> None:
@@ -125,11 +85,10 @@ def test_damage_in_a_table_costs_its_row_group(tmp_path: Path) -> None:
     index = data.index(b"document 15 ")
     data[index] ^= 1
     (tmp_path / "a.parquet").write_bytes(data)
-    got = records(tmp_path / "a.parquet")
-    assert [r.text for r in got if not r.problem] == texts[:10] + texts[20:]
-    assert ["crc checksum" in r.problem.lower() for r in got if r.problem] == [True]
+    assert [r.text for r in records(tmp_path / "a.parquet") if not r.problem] == texts[:10] + texts[20:]
+    assert ["crc checksum" in problem.lower() for problem in problems(tmp_path / "a.parquet")] == [True]
     (tmp_path / "b.parquet").write_bytes(sink.getvalue()[:-20])
-    assert ["damaged Parquet" in r.problem for r in records(tmp_path / "b.parquet")] == [True]
+    assert ["damaged Parquet" in problem for problem in problems(tmp_path / "b.parquet")] == [True]
 
 
 def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
@@ -145,22 +104,16 @@ def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
     data = bytearray(archive.getvalue())
     data[3 * 512 + 130] ^= 1
     (tmp_path / "a.tar").write_bytes(data)
-    got = records(tmp_path / "a.tar")
-    assert [(r.id, r.problem) for r in got] == [
-        ("0", ""),
-        ("", "a damaged header"),
-        ("2", ""),
-        ("3", ""),
-        ("4", ""),
-    ]
+    expected = [(name, "" if name else "a damaged header") for name in ("0", "", "2", "3", "4")]
+    assert [(r.id, r.problem) for r in records(tmp_path / "a.tar")] == expected
     for stop in range(1, len(data), 301):
         (tmp_path / "b.tar").write_bytes(archive.getvalue()[:stop])
-        got = records(tmp_path / "b.tar", "webdataset")
+        got = records(tmp_path / "b.tar", format="webdataset")
         full = sum(stop >= 3 * 512 * i + 512 + 700 for i in range(5))
         assert [r.id for r in got if not r.problem] == [str(i) for i in range(full)]
 
 
-def test_files_that_vanish_are_told(tmp_path: Path) -> None:
+def test_files_that_vanish_are_reported(tmp_path: Path) -> None:
     source = InputFile(str(tmp_path / "gone"), "gone", "jsonl", "gz", 5, "")
     with pytest.raises(PrepareError, match="cannot read input"), open_input(source, ReadOptions()):
         pass
@@ -176,18 +129,5 @@ def test_zstd_windows_of_2_gib_are_read_where_they_are_allowed(tmp_path: Path) -
     assert packed[5] >> 3 == 31 - 10
     (tmp_path / "a.jsonl.zst").write_bytes(packed)
     assert [r.problem for r in records(tmp_path / "a.jsonl.zst", max_window_bytes=1 << 31)] == [""] * 300
-    (refused,) = records(tmp_path / "a.jsonl.zst", "jsonl")
+    (refused,) = records(tmp_path / "a.jsonl.zst", format="jsonl")
     assert "its window is 2147483648 bytes" in refused.problem and "read.max_window_bytes" in refused.problem
-
-
-def test_damaged_archives_are_let_go_of(tmp_path: Path) -> None:
-    path, sink = tmp_path / "a.arrow.gz", io.BytesIO()
-    with pa.ipc.new_stream(sink, pa.schema([("text", pa.string())])):
-        pass
-    data = bytearray(gzip.compress(sink.getvalue() * 2))
-    data[12] ^= 0xFF
-    path.write_bytes(data)
-    for _ in range(20):
-        assert "damaged gz" in records(path)[0].problem
-    gc.collect()
-    assert sum(type(item) is CorruptInputError for item in gc.get_objects()) < 10

@@ -6,27 +6,22 @@ import gzip
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from forebay.errors import PrepareError
 from forebay.formats.inputs import MAX_INPUT_BYTES, MAX_SPLITS, InputFile, ReadOptions
-from forebay.formats.records import Record
-from forebay.network.retry import retry_after_s
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from forebay.prepare.sources import library_source
 from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
-from forebay.storage.hub_splits import parse_url
-from support.calibration import scaled
-from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from support.wire import until
+from support.preparing import good_texts, read_records
+from support.waiting import until
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
 
@@ -43,8 +38,7 @@ class Origin(ThreadingHTTPServer):
         self.version = "1"
         self.modified = ""  # in place of an ETag
         self.head: dict[str, str] = {}  # headers that lie
-        self.at_once = 0  # bytes sent before a pause of 50 ms; 0: all
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.before_answer: Callable[[], object] = lambda: None
 
     @property
@@ -57,8 +51,8 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         origin = self.server
-        asked = self.headers.get("Range", "")
-        origin.asked.append(asked)
+        requested = self.headers.get("Range", "")
+        origin.requested.append(requested)
         origin.before_answer()
         data = origin.files.get(self.path.partition("?")[0])
         if origin.failures:
@@ -68,21 +62,17 @@ class Answer(BaseHTTPRequestHandler):
         if data is None:
             self.send_error(404)
             return
-        first, _, last = asked.removeprefix("bytes=").partition("-")
-        start, stop = (int(first), int(last) + 1) if asked and origin.ranges else (0, len(data))
+        first, _, last = requested.removeprefix("bytes=").partition("-")
+        start, stop = (int(first), int(last) + 1) if requested and origin.ranges else (0, len(data))
         headers = {"Content-Length": str(stop - start), "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
         headers |= {"Last-Modified": origin.modified} if origin.modified else {"ETag": origin.version}
-        self.send_response(302 if "Location" in origin.head else 206 if asked and origin.ranges else 200)
+        self.send_response(302 if "Location" in origin.head else 206 if requested and origin.ranges else 200)
         for name, value in (headers | origin.head).items():
             self.send_header(name, value)
         self.end_headers()
         body = data[start:stop]
         with suppress(BrokenPipeError, ConnectionResetError):
-            body = body[: origin.drop_after] if origin.drop_after else body
-            for index in range(0, len(body), origin.at_once or len(body)):
-                self.wfile.write(body[index : index + (origin.at_once or len(body))])
-                self.wfile.flush()
-                time.sleep(0.05 if origin.at_once else 0)
+            self.wfile.write(body[: origin.drop_after] if origin.drop_after else body)
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
@@ -102,13 +92,8 @@ def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
     server.server_close()
 
 
-def records(*urls: str) -> list[Record]:
-    options = ReadOptions()
-    return [r for p in split_files(find_inputs(urls, options).files, options) for r in read_split(p, options)]
-
-
-def ids(*urls: str) -> list[str]:
-    return [r.id for r in records(*urls) if not r.problem]
+def ids(url: str) -> list[str]:
+    return [record.id for record in read_records(url) if not record.problem]
 
 
 WANTED = [str(i) for i in range(3000)]
@@ -122,7 +107,7 @@ def test_urls_are_read_like_files(origin: Origin, monkeypatch: pytest.MonkeyPatc
     assert (source.bytes, source.sha256) == (len(origin.files["/b.jsonl.gz"]), "etag:1")
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", 100_000)
     assert ids(origin.url + "/a.jsonl") == WANTED
-    assert any(asked for asked in origin.asked)
+    assert any(origin.requested)
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -132,7 +117,7 @@ def test_a_dropped_connection_is_resumed(origin: Origin, ranges: bool) -> None:
     if not ranges:
         origin.failures = 2
     assert ids(origin.url + "/a.jsonl") == WANTED
-    assert len(origin.asked) > 3
+    assert len(origin.requested) > 3
 
 
 def test_a_server_that_stays_down_is_told(origin: Origin) -> None:
@@ -146,51 +131,43 @@ def test_a_server_that_stays_down_is_told(origin: Origin) -> None:
         ids("ftp://127.0.0.1/a")
 
 
-def test_a_file_that_changes_is_no_mixture(origin: Origin) -> None:
-    origin.drop_after = 300_000
-    options = ReadOptions()
-    source = find_inputs([origin.url + "/a.jsonl"], options).files[0]
-    rows = read_split(split_files([source], options)[0], options)
-    next(rows)
-    origin.version = "2"
-    with pytest.raises(PrepareError, match="the input changed while it was read"):
-        list(rows)
-
-
-@pytest.mark.parametrize("by", ["etag", "weak", "time"])
-@pytest.mark.parametrize("when", ["before the first byte", "between two pieces", "within a piece"])
-def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch: pytest.MonkeyPatch, when: str, by: str) -> None:
+@pytest.mark.parametrize(
+    ("by", "when"),
+    [("etag", "before"), ("etag", "between"), ("etag", "within"), ("weak", "within"), ("time", "between")],
+)
+def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch: pytest.MonkeyPatch, by: str, when: str) -> None:
+    """The file changes before its first byte is read, between two splits, or within one."""
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", len(LINES) // 2)
-    old, new = ("Mon, 02 Jan 2023 00:00:00 GMT", "Tue, 03 Jan 2023 00:00:00 GMT") if by == "time" else ('"a"', '"b"')
 
-    def replace(version: str) -> None:
+    def replace(day: int) -> None:
         if by == "time":
-            origin.modified = version
+            origin.modified = f"Mon, {day:02} Jan 2023 00:00:00 GMT"
         else:
-            origin.version = f"W/{version}" if by == "weak" else version
+            origin.version = f'{"W/" * (by == "weak")}"{day}"'
 
     origin.drop_after = 300_000
-    replace(old)
+    replace(2)
     options = ReadOptions()
-    first, second = split_files(find_inputs([origin.url + "/a.jsonl"], options).files, options)
+    first, second = split_files(find_inputs(origin.url + "/a.jsonl", options).files, options)
     got = 0
-    if when == "before the first byte":
-        replace(new)
+    if when == "before":
+        replace(3)
     with pytest.raises(PrepareError, match=r"a\.jsonl: the input changed while it was read\. Start again\."):
         for _ in read_split(first, options):
             got += 1
-            if when == "within a piece":
-                replace(new)
-        replace(new)
+            if when == "within":
+                replace(3)
+        replace(3)
         for _ in read_split(second, options):
             got += 1
-    assert (got == 0) == (when == "before the first byte") and got < 3000
+    assert (got == 0) == (when == "before") and got < 3000
 
 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"Content-Range": "bytes 0-0/abc"}, "the server sends no size"),
+        ({"Content-Range": "bytes 0-0/abc"}, r"/a\.jsonl: cannot read input: the server sends no size"),
+        ({"Content-Range": ""}, r"/a\.jsonl: cannot read input: the server sends no size"),
         ({"Content-Range": "bytes 0-0/2000000000000000"}, "expected at most 64 TiB, got 2000000000000000 bytes"),
         ({"Location": "file:///etc/hostname"}, "expected a redirect to http or https, got one to 'file'"),
         ({"Location": "ftp://127.0.0.1:1/x"}, "expected a redirect to http or https, got one to 'ftp'"),
@@ -215,88 +192,23 @@ def test_a_public_server_redirects_to_nothing_inside(
     origin.head = {"Location": inside}
     with pytest.raises(PrepareError, match="expected a redirect to a public address"):
         ids("http://93.184.215.14/a.jsonl")
-    assert len(origin.asked) == 1
+    assert len(origin.requested) == 1
     with pytest.raises(PermanentError, match="expected a redirect to a public address"):
         WebOrigin("http://93.184.215.14").get("a.jsonl", 1000)
-    assert len(origin.asked) == 2
-
-
-def test_a_server_that_drips_is_given_up(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
-    timeout_s = min(scaled(0.3), 3.0)  # In which the head must come, too.
-    monkeypatch.setattr("forebay.storage.remote_file._TIMEOUT_S", timeout_s)
-    origin.at_once = 1
-    with pytest.raises(PrepareError, match=rf"after 6 tries: stalled, under 1024 bytes/s for {timeout_s:g} s"):
-        ids(origin.url + "/a.jsonl")
+    assert len(origin.requested) == 2
 
 
 def test_a_huge_file_costs_nothing_to_cut(origin: Origin) -> None:
-    options = ReadOptions()
-    source = InputFile(origin.url, "a.jsonl", "jsonl", "", MAX_INPUT_BYTES, "")
-    pieces = split_files([source], options)
+    pieces = split_files([InputFile(origin.url, "a.jsonl", "jsonl", "", MAX_INPUT_BYTES, "")], ReadOptions())
     assert len(pieces) <= MAX_SPLITS and pieces[-1].stop == MAX_INPUT_BYTES
 
 
-def test_an_object_is_read_as_it_was_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore")
-    monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", 100_000)
-    object = tmp_path / "bucket" / "a.jsonl"
-    object.parent.mkdir()
-    object.write_bytes(LINES)
-    with S3Server(tmp_path) as server:
-        for name, value in (("ENDPOINT_URL", server.endpoint), ("REGION", "us-east-1")):
-            monkeypatch.setenv(f"AWS_{name}", value)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-        options = ReadOptions()
-        first, second, *_ = split_files(find_inputs(["s3://bucket/a.jsonl"], options).files, options)
-        assert len(list(read_split(first, options))) > 100
-        object.write_bytes(LINES.replace(b"document", b"replaced"))
-        with pytest.raises(PrepareError, match="the input changed while it was read"):
-            list(read_split(second, options))
-
-
 def test_parquet_by_url(origin: Origin, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"text": [f"t{i}" * 100 for i in range(5000)]}), tmp_path / "a.parquet", row_group_size=500)
-    origin.files["/a.parquet"] = (tmp_path / "a.parquet").read_bytes()
+    texts, path = [f"t{i}" * 100 for i in range(5000)], tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=500)
+    origin.files["/a.parquet"] = path.read_bytes()
     origin.drop_after = 400_000
-    assert [r.text for r in records(origin.url + "/a.parquet")] == [f"t{i}" * 100 for i in range(5000)]
-
-
-def test_names_on_the_hub() -> None:
-    assert parse_url("hf://datasets/owner/name") == ("owner/name", None, "train", "main")
-    assert parse_url("hf://datasets/owner/name/en:validation") == ("owner/name", "en", "validation", "main")
-    assert parse_url("hf://datasets//tmp/folder:test") == ("/tmp/folder", None, "test", "main")
-    with pytest.raises(PrepareError, match="expected hf://datasets/NAME"):
-        library_source("hf://datasets/")
-
-
-def test_a_dataset_in_a_directory_is_streamed(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    (tmp_path / "train.jsonl").write_bytes(LINES)
-    assert ids(f"hf://datasets/{tmp_path}") == WANTED
-
-
-def test_one_rule_reads_how_long_a_server_asks_to_wait() -> None:
-    later = formatdate(1_000_000_060, usegmt=True)
-    forms = {
-        "7": 7.0,
-        "0.5": 0.5,
-        later: 60.0,
-        "Thu, 01 Jan 1970 00:00:00 GMT": 0.0,
-        "soon": None,
-        "-3": None,
-        "": None,
-    }
-    assert {text: retry_after_s(text, 1_000_000_000) for text in forms} == forms
-
-
-def test_a_server_that_says_no_size_is_named(origin: Origin, tmp_path: Path) -> None:
-    origin.head = {"Content-Range": ""}
-    with pytest.raises(PrepareError, match=r"/a.jsonl: cannot read input: the server sends no size"):
-        find_inputs(f"{origin.url}/a.jsonl", ReadOptions())
+    assert good_texts(origin.url + "/a.parquet") == texts
 
 
 def test_a_long_wait_for_a_server_is_logged(

@@ -19,7 +19,7 @@ from forebay.storage.store import open_store
 from support.token_parts import coder, documents, text_part
 
 
-def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[EncodedPart]:
+def encode_parts(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[EncodedPart]:
     seen: dict[str, int] = {}
     parts = []
     for texts in groups:
@@ -30,7 +30,7 @@ def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: boo
     return parts
 
 
-def texts_of(folder: Path, parts: list[EncodedPart]) -> list[str]:
+def texts_in(folder: Path, parts: list[EncodedPart]) -> list[str]:
     return [bytes(tokens[:-1]).decode() for tokens in documents(folder, parts)]
 
 
@@ -38,7 +38,7 @@ def shuffled(folder: Path, parts: list[EncodedPart], *bucket: int, scale: int = 
     return shuffle_parts(parts, open_store(folder), lambda run, tasks: [run(task, scale) for task in tasks], *bucket)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.lists(st.lists(st.text("abü", min_size=1, max_size=8), max_size=12), min_size=1, max_size=9),
     st.integers(200, 5000), st.integers(0, 3), st.integers(0, 1), st.integers(2, 5),
@@ -48,7 +48,7 @@ def test_equals_sorting_in_memory(
 ) -> None:
     """In as many levels as the parts need."""
     folder = tmp_path_factory.mktemp("s")
-    parts = parts_of(folder, groups, seed)
+    parts = encode_parts(folder, groups, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shuffling, "_FAN_IN", fan_in)
         result = shuffled(folder, parts, bucket, scale=scale)
@@ -59,29 +59,28 @@ def test_equals_sorting_in_memory(
         keys = document_keys(Shuffle(seed, occurrence), name, np.arange(len(texts)))
         expected += list(zip(keys.tolist(), texts, [f"id{i}" for i in range(len(texts))]))
     expected.sort(key=lambda row: row[0])
-    assert texts_of(folder, result) == [text for _, text, _ in expected]
+    assert texts_in(folder, result) == [text for _, text, _ in expected]
     ids = [json.loads(line) for part in result for line in (folder / part.object("ids")).read_bytes().splitlines()]
     assert [line[2] for line in ids] == [name for _, _, name in expected]
-    assert sorted(texts_of(folder, result)) == sorted(text for texts in groups for text in texts)
 
 
 def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Path) -> None:
     groups = [[f"{i}" for i in range(50)]] * 2
     orders = {}
     for seed in (1, 2):
-        parts = parts_of(tmp_path, groups, seed, with_ids=False)
-        orders[seed] = texts_of(tmp_path, shuffled(tmp_path, parts))
-    assert orders[1] != orders[2] and sorted(orders[1]) == sorted(orders[2])
+        parts = encode_parts(tmp_path, groups, seed, with_ids=False)
+        orders[seed] = texts_in(tmp_path, shuffled(tmp_path, parts))
+    assert orders[1] != orders[2]
     # Were their keys the same, copies would stand side by side.
     assert sum(a == b for a, b in zip(orders[1], orders[1][1:])) < 10
 
 
 def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forebay.prepare.tasks import encode as encoding
-
-    monkeypatch.setattr(encoding, "document_keys", lambda s, name, rows: (rows % 2).astype(np.uint64))
-    parts = parts_of(tmp_path, [["a0", "a1", "a2"], ["b0", "b1", "b2"]])
-    assert texts_of(tmp_path, shuffled(tmp_path, parts)) == ["a0", "a2", "b0", "b2", "a1", "b1"]
+    monkeypatch.setattr(
+        "forebay.prepare.tasks.encode.document_keys", lambda s, name, rows: (rows % 2).astype(np.uint64)
+    )
+    parts = encode_parts(tmp_path, [["a0", "a1", "a2"], ["b0", "b1", "b2"]])
+    assert texts_in(tmp_path, shuffled(tmp_path, parts)) == ["a0", "a2", "b0", "b2", "a1", "b1"]
 
 
 def test_positions_are_uniform(tmp_path: Path) -> None:
@@ -90,15 +89,12 @@ def test_positions_are_uniform(tmp_path: Path) -> None:
     for seed in range(40):
         keys = np.concatenate([document_keys(Shuffle(seed), f"part {p}", np.arange(16)) for p in range(4)])
         counts[np.argsort(keys), np.arange(64) // 8] += 1
-    expected = 40 / 8
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    freedom = 64 * 7
+    chi_square, freedom = ((counts - 5) ** 2 / 5).sum(), 64 * 7
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
-    assert counts.sum() == 40 * 64
 
 
 def test_a_truncated_part_is_noticed(tmp_path: Path) -> None:
-    parts = parts_of(tmp_path, [["a", "b"], ["c"]])
+    parts = encode_parts(tmp_path, [["a", "b"], ["c"]])
     for kind in ("tokens", "keys"):
         path = tmp_path / parts[0].object(kind)
         data = path.read_bytes()
@@ -110,7 +106,6 @@ def test_a_truncated_part_is_noticed(tmp_path: Path) -> None:
     assert shuffled(tmp_path, []) == []
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2000), st.integers(1, 300), st.integers(0, 3))
 def test_a_range_of_keys_is_all_of_it(
     tmp_path_factory: pytest.TempPathFactory, documents: int, ranges: int, seed: int
@@ -124,19 +119,18 @@ def test_a_range_of_keys_is_all_of_it(
     store.write(part.object("keys"), keys.tobytes())
     edges = [(index << 64) // ranges for index in range(ranges + 1)]
     edges = sorted({*edges, *(int(key) for key in keys[:3])})
-    row = 0
+    found: list[int] = []
     for first, stop in pairwise(edges):
         start, within = shuffling._keys_within(store, part, ShuffleTask("", first, stop - 1, store))
-        expected = keys[(keys >= np.uint64(first)) & (keys <= np.uint64(stop - 1))]
-        assert within.tolist() == expected.tolist() and (start == row or not len(within))
-        row += len(within)
-    assert row == documents
+        assert start == len(found) or not len(within)
+        found += within.tolist()
+    assert found == keys.tolist()
 
 
 def test_a_giant_document_is_copied_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [["x" * 5000, "a", "b" * 300], ["y" * 9000, "c"]]
-    parts = parts_of(tmp_path, groups)
-    expected = texts_of(tmp_path, shuffled(tmp_path, parts))
+    parts = encode_parts(tmp_path, groups)
+    expected = texts_in(tmp_path, shuffled(tmp_path, parts))
     monkeypatch.setattr(shuffling, "_MEMORY_BYTES", 100)
     monkeypatch.setattr(shuffling, "_WRITE_BYTES", 64)
-    assert texts_of(tmp_path, shuffled(tmp_path, parts, 4000)) == expected
+    assert texts_in(tmp_path, shuffled(tmp_path, parts, 4000)) == expected

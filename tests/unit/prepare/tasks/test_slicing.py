@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, open_slice
@@ -27,19 +27,19 @@ from forebay.prepare.tasks.slicing import (
 from forebay.storage.store import open_store
 
 
-def part_of(folder: Path, stem: str, lengths: list[int], first: int) -> EncodedPart:
+def write_part(folder: Path, stem: str, lengths: list[int], first: int) -> EncodedPart:
     part = EncodedPart(stem, len(lengths), sum(lengths), "U16")
     ((np.arange(sum(lengths)) + first) % 60_000).astype("<u2").tofile(folder / part.object("tokens"))
     np.cumsum(lengths).astype("<u8").tofile(folder / part.object("ends"))
     return part
 
 
-def parts_of(folder: Path, groups: list[list[int]]) -> list[EncodedPart]:
+def write_parts(folder: Path, groups: list[list[int]]) -> list[EncodedPart]:
     starts = np.cumsum([0, *map(sum, groups)]).tolist()
-    return [part_of(folder, f"p{i}", lengths, start) for i, (lengths, start) in enumerate(zip(groups, starts))]
+    return [write_part(folder, f"p{i}", lengths, start) for i, (lengths, start) in enumerate(zip(groups, starts))]
 
 
-def tasks_of(folder: Path, parts: list[EncodedPart], **how: int) -> list[SliceTask]:
+def plan_tasks(folder: Path, parts: list[EncodedPart], **how: int) -> list[SliceTask]:
     store = open_store(folder)
     plans = plan_slices(parts, store, **how)
     return slice_tasks(plans, [write_plan(plan) for plan in plans], store, None, 0, 0)
@@ -48,7 +48,7 @@ def tasks_of(folder: Path, parts: list[EncodedPart], **how: int) -> list[SliceTa
 def whole(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
     """All tokens and document ends of the slices, put together again; and the slices' sizes."""
     tokens, stops, sizes = [], [], []
-    for task in tasks_of(out, parts, **how):
+    for task in plan_tasks(out, parts, **how):
         info = write_slice(task)
         result = open_slice(out / info.name)
         assert (info.count, info.documents) == (len(result.tokens), len(result.document_ends))
@@ -59,78 +59,61 @@ def whole(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], l
     return tokens, stops, sizes
 
 
-@settings(max_examples=15, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 3000), max_size=12), min_size=1, max_size=5), st.integers(4096, 9000))
 def test_the_slices_are_the_stream(
     tmp_path_factory: pytest.TempPathFactory, groups: list[list[int]], slice_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
-    parts = parts_of(folder, groups)
+    parts = write_parts(folder, groups)
     total = sum(map(sum, groups))
-    tokens, stops, sizes = whole(folder, parts, slice_bytes=slice_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slicing, "_ENDS_AT_ONCE", 5)
+        tokens, stops, sizes = whole(folder, parts, slice_bytes=slice_bytes)
     assert tokens == [i % 60_000 for i in range(total)]
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
     assert all(size <= slice_bytes for size in sizes)
-    # As full as can be: another token and its end would not have fitted.
+    # As full as can be, as in format 1: another token and its end would not have fitted.
     assert all(size > slice_bytes - TOKEN_HEADER_BYTES - 10 for size in sizes[:-1])
-
-
-def test_the_cut_is_the_one_of_format_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    groups = [rng.integers(1, 40, 3000).tolist(), [1] * 5000, [], rng.integers(1, 9000, 20).tolist()]
-    parts = parts_of(tmp_path, groups)
-    offsets = np.cumsum([n for group in groups for n in group]).astype(np.uint64)
-    monkeypatch.setattr(slicing, "_ENDS_AT_ONCE", 100)
-    tasks = tasks_of(tmp_path, parts, slice_bytes=5000)
-    start = first = 0
-    for task in tasks:
-        edges = np.fromfile(tmp_path / f"{task.plan}.cuts", "<i8", count=2, offset=16 * task.index)
-        assert edges.tolist() == [start, first]
-        stops = np.arange(start + 1, min(int(offsets[-1]), start + 2500) + 1)
-        inside = np.searchsorted(offsets, stops.astype(np.uint64), "right") - first
-        fits = (stops - start) * 2 + 8 * inside + TOKEN_HEADER_BYTES <= 5000
-        start, first = int(stops[fits][-1]), first + int(inside[fits][-1])
-    assert (start, first) == (int(offsets[-1]), len(offsets)) and len(tasks) > 30
 
 
 def test_slices_of_so_many_tokens(tmp_path: Path) -> None:
     groups = [[5, 10, 1], [100], [3] * 20]
-    tokens, stops, sizes = whole(tmp_path, parts_of(tmp_path, groups), count=32)
+    tokens, stops, sizes = whole(tmp_path, write_parts(tmp_path, groups), count=32)
     assert tokens == list(range(176)) and len(sizes) == 6
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
 
 
 def test_damage_and_misuse_are_noticed(tmp_path: Path) -> None:
-    parts, store = parts_of(tmp_path, [[10, 20], [30]]), open_store(tmp_path)
+    parts, store = write_parts(tmp_path, [[10, 20], [30]]), open_store(tmp_path)
     with pytest.raises(UsageError):
         plan_slices(parts, store, slice_bytes=100)
     with pytest.raises(UsageError, match="one type"):
         plan_slices([parts[0], replace(parts[1], dtype="U32")], store)
-    (task,) = tasks_of(tmp_path, parts)
+    (task,) = plan_tasks(tmp_path, parts)
     for kind in ("tokens", "ends"):
         (tmp_path / parts[1].object(kind)).write_bytes(b"")
         with pytest.raises(PrepareError, match="fewer"):
             write_slice(task)
     with pytest.raises(PrepareError, match="expected 1 documents"):
-        tasks_of(tmp_path, parts, slice_bytes=8192)
-    assert tasks_of(tmp_path, []) == []
+        plan_tasks(tmp_path, parts, slice_bytes=8192)
+    assert plan_tasks(tmp_path, []) == []
 
 
 def test_long_streams_are_planned_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the last slice of a group differs from one plan of all."""
     groups = [[500] * 10, [700] * 10, [], [30] * 300, [9000], [1] * 50]
-    parts = parts_of(tmp_path, groups)
+    parts = write_parts(tmp_path, groups)
     monkeypatch.setattr(slicing, "_GROUP_TOKENS", 12_000)
     tokens, stops, sizes = whole(tmp_path, parts, slice_bytes=8192)
     assert tokens == [i % 60_000 for i in range(sum(map(sum, groups)))]
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
-    tasks = tasks_of(tmp_path, parts, slice_bytes=8192)
+    tasks = plan_tasks(tmp_path, parts, slice_bytes=8192)
     assert len({task.plan for task in tasks}) == 3 and len({task.name for task in tasks}) == len(sizes)
     assert sum(size <= 8192 - TOKEN_HEADER_BYTES - 10 for size in sizes) <= 3
 
 
 def test_leaves_are_gathered_in_the_order_of_the_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks, store = tasks_of(tmp_path, parts_of(tmp_path, [[3] * 20]), count=5), open_store(tmp_path)
+    tasks, store = plan_tasks(tmp_path, write_parts(tmp_path, [[3] * 20]), count=5), open_store(tmp_path)
     for index, task in enumerate(tasks):
         store.write(task.leaves, bytes([index] * 32))
     monkeypatch.setattr(slicing, "_GATHERED", 5)

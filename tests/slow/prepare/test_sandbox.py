@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay import prepare_dataset
 from forebay.errors import UsageError
 from forebay.formats import jsonl as lines
 from forebay.formats.records import Record
@@ -31,6 +28,7 @@ from forebay.prepare.engines import sandbox as guard
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.filters.quality import Length
 from forebay.prepare.tasks.text import process_split
+from support.preparing import prepare, read_lines, write_jsonl
 
 DOCUMENTS = 300
 
@@ -64,10 +62,16 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Length, "apply", apply)
 
 
-def corpus(path: Path, bad: dict[int, str]) -> Path:
-    texts = (bad.get(i, f"an honest document, number {i}") for i in range(DOCUMENTS))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+def write_corpus(path: Path, bad: dict[int, str]) -> Path:
+    return write_jsonl(path, (bad.get(i, f"an honest document, number {i}") for i in range(DOCUMENTS)))
+
+
+def children() -> set[str]:
+    result: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # A thread that ended meanwhile.
+            result.update((task / "children").read_text().split())
+    return result
 
 
 @pytest.mark.parametrize(
@@ -81,20 +85,21 @@ def corpus(path: Path, bad: dict[int, str]) -> Path:
 )
 @pytest.mark.usefixtures("hostile")
 def test_only_the_document_is_rejected(tmp_path: Path, what: str, reason: str) -> None:
-    source = corpus(tmp_path / "a.jsonl", {7: f"{what}!", 203: f"{what}! again"})
-    recipe = load_recipe(settings={"length": {"min_chars": 1}})
+    source = write_corpus(tmp_path / "a.jsonl", {7: f"{what}!", 203: f"{what}! again"})
     seconds = 0.2 if what == "spin" else 60.0
-    recipe = replace(recipe, limits=Limits(seconds, 0.001, 64 << 20))
-    summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    limits = {"seconds": seconds, "seconds_per_mb": 0.001, "memory_bytes": 64 << 20}
+    before = children()
+    summary = prepare(source, tmp_path / "d", settings={"length": {"min_chars": 1}, "limits": limits})
+    assert children() <= before
     assert (summary.documents_in, summary.documents_out) == (DOCUMENTS, DOCUMENTS - 2)
     assert summary.dropped == {"malformed": 2}
-    rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    rejects = read_lines(tmp_path / "d/rejects.jsonl")
     assert [(r["where"], r["reason"]) for r in rejects] == [(f"{source}:{i}", reason) for i in (8, 204)]
     assert rejects[0]["text"] == f"{what}!"
 
 
 def slow_copy(task: str, data: Any) -> tuple[str, bytes]:
-    time.sleep(0.3)
+    time.sleep(0.3)  # so that its memory is looked at
     return task, bytes(data)
 
 
@@ -108,23 +113,6 @@ def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.
             assert worker.call(slow_copy, text, text.encode(), (5.0, 64 << 20)) == (text, text.encode())
     finally:
         worker.end()
-
-
-def children() -> set[str]:
-    result: set[str] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # A thread that ended meanwhile.
-            result.update((task / "children").read_text().split())
-    return result
-
-
-@pytest.mark.usefixtures("hostile")
-def test_no_process_is_left(tmp_path: Path) -> None:
-    source = corpus(tmp_path / "a.jsonl", {})
-    recipe = load_recipe(settings={"length": {"min_chars": 1}})
-    before = children()
-    prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
-    assert children() <= before
 
 
 def test_limits_are_checked() -> None:
@@ -161,15 +149,14 @@ def test_a_file_over_which_its_library_aborts(tmp_path: Path, workers: int) -> N
         pytest.skip("this pyarrow aborts over no such byte")
     (tmp_path / "1.parquet.bad").replace(tmp_path / "1.parquet")
     sources = [tmp_path / f"{i}.parquet" for i in range(3)]
-    recipe = replace(load_recipe(), max_error_rate=0.1)
-    summary = prepare_dataset(sources, tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=workers)
+    summary = prepare(sources, tmp_path / "d", settings={"max_error_rate": 0.1}, workers=workers)
     assert (summary.documents_out, summary.dropped) == (40, {"malformed": 1})
-    (reject,) = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    (reject,) = read_lines(tmp_path / "d/rejects.jsonl")
     assert "reading ended its process (SIGABRT)" in reject["reason"] and "1.parquet" in reject["where"]
 
 
 def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = corpus(tmp_path / "a.jsonl", {203: "abort!"})
+    source = write_corpus(tmp_path / "a.jsonl", {203: "abort!"})
     plain = lines.to_record
 
     def to_record(position: int, row: Mapping[str, object], *more: Any, **named: Any) -> Record:
@@ -183,6 +170,5 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
         return process_split(task, 1)
 
     monkeypatch.setattr(pipeline, "process_split", after_a_death)
-    recipe = replace(load_recipe(), max_error_rate=0.1)
-    summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    summary = prepare(source, tmp_path / "d", settings={"max_error_rate": 0.1})
     assert (summary.documents_out, summary.dropped) == (203, {"malformed": 1})
