@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -20,12 +17,12 @@ from forebay.threads import failures
 from forebay.worker import membership_state
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError, MembershipState, Pause, Request
-from support.calibration import scaled
+from support.waiting import until
 
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    with Coordinator(rules=Rules(lost_s=60.0), config={"batch_size": 2}) as coordinator:
+    with Coordinator(rules=Rules(lost_s=3600.0, stale_s=7200.0), config={"batch_size": 2}) as coordinator:
         yield coordinator
 
 
@@ -50,10 +47,8 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
         with Membership(coordinator.address, "second", lockstep=False) as second:
             joining = threading.Thread(target=second.join)
             joining.start()
-            deadline = time.monotonic() + scaled(20)
-            while not first.changing and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert first.changing and len(raised) == 2
+            until(lambda: first.changing)
+            assert len(raised) == 2
             assert first.boundary(1).world_size == 2
             joining.join()
             assert second.generation.world_size == 2
@@ -107,24 +102,29 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     assert not state.changing
 
 
-def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who starts it again, such as a service manager, may be faster than the coordinator."""
-    monkeypatch.setattr(membership_state, "NOTICE_S", scaled(60.0))
-    with Coordinator(config={"batch_size": 2}) as coordinator:
-        program = (
-            "import time; from forebay.worker.membership import Membership\n"
-            f"Membership({coordinator.address!r}, 'w').join(); print('joined', flush=True); time.sleep(600)"
-        )
-        first = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    monkeypatch.setattr(membership_state, "NOTICE_S", 3600.0)
+    real, refused = Client.request_json, threading.Event()
+
+    def request_json(self: Client, *args: Any, **more: Any) -> Any:
         try:
-            assert first.stdout is not None and first.stdout.readline() == b"joined\n"
-            again = Membership(coordinator.address, "w")
-            thread = threading.Thread(target=again.join)
-            thread.start()
-            time.sleep(1.0)  # It is refused, as the first lives; without patience that was the end.
-        finally:
-            first.kill()
-            first.communicate()
-        thread.join()
-        assert not thread.is_alive() and again.generation.world_size == 1
-        again.leave()
+            return real(self, *args, **more)
+        except RemoteError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(Client, "request_json", request_json)
+    first, again = Client(None), Membership(coordinator.address, "w")
+    # Only the connection's end shows that it has ended.
+    body = {"worker_id": "w", "session": "session-1", "wait_s": 30.0}
+    first.request_json(coordinator.address, "POST", "/v1/members/join", body)
+    thread = threading.Thread(target=again.join)
+    thread.start()
+    refused.wait()
+    first.close()
+    thread.join()
+    assert again.generation.world_size == 1
+    again.leave()
