@@ -69,6 +69,7 @@ class Network:
 
     def __init__(self, directory: Path, stack: ExitStack, *members: str, dht_nodes: int = 0) -> None:
         self.directory, self.stack = directory, stack
+        self.nodes: list[DataNode] = []
         self.discovery: Discovery = LocalDiscovery()
         bootstrap: list[tuple[str, int]] = []
         if dht_nodes:
@@ -87,7 +88,8 @@ class Network:
 
     def serve(self, *datasets: Dataset, name: str = "data", **settings: Any) -> DataNode:
         node = DataNode(self.identity(name), datasets, HOST, 0, self.discovery, **{"ttl_s": 30, **settings})
-        return self.stack.enter_context(node)
+        self.nodes.append(self.stack.enter_context(node))
+        return node
 
     def schedule(self, dataset: str = NAME, **settings: Any) -> SchedulerService:
         service = SchedulerService(

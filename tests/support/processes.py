@@ -45,11 +45,15 @@ class Process:
     def errors(self) -> str:
         return "".join(self.messages)
 
-    def ready(self) -> Any:
-        """Wait for its first line of JSON."""
-        until(lambda: self.lines or self.popen.poll() is not None)
-        assert self.lines, (self.popen.args, self.errors)
-        return self.lines[0]
+    def ready(self, key: str = "") -> Any:
+        """Wait for its first line of JSON, or the first that has `key`."""
+
+        def found() -> list[Any]:
+            return [line for line in self.lines if key in line or not key]
+
+        until(lambda: found() or self.popen.poll() is not None)
+        assert found(), (self.popen.args, self.errors)
+        return found()[0]
 
     def wait(self) -> int:
         """Return its status once it has ended and all its output was read."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from support.calibration import scaled
 from support.ports import free_port
+from support.waiting import until
 
 
 def program(name: str) -> str:
@@ -37,8 +37,8 @@ def lint(exposition: str) -> str:
 class Prometheus:
     """Queries of a running server."""
 
-    def __init__(self, url: str, log: Path) -> None:
-        self._url, self._log = url, log
+    def __init__(self, url: str) -> None:
+        self._url = url
 
     def get(self, path: str, **parameters: str) -> Any:
         query = urllib.parse.urlencode(parameters)
@@ -48,16 +48,23 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         return list(self.get("/api/v1/query", query=expression)["result"])
 
-    def wait_for_targets(self, num_targets: int, num_scrapes: int = 3) -> list[dict[str, Any]]:
-        """The targets, once each was scraped so often; fails with the reason of one that cannot be."""
-        deadline = time.monotonic() + scaled(60)
-        while True:
-            targets = list(self.get("/api/v1/targets")["activeTargets"])
+    def targets(self, num_targets: int, num_scrapes: int = 3) -> list[dict[str, Any]]:
+        """Return the targets, once each was scraped so often."""
+        current: list[dict[str, Any]] = []
+
+        def are_scraped() -> bool:
+            current[:] = self.get("/api/v1/targets")["activeTargets"]
             counts = self.query(f"min(count_over_time(up[1h])) >= {num_scrapes}")
-            if len(targets) == num_targets and counts and all(target["health"] != "unknown" for target in targets):
-                return targets
-            assert time.monotonic() < deadline, (targets, self._log.read_text())
-            time.sleep(0.2)
+            return len(current) == num_targets and bool(counts) and "unknown" not in {t["health"] for t in current}
+
+        until(are_scraped)
+        return current
+
+
+def is_ready(address: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/-/ready"):
+        return True
+    return False
 
 
 @contextmanager
@@ -73,17 +80,9 @@ def running(config: str, directory: Path) -> Iterator[Prometheus]:
     with (directory / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([program("prometheus"), *options], stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + scaled(30)
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://{address}/-/ready"):
-                    break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, (
-                    directory / "prometheus.log"
-                ).read_text()
-                time.sleep(0.1)
-        yield Prometheus(f"http://{address}", directory / "prometheus.log")
+        until(lambda: process.poll() is not None or is_ready(address))
+        assert process.poll() is None, (directory / "prometheus.log").read_text()
+        yield Prometheus(f"http://{address}")
     finally:
         process.terminate()
         process.wait()

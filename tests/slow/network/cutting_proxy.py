@@ -76,13 +76,16 @@ class CuttingProxy:
     It sees TLS only. Servers here send nothing between the handshake and the first answer, so bytes from the server
     after the client has spoken twice are an answer.
 
+    Attributes:
+        carried: Bytes of both directions.
+
     Args:
         rate: Share of the answers that are cut.
     """
 
     def __init__(self, chance: random.Random, rate: float) -> None:
         self.cuts: Counter[str] = Counter()
-        self.target = ""
+        self.target, self.carried, self.connections = "", 0, 0
         self._chance, self._rate = chance, rate
         self._listener = socket.create_server((HOST, 0))
         self.address = f"{HOST}:{self._listener.getsockname()[1]}"
@@ -97,6 +100,7 @@ class CuttingProxy:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self.connections += 1
                 threading.Thread(target=self._carry, args=(near,), daemon=True).start()
 
     def _carry(self, near: socket.socket) -> None:
@@ -107,6 +111,7 @@ class CuttingProxy:
                     data = source.recv(1 << 16)
                     if not data:
                         return
+                    self.carried += len(data)
                     if from_client is not (source is near):
                         from_client = source is near
                         turns += 1  # 1: hello, 2: the server's, 3: the client's certificate and request, 4: an answer

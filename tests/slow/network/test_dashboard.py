@@ -7,90 +7,51 @@ import http.client
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import orjson
-import psutil
 import pytest
 
-pytest.importorskip("libtorrent")
-
 import forebay
-from forebay.data_node import DataNode
-from forebay.lease.messages import ExchangeRequest, WorkerStats
-from forebay.network.client import Client
-from forebay.network.dht import LibtorrentDht
+from forebay.cli import main
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Scope
-from forebay.network.pki.identity import Identity, join
-from forebay.observe.dashboard import POLL_S, Dashboard
+from forebay.network.pki.identity import join
+from forebay.observe.dashboard import Dashboard
 from forebay.observe.record import RunRecord
 from forebay.observe.sources import NodeSource, PreparationSource, RecordSource, status_by
 from forebay.observe.views import View
 from forebay.scheduler import server as scheduler_server
-from forebay.scheduler.activity import Activity
-from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.server import SchedulerService
-from forebay.scheduler.status import full_status
 from forebay.stream import documents
-from support.browser import THEMES, WIDTHS, open_browser
-from support.calibration import scaled
-from support.leases import work
-from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
+from support import processes
+from support.browser import THEMES, WIDTHS, Browser, open_browser
+from support.nodes import HOST, NAME, PACED_READER, Network, make_dataset
+from support.waiting import until
 
 WORKERS = ["worker-1", "worker-2", "worker-3", "worker-4"]
 
 
-class World:
-    """A data node and a scheduler in this process."""
-
-    def __init__(self, directory: Path, stack: ExitStack, *, num_slices: int, tokens: int, **settings: Any) -> None:
-        self.directory, self.stack = directory, stack
-        bootstrap = Bootstrap(3)
-        stack.callback(bootstrap.close)
-        self.homes = make_network(directory, ["data", "scheduler", *WORKERS], bootstrap.at)
-        join(directory / "network", directory / "plain", "plain", scope=Scope(frozenset({"worker"})))
-        self.dht = LibtorrentDht(HOST, 0, bootstrap.at)
-        stack.callback(self.dht.close)
-        limits = settings.pop("limits", None)
-        dataset = make_dataset(directory / "dataset", num_slices, tokens)
-        node = DataNode(self.identity("data"), [dataset], HOST, 0, self.dht, ttl_s=30, limits=limits)
-        node.start()
-        stack.callback(node.stop)
-        self.scheduler = SchedulerService(
-            self.identity("scheduler"), NAME, self.dht, self.client("scheduler"), directory / "state",
-            **{"rediscover_s": 0.5, **settings},
-        )  # fmt: skip
-        self.scheduler.start()
-        stack.callback(self.scheduler.stop)
-
-    def identity(self, name: str) -> Identity:
-        return Identity.load(self.directory / name)
-
-    def client(self, name: str) -> Client:
-        return self.stack.enter_context(Client(self.identity(name)))
-
-    def source(self, name: str = "scheduler") -> NodeSource:
-        return NodeSource(self.scheduler.address, status_by(self.client(name)))
+def source(network: Network, service: SchedulerService, name: str = "scheduler") -> NodeSource:
+    return NodeSource(service.address, status_by(network.client(name)))
 
 
-def until(view: Callable[[], View], is_right: Callable[[View], bool], what: str) -> View:
-    """The first view that is right. Fails after a while, with the last one."""
-    deadline = time.monotonic() + scaled(60)
-    while not is_right(last := view()):
-        assert time.monotonic() < deadline, f"{what}: {json.dumps(last)[:3000]}"
-        time.sleep(0.2)
-    return last
+def wait_for(view: Callable[[], View], is_right: Callable[[View], object]) -> View:
+    """Return the first view that is right."""
+    views: list[View] = []
+
+    def check() -> object:
+        time.sleep(0.1)
+        views.append(view())
+        return is_right(views[-1])
+
+    until(check)
+    return views[-1]
 
 
 def get(url: str, host: str | None = None) -> tuple[int, dict[str, str], bytes]:
@@ -101,71 +62,72 @@ def get(url: str, host: str | None = None) -> tuple[int, dict[str, str], bytes]:
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
 
+def shown_view(page: Dashboard) -> View:
+    return dict(json.loads(get(f"{page.url}v1/status")[2]))
+
+
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Dashboard, RecordSource]]:
-    """A job of which four workers used a part, and one was killed; with its page, and a record of it."""
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, SchedulerService, Dashboard]]:
+    """A job of which four workers used a part, and one was killed; its page, which records it."""
     directory = tmp_path_factory.mktemp("job")
     with ExitStack() as stack:
-        world = World(directory, stack, num_slices=40, tokens=20_000, seq_len=16, lease_s=2.0)
+        network = Network(directory, stack, *WORKERS)
+        plain = join(directory / "network", directory / "plain", "plain", scope=Scope(frozenset({"worker"})))
+        network.homes["plain"] = plain.node_dir
+        network.serve(make_dataset(directory / "dataset", 40, 20_000))
+        service = network.schedule(seq_len=16, lease_s=2.0)
         record = RunRecord(directory / "record", interval_s=0.5)
-        page = stack.enter_context(Dashboard(world.source(), record=record).start())
+        page = stack.enter_context(Dashboard(source(network, service), record=record).start())
+        words = ["worker", "--scheduler", service.address, "--batch-size", 2, "--listen", f"{HOST}:0"]
+        words += ["--cache-bytes", 1 << 20]
         nodes = []
         for name in WORKERS:
-            cache = {"cache": str(directory / f"cache-{name}"), "cache_bytes": 1 << 20}
-            nodes.append(Node("work", directory / f"{name}.log", node=str(world.homes[name]), pause_s=0.02, **cache))
-            stack.callback(nodes[-1].kill)
-        status = world.scheduler.status
-        until(lambda: dict(status()), lambda s: sum(w["samples"] > 40 for w in s["workers"].values()) == 4, "start")
+            own = ["--identity", network.homes[name], "--cache-dir", directory / f"cache-{name}"]
+            nodes.append(processes.forebay(*words, *own, "--", *PACED_READER, 0.02))
+            stack.callback(nodes[-1].end)
+        until(lambda: sum(w["samples"] > 40 for w in service.status()["workers"].values()) == len(WORKERS))
         time.sleep(4.5)  # Workers report about every two seconds: two reports make a share.
-        nodes[0].kill()
-        texts = [f"{WORKERS[0]} sent nothing for too long"]
-        until(world.source().poll, lambda v: any(t in e["text"] for e in v["events"] for t in texts), "expiry")
-        yield world, page, RecordSource(directory / "record")
+        nodes[0].end()
+        lost = f"{WORKERS[0]} sent nothing for too long"
+        wait_for(lambda: shown_view(page), lambda view: any(lost in event["text"] for event in view["events"]))
+        yield network, service, page
 
 
-def test_the_view_has_workers_waits_coverage_nodes_and_events(job: tuple[World, Dashboard, RecordSource]) -> None:
-    _, page, _ = job
+def test_the_view_has_workers_waits_coverage_nodes_and_events(job: tuple[Network, SchedulerService, Dashboard]) -> None:
+    network, service, page = job
 
-    def view() -> View:
-        return json.loads(get(f"{page.url}v1/status")[2])
-
-    def is_whole(v: View) -> bool:
-        states = {row["name"]: row["state"] for row in v.get("workers", [])}
-        working = [row for row in v.get("workers", []) if row["state"] == "working"]
+    def is_whole(view: View) -> bool:
+        states = {row["name"]: row["state"] for row in view.get("workers", [])}
+        working = [row for row in view.get("workers", []) if row["state"] == "working"]
         return (
             states.get(WORKERS[0]) == "silent" and len(working) == 3 and all(row["leases"] > 0 for row in working)
-            and [node["state"] for node in v.get("nodes", [])] == ["up"]
-            and {use["worker"] for use in v.get("uses", [])} >= set(WORKERS[1:])
+            and [node["state"] for node in view.get("nodes", [])] == ["up"]
+            and {use["worker"] for use in view.get("uses", [])} >= set(WORKERS[1:])
         )  # fmt: skip
 
-    shown = until(view, is_whole, "one silent worker")
+    shown = wait_for(lambda: shown_view(page), is_whole)
     assert shown["kind"] == "job" and shown["title"] == NAME and shown["state"] == "running"
     assert 0 < shown["progress"]["done"] < shown["progress"]["total"] and shown["progress"]["unit"] == "samples"
     coverage = shown["coverage"]
     assert len(coverage["used"]) == len(coverage["state"]) == 40 and coverage["slices_per_cell"] == 1
     assert set(coverage["used"]) > {"0"} and "L" in coverage["state"]
-    alive = [row for row in shown.get("workers", []) if row["state"] == "working"]
-    for row in alive:
-        assert row["rate"] > 0 and row["leases"] > 0 and row["origin_bytes"] + row["peer_bytes"] > 0
+    for row in [row for row in shown["workers"] if row["state"] == "working"]:
+        assert row["rate"] > 0 and row["origin_bytes"] + row["peer_bytes"] > 0
         assert 0 < row["cached_bytes"] <= row["cache_bytes"] == 1 << 20 and 0 <= row["wait_share"] <= 1
     assert shown["figures"]["workers"][0] == 3 and shown["figures"]["ledger entries"][0] > 4
     assert {event["text"] for event in shown["events"]} >= {f"{name} joined" for name in WORKERS}
-    assert {use["worker"] for use in shown["uses"]} >= set(WORKERS[1:])
     (node,) = shown["nodes"]
-    assert node["name"] == "data" and node["state"] == "up" and node["bytes_sent"] > 0
-
-
-def test_other_members_see_progress_and_no_names(job: tuple[World, Dashboard, RecordSource]) -> None:
-    view = job[0].source("plain").poll()
-    assert view["progress"]["done"] > 0 and view["coverage"] and not view.get("workers")
-    assert not view.get("events") and not view.get("uses")
-    assert not any(name in json.dumps(view) for name in WORKERS)
+    assert node["name"] == "data" and node["bytes_sent"] > 0
+    others = source(network, service, "plain").poll()  # Other members see progress and no names.
+    assert others["progress"]["done"] > 0 and others["coverage"]
+    assert not any(others.get(part) for part in ("workers", "events", "uses"))
+    assert not any(name in json.dumps(others) for name in WORKERS)
 
 
 def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
-    job: tuple[World, Dashboard, RecordSource],
+    job: tuple[Network, SchedulerService, Dashboard],
 ) -> None:
-    url = job[1].url
+    url = job[2].url
     status, headers, body = get(url)
     assert status == 200 and headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in headers["content-security-policy"] and b"http" not in body
@@ -174,78 +136,82 @@ def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
     assert get(f"{url}../../etc/passwd")[0] == 404
     assert get(f"{url}v1/views/nan")[0] in (400, 404) and get(f"{url}v1/views/x")[0] == 400
     names = ('forebay_worker_tokens_per_second{worker="worker-2"}', 'forebay_wait_ratio{cause="')
-    until(lambda: {"text": get(f"{url}metrics")[2].decode()}, lambda v: all(n in v["text"] for n in names), "metrics")
+    wait_for(lambda: {"text": get(f"{url}metrics")[2].decode()}, lambda view: all(n in view["text"] for n in names))
 
 
-def test_the_record_replays(job: tuple[World, Dashboard, RecordSource], tmp_path: Path) -> None:
-    world, _, record = job
+def test_the_record_replays(
+    job: tuple[Network, SchedulerService, Dashboard], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network, service, _ = job
+    folder = network.directory / "record"
+    record = RecordSource(folder)
     times = record.times()
     assert len(times) > 3 and times == sorted(times)
     first, last = record.view_at(times[0]), record.view_at(times[-1])
     assert times[0] <= first["at"] < times[0] + 1  # Views within a second are of one moment.
     assert first["progress"]["done"] <= last["progress"]["done"]
-    command = [sys.executable, "-m", "forebay", "top"]
-    folder = str(world.directory / "record")
-    shown = subprocess.run([*command, folder], capture_output=True, text=True, check=True).stdout
+    assert main(["top", str(folder)]) == 0
+    shown = capsys.readouterr().out
     assert NAME in shown and all(name in shown for name in WORKERS) and "slices of the epoch" in shown
-    node = ["--identity", str(world.homes["scheduler"])]
-    live = subprocess.run(
-        [*command, world.scheduler.address, *node, "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(live.stdout)["kind"] == "job"
-    wrong = subprocess.run([*command, "--replay", world.scheduler.address, *node], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "expected a folder with the record of a run" in wrong.stderr
-    absent = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert absent.returncode == 2 and len(absent.stderr.splitlines()) == 1
+    node = ["--identity", str(network.homes["scheduler"])]
+    assert main(["top", service.address, *node, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "job"
+    assert main(["top", "--replay", service.address, *node]) == 2
+    assert "expected a folder with the record of a run" in capsys.readouterr().err
+    assert main(["top", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_the_page_in_a_browser(job: tuple[World, Dashboard, RecordSource]) -> None:
-    """Every width and theme: figures, no error, nothing to scroll sideways, nothing serious for axe-core."""
-    _, page, _ = job
+def check_page(browser: Browser, url: str, name: str, selector: str, act: Callable[[], Collection[str]]) -> None:
+    """At every width and theme: the texts that `act` returns, no error, nothing to scroll, nothing for axe-core."""
+    for theme in THEMES:
+        for size, width in WIDTHS.items():
+            browser.open(url, width=width, theme=theme)
+            browser.page.wait_for_selector(selector)
+            expected = act()
+            text = browser.page.inner_text("main")
+            assert [part for part in expected if part not in text] == [], (theme, size)
+            assert browser.overflow() == 0 and not browser.errors and browser.violations() == []
+            if folder := os.environ.get("FOREBAY_SCREENSHOTS"):
+                browser.screenshot(Path(folder) / f"{name}-{size}-{theme}.png")
+
+
+def test_the_page_in_a_browser(job: tuple[Network, SchedulerService, Dashboard]) -> None:
+    url, parts = job[2].url, (*WORKERS, "silent", "Where the workers' time goes", "Data nodes", "joined")
     with open_browser() as browser:
-        for theme in THEMES:
-            for name, width in WIDTHS.items():
-                browser.open(page.url, width=width, theme=theme)
-                browser.page.wait_for_selector("#table-workers tbody tr")
-                assert browser.page.inner_text("#title") == NAME
-                text = browser.page.inner_text("main")
-                for expected in (*WORKERS, "silent", "Where the workers' time goes", "Data nodes", "joined"):
-                    assert expected in text, (theme, name, expected)
-                assert browser.overflow() == 0 and not browser.errors
-                assert browser.violations() == []
-                if folder := os.environ.get("FOREBAY_SCREENSHOTS"):
-                    browser.screenshot(Path(folder) / f"dashboard-{name}-{theme}.png")
-        assert {url.split("/")[2] for url in browser.requests} <= {page.url.split("/")[2]}
+        check_page(browser, url, "dashboard", "#table-workers tbody tr", lambda: parts)
+        assert browser.page.inner_text("#title") == NAME
+        assert {request.split("/")[2] for request in browser.requests} <= {url.split("/")[2]}
         names = browser.focusable()
         assert any("set aside" in name for name in names) and any(name.startswith("BUTTON Theme") for name in names)
         browser.page.get_by_role("button", name="rate").first.click()
         assert browser.page.locator("#table-workers th[aria-sort=ascending]").inner_text() == "rate"
 
 
-def test_texts_of_members_stay_text(tmp_path: Path) -> None:
+def test_texts_of_members_stay_text_and_long_tables_have_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hostile = "<img src=x onerror=document.title='owned'>\x1b[31m"
     view = {"version": 1, "kind": "job", "title": hostile, "state": hostile, "at": 1.0, "message": hostile}
-    view |= {
-        "workers": [{"name": hostile, "state": "idle"}],
-        "events": [{"at": 1.0, "level": "error", "text": hostile}],
-    }
+    view["workers"] = [{"name": name, "state": "idle"} for name in (hostile, *(f"worker-{i}" for i in range(799)))]
+    view["events"] = [{"at": 1.0, "level": "error", "text": hostile}]
     view["datasets"] = [{"name": hostile, "slices": 1, "id": hostile}]
     RunRecord(tmp_path / "record").add(view)
-    shown = subprocess.run(
-        [sys.executable, "-m", "forebay", "top", str(tmp_path / "record")], capture_output=True, text=True, check=True
-    ).stdout
+    assert main(["top", str(tmp_path / "record")]) == 0
+    shown = capsys.readouterr().out
     assert "\x1b" not in shown and "onerror" in shown
     with Dashboard(RecordSource(tmp_path / "record")).start() as page, open_browser() as browser:
         browser.open(page.url)
         browser.page.wait_for_selector("#table-workers tbody tr")
         assert "owned" not in browser.page.title().replace("'owned'", "") and not browser.errors
         assert browser.page.locator("main img").count() == 0
+        browser.page.get_by_role("button", name="Next").first.click()
+        assert browser.page.inner_text("#table-workers output") == "51 to 100 of 800"
+        browser.page.get_by_label("Filter Workers").fill("worker-77")
+        assert browser.page.inner_text("#table-workers output") == "1 to 11 of 11"
 
 
-def test_a_preparation_has_its_page(tmp_path: Path) -> None:
+def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack) -> None:
     """While it runs, and afterwards: stages, rules, reasons, samples of what is dropped."""
     words = [
         a + b + c for a in "bcdfglmnprst" for b in ("an", "el", "or", "ist") for c in ("", "ing", "ed", "er", "ly")
@@ -256,210 +222,115 @@ def test_a_preparation_has_its_page(tmp_path: Path) -> None:
         lines = [" ".join(chance.choice(words, 90)) + "." for _ in range(1500)]
         lines += ["short"] * 700 + ["\x1b[31m<script>document.title='owned'</script> short"]
         (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    command = [sys.executable, "-m", "forebay", "prepare", *map(str, sorted(tmp_path.glob("*.jsonl")))]
-    options = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    states: list[View] = []
+    options = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
+    process = processes.forebay("prepare", *sorted(tmp_path.glob("*.jsonl")), *options)
+    stack.callback(process.end)
+    states: list[View] = [{}]
 
     def view() -> View:
         with contextlib.suppress(forebay.ForebayError):
             states.append(PreparationSource(tmp_path / "out").poll())
-        return states[-1] if states else {}
+        return states[-1]
 
-    until(view, lambda v: v.get("state") in ("done", "failed"), "done")
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    during = [state for state in states if state["state"] == "running" and state.get("rules")]
-    assert during and 0 < during[0]["figures"]["documents read"][0] < states[-1]["figures"]["documents read"][0]
-    last = states[-1]
-    assert last["figures"]["documents read"][0] == 24 * 2201
+    last = wait_for(view, lambda view: view.get("state") in ("done", "failed"))
+    assert process.wait() == 0, process.errors
+    during = [state for state in states if state.get("state") == "running" and state.get("rules")]
+    assert during and 0 < during[0]["figures"]["documents read"][0] < last["figures"]["documents read"][0] == 24 * 2201
     dropped = {row["reason"]: row["documents"] for row in last["dropped"]}
-    assert dropped["gopher_short"] == 24 * 700 and "52,824" in out
+    assert dropped["gopher_short"] == 24 * 700 and "52,824" in "".join(process.output)
+
+    def click() -> Collection[str]:
+        browser.page.get_by_text("gopher_quality: gopher_short").first.click()
+        return "gopher_short", "Dropped documents", "short"
+
     with Dashboard(PreparationSource(tmp_path / "out")).start() as page, open_browser() as browser:
-        for theme in THEMES:
-            for name, width in WIDTHS.items():
-                browser.open(page.url, width=width, theme=theme)
-                browser.page.wait_for_selector("#table-rules tbody tr")
-                browser.page.get_by_text("gopher_quality: gopher_short").first.click()
-                text = browser.page.inner_text("main")
-                assert "gopher_short" in text and "Dropped documents" in text and "short" in text
-                assert browser.overflow() == 0 and not browser.errors and browser.violations() == []
-                if folder := os.environ.get("FOREBAY_SCREENSHOTS"):
-                    browser.screenshot(Path(folder) / f"preparation-{name}-{theme}.png")
+        check_page(browser, page.url, "preparation", "#table-rules tbody tr", click)
         assert browser.page.title() != "owned"
 
 
-class ManyWorkers:
-    """A scheduler's status with 1,000 workers and 250,000 slices: the real core and activity, without a network."""
-
-    def __init__(self, num_workers: int = 1000, num_slices: int = 250_000) -> None:
-        self.core = SchedulerCore(JobSpec("many", "0" * 64, np.full(num_slices, 4096)))
-        self.activity, self.cpu_s, self.num_polls = Activity(), 0.0, 0
-        table = SimpleNamespace(bytes=np.full(num_slices, 1 << 26), row=None)
-        self._catalog: Any = SimpleNamespace(seq_len=2048, table=table, claims=[])
-        self.peers: Any = [SimpleNamespace(peer_id=f"{i:032d}", name=f"worker-{i}") for i in range(num_workers)]
-        self._began = time.monotonic()
-        for peer in self.peers:
-            self.core.exchange(peer.peer_id, ExchangeRequest(session="s", want=2), 0.0)
-        for moment in range(-120, 1):
-            self.report(self._began + moment / 4)
-
-    def report(self, now: float) -> None:
-        for peer in self.peers:
-            usage, _ = self.activity.notice(peer, now)
-            usage.add(64, 64 * 2048, now)
-            busy_s = now - self._began + 1000
-            usage.add_stats(
-                "s", WorkerStats(7, busy_s, {"network": busy_s / 50, "decode": 1.0}, cache_bytes=1 << 32), now
-            )
-
-    def read(self, address: str) -> dict[str, Any]:
-        self.report(time.monotonic())
-        began = time.thread_time()
-        status = full_status(self.core, self.activity, self._catalog, 10, time.monotonic())
-        body = orjson.dumps(status, option=orjson.OPT_SORT_KEYS)
-        self.cpu_s, self.num_polls = self.cpu_s + time.thread_time() - began, self.num_polls + 1
-        return dict(orjson.loads(body))
+# The cause that the page names when a part is throttled.
 
 
-def test_a_thousand_workers_load_in_two_seconds_and_cost_the_scheduler_little(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    many = ManyWorkers()
-    with Dashboard(NodeSource("x", many.read)).start() as page, open_browser() as browser:
-        until(
-            lambda: dict(json.loads(get(f"{page.url}v1/status")[2])),
-            lambda v: len(v.get("workers", [])) == 1000,
-            "view",
-        )
-        began = time.monotonic()
-        browser.open(page.url)
-        browser.page.wait_for_selector("#table-workers tbody tr")
-        load_s = time.monotonic() - began
-        browser.page.get_by_role("button", name="Next").first.click()
-        assert browser.page.inner_text("#table-workers output") == "51 to 100 of 1,000"
-        browser.page.get_by_label("Filter Workers").fill("worker-77")
-        assert browser.page.inner_text("#table-workers output") == "1 to 11 of 11"
-        polls = many.num_polls
-        until(lambda: {"polls": many.num_polls}, lambda v: v["polls"] >= polls + 4, "polls")
-        renderers = [p for p in psutil.Process().children(recursive=True) if "--type=renderer" in p.cmdline()]
-        memory = max(process.memory_full_info().uss for process in renderers)  # Its own, without shared libraries.
-        share = many.cpu_s / many.num_polls / POLL_S
-        with capsys.disabled():
-            print(f"\n1,000 workers: {share:.2%} of a core, {memory / 1e6:.0f} MB in the browser, "
-                  f"load {load_s / scaled(1):.2f} of a calibrated second")  # fmt: skip
-        assert load_s < scaled(2) and memory < 100e6
-        assert share < scaled(0.05) and browser.errors == []
-
-
-# What the page names as the cause when a part is throttled.
-
-
-def wait_for_cause(world: World, cause: str) -> View:
-    """The page, once it names the cause for which the one worker of a job, which only counts, waits most of the time.
-
-    A start that took long may be named before.
-    """
-    stop, pause = threading.Event(), 0.002
-    seen: list[str] = []
-
-    def run() -> None:
-        work(
-            world.identity(WORKERS[0]), NAME, world.scheduler.address, world.directory / "cache", batch_size=4,
-            stop=stop, cache_bytes=1 << 20, on_batch=lambda batch: time.sleep(pause), receipt_s=0.2, listen=None,
-        )  # fmt: skip
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-
-        def view() -> View:
-            shown = world.source().poll()
-            seen.extend(row["waits_for"] for row in shown.get("workers", []) if row["wait_share"] > 0.3)
-            return shown
-
-        return until(
-            view, lambda v: seen[-11:] == 11 * [cause] and cause in v.get("advice", ""), f"waiting for {cause}"
-        )
-    finally:
-        stop.set()
-        thread.join()
-
-
-def test_a_slow_network_is_named(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        limits = ServerLimits(upload_bytes_per_s=60_000.0)
+@pytest.mark.parametrize(
+    ("cause", "gather_s", "limits", "slices", "tokens", "seq_len"),
+    [
         # A batch takes 17 ms of the network: longer than the step, also on a slow machine.
-        world = World(tmp_path, stack, num_slices=200, tokens=20_000, seq_len=128, limits=limits)
-        assert "network" in wait_for_cause(world, "network")["advice"]
+        ("network", scheduler_server.GATHER_S, ServerLimits(upload_bytes_per_s=60_000.0), 200, 20_000, 128),
+        ("scheduler", 1.5, None, 400, 500, 16),  # Each exchange is answered after so long.
+    ],
+)
+def test_a_slow_network_or_scheduler_is_named(
+    cause: str, gather_s: float, limits: ServerLimits | None, slices: int, tokens: int, seq_len: int,
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One worker, which only counts, waits most of its time; a start that took long may be named before."""
+    monkeypatch.setattr(scheduler_server, "GATHER_S", gather_s)
+    network = Network(tmp_path, stack, "worker")
+    network.serve(make_dataset(tmp_path / "dataset", slices, tokens), limits=limits)
+    service, stop = network.schedule(seq_len=seq_len), threading.Event()
+    settings = {"stop": stop, "on_batch": lambda batch: time.sleep(0.002), "receipt_s": 0.2, "listen": None}
+    thread = threading.Thread(target=network.work, args=("worker", service), kwargs=settings)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(stop.set)
 
+    def is_named(view: View) -> bool:
+        waiting = [row["waits_for"] for row in view.get("workers", []) if row["wait_share"] > 0.3]
+        return waiting == [cause] and cause in view.get("advice", "")
 
-def test_a_slow_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_server, "GATHER_S", scaled(1.5))  # Each exchange is answered after so long.
-    with ExitStack() as stack:
-        world = World(tmp_path, stack, num_slices=400, tokens=500, seq_len=16)
-        assert "scheduler" in wait_for_cause(world, "scheduler")["advice"]
+    assert cause in wait_for(source(network, service).poll, is_named)["advice"]
 
 
 def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, pause_s = documents.TextEncoder.encode, scaled(0.1)
+    real = documents.TextEncoder.encode
 
     def encode(self: Any, texts: list[bytes], counts: dict[str, int]) -> Any:
-        time.sleep(pause_s)
+        time.sleep(0.1)
         return real(self, texts, counts)
 
     monkeypatch.setattr(documents.TextEncoder, "encode", encode)
     (tmp_path / "text.txt").write_text("one more line of text\n" * 200_000)
     stream = forebay.TextStream(tmp_path / "text.txt", tokenizer="bytes", seq_len=4096, batch_size=64, epochs=None)
+
+    def view() -> View:
+        for _, _batch in zip(range(40), stream):
+            pass
+        return shown_view(page)
+
     with forebay.serve_dashboard(stream, record=tmp_path / "record") as page:
-        until(lambda: _after_batches(stream, page), lambda v: v.get("advice", "").count("tokenize") > 0, "tokenize")
+        wait_for(view, lambda view: "tokenize" in view.get("advice", ""))
     stream.close()
     assert RecordSource(tmp_path / "record").poll()["title"] == "text stream"
 
 
-def _after_batches(stream: Any, page: Dashboard) -> View:
-    for _, _batch in zip(range(40), stream):
-        pass
-    with urllib.request.urlopen(f"{page.url}v1/status") as answer:
-        return dict(json.loads(answer.read()))
-
-
-def test_a_slow_disk_is_named(tmp_path: Path) -> None:
+def test_a_slow_disk_is_named(tmp_path: Path, stack: ExitStack) -> None:
     """A process whose disk is throttled by the kernel reads a dataset that is not in the page cache."""
     group = Path("/sys/fs/cgroup/blkio") / f"forebay-test-{os.getpid()}"
     device = tmp_path.stat().st_dev
     try:
         group.mkdir()
+        stack.callback(group.rmdir)
         (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} 2000000")
     except OSError as error:
         pytest.skip(f"the kernel's throttle of disks cannot be set here: {error}")
-    try:
-        dataset = make_dataset(tmp_path / "dataset", 8, 4_000_000)
-        program = (
-            "import os, sys, time, forebay\n"
-            f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-            f"loader = forebay.Loader({str(dataset.path)!r}, seq_len=4096, batch_size=8)\n"
-            "page = forebay.serve_dashboard(loader)\n"
-            "print(page.url, flush=True)\n"
-            "for batch in loader: time.sleep(0.001)\n"
-        )
-        slices = sorted((tmp_path / "dataset" / "slices").iterdir())
-        subprocess.run(["sync", *slices], check=True)  # Python's own fsync does nothing in these tests.
-        for path in slices:
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-
-        def view() -> View:
-            return dict(json.loads(get(f"{url}v1/status")[2]))
-
-        try:
-            shown = until(view, lambda v: v.get("waits", {}).get("disk", 0) > 0.3, "disk")
-            assert "for the disk" in shown["advice"]
-        finally:
-            process.kill()
-            process.communicate()
-    finally:
-        group.rmdir()
+    dataset = make_dataset(tmp_path / "dataset", 8, 4_000_000)
+    program = (
+        "import json, os, time, forebay\n"
+        f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        f"loader = forebay.Loader({str(dataset.path)!r}, seq_len=4096, batch_size=8)\n"
+        "page = forebay.serve_dashboard(loader)\n"
+        "print(json.dumps([page.url]), flush=True)\n"
+        "for batch in loader: time.sleep(0.001)\n"
+    )
+    slices = sorted((tmp_path / "dataset" / "slices").iterdir())
+    subprocess.run(["sync", *slices], check=True)  # Python's own fsync does nothing in these tests.
+    for path in slices:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    process = processes.Process("-c", program)
+    stack.callback(process.end)
+    (url,) = process.ready()
+    view = wait_for(
+        lambda: dict(json.loads(get(f"{url}v1/status")[2])), lambda view: view.get("waits", {}).get("disk", 0) > 0.3
+    )
+    assert "for the disk" in view["advice"]

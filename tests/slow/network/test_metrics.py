@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,30 +16,28 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-
-pytest.importorskip("libtorrent")
 from prometheus_client.parser import text_string_to_metric_families
 
 import forebay
+from forebay.cli import main
 from forebay.coordinator.server import Coordinator
-from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice
 from forebay.load.sources import Mixture
 from forebay.network.client import Client
-from forebay.network.dht import LibtorrentDht
 from forebay.network.peer import ROLES, Scope
 from forebay.network.pki.identity import Identity, create_organisation, join
 from forebay.observe.dashboard import Dashboard
 from forebay.observe.metrics import _METRICS
 from forebay.observe.sources import NodeSource, PreparationSource, status_by
-from forebay.scheduler.server import SchedulerService
 from forebay.swarm.share import SliceShare
 from forebay.worker.membership import Membership
-from support import prometheus, whole
-from support.calibration import scaled
-from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
+from support import prometheus
+from support.nodes import HOST, NAME, PACED_READER, Network, make_dataset
+from support.processes import forebay as forebay_process
 from support.runner import ROOT, blocks
+from support.waiting import until
+from support.whole import texts
 
 METRIC = r"\b(?:forebay|process)_\w+"
 DASHBOARD = ROOT / "examples" / "grafana" / "forebay.json"
@@ -94,113 +89,71 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 
 def start(result: Processes, directory: Path, stack: ExitStack) -> None:
-    bootstrap = Bootstrap(3)
-    stack.callback(bootstrap.close)
-    homes = make_network(directory, ["scheduler", "reader", *WORKERS], bootstrap.at)
+    network = Network(directory, stack, "reader", *WORKERS, dht_nodes=3)
     create_organisation(directory / "network", directory / "lab", "lab")
-    for name in ("data", "monitor"):  # Prometheus has to verify chains of three.
-        homes[name] = join(directory / "lab", directory / name, name, scope=Scope(ROLES, ("t*",))).node_dir
-    identities = {name: Identity.load(home) for name, home in homes.items()}
-    dht = LibtorrentDht(HOST, 0, bootstrap.at)
-    stack.callback(dht.close)
-    dataset = make_dataset(directory / "dataset", 60, 20_000)
-    node = DataNode(identities["data"], [dataset], HOST, 0, dht, ttl_s=30)
-    node.start()
-    stack.callback(node.stop)
-    client = stack.enter_context(Client(identities["scheduler"]))
-    scheduler = SchedulerService(
-        identities["scheduler"], NAME, dht, client, directory / "state", seq_len=16, epochs=50, rediscover_s=0.5
-    )
-    scheduler.start()
-    stack.callback(scheduler.stop)
+    for name in ("data-of-lab", "monitor"):  # Prometheus has to verify chains of three.
+        identity = join(directory / "lab", directory / name, name, scope=Scope(ROLES, ("t*",)))
+        network.homes[name] = identity.node_dir
+    node = network.serve(make_dataset(directory / "dataset", 60, 20_000), name="data-of-lab")
+    scheduler = network.schedule(seq_len=16, epochs=50)
+    words = ["worker", "--scheduler", scheduler.address, "--batch-size", 2, "--cache-bytes", 1 << 20]
     for name in WORKERS:
-        cache = {"cache": str(directory / f"cache-{name}"), "cache_bytes": 1 << 20}
-        worker = Node("work", directory / f"{name}.log", node=str(homes[name]), pause_s=0.02, **cache)
-        stack.callback(worker.kill)
-    share = SliceShare(identities["reader"], {}, {}, HOST, 0)
+        own = ["--identity", network.homes[name], "--cache-dir", directory / f"cache-{name}"]
+        stack.callback(forebay_process(*words, *own, "--", *PACED_READER, 0.02).end)
+    share = SliceShare(network.identity("reader"), {}, {}, HOST, 0)
     stack.callback(share.close)
     coordinator = stack.enter_context(Coordinator(HOST, 0, config={"num_steps": 1000}))
     joined = stack.enter_context(Membership(f"http://{coordinator.address}", "trainer-0"))
     joined.join()
     result.nodes = {"data node": node.address, "scheduler": scheduler.address, "worker": share.address}
-    monitor = status_by(stack.enter_context(Client(identities["monitor"])))
-    run = NodeSource(coordinator.address, status_by(Client(None)))
-    sources = {"dashboard of a job": NodeSource(scheduler.address, monitor), "dashboard of a run": run}
-    sources["dashboard of a preparation"] = PreparationSource(prepare(directory))
+    (directory / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{text} {i}" if i % 3 else "short"}) + "\n" for i, text in enumerate(texts(60)))
+    )
+    text = [str(directory / "text.jsonl"), "--tokenizer", "bytes", "--filter", "gopher", "--workers", "1", "-q"]
+    assert main(["prepare", *text, "--out", str(directory / "out")]) == 0
+    sources = {
+        "dashboard of a job": NodeSource(scheduler.address, status_by(network.client("monitor"))),
+        "dashboard of a run": NodeSource(coordinator.address, status_by(Client(None))),
+        "dashboard of a preparation": PreparationSource(directory / "out"),
+    }
     pages = {kind: stack.enter_context(Dashboard(source).start()) for kind, source in sources.items()}
-    for kind, loader in loaders(directory, homes["reader"], scheduler.address, dht, stack).items():
+    for kind, loader in loaders(network, scheduler.address).items():
         pages[f"training process: {kind}"] = stack.enter_context(forebay.serve_dashboard(loader))
         stop = threading.Event()
         thread = threading.Thread(target=consume, args=(loader, stop), daemon=True)
         thread.start()
-        stack.callback(thread.join, scaled(30))
+        stack.callback(thread.join, 30.0)
         stack.callback(stop.set)
     result.pages = {kind: page.url.split("/")[2] for kind, page in pages.items()}
     result.pages["coordinator"] = coordinator.address
-    deadline = time.monotonic() + scaled(60)
-    while not all(
-        w["samples"] and w["processes"] for w in list(scheduler.status()["workers"].values()) or [{"samples": 0}]
-    ):
-        assert time.monotonic() < deadline, scheduler.status()
-        time.sleep(0.2)
+    workers = lambda: list(scheduler.status()["workers"].values())  # noqa: E731
+    until(lambda: len(workers()) > len(WORKERS) and all(w["samples"] and w["processes"] for w in workers()))
     wanted = ("forebay_worker_wait_ratio", "forebay_run_step", "forebay_prepare_elapsed_seconds")
-    while not all(name in "".join(result.expositions().values()) for name in wanted):
-        assert time.monotonic() < deadline, result.expositions()
-        time.sleep(0.2)
+    until(lambda: all(name in "".join(result.expositions().values()) for name in wanted))
 
 
-def prepare(directory: Path) -> Path:
-    lines = [f"{text} {i}" if i % 3 else "short" for i, text in enumerate(whole.texts(60))]
-    (directory / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    command = [
-        sys.executable,
-        "-m",
-        "forebay",
-        "prepare",
-        str(directory / "text.jsonl"),
-        "--out",
-        str(directory / "out"),
-    ]
-    options = ["--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
-    subprocess.run([*command, *options], check=True, capture_output=True)
-    return directory / "out"
-
-
-def loaders(directory: Path, home: Path, scheduler: str, dht: Any, stack: ExitStack) -> dict[str, Any]:
+def loaders(network: Network, scheduler: str) -> dict[str, Any]:
+    directory = network.directory
     for name in ("a", "b"):
         (directory / name).mkdir()
         write_rows_slice(directory / name / "0.safetensors", {"x": np.zeros((500, 4), np.float32)})
         import_slices(directory / name, name)
     rows = {name: directory / name for name in ("a", "b")}
     tokens = dict.fromkeys(("c", "d"), directory / "dataset")
-    network = forebay.NetworkOptions(identity=home, discovery=dht)
+    remote = {
+        "network": forebay.NetworkOptions(identity=network.homes["reader"], discovery=network.discovery),
+        "seq_len": 16, "batch_size": 8, "cache_bytes": 1 << 20,
+    }  # fmt: skip
+    url, text = f"forebay://test/{NAME}", directory / "text.jsonl"
     made = {
         "a mixture": forebay.Loader(Mixture(tokens, {"c": 3, "d": 1}), seq_len=16, batch_size=8),
         "a mixture of rows": forebay.Loader(Mixture(rows, {"a": 3, "b": 1}), batch_size=8),
-        "a cache": forebay.Loader(
-            f"forebay://test/{NAME}",
-            seq_len=16,
-            batch_size=8,
-            steps=100_000,
-            network=network,
-            cache_dir=directory / "cache",
-            cache_bytes=1 << 20,
-        ),
-        "leases": forebay.Loader(
-            f"forebay://test/{NAME}",
-            scheduler=scheduler,
-            seq_len=16,
-            batch_size=8,
-            network=network,
-            cache_dir=directory / "cache-leases",
-            cache_bytes=1 << 20,
-        ),
-        "a text stream": forebay.TextStream(
-            directory / "text.jsonl", tokenizer="bytes", seq_len=64, batch_size=2, epochs=None
-        ),
+        "a cache": forebay.Loader(url, steps=100_000, cache_dir=directory / "cache", **remote),
+        "leases": forebay.Loader(url, scheduler=scheduler, cache_dir=directory / "cache-leases", **remote),
+        "a text stream": forebay.TextStream(text, tokenizer="bytes", seq_len=64, batch_size=2, epochs=None),
     }
     for loader in made.values():
-        stack.callback(loader.close)
+        network.stack.callback(loader.close)
     return made
 
 
@@ -220,18 +173,14 @@ def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Process
     (processes.directory / "forebay-rules.yml").write_text(yaml_blocks()["forebay-rules.yml"])
     with prometheus.running(processes.config(), processes.directory) as server:
         # A scrape that takes longer than a second fails, and its values are missing until the next.
-        deadline, num_targets = time.monotonic() + scaled(60), len(processes.nodes) + len(processes.pages)
-        while down := [t["lastError"] for t in server.wait_for_targets(num_targets) if t["health"] != "up"]:
-            assert time.monotonic() < deadline, down
-            time.sleep(0.5)
+        num_targets = len(processes.nodes) + len(processes.pages)
+        until(lambda: all(target["health"] == "up" for target in server.targets(num_targets)))
         for title, queries in panels().items():
-            while True:
-                results = [server.query(expression.replace("$__rate_interval", "1m")) for expression, _ in queries]
-                values = [float(result["value"][1]) for series in results for result in series]
-                if values or title == "Failures":  # Nothing failed in this job.
-                    break
-                assert time.monotonic() < deadline, (title, queries)
-                time.sleep(0.5)
+            expressions = [expression.replace("$__rate_interval", "1m") for expression, _ in queries]
+            if title != "Failures":  # Nothing failed in this job.
+                until(lambda expressions=expressions: any(map(server.query, expressions)))
+            results = [server.query(expression) for expression in expressions]
+            values = [float(result["value"][1]) for series in results for result in series]
             assert not any(math.isnan(value) for value in values), (title, results)
         rules = [rule for group in server.get("/api/v1/rules")["groups"] for rule in group["rules"]]
         assert rules and not [rule for rule in rules if rule.get("lastError")]
@@ -246,7 +195,7 @@ def panels() -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def test_grafana_asks_for_metrics_and_labels_that_exist() -> None:
+def test_grafana_and_alerts_ask_for_metrics_and_labels_that_exist() -> None:
     listed = documented()
     for title, queries in panels().items():
         for expression, legend in queries:
@@ -258,12 +207,9 @@ def test_grafana_asks_for_metrics_and_labels_that_exist() -> None:
             assert used <= labels, (title, expression, used - labels)
             if grouped:
                 assert set(re.findall(r"{{(\w+)}}", legend)) <= set(grouped), (title, legend)
-
-
-def test_alerts_are_about_metrics_that_exist() -> None:
     for rule in yaml.safe_load(yaml_blocks()["forebay-rules.yml"])["groups"][0]["rules"]:
         names = re.findall(METRIC, rule["expr"])
-        assert names and set(names) <= set(documented()), rule
+        assert names and set(names) <= set(listed), rule
 
 
 def test_grafana_reads_its_dashboard() -> None:
@@ -276,20 +222,18 @@ def test_grafana_reads_its_dashboard() -> None:
     original = json.loads(DASHBOARD.read_text())
     written = json.loads(JSONEncoder().encode(model.Dashboard.from_json(original)))
 
-    def check(value: Any, again: Any, path: str) -> None:
+    def assert_subset(value: Any, again: Any, path: str) -> None:
         assert type(value) is type(again), path
         if isinstance(value, dict):
-            assert set(value) <= set(again), path
             for key, item in value.items():
-                check(item, again[key], f"{path}.{key}")
+                assert_subset(item, again.get(key), f"{path}.{key}")
         elif isinstance(value, list):
-            assert len(value) == len(again), path
-            for i, (item, other) in enumerate(zip(value, again)):
-                check(item, other, f"{path}[{i}]")
+            for i, (item, other) in enumerate(zip(value, again, strict=True)):
+                assert_subset(item, other, f"{path}[{i}]")
         else:
             assert value == again, path
 
-    check(original, written, "dashboard")
+    assert_subset(original, written, "dashboard")
 
 
 def documented() -> dict[str, tuple[str, tuple[str, ...], str]]:

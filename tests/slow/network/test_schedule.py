@@ -1,201 +1,147 @@
-"""The scheduler as processes: a standby takes over after kill -9, jobs are steered."""
+"""Schedulers that stand still, die, are steered and start again; slices that are set aside."""
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 
-from support.calibration import scaled
-
-pytest.importorskip("libtorrent")
-
 from forebay.cli import main
-from forebay.data_node import DataNode
 from forebay.errors import StateError
-from forebay.ledger.chain import Used, receipt_message
+from forebay.ledger.chain import read_entries
 from forebay.ledger.verify import verify_ledger
-from forebay.network.client import Client, RemoteError
-from forebay.network.dht import LibtorrentDht
+from forebay.network.client import RemoteError
 from forebay.network.peer import Scope
-from forebay.network.pki.identity import Identity, join, verify
-from forebay.scheduler.server import SchedulerService
-from support.local_discovery import LocalDiscovery
-from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
-from support.proofs import proof_by_hand
+from forebay.network.pki.identity import Identity, join, revoke, verify
+from forebay.observe.ledger_queries import replay
+from support.exchanges import ExchangeClient
+from support.nodes import NAME, Network, make_dataset
+from support.processes import Process
+from support.waiting import until
 
-SEQ_LEN = 8
-
-
-class Process:
-    """`forebay scheduler …`, and the lines of JSON that it printed."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "forebay", "scheduler", *arguments, "--json"], stdout=subprocess.PIPE
-        )
-        self.lines: list[dict[str, Any]] = []
-        self._changed = threading.Condition()
-        assert self.popen.stdout is not None
-        threading.Thread(target=self._read, args=(self.popen.stdout,), daemon=True).start()
-
-    def _read(self, lines: IO[bytes]) -> None:
-        with lines:
-            for line in lines:
-                with self._changed:
-                    self.lines.append(json.loads(line))
-                    self._changed.notify_all()
-
-    def wait_for(self, key: str) -> dict[str, Any]:
-        with self._changed:
-            assert self._changed.wait_for(lambda: any(key in line for line in self.lines), scaled(40)), self.lines
-            return next(line for line in self.lines if key in line)
-
-    def end(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-class Hand:
-    """A worker's side of the door, as plain JSON."""
-
-    def __init__(self, home: Path, stack: ExitStack) -> None:
-        self.identity = Identity.load(home)
-        self.client = Client(self.identity)
-        stack.callback(self.client.close)
-
-    def say(self, address: str, leases: list[dict[str, Any]] | None = None, **body: Any) -> dict[str, Any]:
-        """One exchange; acknowledges `leases` to their ends."""
-        if leases:
-            uses = [Used(x["lease_id"], x["epoch"], x["slice"], x["start"], x["stop"], 1) for x in leases]
-            job_id = leases[0]["job_id"]
-            rows = [{**vars(used), "proof": proof_by_hand(self.client, lease)} for used, lease in zip(uses, leases)]
-            signature = self.identity.sign(receipt_message(job_id, uses)).hex()
-            body |= {"job_id": job_id, "uses": rows, "signature": signature}
-        answer, _ = self.client.request_json(address, "POST", "/v2/exchange", body, timeout_s=30)
-        return dict(answer)
-
-
-@pytest.fixture
-def homes(tmp_path: Path, stack: ExitStack) -> dict[str, Path]:
-    """Members, of which the data node is up."""
-    bootstrap = Bootstrap(2)
-    stack.callback(bootstrap.close)
-    homes = make_network(tmp_path, ["data", "scheduler", "worker"], bootstrap.at)
-    dht = LibtorrentDht(HOST, 0, bootstrap.at)
-    stack.callback(dht.close)
-    node = DataNode(Identity.load(homes["data"]), [make_dataset(tmp_path / "d", 6, 40)], HOST, 0, dht, ttl_s=30)
-    node.start()
-    stack.callback(node.stop)
-    return homes
-
-
-def test_a_scheduler_that_stood_still_takes_no_lease_back_for_it(
-    tmp_path: Path, stack: ExitStack, homes: dict[str, Path]
-) -> None:
-    scheduler = Process(
-        NAME, "--identity", str(homes["scheduler"]), "--state", str(tmp_path / "state"), "--seq-len", str(SEQ_LEN),
-        "--lease-timeout", "5",
-    )  # fmt: skip
-    stack.callback(scheduler.end)
-    address = scheduler.wait_for("ready")["address"]
-    worker = Hand(homes["worker"], stack)
-    leases = worker.say(address, want=2)["leases"]
-    ids = [lease["lease_id"] for lease in leases]
-    scheduler.popen.send_signal(signal.SIGSTOP)
-    time.sleep(7.0)
-    scheduler.popen.send_signal(signal.SIGCONT)
-    time.sleep(0.5)  # It looks at the leases before the next message.
-    assert list(worker.say(address, known_leases=ids)["active"]) == ids
+SEQ_LEN, SAMPLES = 8, 25
+LEASE_S = 15.0
 
 
 def test_a_standby_goes_on_where_a_killed_scheduler_was(
-    tmp_path: Path, stack: ExitStack, homes: dict[str, Path]
+    tmp_path: Path, stack: ExitStack, start: Callable[..., Process]
 ) -> None:
-    arguments = [NAME, "--identity", str(homes["scheduler"]), "--state", str(tmp_path / "state")]
-    arguments += ["--seq-len", str(SEQ_LEN), "--lease-timeout", "30", "--standby"]
-    first = Process(*arguments)
-    stack.callback(first.end)
-    address = first.wait_for("ready")["address"]
-    second = Process(*arguments)
-    stack.callback(second.end)
-    second.wait_for("standby")
-    worker = Hand(homes["worker"], stack)
-    started, waiting = worker.say(address, want=2)["leases"]
-    worker.say(address, [started], known_leases=[started["lease_id"], waiting["lease_id"]])
-    first.popen.send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    address = second.wait_for("ready")["address"]
-    # The lease in hand lives on; the receipt whose answer might have been lost is answered as recorded.
-    answer = worker.say(address, [started], known_leases=[waiting["lease_id"]])
-    assert time.monotonic() - killed < scaled(2.0)
-    assert answer["uses"][0]["offset"] == started["stop"] and list(answer["active"]) == [waiting["lease_id"]]
-    leases = [waiting]
+    """The first one stood still before, for longer than a lease: it takes none back for it."""
+    network = Network(tmp_path, stack, "worker", dht_nodes=2)
+    network.serve(make_dataset(tmp_path / "dataset", 6, 40))
+    words = ["scheduler", NAME, "--identity", network.homes["scheduler"], "--state", tmp_path / "state", "--json"]
+    words += ["--seq-len", SEQ_LEN, "--lease-timeout", LEASE_S, "--standby"]
+    first = start(*words)
+    worker = ExchangeClient(network.client("worker"), first.ready("ready")["address"])
+    second = start(*words)
+    second.ready("standby")
+    begun, waiting = worker.exchange(want=2)["leases"]
+    ids = [begun["lease_id"], waiting["lease_id"]]
+    first.popen.send_signal(signal.SIGSTOP)
+    time.sleep(LEASE_S + 2.0)
+    first.popen.send_signal(signal.SIGCONT)
+    time.sleep(0.5)  # It looks at the leases before the next message.
+    assert list(worker.exchange(known_leases=ids)["active"]) == ids
+    worker.exchange(begun, known_leases=ids)
+    first.end()
+    worker.address = second.ready("ready")["address"]
+    # The other lease lives on; the receipt whose answer might have been lost is answered as recorded.
+    answer = worker.exchange(begun, known_leases=ids[1:])
+    assert answer["uses"][0]["offset"] == begun["stop"] and list(answer["active"]) == ids[1:]
+    use_all(worker, [waiting])
+    assert second.end(signal.SIGTERM) == 0
+    network.assert_used_once(SAMPLES)
+
+
+def use_all(worker: ExchangeClient, leases: list[dict[str, object]]) -> None:
+    """Use leases, and then one after the other until the job is done."""
+    answer = {"leases": leases, "done": False}
     while not answer["done"]:
-        answer = worker.say(address, leases, want=2, known_leases=[x["lease_id"] for x in leases])
         leases = answer["leases"]
-    second.popen.terminate()
-    assert second.popen.wait() == 0
-    assert verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify).ok
+        answer = worker.exchange(*leases, want=1, known_leases=[lease["lease_id"] for lease in leases])
 
 
 def test_a_job_is_steered_by_administrators_and_used_once(
     tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    homes = make_network(tmp_path, ["data", "scheduler", "admin"], [])
-    join(tmp_path / "network", tmp_path / "worker", "worker", scope=Scope(frozenset({"worker"})))
-    discovery = LocalDiscovery()
-    item = make_dataset(tmp_path / "one", 6, 40)
-    node = DataNode(Identity.load(homes["data"]), [item], HOST, 0, discovery, ttl_s=30)
-    node.start()
-    stack.callback(node.stop)
-    identity = Identity.load(homes["scheduler"])
-
-    def scheduler() -> SchedulerService:
-        return SchedulerService(identity, NAME, discovery, Client(identity), tmp_path / "state", seq_len=SEQ_LEN)
-
-    service = scheduler()
-    service.start()
-    stack.callback(service.stop)
+    network = Network(tmp_path, stack, "admin")
+    scope = Scope(frozenset({"worker"}))
+    network.homes["worker"] = join(tmp_path / "network", tmp_path / "worker", "worker", scope=scope).node_dir
+    network.serve(make_dataset(tmp_path / "dataset", 6, 40))
+    service = network.schedule(seq_len=SEQ_LEN)
     with pytest.raises(StateError, match="another process"):
-        scheduler().start()
-    worker = Hand(tmp_path / "worker", stack)
+        network.schedule(seq_len=SEQ_LEN)
+    worker = ExchangeClient(network.client("worker"), service.address)
     with pytest.raises(RemoteError) as refused:
         worker.client.request_json(service.address, "POST", "/v1/job/pause", {})
     assert refused.value.status == 403
-    steer = ["--scheduler", service.address, "--identity", str(homes["admin"])]
+    steer = ["--scheduler", service.address, "--identity", str(network.homes["admin"])]
     assert main(["job", "pause", *steer]) == 0
     assert "paused" in capsys.readouterr().out
-    assert worker.say(service.address, job=NAME, want=1, known_leases=[])["paused"]
+    assert worker.exchange(job=NAME, want=1, known_leases=[])["paused"]
     assert main(["job", "resume", *steer]) == 0
-    answer = worker.say(service.address, want=1, known_leases=[])
-    samples = set()
-    while not answer["done"]:
-        leases = answer["leases"]
-        for lease in leases:
-            new = {(lease["job"], lease["sample_base"] + i) for i in range(lease["start"], lease["stop"])}
-            assert not samples & new
-            samples |= new
-        answer = worker.say(service.address, leases, want=1, known_leases=[lease["lease_id"] for lease in leases])
-    assert samples == {(NAME, i) for i in range(25)}
-    assert main(["status", service.address, "--identity", str(homes["admin"])]) == 0
+    use_all(worker, worker.exchange(want=1, known_leases=[])["leases"])
+    assert main(["status", service.address, *steer[2:]]) == 0
     out = capsys.readouterr().out
     assert f"\n{NAME}  done  " in out and "25 of 25 samples · epoch 1 of 1" in out and "\nworker  " in out
     service.stop()
-    report = verify_ledger(service.ledger_path, verify=verify)
-    assert report.ok, report
+    network.assert_used_once(SAMPLES)
+
+
+@pytest.mark.usefixtures("changes_at_once")
+def test_a_slice_set_aside_and_a_restart_with_no_data_node(
+    tmp_path: Path, stack: ExitStack, start: Callable[..., Process], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scheduler reads a slice on which workers fail itself: what they say of a good one sets nothing aside."""
+    network = Network(tmp_path, stack, "one", "two", "three", "four", "worker", dht_nodes=1)
+    node = network.serve(make_dataset(tmp_path / "dataset", 4, 40))
+    service = network.schedule(seq_len=SEQ_LEN, max_failures=2)
+    identity = ["--identity", str(network.homes["scheduler"])]
+
+    def fail(*names: str) -> None:
+        """Two workers cannot have the same slice, and say so."""
+        slices = set()
+        for name in names:
+            worker = ExchangeClient(network.client(name), service.address)
+            (lease,) = worker.exchange(job=NAME, want=1)["leases"]
+            slices.add(lease["slice"])
+            worker.exchange(job=NAME, failed=[{"lease_id": lease["lease_id"], "reason": "torn"}])
+        assert len(slices) == 1
+
+    job = service._open_journal().core
+    fail("three", "four")
+    until(lambda: not job.failures)
+    assert not service.left_out() and not job.reasons
+    slices = tmp_path / "dataset" / "slices"
+    slices.rename(slices.with_name("away"))
+    fail("one", "two")
+    until(lambda: job.reasons)
+    slices.with_name("away").rename(slices)
+    assert main(["status", service.address, *identity]) == 0
+    assert "is set aside: torn" in capsys.readouterr().out
+    assert main(["job", "readmit", "--scheduler", service.address, *identity]) == 0
+    # Known to the scheduler alone; the worker learns it while it works.
+    gone = network.identity("one").peer_id
+    revoke(tmp_path / "network", gone, network.homes["scheduler"])
+    home = network.homes["worker"]
+    assert Identity.load(home).revocations.reason(gone) is None
+    words = ["--scheduler", service.address, "--identity", home, "--cache-dir", tmp_path / "cache"]
+    done = start("worker", *words, "--batch-size", 2, "--listen", ":0", "--json")
+    assert done.wait() == 0, done.errors
+    report = done.lines[-1]["report"]
+    assert report["done"] and report["samples"] == 15
+    assert Identity.load(home).revocations.reason(gone) is not None
+    service.stop()
+    node.stop()  # What the job is about is in the state directory.
+    assert network.schedule(seq_len=SEQ_LEN, max_failures=2, wait_s=600.0).is_done()
+    assert verify_ledger(service.ledger_path, verify=verify, replay=replay).ok
+    entries = list(read_entries(service.ledger_path))
+    uses = [entry.body for entry in entries if entry.kind == "uses"]
+    assert uses and all(len(row) == 7 for body in uses for row in body["uses"])
+    assert len({body["session"] for body in uses}) == 1
+    kinds = [entry.kind for entry in entries]
+    assert kinds.count("set_aside") == kinds.count("readmitted") == 1

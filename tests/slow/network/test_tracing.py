@@ -1,23 +1,21 @@
-"""Spans of requests: exported by OTLP to a receiver of this test, of both sides; nothing is imported unasked."""
+"""Spans of requests: exported by OTLP to a receiver of this test, of both sides."""
 
 from __future__ import annotations
 
 import gzip
 import http.server
-import json
-import os
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.nodes import HOST, NAME, make_dataset, make_network
+from support.nodes import HOST, make_dataset, make_network
+from support.processes import Process
 
-ASK = """
+READ = """
 import sys
 from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import Identity
@@ -71,32 +69,22 @@ def attributes(span: Any) -> dict[str, Any]:
     return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
 
 
-def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver: tuple[str, list[Any]], tmp_path: Path) -> None:
-    pytest.importorskip("libtorrent")
+def test_spans_of_a_client_and_a_data_node_form_one_trace(
+    receiver: tuple[str, list[Any]], tmp_path: Path, start: Callable[..., Process]
+) -> None:
     url, spans = receiver
-    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": url}
-    forebay = [sys.executable, "-m", "forebay"]
-    dht = subprocess.Popen([*forebay, "dht", "--listen", f"{HOST}:0", "--json"], stdout=subprocess.PIPE, text=True)
-    assert dht.stdout is not None
-    host, port = json.loads(dht.stdout.readline())["address"].split(":")
+    listen = ("--listen", f"{HOST}:0", "--json")
+    host, port = start("dht", *listen).ready()["address"].split(":")
     homes = make_network(tmp_path, ["data", "reader"], [(host, int(port))])
-    dataset = make_dataset(tmp_path / "dataset", 2, 50)
-    command = [*forebay, "serve", dataset.path, "--identity", homes["data"], "--listen", f"{HOST}:0", "--json"]
-    node_environment = environment | {"OTEL_SERVICE_NAME": "data-node"}
-    node = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=node_environment)
-    try:
-        assert node.stdout is not None
-        address = json.loads(node.stdout.readline())["address"]
-        ask = [sys.executable, "-c", ASK, address, str(homes["reader"])]
-        reader_environment = environment | {"OTEL_SERVICE_NAME": "reader"}
-        subprocess.run(ask, env=reader_environment, check=True)
-    finally:
-        for process in (node, dht):
-            process.terminate()
-            process.communicate()
+    dataset, export = make_dataset(tmp_path / "dataset", 2, 50), {"OTEL_EXPORTER_OTLP_ENDPOINT": url}
+    words = ["serve", dataset.path, "--identity", homes["data"], *listen]
+    node = start(*words, **export, OTEL_SERVICE_NAME="data-node")
+    reader = Process("-c", READ, node.ready()["address"], homes["reader"], **export, OTEL_SERVICE_NAME="reader")
+    assert reader.wait() == 0, reader.errors
+    node.end(signal.SIGTERM)
     client = {span.name: span for name, span in spans if name == "reader"}
     server = {span.name: span for name, span in spans if name == "data-node" and span.kind == span.SPAN_KIND_SERVER}
-    assert set(client) == {"GET /v1/status", "GET /v1/slices/{id}"} and {NAME} == {dataset.name}
+    assert set(client) == {"GET /v1/status", "GET /v1/slices/{id}"}
     for name, theirs in (("GET /v1/status", "GET /v1/status"), ("GET /v1/slices/{id}", "GET /v1/slices/{sha256}")):
         assert server[theirs].trace_id == client[name].trace_id
         assert server[theirs].parent_span_id == client[name].span_id
@@ -106,11 +94,7 @@ def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver: tuple[str, l
     assert any("unknown_slice" in attribute.value.string_value for attribute in failed.events[0].attributes)
 
 
-DISABLED = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
-
-
-@pytest.mark.parametrize("asked", [{}, DISABLED])
-def test_nothing_is_imported_unasked(asked: dict[str, str]) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | asked
-    done = subprocess.run([sys.executable, "-c", IMPORTED], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+@pytest.mark.parametrize("variables", [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:1", "OTEL_SDK_DISABLED": "true"}])
+def test_the_sdk_is_not_imported_without_need(variables: dict[str, str]) -> None:
+    program = Process("-c", IMPORTED, **variables)
+    assert (program.wait(), program.output) == (0, ["[]\n"]), program.errors
