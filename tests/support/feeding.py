@@ -1,4 +1,4 @@
-"""Loaders in processes of their own, a dataset whose tokens tell where they lie, and a watcher of a cache."""
+"""Loaders in processes of their own, a dataset whose tokens tell their place, and a watcher of a cache."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import json
 import multiprocessing
 import os
 import re
+import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -30,40 +32,56 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["forebay.load.loader", "forebay.storage.origins", "forebay.storage.http"])
 
 
-def make_dataset(folder: Path, slices: int, samples: int, seq_len: int) -> Path:
-    """Slices of `samples` and a short tail; token t of the dataset is t."""
+def make_dataset(folder: Path, slices: int, samples: int, seq_len: int, *, first_samples: int | None = None) -> Path:
+    """Slices of `samples`, the first one of `first_samples`, and a short tail; token t of the dataset is t."""
     folder.mkdir(parents=True)
-    length = samples * seq_len + 1
+    first = 0
     for i in range(slices):
-        tokens = np.arange(i * length, (i + 1) * length, dtype=np.uint32)
+        length = (first_samples if i == 0 and first_samples is not None else samples) * seq_len + 1
+        tokens = np.arange(first, first + length, dtype=np.uint32)
         write_token_slice(folder / f"{i:04}.safetensors", tokens, np.array([length], np.uint64))
+        first += length
     import_slices(folder, folder.name)
     return folder
 
 
+def list_ids(batches: Iterable[Any], num_batches: int | None = None) -> list[list[int]]:
+    """The sample ids of the next batches, all of them or so many."""
+    return [batch.sample_ids.tolist() for batch in islice(batches, num_batches)]
+
+
 def are_whole(batch: Any, samples: int) -> bool:
-    """Whether a batch's tokens are those of its sample ids, in a dataset of `make_dataset`."""
+    """Return True if a batch's tokens are those of its sample ids, in a dataset of `make_dataset`."""
     length = batch.inputs.shape[1]
     firsts = batch.sample_ids // samples * (samples * length + 1) + batch.sample_ids % samples * length
     expected = firsts[:, None] + np.arange(length)
     return bool((batch.inputs == expected).all() and (batch.labels == expected + 1).all())
 
 
+def read_samples(batches: Iterable[Any], samples: int, num_batches: int | None = None) -> list[int]:
+    """The sample ids of the next batches of a dataset of `make_dataset`, whose tokens are checked."""
+    result: list[int] = []
+    for batch in islice(batches, num_batches):
+        assert are_whole(batch, samples)
+        result += batch.sample_ids.tolist()
+    return result
+
+
 def global_batches(**arguments: Any) -> list[list[int]]:
-    """The sample ids of each step, of one process that reads the dataset where it lies."""
-    return [batch.sample_ids.tolist() for batch in Loader(rank=0, world_size=1, **arguments)]
+    """The sample ids of each step, of one process that reads the dataset from its directory."""
+    return list_ids(Loader(rank=0, world_size=1, **arguments))
 
 
-def start_rank(out: Path, arguments: dict[str, Any], **how: Any) -> ForkServerProcess:
-    """A process that iterates Loader(**arguments) and appends a line to `out` for each batch: see `read`."""
-    process = _processes.Process(target=_read, args=(out, arguments, how), daemon=True)
+def start_rank(out: Path, arguments: dict[str, Any], **options: Any) -> ForkServerProcess:
+    """A process that iterates Loader(**arguments) and appends a line to `out` for each batch, see `read`."""
+    process = _processes.Process(target=_read, args=(out, arguments, options), daemon=True)
     process.start()
     return process
 
 
-def _read(out: Path, arguments: dict[str, Any], how: dict[str, Any]) -> None:
+def _read(out: Path, arguments: dict[str, Any], options: dict[str, Any]) -> None:
     try:
-        read(out, arguments, **how)
+        read(out, arguments, **options)
     except BaseException as error:
         with out.open("a") as file:
             file.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
@@ -72,9 +90,9 @@ def _read(out: Path, arguments: dict[str, Any], how: dict[str, Any]) -> None:
 
 def read(
     out: Path, arguments: dict[str, Any], state: dict[str, Any] | None, samples: int, step_s: float = 0.0,
-    most: int | None = None, memory_every: int = 0,
+    memory_every: int = 0,
 ) -> None:  # fmt: skip
-    """Read batches, check every token, and say after each what was read and what the state is."""
+    """Read batches, check every token, and write after each its ids and the state."""
     descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     with Loader(**arguments) as loader:
         if state is not None:
@@ -89,23 +107,21 @@ def read(
                 line["memory"] = own_memory()
             os.write(descriptor, json.dumps(line).encode() + b"\n")
             time.sleep(step_s)
-            if done == most:
-                break
     others_s = time.process_time() - time.thread_time() - began_cpu
     ended = {"stats": loader.stats(), "wall_s": time.monotonic() - began, "others_s": others_s}
     os.write(descriptor, json.dumps(ended, default=float).encode() + b"\n")
     os.close(descriptor)
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    """What a rank wrote; a last line that it had no time to end is left out."""
+def read_lines(out: Path) -> list[dict[str, Any]]:
+    """The lines that a rank wrote; a last line that it had no time to end is left out."""
     text = out.read_text() if out.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def steps_of(out: Path) -> dict[int, dict[str, Any]]:
-    """Its steps. Fails if a token was wrong, or the rank raised."""
-    lines = lines_of(out)
+def read_steps(out: Path) -> dict[int, dict[str, Any]]:
+    """The lines of a rank's steps. Fails if a token was wrong, or the rank raised."""
+    lines = read_lines(out)
     assert not [line["error"] for line in lines if "error" in line]
     steps = {line["step"]: line for line in lines if "step" in line}
     assert all(line["whole"] for line in steps.values())
@@ -120,9 +136,9 @@ def own_memory() -> dict[str, int]:
 
 
 def check_cache(directory: Path) -> int:
-    """Every chunk that a map calls present has the bytes of its hash, and nothing is locked. How many slices are whole.
+    """Check that every chunk that a map calls present has the bytes of its hash, and that nothing is locked.
 
-    Nobody writes to the cache meanwhile.
+    Nobody may write to the cache meanwhile. Returns the number of complete slices.
     """
     complete, problems = check_chunks(directory)
     assert not problems
@@ -138,21 +154,21 @@ def disk_bytes(directory: Path) -> int:
 
 
 class Watcher:
-    """Looks at a cache's directory every millisecond or so, from another process.
+    """Measures a cache's directory every millisecond or so, from another process.
 
-    A look counts only if nothing was deleted meanwhile: else it would add what went to what came.
+    A measurement counts only if nothing was deleted meanwhile: else it would add deleted files to new ones.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._told, theirs = _processes.Pipe()
+        self._pipe, theirs = _processes.Pipe()
         self._process = _processes.Process(target=_watch, args=(directory, theirs), daemon=True)
         self._process.start()
-        assert self._told.recv() == "ready"
+        assert self._pipe.recv() == "ready"
 
     def end(self) -> dict[str, int]:
         """`most` bytes of slices and partial files at once, and how many `looks` there were."""
-        self._told.send("end")
-        result: dict[str, int] = self._told.recv()
+        self._pipe.send("end")
+        result: dict[str, int] = self._pipe.recv()
         self._process.join()
         return result
 
@@ -166,7 +182,7 @@ def _watch(directory: Path, reported: Any) -> None:
             looks += 1
             max_value = max(max_value, sum(seen.values()))
             most_slices = max(most_slices, len(seen))
-    with contextlib.suppress(BrokenPipeError):  # Nobody asks any more: the test failed.
+    with contextlib.suppress(BrokenPipeError):  # The test failed.
         reported.send({"most": max_value, "most_slices": most_slices, "looks": looks})
 
 
@@ -183,16 +199,18 @@ def _sizes(directory: Path) -> dict[int, int]:
     return sizes
 
 
-def ended(processes: Sequence[ForkServerProcess], seconds: float = 60.0) -> list[int | None]:
-    """Wait for processes to end: their exit codes. What has not ended is killed, and has None."""
-    deadline = time.monotonic() + scaled(seconds)
+def wait_for(processes: Sequence[ForkServerProcess]) -> list[int | None]:
+    """Wait for processes to end: their exit codes."""
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def kill(processes: Sequence[ForkServerProcess]) -> None:
+    """Kill processes and wait for their ends."""
     for process in processes:
         process.kill()
-        process.join()
-    return codes
+    wait_for(processes)
 
 
 def until(condition: Any, what: str, seconds: float = 30.0) -> None:
@@ -204,9 +222,7 @@ def until(condition: Any, what: str, seconds: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def small_disk(directory: Path, size: int) -> Iterator[Path | None]:
-    """A file system of so many bytes in memory; None where it may not be mounted."""
-    import subprocess
-
+    """A file system of this many bytes in memory; None where it may not be mounted."""
     directory.mkdir()
     created = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True)
     try:
@@ -217,6 +233,6 @@ def small_disk(directory: Path, size: int) -> Iterator[Path | None]:
 
 
 def has_id(path: Path | str, sha256: str) -> bool:
-    """Whether a slice's file has this id, for any chunk size; reads it up to six times. Raises OSError."""
+    """Return True if a slice's file has this id, for any chunk size; reads it up to six times. Raises OSError."""
     sizes = [1 << bits for bits in range(MAX_CHUNK_BYTES.bit_length() - 1, MIN_CHUNK_BYTES.bit_length() - 2, -1)]
     return any(hash_slice(path, size)[0] == sha256 for size in [*sizes, 0])

@@ -1,55 +1,93 @@
-"""Ranks that train a tiny model together, for test_ddp: python ranks.py CONFIG.json
+"""Ranks that train a tiny model together: `run_all` starts this file as a program.
 
-The configuration is a list of runs, one after another, each of `world` processes forked from this one, which has
-imported PyTorch once for all. What a run saw goes to `out`, its checkpoint to `save`.
+The configuration is a list of runs, one after another, each of `world` processes forked from the program, which has
+imported PyTorch once for all. What a run saw goes to `out`, its checkpoint to `save`. Ranks meet at a file, so that no
+port is chosen beforehand; when one fails, the others are killed.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
-import torch
-import torch._dynamo  # DistributedDataParallel imports it when it is first made: seconds, for each rank.
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+import numpy as np
 
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
-from support.calibration import scaled
-from support.ports import free_port
+from forebay.processes import end_with_parent
 
-VOCAB, SEQ_LEN = 32, 8
+VOCAB, SEQ_LEN, GLOBAL_BATCH = 32, 8, 6
+SAMPLES = 40  # Batches of 6: the seventh of an epoch has 4, which is less than one each for 5 ranks.
+SEED = 9
 
 
-def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
-    faulthandler.dump_traceback_later(scaled(100), exit=True)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(run["world"]), "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group("gloo")
+def write_data(folder: Path) -> Path:
+    """A dataset of `SAMPLES` samples."""
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    for i in range(4):
+        tokens = generator.integers(0, VOCAB, SAMPLES // 4 * SEQ_LEN, dtype=np.uint16)
+        write_token_slice(folder / f"{i}.safetensors", tokens, np.array([len(tokens)], np.uint64))
+    import_slices(folder, "tiny")
+    return folder
+
+
+def run_all(folder: Path, data: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run one after another; return {"ids": of each rank at each step, "losses"}, or {"exit_codes"} of a failed run."""
+    outs = [folder / f"out{i}.json" for i in range(len(runs))]
+    config = folder / "config.json"
+    config.write_text(json.dumps([{"data": str(data), "out": str(out), **run} for run, out in zip(runs, outs)]))
+    subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, str(config)],
+        check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    return [json.loads(out.read_text()) for out in outs]
+
+
+def batches(run: dict[str, Any]) -> list[list[int]]:
+    """The global batch of each step."""
+    return [[sample for rank in step for sample in rank] for step in run["ids"]]
+
+
+def train(rank: int, run: dict[str, Any], done: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    end_with_parent()
+    dist.init_process_group("gloo", init_method=f"file://{run['out']}.ranks", rank=rank, world_size=run["world"])
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).double()
     state = torch.load(run["load"]) if run.get("load") else None
     if state is not None:
         model.load_state_dict(state["model"])
-    model = fully_shard(model) if run.get("wrap") == "fsdp" else DistributedDataParallel(model)
-    loader = Loader(run["data"], seq_len=SEQ_LEN, global_batch_size=6, seed=9)
+    if run.get("wrap") == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    loader = Loader(run["data"], seq_len=SEQ_LEN, global_batch_size=GLOBAL_BATCH, seed=SEED)
     if state is not None:
         loader.load_state_dict(state["data"])
     seen: list[dict[str, Any]] = []
     while len(seen) < run["steps"]:
         for batch in loader.to_torch(num_workers=run.get("helpers", 0)):
+            if len(seen) == run.get("fail_after") and rank == run["world"] - 1:
+                os._exit(3)
             seen.append(step(model, batch))
+            if run.get("save") and rank == 0 and len(seen) == run.get("save_after", run["steps"]):
+                torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, run["save"])
             if len(seen) == run["steps"]:
                 break
-    if run.get("save") and rank == 0:
-        torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, run["save"])
     gathered: list[Any] = [None] * run["world"]
     dist.all_gather_object(gathered, [item["ids"] for item in seen])
     if rank == 0:
@@ -57,11 +95,15 @@ def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
         Path(run["out"]).write_text(json.dumps(report))
     loader.close()
     done.wait()
-    os._exit(0)  # Nobody talks any more: there is nothing to take down, and gloo may wait for peers that are gone.
+    os._exit(0)  # Nothing has to be taken down, and gloo may wait for peers that are gone.
 
 
 def step(model: Any, batch: Any) -> dict[str, Any]:
-    """One step on the mean over the global batch, whatever a rank's part of it: even none, which has weight 0."""
+    """One step on the mean over the global batch, also where a rank's part of it is empty and has weight 0."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
     logits = model(batch.inputs)
     labels = batch.labels if batch.weight else torch.full_like(batch.labels, -100)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -78,18 +120,30 @@ def step(model: Any, batch: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    import torch
+
     runs = json.loads(Path(sys.argv[1]).read_text())
+    if all(run.get("wrap") is None for run in runs):
+        # DistributedDataParallel imports PyTorch's compiler, ten times as long as PyTorch, to ask for its mode.
+        compiler = MagicMock()
+        compiler.utils.get_optimize_ddp_mode.return_value = "no_optimization"
+        compiler.disable.side_effect = lambda function, *_, **__: function
+        sys.modules["torch._dynamo"] = torch._dynamo = compiler
     fork = multiprocessing.get_context("fork")
     for run in runs:
-        port = free_port()
         done = fork.Barrier(run["world"])
-        ranks = [fork.Process(target=train, args=(rank, run, port, done)) for rank in range(run["world"])]
-        for item in ranks:
-            item.start()
-        for item in ranks:
-            item.join()
-        if any(item.exitcode for item in ranks):
-            sys.exit(f"run {run}: exit codes {[item.exitcode for item in ranks]}")
+        ranks = [fork.Process(target=train, args=(rank, run, done)) for rank in range(run["world"])]
+        for rank in ranks:
+            rank.start()
+        running = list(ranks)
+        while running:
+            multiprocessing.connection.wait([rank.sentinel for rank in running])
+            running = [rank for rank in running if rank.is_alive()]
+            if any(rank.exitcode for rank in ranks):
+                for rank in running:
+                    rank.kill()
+        if any(rank.exitcode for rank in ranks):
+            Path(run["out"]).write_text(json.dumps({"exit_codes": [rank.exitcode for rank in ranks]}))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,46 @@
-"""What a Loader's samples must be, by loops over lists of Python integers: shares no code with the package."""
+"""The samples that a Loader must have, by loops over lists of Python integers that share no code with the package."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from forebay.dataset.import_slices import import_slices
+from forebay.dataset.reader import Dataset
 
 IGNORED = -100
 Slices = Sequence[tuple[list[int], list[int]]]  # Of each slice its tokens, and the ends of its documents.
+Sizes = Sequence[tuple[list[int], int]]  # Of each slice the sizes of the documents that end in it, and of a last one.
+# Document 6 is in slices 1, 2 and 3.
+SLICES: Sizes = (([5, 14, 1], 3), ([2, 6, 9], 7), ([], 11), ([4, 4, 30, 13], 0), ([8], 2))
+# More documents than are read at once; some are empty.
+MANY: Sizes = tuple(
+    (np.random.default_rng(seed).integers(0, 20, num_documents).tolist(), rest)
+    for seed, (num_documents, rest) in enumerate(((300, 3), (0, 40), (65, 0)))
+)
+
+
+def to_lists(slices: Sizes, first: int = 0) -> Slices:
+    """The slices of a dataset whose token k is k + first: so every token is known by its value."""
+    result = []
+    for sizes, rest in slices:
+        stop = first + sum(sizes) + rest
+        result.append((list(range(first, stop)), list(accumulate(sizes))))
+        first = stop
+    return result
+
+
+def write_slices(folder: Path, slices: Sizes, dtype: Any = np.uint16, first: int = 0) -> Dataset:
+    folder.mkdir()
+    for i, (tokens, ends) in enumerate(to_lists(slices, first)):
+        tensors = {"tokens": np.array(tokens, dtype), "document_ends": np.array(ends, np.uint64)}
+        save_file(tensors, folder / f"{i}.safetensors")
+    return import_slices(folder, folder.name)
 
 
 class Sample(NamedTuple):
@@ -25,7 +59,7 @@ class _Part(NamedTuple):
     tokens: list[int]
 
 
-def _parts_of(slices: Slices) -> list[list[_Part]]:
+def _split(slices: Slices) -> list[list[_Part]]:
     """The parts of documents in each slice. A document without an end in its slice goes on in the next."""
     parts, document = [], 0
     for tokens, ends in slices:
@@ -42,11 +76,11 @@ def _chosen(
     parts: list[list[_Part]], exclude: Collection[int], min_tokens: int, max_tokens: int | None
 ) -> list[list[_Part]]:
     sizes: dict[int, int] = {}
-    for part in [part for of_slice in parts for part in of_slice]:
+    for part in [part for item in parts for part in item]:
         sizes[part.document] = sizes.get(part.document, 0) + len(part.tokens)
     high = max(sizes.values()) if max_tokens is None else max_tokens
     kept = {document for document, size in sizes.items() if document not in exclude and min_tokens <= size <= high}
-    return [[part for part in of_slice if part.document in kept] for of_slice in parts]
+    return [[part for part in item if part.document in kept] for item in parts]
 
 
 def samples_of(
@@ -55,7 +89,7 @@ def samples_of(
 ) -> dict[int, Sample]:  # fmt: skip
     """Each sample of a dataset by its id. Slices must be smaller than a section of `best_fit`."""
     rows: list[Sample] = []
-    for parts in _chosen(_parts_of(slices), exclude, min_tokens, max_tokens):
+    for parts in _chosen(_split(slices), exclude, min_tokens, max_tokens):
         rows += _fitted(parts, seq_len, pad_id) if packing == "best_fit" else _consecutive(parts, seq_len, masks)
     return dict(enumerate(rows))
 
@@ -74,7 +108,7 @@ def _consecutive(parts: list[_Part], seq_len: int, masks: bool) -> Iterator[Samp
 
 
 def _fitted(parts: list[_Part], seq_len: int, pad_id: int) -> list[Sample]:
-    """Best fit, longest first, of the parts' remainders behind whole rows; ordered by the place of the first token."""
+    """Best fit, longest first, of the parts' remainders after whole rows; ordered by the place of the first token."""
     rows: list[list[tuple[int, list[int], int]]] = []  # Of each row (place, tokens, label after them).
     short, place = [], 0
     for part in parts:

@@ -1,6 +1,6 @@
-"""One rank of a run on shared shards, as a process: writes a line of JSON for each thing it sees.
+"""One rank of a run on shared shards, as a process: writes a line of JSON for each batch, and its statistics.
 
-python shard_rank.py OUT '{"steps": 12, "step_s": 0.01, ...settings of the manager}'
+python shard_rank.py OUT '{"steps": 12, ...settings of the manager}'
 """
 
 from __future__ import annotations
@@ -13,29 +13,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import forebay.load.shard_cache as cache_module
 from forebay.load.shards import SharedShardedDatasetManager
 
 
 def main(out: str, text: str) -> None:
     settings: dict[str, Any] = json.loads(text)
-    steps, step_s, start = (
-        settings.pop(name, default) for name, default in (("steps", 4), ("step_s", 0.0), ("start", 0))
-    )
+    steps, start = settings.pop("steps", 4), settings.pop("start", 0)
     batch, others = settings.pop("batch_size", 8), [Path(other) for other in settings.pop("others", [])]
-    settings["remap"] = {int(a): b for a, b in settings.pop("remap", {}).items()}
     if settings.pop("apart", False):
         cache_module.MIN_PROCESS_BYTES = 0  # as if the shards were large
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with Path(out).open("a") as file, SharedShardedDatasetManager(**settings) as shards:
 
-        def tell(**what: Any) -> None:
-            file.write(json.dumps({"at": time.monotonic(), **what}) + "\n")
+        def write(**fields: Any) -> None:
+            file.write(json.dumps(fields) + "\n")
             file.flush()
 
-        tell(began=True)
         for batch_ in shards.batches(start, start + steps, batch_size=batch):
             data = shards.active_dataset
             assert data is not None and batch_.inputs is not None
@@ -45,14 +39,13 @@ def main(out: str, text: str) -> None:
                 for row in batch_.inputs
             ]
             assert own == data.sample_ids[batch_.sample_ids].tolist()
-            first = data[int(np.int64(0))]
-            tell(step=batch_.step, shard=data.index, ids=own, first=first[:4].tolist(), stats=shards.stats())
-            time.sleep(step_s)
+            write(step=batch_.step, shard=data.index, ids=own, first=data[0][:4].tolist())
+            time.sleep(0.02)
             while any(
                 not other.exists() or other.read_text().count('"step"') <= batch_.step - start for other in others
             ):
                 time.sleep(0.01)  # as ranks that exchange gradients
-        tell(ended=True, stats=shards.stats())
+        write(stats=shards.stats())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,10 @@ from forebay.errors import ForebayError, UsageError
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 from forebay.worker.distributed import OptimizerAndPosition, merge_settings, shared_settings
-from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError
 from forebay.worker.training import Training
 from support.paths import ROOT
+from support.waiting import until
 
 WORKER = """
 import asyncio, hashlib, json, os, signal, sys, time
@@ -37,8 +36,8 @@ from support.paths import ROOT
 def on_step(step, batch, loss):
     report = worker.report
     rows = [hashlib.sha256(row.tobytes()).hexdigest() for row in batch.inputs]
-    told = [step, report.rank, report.world_size, batch.epoch, batch.sample_ids.tolist(), rows]
-    print(json.dumps(told), flush=True)
+    line = [step, report.rank, report.world_size, batch.epoch, batch.sample_ids.tolist(), rows]
+    print(json.dumps(line), flush=True)
     while step == 15 and not os.path.exists(sys.argv[3]):
         time.sleep(0.01)
     time.sleep(0.02 * (step > 15))  # So that the news of the others is here before the last step.
@@ -72,7 +71,7 @@ def start(worker_id: str, die_after: int, out: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=file)
 
 
-def told(folder: Path) -> dict[int, list[Any]]:
+def read_steps(folder: Path) -> dict[int, list[Any]]:
     """(rank, world size, epoch, sample ids, hashes of their tokens) of each worker's step."""
     result = defaultdict(list)
     for path in folder.glob("*.out"):
@@ -92,12 +91,10 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
         assert workers.pop().wait() == -9
         workers.append(start("w3", 0, tmp_path / "w3.out"))
         workers.append(start("w2", 0, tmp_path / "again.out"))
-        while len([item for item in coordinator.status()["members"] if not item["lost"]]) < 3:
-            assert [worker.poll() for worker in workers] == [None] * 3
-            time.sleep(0.02)
+        until(lambda: len([item for item in coordinator.status()["members"] if not item["lost"]]) == 3)
         (tmp_path / "all-here").touch()
         assert [worker.wait() for worker in workers] == [0, 0, 0]
-    steps = told(tmp_path)
+    steps = read_steps(tmp_path)
     assert sorted(steps) == list(range(40))
     samples = {}
     for step in steps.values():
@@ -125,7 +122,7 @@ def alone(config: WorkerConfig, lines: list[str]) -> Any:
     return asyncio.run(run())
 
 
-def test_what_the_coordinator_says_goes_before_what_a_worker_was_told(tmp_path: Path) -> None:
+def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path) -> None:
     config = {
         "dataset_name": str(texts(tmp_path)),
         "tokenizer_name": "bytes",
@@ -135,9 +132,11 @@ def test_what_the_coordinator_says_goes_before_what_a_worker_was_told(tmp_path: 
     }
     lines: list[str] = []
     with Coordinator("127.0.0.1", 0, config=config) as coordinator:
-        report = alone(WorkerConfig(batch_size=2, trainer="count", coordinator=coordinator.address), lines)
+        settings = WorkerConfig(batch_size=2, seq_len=16, trainer="count", coordinator=coordinator.address)
+        report = alone(settings, lines)
     assert (report.finished, report.tokens, report.effective_batch_size) == (True, 5 * 6 * 8, 6)
     assert any("batch_size" in line for line in lines)
+    assert any(line.startswith("seq_len: the run has 8, which overrides 16 of") for line in lines)
     assert any("effective batch size 6 (6 x 1)" in line for line in lines)
 
 
@@ -151,20 +150,6 @@ def test_only_members_of_the_network_join(tmp_path: Path) -> None:
         assert alone(replace(config, identity=tmp_path / "bob"), []).finished
         with pytest.raises(ForebayError):
             alone(replace(config, timeout_s=0.5), [])
-
-
-def test_another_seq_len_gives_way_and_is_told(tmp_path: Path) -> None:
-    """The first worker settles what the coordinator was not told."""
-    lines: list[str] = []
-    with Coordinator("127.0.0.1", 0) as coordinator:
-        config = WorkerConfig(trainer="count", seq_len=8, num_steps=2, coordinator=coordinator.address)
-        membership = Membership(coordinator.address, "first", settings=shared_settings(config), lockstep=False)
-        with membership:
-            membership.join()
-        report = alone(replace(config, seq_len=16), lines)
-    assert report.tokens == 2 * 4 * 8
-    assert any(line.startswith("seq_len: the run has 8, which overrides 16 of") for line in lines)
-    assert not any(line.startswith(("batch_size", "seed")) for line in lines)
 
 
 def test_control_c_ends_a_worker_after_its_step() -> None:

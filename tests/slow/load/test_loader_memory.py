@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
+from forebay.load.loader import Loader
 from forebay.load.options import NetworkOptions, OrderOptions
 from forebay.storage.base import CHUNK_BYTES
 from support.feeding import (
     MIB,
     Watcher,
     check_cache,
-    ended,
     global_batches,
     make_dataset,
+    own_memory,
+    read_steps,
     small_disk,
     start_rank,
-    steps_of,
+    wait_for,
 )
 from support.origin_server import OriginServer
 
@@ -55,8 +57,8 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> 
                 result = os.statvfs(disk)
                 most_on_disk = max(most_on_disk, (result.f_blocks - result.f_bfree) * result.f_frsize)
             time.sleep(0.002)
-        assert ended(ranks) == [0] * world
-        steps = [steps_of(out) for out in outs]
+        assert wait_for(ranks) == [0] * world
+        steps = [read_steps(out) for out in outs]
         seen = watcher.end()
         check_cache(cache)
     ids = [[sample for of_rank in steps for sample in of_rank[step]["ids"]] for step in sorted(steps[0])]
@@ -73,3 +75,13 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> 
         assert grown < 4 * MIB + BUFFERS and mapped < BUDGET + 4 * MIB
     print(report)
     assert most_on_disk <= BUDGET  # Also what was deleted while it was mapped.
+
+
+def test_memory_is_the_batch_not_the_dataset(tmp_path: Path) -> None:
+    folder = make_dataset(tmp_path / "large", 12, 2048, 1024)  # 96 MiB; a batch is 128 KiB.
+    with Loader(folder, seq_len=1024, batch_size=16) as loader:
+        most = before = own_memory()["anon"]
+        for batch in loader:
+            if batch.step % 64 == 0:
+                most = max(most, own_memory()["anon"])
+    assert most - before < 8 << 20

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
-import time
-import timeit
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +91,7 @@ def test_the_fields_of_a_batch_of_rows() -> None:
     assert "images=(2, 3, 3)" in repr(learned) and learned.as_dict("transformers").keys() == {"images", "labels"}
 
 
-def test_a_batch_costs_little() -> None:
-    ids = np.arange(2)
-    number = 20_000
-    make = functools.partial(new_batch, ids, ids, {}, **FIELDS)
-    best = min(timeit.repeat(make, timer=time.thread_time, number=number, repeat=9))  # Others may use the cores.
-    assert best / number < 6e-6  # 1 us where nothing else runs.
-
-
-def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArrays:
+def stack_all(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArrays:
     """All rows of several files as one batch, though they may differ where a dataset's may not."""
     created = []
     for i, tensors in enumerate(slices):
@@ -117,7 +106,7 @@ def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArrays
     return collator.make(plan, 0, sum(counts))
 
 
-def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
+def test_stack_all_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
     short = {
         "input_ids": np.array([[1, 2]], np.uint16),
         "labels": np.array([[-100, 2]]),
@@ -125,7 +114,7 @@ def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> No
         "position_ids": np.array([[0, 1]], np.int32),
     }
     long = {name: np.concatenate([array, array], axis=1) for name, array in short.items()}
-    inputs, labels, tensors, *others = rows_of(tmp_path, [short, long], pad_id=9)
+    inputs, labels, tensors, *others = stack_all(tmp_path, [short, long], pad_id=9)
     assert inputs is tensors["input_ids"] and labels is tensors["labels"] and others == [None]
     assert {name: array.tolist() for name, array in tensors.items()} == {
         "input_ids": [[1, 2, 9, 9], [1, 2, 1, 2]],
@@ -136,35 +125,27 @@ def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> No
     assert all(tensors[name].dtype == array.dtype for name, array in short.items())
 
 
-def test_trim_cuts_what_is_padding_in_every_row(tmp_path: Path) -> None:
+def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask(tmp_path: Path) -> None:
+    for folder in ("mixed", "empty", "unmasked"):
+        (tmp_path / folder).mkdir()
     tensors = {
         "input_ids": np.arange(1, 13, dtype=np.int32).reshape(2, 6),
         "attention_mask": np.array([[1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0]], np.uint8),
         "kind": np.array([3, 4]),
         "scores": np.zeros((2, 5), np.float32),
     }
-    inputs, labels, got, *_ = rows_of(tmp_path, [tensors], trim_padding=True)
+    inputs, labels, got, *_ = stack_all(tmp_path / "mixed", [tensors], trim_padding=True)
     assert inputs is not None and inputs.tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
     assert got["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 1, 1]]
     assert got["kind"].tolist() == [3, 4] and got["scores"].shape == (2, 5)
     assert labels is not None and labels.tolist() == [[1, 2, -100, -100], [7, -100, 9, 10]]
-
-
-def test_trim_leaves_a_column_and_needs_a_mask(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-    empty = {"input_ids": np.ones((1, 3), np.uint16), "attention_mask": np.zeros((1, 3), np.uint8)}
-    inputs, labels, *_ = rows_of(tmp_path / "a", [empty], trim_padding=True)
-    assert inputs is not None and labels is not None
+    images = np.random.default_rng(0).integers(0, 255, (1, 4, 3, 2), dtype=np.uint8)
+    empty = {"input_ids": np.ones((1, 3), np.uint16), "attention_mask": np.zeros((1, 3), np.uint8), "images": images}
+    inputs, labels, got, *_ = stack_all(tmp_path / "empty", [empty], trim_padding=True)
+    assert inputs is not None and labels is not None and (got["images"] == images).all()
     assert inputs.tolist() == [[1]] and labels.tolist() == [[-100]] and labels.dtype == np.int64
     with pytest.raises(UsageError, match="attention_mask"):
-        rows_of(tmp_path / "b", [{"input_ids": np.ones((1, 3), np.uint16)}], trim_padding=True)
-
-
-def test_images_stay_as_they_are(tmp_path: Path) -> None:
-    images = np.random.default_rng(0).integers(0, 255, (5, 4, 3, 2), dtype=np.uint8)
-    inputs, labels, tensors, *_ = rows_of(tmp_path, [{"images": images}])
-    assert inputs is tensors["images"] and labels is None and (images == inputs).all()
+        stack_all(tmp_path / "unmasked", [{"input_ids": np.ones((1, 3), np.uint16)}], trim_padding=True)
 
 
 def test_a_batch_of_no_rows_has_the_shape_of_one_of_some(tmp_path: Path) -> None:

@@ -7,19 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import open_slice, write_token_slice
+from forebay.dataset.slices import open_slice
 from forebay.errors import UsageError
 from forebay.load import packing
 from forebay.load.batch_planner import make_collator
 from forebay.load.collate import BatchArrays
 from forebay.load.packing import DocumentSubset
 from forebay.load.samples import SampleIndex, plan_samples
+from support.reference_samples import MANY, write_slices
 
 POISON = 0xA5
 SEQ_LEN = 6
@@ -27,16 +28,8 @@ SEQ_LEN = 6
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Slices of many documents, of one that continues, and of none that ends."""
-    folder = tmp_path_factory.mktemp("tokens")
-    rng, first = np.random.default_rng(0), 0
-    for i, (num_documents, rest) in enumerate(((300, 3), (0, 40), (80, 0))):
-        stops = np.cumsum(rng.integers(0, 20, num_documents), dtype=np.uint64)
-        size = int(stops[-1]) + rest if num_documents else rest
-        values = np.arange(first, first + size, dtype=np.uint16)
-        write_token_slice(folder / f"{i}.safetensors", values, stops)
-        first += size
-    return import_slices(folder, "tokens")
+    """Slices of many documents, of one that continues, and of few."""
+    return write_slices(tmp_path_factory.mktemp("tokens") / "data", MANY)
 
 
 def read_twice(
@@ -62,7 +55,6 @@ def read_twice(
     return first, second
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     st.none() | st.builds(DocumentSubset, st.lists(st.integers(0, 380), max_size=60), st.integers(0, 8)),
     st.sampled_from([("concat", False), ("concat", True), ("best_fit", True)]), st.integers(6, 60), st.floats(0, 0.5),

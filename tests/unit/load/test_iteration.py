@@ -1,26 +1,22 @@
-"""What one `for` over a loader gives: the rest of a pass, the next pass, a view that moves nothing."""
+"""The batches of one `for` over a loader: the rest of a pass, the next pass, a view that moves nothing."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import forebay
 from forebay import Loader, Mixture, OrderOptions, SampleOptions
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.prefetch import Prefetcher
-from support.calibration import scaled
+from support.feeding import list_ids, make_dataset
+from support.waiting import until
 
 SEQ_LEN = 8
 ARGUMENTS: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 7, "seed": 3}
@@ -29,35 +25,25 @@ SAMPLES = 50  # 8 steps an epoch.
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    for i in range(5):
-        tokens = np.arange(i * 100, i * 100 + SEQ_LEN * SAMPLES // 5, dtype=np.uint16)
-        write_token_slice(folder / f"{i}.safetensors", tokens, np.array([30, len(tokens)], np.uint64))
-    import_slices(folder, "tiny")
-    return folder
-
-
-def ids(batches: Any, count: int | None = None) -> list[list[int]]:
-    result = []
-    for batch in batches:
-        result.append(batch.sample_ids.tolist())
-        if len(result) == count:
-            break
-    return result
+    return make_dataset(tmp_path_factory.mktemp("iteration") / "data", 5, SAMPLES // 5, SEQ_LEN)
 
 
 def test_three_loops_give_what_one_of_three_epochs_gives(data: Path) -> None:
-    full = ids(Loader(data, epochs=3, **ARGUMENTS))
+    full = list_ids(Loader(data, epochs=3, **ARGUMENTS))
     loader = Loader(data, **ARGUMENTS)
     epochs = []
     for epoch in range(3):
         assert (loader.epoch, loader.step, len(loader)) == (epoch, 8 * epoch, 8)
-        epochs.append(ids(loader))
+        epochs.append(list_ids(loader))
+        if epoch == 0:
+            state = loader.state_dict()  # of the last batch: the next epoch begins
     assert epochs[0] + epochs[1] + epochs[2] == full and len({str(epoch) for epoch in epochs}) == 3
+    other = Loader(data, **ARGUMENTS)
+    other.load_state_dict(state)
+    assert other.epoch == 1 and list_ids(other) == epochs[1]
     assert loader.steps_per_epoch == 8 and loader.epoch == 3
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     epochs=st.integers(1, 3), breaks=st.lists(st.tuples(st.integers(1, 26), st.booleans()), max_size=5),
     owned=st.booleans(), drop_last=st.booleans(),
@@ -68,11 +54,11 @@ def test_any_breaks_and_resumes_give_the_same_batches(
     arguments = {**ARGUMENTS, "epochs": epochs, "samples": SampleOptions(drop_last=drop_last and not owned)}
     if owned:
         arguments["order"] = OrderOptions(assignment="owned")
-    full = ids(Loader(data, **{**arguments, "epochs": 3 * epochs}))
+    full = list_ids(Loader(data, **{**arguments, "epochs": 3 * epochs}))
     per_pass, loader, seen = len(full) // 3, Loader(data, **arguments), []
     for count, resume in breaks:
         remaining = per_pass - len(seen) % per_pass
-        batches = ids(loader, count)
+        batches = list_ids(loader, count)
         assert len(batches) == min(count, remaining)
         seen += batches
         if resume:
@@ -80,32 +66,24 @@ def test_any_breaks_and_resumes_give_the_same_batches(
             loader = Loader(data, **arguments)
             loader.load_state_dict(state)
         assert loader.step == len(seen) and loader.epoch == len(seen) // (per_pass // epochs)
-    seen += ids(loader)
+    seen += list_ids(loader)
     assert len(seen) % per_pass == 0 and seen[: len(full)] == full[: len(seen)]
-
-
-def test_a_state_of_the_last_batch_begins_the_next_epoch(data: Path) -> None:
-    loader = Loader(data, **ARGUMENTS)
-    states = [loader.state_dict() for _ in loader]
-    other = Loader(data, **ARGUMENTS)
-    other.load_state_dict(states[-1])
-    assert other.epoch == 1 and ids(other) == ids(loader) == ids(Loader(data, epochs=2, **ARGUMENTS))[8:]
 
 
 def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     loader = Loader(data, steps=11, **ARGUMENTS)
-    assert [len(ids(loader)), len(loader), len(ids(loader))] == [8, 3, 3] and not caplog.records
-    assert ids(loader) == [] and "all 11 steps of the run are done" in caplog.text
+    assert [len(list_ids(loader)), len(loader), len(list_ids(loader))] == [8, 3, 3] and not caplog.records
+    assert list_ids(loader) == [] and "all 11 steps of the run are done" in caplog.text
     assert len(Loader(data, steps=11, epochs=None, **ARGUMENTS)) == 11
 
 
 def test_a_length_is_exact_or_a_type_error(data: Path) -> None:
-    assert len(Loader(data, epochs=2, **ARGUMENTS)) == len(ids(Loader(data, epochs=2, **ARGUMENTS))) == 16
+    assert len(Loader(data, epochs=2, **ARGUMENTS)) == len(list_ids(Loader(data, epochs=2, **ARGUMENTS))) == 16
     growing = Loader(data, seq_len=SEQ_LEN, global_batch_size=[(0, 5), (4, 10), (9, 25)], epochs=1)
     for _ in range(3):
-        assert len(growing) == len(ids(growing))
+        assert len(growing) == len(list_ids(growing))
     endless = Loader(data, epochs=None, **ARGUMENTS)
-    assert len(ids(endless, 30)) == 30 and endless.epoch == 3
+    assert len(list_ids(endless, 30)) == 30 and endless.epoch == 3
     mixture = Mixture({"a": data, "b": data}, {"a": 1, "b": 2})
     for loader in (endless, Loader(mixture, **ARGUMENTS)):
         with pytest.raises(TypeError, match="Give steps="):
@@ -118,20 +96,20 @@ def test_a_length_is_exact_or_a_type_error(data: Path) -> None:
 
 def test_take_gives_the_same_batches_and_moves_nothing(data: Path) -> None:
     before = set(threading.enumerate())  # Another test's loader may wait for the garbage collector.
-    full = ids(Loader(data, epochs=2, **ARGUMENTS))
+    full = list_ids(Loader(data, epochs=2, **ARGUMENTS))
     loader = Loader(data, samples=SampleOptions(prefetch_batches=2), **ARGUMENTS)
     first = loader.take(3)
-    assert ids(first) == ids(first) == full[:3] and len(first) == 3 and loader.step == 0
+    assert list_ids(first) == list_ids(first) == full[:3] and len(first) == 3 and loader.step == 0
     seen = []
     for batch in loader:
         seen.append(batch.sample_ids.tolist())
         if len(seen) < 8:  # After the last batch the loader is at the next epoch.
-            assert ids(loader.take(2)) == full[:2]
+            assert list_ids(loader.take(2)) == full[:2]
     assert seen == full[:8]
-    assert ids(loader.take()) == ids(loader.take(100)) == full[8:] and ids(loader) == full[8:]
-    assert ids(loader.take(0)) == []
+    assert list_ids(loader.take()) == list_ids(loader.take(100)) == full[8:] and list_ids(loader) == full[8:]
+    assert list_ids(loader.take(0)) == []
     mixed = Loader(Mixture({"a": data, "b": data}, {"a": 1, "b": 2}), **ARGUMENTS)
-    assert ids(mixed.take(4)) == ids(mixed, 4)
+    assert list_ids(mixed.take(4)) == list_ids(mixed, 4)
     with pytest.raises(TypeError, match="Give n"):
         mixed.take()
     assert not [t for t in threading.enumerate() if t.name == "forebay-loader" and t not in before]
@@ -139,10 +117,10 @@ def test_take_gives_the_same_batches_and_moves_nothing(data: Path) -> None:
 
 def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path) -> None:
     loader = Loader(data, cache_dir=tmp_path, cache_bytes=1 << 20, **ARGUMENTS)
-    ids(loader)
+    list_ids(loader)
     fetched = loader.stats()["fetched_bytes"]
     assert fetched == loader.dataset.table.bytes.sum() and loader.stats()["refetched_bytes"] == 0
-    ids(loader)
+    list_ids(loader)
     assert loader.stats()["fetched_bytes"] == fetched and loader.stats()["slices_opened"] >= 10
 
 
@@ -175,8 +153,8 @@ def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
     got = []
     for item in prefetcher:
         got.append(item)
-        if item % 70 == 0:
-            time.sleep(0.004)  # The caller is busy: the thread works ahead.
+        if depth and item % 70 == 0:
+            until(lambda: prefetcher._ready)  # The caller is busy: the thread works ahead.
     assert got == list(range(0, 500, 10))
     prefetcher.close()
 
@@ -186,10 +164,7 @@ def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
     before = set(threading.enumerate())
     prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, made)), 3)
     assert next(prefetcher) == 0
-    deadline = time.monotonic() + scaled(5)
-    while len(made) < 4 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.01)
+    until(lambda: prefetcher._is_full and len(prefetcher._ready) >= 3)
     assert made == [0, 1, 2, 3] and [next(prefetcher) for _ in range(5)] == [1, 2, 3, 4, 5]
     prefetcher.close()
     assert not [t for t in threading.enumerate() if t.name == "forebay-loader" and t not in before]
@@ -203,16 +178,8 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 
     prefetcher: Prefetcher[int] = Prefetcher((n for n in source()), 4)
     assert next(prefetcher) == 1
-    time.sleep(0.01)
+    until(lambda: len(prefetcher._ready) == 2)
     assert next(prefetcher) == 2
     with pytest.raises(ValueError, match="broken"):
         next(prefetcher)
     prefetcher.close()
-
-
-def test_the_arguments_are_sixteen_and_four_objects() -> None:
-    import inspect
-
-    names = list(inspect.signature(Loader.__init__).parameters)[1:]
-    assert names[-4:] == ["order", "cache", "network", "samples"] and len(names) == 16 + 4
-    assert {"OrderOptions", "CacheOptions", "NetworkOptions", "SampleOptions"} <= set(forebay.__all__)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.errors import DatasetError, StateError, UsageError
 from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
+from support.feeding import list_ids
 
 SEQ_LEN = 8
 LENGTHS = (83, 160, 7, 64, 131)  # Samples 10, 20, 0, 8, 16; only slices 1 and 3 end with a sample's last token.
@@ -52,7 +52,7 @@ def oracle(folder: Path, seq_len: int) -> dict[int, tuple[list[int], list[int]]]
     return result
 
 
-def check(batches: Iterable[NumpyTokens], expected: dict[int, tuple[list[int], list[int]]]) -> list[list[int]]:
+def check_batches(batches: Iterable[NumpyTokens], expected: dict[int, tuple[list[int], list[int]]]) -> list[list[int]]:
     ids = []
     for batch in batches:
         assert batch.inputs is not None and batch.labels is not None
@@ -63,60 +63,28 @@ def check(batches: Iterable[NumpyTokens], expected: dict[int, tuple[list[int], l
     return ids
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("prefetch", "shuffle"), [(0, True), (3, True), (0, False)])
 def test_every_sample_once_an_epoch(tokens_dir: Path, prefetch: int, shuffle: bool) -> None:
     expected = oracle(tokens_dir, SEQ_LEN)
     loader = Loader(
         tokens_dir, seq_len=SEQ_LEN, batch_size=5, seed=3, epochs=3, shuffle=shuffle, samples=ahead(prefetch)
     )
-    ids = check(loader, expected)
+    ids = check_batches(loader, expected)
     assert len(ids) == len(loader) == 3 * loader.order.steps_per_epoch == 33
     epochs = [list(chain(*ids[index : index + 11])) for index in (0, 11, 22)]
     for epoch in epochs:
         assert sorted(epoch) == sorted(expected)
     if shuffle:
         assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != sorted(expected)
+        assert ids[:11] != check_batches(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, seed=4), expected)
     else:
         assert epochs == [sorted(expected)] * 3
     assert loader.tail_tokens == sum(LENGTHS) - len(expected) * SEQ_LEN
 
 
-def test_the_same_arguments_give_the_same_batches_and_another_seed_another_order(tokens_dir: Path) -> None:
-    def ids(seed: int) -> list[list[int]]:
-        return [b.sample_ids.tolist() for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, seed=seed)]
-
-    assert ids(1) == ids(1) != ids(2)
-
-
-def test_resuming_at_any_step_on_any_world_size_equals_never_stopping(tokens_dir: Path) -> None:
-    expected = oracle(tokens_dir, SEQ_LEN)
-
-    def loaders(world_size: int) -> list[Loader]:
-        same: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 9, "seed": 5, "epochs": 2}
-        return [Loader(tokens_dir, rank=r, world_size=world_size, **same) for r in range(world_size)]
-
-    alone = loaders(1)[0]
-    full = [batch.sample_ids.tolist() for _ in range(2) for batch in alone]
-    end = len(full) // 2
-    for before in (1, 2, 3, 7):
-        last_rank = loaders(before)[-1]
-        states = [last_rank.state_dict()]
-        for _ in last_rank:
-            states.append(last_rank.state_dict())
-        for after in (1, 2, 3, 7):
-            for step, state in enumerate(states):
-                ranks = loaders(after)
-                for loader in ranks:
-                    loader.load_state_dict(json.loads(json.dumps(state)))
-                parts = [check(loader, expected) for loader in ranks]
-                assert [list(chain(*batch)) for batch in zip(*parts)] == (full[step:end] or full[end:])
-                assert {len(part) for part in parts} == {end - step or end}
-
-
 def test_state_counts_batches_given_out_not_batches_made(tokens_dir: Path) -> None:
     loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, samples=ahead(4))
-    full = [b.sample_ids.tolist() for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)]
+    full = list_ids(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4))
     seen = []
     for batch in loader:
         seen.append(batch.sample_ids.tolist())
@@ -125,23 +93,8 @@ def test_state_counts_batches_given_out_not_batches_made(tokens_dir: Path) -> No
             break
     other = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
     other.load_state_dict(loader.state_dict())
-    assert seen + [b.sample_ids.tolist() for b in other] == full
-    assert seen + [b.sample_ids.tolist() for b in loader] == full
-
-
-def test_loading_a_state_in_the_middle_moves_the_iteration(tokens_dir: Path) -> None:
-    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
-    start = loader.state_dict()
-    batches = iter(loader)
-    first = next(batches).sample_ids.tolist()
-    next(batches)
-    loader.load_state_dict(start)
-    assert next(batches).sample_ids.tolist() == first
-    newer = iter(loader)
-    next(newer)
-    with pytest.raises(UsageError, match="another began"):
-        next(batches)
-    loader.close()
+    assert seen + list_ids(other) == full
+    assert seen + list_ids(loader) == full
 
 
 def loader_threads() -> set[threading.Thread]:
@@ -162,24 +115,11 @@ def test_closing_leaves_no_thread(tokens_dir: Path) -> None:
     assert not loader_threads() - before
 
 
-def test_batches_that_are_kept_are_not_overwritten(tokens_dir: Path) -> None:
-    expected = oracle(tokens_dir, SEQ_LEN)
-    check(iter(list(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2))), expected)
-    retained = [batch.labels for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
-    again = [np.array(batch.labels) for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
-    assert all(np.array_equal(a, b) for a, b in zip(retained, again))
-
-
-def test_drop_last_leaves_the_short_batch_out(tokens_dir: Path) -> None:
-    ids = [
-        b.sample_ids for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, samples=SampleOptions(drop_last=True))
-    ]
-    assert [len(item) for item in ids] == [5] * 10
-
-
-def test_int32(tokens_dir: Path) -> None:
-    batch = next(iter(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, samples=SampleOptions(dtype=np.int32))))
-    assert batch.inputs is not None and batch.inputs.dtype == np.int32
+def test_drop_last_leaves_the_short_batch_out_and_dtype_is_that_of_the_batch(tokens_dir: Path) -> None:
+    options = SampleOptions(drop_last=True, dtype=np.int32)
+    batches = list(forebay.Loader(forebay.open_dataset(tokens_dir), seq_len=SEQ_LEN, batch_size=5, samples=options))
+    assert [len(batch) for batch in batches] == [5] * 10
+    assert {batch.inputs.dtype for batch in batches} == {np.dtype(np.int32)}
 
 
 def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +165,8 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
         {"split": "test"},
         {"global_batch_size": [(0, 4)], "batch_size": 4},
         {"seq_len": 10_000},
+        {"network": NetworkOptions(listen="auto")},
+        {"batch_size": None, "global_batch_size": 6, "rank": 0, "world_size": 7},
     ],
 )
 def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
@@ -303,55 +245,21 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
     assert not loader_threads() - before
 
 
-def test_rows(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    rows: list[tuple[list[int], list[int]]] = []
-    for i, count in enumerate((5, 9)):
-        ids = rng.integers(0, 99, (count, 4)).astype(np.int64)
-        labels = rng.integers(0, 9, count).astype(np.int32)
-        rows += zip(ids.tolist(), labels.tolist())
-        save_file({"input_ids": ids, "labels": labels}, tmp_path / f"{i}.safetensors")
+def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None:
+    rows: list[list[int]] = []
+    for i, length in enumerate((5, 9)):
+        ids = np.random.default_rng(i).integers(0, 99, (4, length)).astype(np.uint16)
+        mask = np.ones((4, length), np.uint8)
+        mask[:, -1] = 0
+        rows += ids.tolist()
+        save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / f"{i}.safetensors")
     import_slices(tmp_path, "rows")
-    loader = Loader(tmp_path, batch_size=4)
-    seen = []
-    for batch in loader:
-        assert batch.inputs is batch.tensors["input_ids"] and batch.labels is batch.tensors["labels"]
-        for row, sample in enumerate(batch.sample_ids.tolist()):
-            assert (batch.inputs[row].tolist(), int(batch.labels[row])) == rows[sample]
-            seen.append(sample)
-    assert sorted(seen) == list(range(14))
-
-
-def test_memory_is_the_batch_not_the_dataset(tmp_path: Path) -> None:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        pytest.skip("needs /proc to tell the process's own memory from mapped files")
-    length = 4 << 20
-    for i in range(12):  # 96 MiB.
-        tokens = np.full(length, i, np.uint16)
-        save_file({"tokens": tokens, "document_ends": np.array([length], np.uint64)}, tmp_path / f"{i}.safetensors")
-    del tokens
-    import_slices(tmp_path, "large")
-
-    def own_bytes() -> int:
-        return next(int(s.split()[1]) << 10 for s in status.read_text().splitlines() if s.startswith("RssAnon"))
-
-    loader = Loader(tmp_path, seq_len=1024, batch_size=16)  # A batch is 128 KiB.
-    max_value = before = own_bytes()
-    for step, _ in enumerate(loader):
-        if step % 64 == 0:
-            max_value = max(max_value, own_bytes())
-    assert max_value - before < 8 << 20
-    stats = loader.stats()
-    assert stats["tokens"] == 12 * length and stats["wait_s"] > 0 and stats["decode_s"] > 0
-
-
-def test_the_public_name(tokens_dir: Path) -> None:
-    dataset = forebay.open_dataset(str(tokens_dir))
-    loader = forebay.Loader(
-        dataset, seq_len=SEQ_LEN, batch_size=4, rank=0, world_size=1, cache_dir=None, cache_bytes=None
-    )
-    assert loader.dataset.id == dataset.id
+    (batch,) = Loader(tmp_path, batch_size=8)
+    assert batch.inputs is batch.tensors["input_ids"] and batch.inputs.shape == (8, 9)
+    assert np.array_equal(batch.labels == -100, batch.tensors["attention_mask"] == 0)
+    assert sorted(batch.sample_ids.tolist()) == list(range(8))
+    for row, sample in zip(batch.inputs.tolist(), batch.sample_ids.tolist()):
+        assert row == [*rows[sample], *[0] * (9 - len(rows[sample]))]
 
 
 def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path) -> None:

@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from forebay import CacheOptions, Loader, SampleOptions
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
+from support.feeding import list_ids, make_dataset
 
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    (tmp_path / "data" / "slices").mkdir(parents=True)
-    write_token_slice(
-        tmp_path / "data" / "slices" / "0.safetensors", np.arange(160, dtype=np.uint16), np.array([160], np.uint64)
-    )
-    return import_slices(tmp_path / "data", "data").path
+    return make_dataset(tmp_path / "data", 1, 10, 16)
 
 
 def test_given_arguments_come_before_those_of_the_environment(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,10 +23,10 @@ def test_given_arguments_come_before_those_of_the_environment(dataset: Path, mon
         "samples": {"validation_fraction": 0.5},
     }  # fmt: skip
     monkeypatch.setenv("FOREBAY_LOADER", json.dumps(settings))
-    ids = [batch.sample_ids.tolist() for batch in Loader()]
+    ids = list_ids(Loader())
     options = SampleOptions(validation_fraction=0.5)
     same = Loader(dataset, seq_len=16, batch_size=2, seed=3, split="train", samples=options)
-    assert ids == [batch.sample_ids.tolist() for batch in same]
+    assert ids == list_ids(same)
     other = Loader(batch_size=3, seq_len=8, samples=SampleOptions(prefetch_batches=1), cache=CacheOptions())
     assert len(next(iter(other))) == 3 == len(ids[0]) + 1 and other.seq_len == 8 and other.arguments["seed"] == 3
     assert other.arguments["samples"] == SampleOptions(validation_fraction=0.5, prefetch_batches=1)

@@ -1,0 +1,65 @@
+"""Helper processes of a loader: they stay over epochs and end with it, and one that is killed is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
+
+from forebay.errors import ForebayError
+from forebay.load.loader import Loader
+from support.feeding import list_ids, make_dataset
+
+SEQ_LEN = 16
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("helpers") / "data", 5, 20, SEQ_LEN)
+
+
+def num_descriptors() -> int:
+    """Sockets and shared memory that this process has open."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]  # noqa: PTH115
+    return sum(link.startswith(("socket:", "/memfd:forebay")) for link in links)
+
+
+def test_helpers_stay_over_epochs_and_end_with_the_loader(data: Path) -> None:
+    local = Loader(data, seq_len=SEQ_LEN, batch_size=7, epochs=3)
+    expected, before = list_ids(local), num_descriptors()
+    with Loader(data, seq_len=SEQ_LEN, batch_size=7) as loader:
+        seen, pids = [], []
+        for _ in range(3):
+            seen += list_ids(loader.to_torch(num_workers=2))
+            pids.append(loader.helper_pids)
+        assert seen == expected and len(pids[0]) == 2 and pids == [pids[0]] * 3
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids[0])
+    assert loader.helper_pids == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids[0])
+    assert num_descriptors() == before
+
+
+def test_a_script_without_a_main_guard_may_use_helpers(data: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, forebay\n"
+        f"loader = forebay.Loader({str(data)!r}, seq_len={SEQ_LEN}, batch_size=4)\n"
+        "print(sum(len(batch) for batch in loader.to_torch(num_workers=2)))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "100\n"), done.stderr
+
+
+def test_a_helper_that_is_killed_is_named(data: Path) -> None:
+    with Loader(data, seq_len=SEQ_LEN, batch_size=4, epochs=None) as loader:
+        batches = iter(loader.to_torch(num_workers=2, prefetch=0))
+        next(batches)
+        os.kill(loader.helper_pids[1], signal.SIGKILL)
+        with pytest.raises(ForebayError, match="helper process 1 of 2: expected batches, got exit code -9"):
+            list(islice(batches, 10_000))

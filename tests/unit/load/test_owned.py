@@ -1,0 +1,83 @@
+"""Slices that a worker owns: they stay with it, whole, and are shuffled inside anew each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.errors import StateError, UsageError
+from forebay.load.batch import NumpyTokens
+from forebay.load.loader import Loader
+from forebay.load.options import OrderOptions, SampleOptions
+from support.feeding import list_ids, make_dataset
+
+SLICES, SAMPLES, SEQ_LEN = 24, 16, 32
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("owned") / "data", SLICES, SAMPLES, SEQ_LEN)
+
+
+def owned(data: Path, rank: int, world: int, worker_names: Sequence[str] = (), **more: Any) -> Loader[NumpyTokens]:
+    order = OrderOptions(assignment="owned", worker_names=tuple(worker_names))
+    return Loader(data, seq_len=SEQ_LEN, batch_size=4, rank=rank, world_size=world, order=order, epochs=2, **more)
+
+
+def read_epochs(loader: Loader[NumpyTokens]) -> list[list[int]]:
+    result: list[list[int]] = [[], []]
+    for batch in loader:
+        result[batch.epoch].extend(batch.sample_ids.tolist())
+    return result
+
+
+def test_shards_stay_and_their_insides_are_shuffled_anew(data: Path) -> None:
+    """A sample's shard is the same in all epochs; a shard is whole at one worker; orders come from the seed alone."""
+    homes: dict[int, int] = {}
+    for rank in range(3):
+        first, second = read_epochs(owned(data, rank, 3))
+        assert [first, second] == read_epochs(owned(data, rank, 3))
+        assert first != read_epochs(owned(data, rank, 3, seed=1))[0]
+        for number in first:
+            assert homes.setdefault(number // SAMPLES, rank) == rank
+        for shard in {number // SAMPLES for number in first}:
+            inside = [[n for n in epoch if n // SAMPLES == shard] for epoch in (first, second)]
+            assert len(inside[0]) == SAMPLES and sorted(inside[0]) == sorted(inside[1]) and inside[0] != inside[1]
+    assert len(homes) == SLICES
+
+
+def test_ranks_take_equally_many_steps_and_resume_exactly(data: Path) -> None:
+    assert len({len(owned(data, rank, 3)) for rank in range(3)}) == 1
+    for rank in range(3):
+        full = list_ids(owned(data, rank, 3))
+        assert {len(batch) for batch in full} <= {2, 3, 4}
+        rest = owned(data, rank, 3)
+        state = owned(data, rank, 3).state_at(len(full) // 3)
+        rest.load_state_dict(state)
+        assert list_ids(rest) == full[len(full) // 3 :]
+    with pytest.raises(StateError, match="expected rank 0"):
+        owned(data, 0, 3).load_state_dict(state)
+
+
+def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
+    """Named workers: whoever stays keeps its shards but for what the new one takes."""
+    names = ["north", "east", "south", "west"]
+    before = [set(read_epochs(owned(data, rank, 3, worker_names=names[:3]))[0]) for rank in range(3)]
+    after = [set(read_epochs(owned(data, rank, 4, worker_names=names))[0]) for rank in range(4)]
+    retained = sum(len(old & new) for old, new in zip(before, after))
+    assert retained >= (1 - 1 / 4 - 0.1) * SLICES * SAMPLES  # 24 shards: a hundredth is not a shard.
+    assert sum(map(len, after)) == len(set().union(*after)) == SLICES * SAMPLES
+
+
+def test_what_owned_slices_do_not_support_is_refused(data: Path) -> None:
+    for arguments, words in (
+        ({"samples": SampleOptions(drop_last=True)}, "no drop_last"),
+        ({"worker_names": ["one"]}, "a name for each of 2 ranks"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            owned(data, 0, 2, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"{SLICES} slices are too few"):
+        owned(data, 0, 200)

@@ -1,0 +1,249 @@
+"""Loaders that read over HTTP: damage anywhere, outages, first batches, caches that cannot be used."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.reader import open_dataset
+from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.load.loader import Loader
+from forebay.load.options import CacheOptions, OrderOptions
+from support.chunk_checks import check_chunks
+from support.feeding import check_cache, list_ids, make_dataset, read_samples
+from support.origin_server import OriginServer
+from support.store import stored
+from support.waiting import until
+
+SLICES, SAMPLES, SEQ_LEN = 6, 32, 512
+SLICE_BYTES = SAMPLES * SEQ_LEN * 4
+# Slice by slice, in 8 steps each.
+ONE_BY_ONE: dict[str, Any] = {
+    "seq_len": SEQ_LEN, "batch_size": 4, "order": OrderOptions(lanes=1, window_bytes=SLICE_BYTES)
+}  # fmt: skip
+
+
+def write(folder: Path) -> None:
+    make_dataset(folder / "data", SLICES, SAMPLES, SEQ_LEN)
+
+
+@pytest.fixture
+def data() -> Path:
+    return stored(write) / "data"
+
+
+@pytest.fixture
+def server(data: Path) -> Iterator[OriginServer]:
+    with OriginServer(data) as server:
+        yield server
+
+
+@pytest.fixture
+def own(data: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for path in data.iterdir():
+        shutil.copyfile(path, own / path.name)
+    return own
+
+
+def slice_paths(directory: Path, samples: list[int]) -> list[Path]:
+    """The slices of these samples, in order of use."""
+    table = open_dataset(directory).table
+    return [directory / table.row(index).name for index in dict.fromkeys(sample // SAMPLES for sample in samples)]
+
+
+def cached_slices(cache: Path) -> list[Path]:
+    return [item for item in cache.iterdir() if len(item.name) == 64]
+
+
+def fetched_names(server: OriginServer) -> list[str]:
+    return [name for name in server.bytes_sent if "safetensors" in name]
+
+
+def damage(kind: str, path: Path, other: Path) -> None:
+    data = path.read_bytes()
+    match kind:
+        case "flipped":
+            path.write_bytes(data[:30_000] + bytes([data[30_000] ^ 1]) + data[30_001:])
+        case "cut":
+            path.write_bytes(data[:-9])
+        case "swapped":
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(data)
+        case "missing":
+            path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "swapped", "missing"])
+def test_damage_at_an_origin_is_named_and_never_trained_on(own: Path, tmp_path: Path, kind: str) -> None:
+    expected = read_samples(Loader(own, **ONE_BY_ONE), SAMPLES)
+    _, second, third = slice_paths(own, expected)[:3]
+    files = {path: path.read_bytes() for path in (second, third)}
+    damage(kind, second, third)
+    with OriginServer(own) as server, Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE) as loader:
+        result: list[int] = []
+        with pytest.raises(NetworkError, match=second.name) as raised:
+            for batch in loader:
+                result += batch.sample_ids.tolist()
+        assert len(result) >= 8 * 4  # What is whole is used.
+        assert server.url in str(raised.value) and "Check the origin" in str(raised.value)
+        assert isinstance(raised.value, IntegrityError) == (kind in ("flipped", "swapped"))
+        assert not check_chunks(tmp_path / "cache")[1]
+        for path, content in files.items():
+            path.write_bytes(content)
+        assert result + read_samples(loader, SAMPLES) == expected  # Mended at the origin: the same loader continues.
+
+
+def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None:
+    manifest_json, table_parquet = (own / MANIFEST_FILE).read_bytes(), (own / TABLE_FILE).read_bytes()
+    manifest, table = Manifest.from_json(manifest_json), SliceTable.from_parquet(table_parquet)
+    with OriginServer(own) as server:
+        (own / TABLE_FILE).write_bytes(table_parquet[:-1] + bytes([table_parquet[-1] ^ 1]))
+        with pytest.raises(DatasetError, match=r"slices\.parquet: expected sha256"):
+            Loader(server.url, **ONE_BY_ONE)
+        (own / TABLE_FILE).write_bytes(table_parquet)
+        (own / MANIFEST_FILE).write_bytes(manifest_json.replace(b"6", b"7", 1))
+        with pytest.raises(DatasetError, match="a byte was changed"):
+            Loader(server.url, **ONE_BY_ONE)
+        (own / MANIFEST_FILE).write_bytes(replace(manifest, slices=7).to_json())
+        with pytest.raises(DatasetError, match="totals"):
+            Loader(server.url, **ONE_BY_ONE)
+        # A table that is right in itself, and wrong about two slices.
+        tokens = table.count.copy()
+        tokens[:2] += [-SEQ_LEN, SEQ_LEN]
+        wrong = SliceTable(table.names, table.bytes, table.sha256, tokens, table.documents).to_parquet()
+        (own / TABLE_FILE).write_bytes(wrong)
+        (own / MANIFEST_FILE).write_bytes(replace(manifest, table_sha256=hashlib.sha256(wrong).hexdigest()).to_json())
+        with pytest.raises(DatasetError, match=r"slice 000[01]\.safetensors .* do not fit the table"):
+            read_samples(Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE), SAMPLES)
+        assert cached_slices(tmp_path / "cache")  # Their bytes are what they should be.
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "swapped"])
+def test_a_cached_file_that_was_written_to_is_fetched_again(
+    server: OriginServer, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", **ONE_BY_ONE}
+    expected = read_samples(Loader(**arguments), SAMPLES)
+    server.reset()
+    assert read_samples(Loader(**arguments), SAMPLES) == expected and not fetched_names(server)
+    first, second = cached_slices(tmp_path / "cache")[:2]
+    damage(kind, first, second)
+    assert read_samples(Loader(**arguments), SAMPLES) == expected
+    assert len(fetched_names(server)) == 1 + (kind == "swapped")
+    assert f"{first}: expected bytes of that id, got others" in caplog.text
+    check_cache(tmp_path / "cache")
+
+
+def test_silent_changes_are_found_by_hashing(own: Path, server: OriginServer, tmp_path: Path) -> None:
+    arguments = {"cache_dir": tmp_path / "cache", "dataset": server.url, **ONE_BY_ONE}
+    expected = read_samples(Loader(**arguments), SAMPLES)
+    second = slice_paths(own, expected)[1]
+    for path in (cached_slices(tmp_path / "cache")[0], second):
+        status = path.stat()
+        damage("flipped", path, path)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # As a failing disk would.
+    server.reset()
+    assert read_samples(Loader(cache=CacheOptions(verify="open"), **arguments), SAMPLES) == expected
+    assert len(fetched_names(server)) == 1
+    check_cache(tmp_path / "cache")
+    local = Loader(own, cache=CacheOptions(verify="open"), **ONE_BY_ONE)
+    assert read_samples(local, SAMPLES, 8) == expected[:32]
+    with pytest.raises(DatasetError, match=rf"{second.name}: expected the dataset's bytes in .* again"):
+        read_samples(local, SAMPLES)
+
+
+def test_the_first_batch_also_of_a_resumed_run_needs_its_own_slices_only(
+    data: Path, server: OriginServer, tmp_path: Path
+) -> None:
+    arguments = {**ONE_BY_ONE, "batch_size": 2, "order": OrderOptions(lanes=2, window_bytes=SLICE_BYTES)}
+    local = Loader(data, **arguments)
+    expected = list_ids(local)
+    for step in (0, 40):
+        paths = slice_paths(data, expected[step])
+        server.faults.missing = {path.name for path in data.glob("*.safetensors")} - {path.name for path in paths}
+        with Loader(server.url, cache_dir=tmp_path / str(step), **arguments) as loader:
+            loader.load_state_dict(local.state_at(step))
+            assert next(iter(loader)).sample_ids.tolist() == expected[step]
+
+
+def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
+    data: Path, server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_samples(Loader(data, **ONE_BY_ONE), SAMPLES)
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
+    with Loader(**arguments, **ONE_BY_ONE) as loader:
+        batches = iter(loader)
+        result = next(batches).sample_ids.tolist()
+        until(lambda: loader.stats()["fetched_bytes"] > SLICE_BYTES // 2 and not loader.stats()["in_flight"])
+        caplog.clear()
+        server.faults.drop = 1.0
+        result += next(batches).sample_ids.tolist()  # It was here.
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+        def end_outage() -> None:
+            until(lambda: "waiting for" in caplog.text)
+            server.faults.drop = 0.0
+
+        monkeypatch.setattr("forebay.load.chunk_feed._LOG_INTERVAL_S", 0.0)
+        ending = threading.Thread(target=end_outage)
+        ending.start()
+        result += list(chain(*list_ids(batches)))
+        ending.join()
+        assert loader.stats()["late"] > 0 and loader.stats()["waited_s"] > 0 and loader.stats()["network_s"] > 0
+    assert result == expected
+    pattern = r"waiting for \d+ chunks of \d+ slices, the first of \d+\.safetensors; \d+ fetches are running"
+    assert re.search(pattern, caplog.text)
+
+
+def test_two_loaders_at_once_share_a_cache_smaller_than_the_dataset(
+    data: Path, server: OriginServer, tmp_path: Path
+) -> None:
+    order = {**ONE_BY_ONE, "order": OrderOptions(lanes=2, window_bytes=SLICE_BYTES)}
+    expected = [read_samples(Loader(data, seed=seed, **order), SAMPLES) for seed in (0, 1)]
+    cache = {"cache_dir": tmp_path / "cache", "cache_bytes": 6 * SLICE_BYTES}
+    loaders = [Loader(server.url, seed=seed, **cache, **order) for seed in (0, 1)]
+    result: list[list[int]] = [[], []]
+    for pair in zip(*loaders, strict=True):
+        for ids, batch in zip(result, pair):
+            ids += batch.sample_ids.tolist()
+    assert result == expected
+    for loader in loaders:
+        loader.close()
+    check_cache(tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_or_is_deleted_under_a_running_loader(
+    data: Path, server: OriginServer, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"cannot write in .* choose another directory"):
+        read_samples(Loader(server.url, cache_dir=tmp_path / "file" / "cache", **ONE_BY_ONE), SAMPLES)
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
+    with Loader(**arguments, **ONE_BY_ONE) as loader:
+        result = read_samples(loader, SAMPLES, 3)
+        batches = iter(loader)
+        result += next(batches).sample_ids.tolist()
+        (tmp_path / "cache").rename(tmp_path / "gone")
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+        try:
+            for batch in batches:
+                result += batch.sample_ids.tolist()
+        except ForebayError as error:
+            assert str(tmp_path / "cache") in str(error)
+            result += read_samples(loader, SAMPLES)
+    assert result == read_samples(Loader(data, **ONE_BY_ONE), SAMPLES)
