@@ -7,13 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forebay import prepare_dataset
 from forebay.prepare.report import load_report
 from support.outputs import content
 from support.shared_data import shared_data
@@ -87,15 +85,6 @@ def test_the_same_report_for_any_number_of_processes(pages: Path, tmp_path: Path
     assert whole[0] == whole[1] and "cost" not in load_report(out) and load_report(out)["rules"]
 
 
-def test_a_sample_with_out_is_a_dataset(pages: Path, tmp_path: Path) -> None:
-    arguments = ("prepare", pages / "in", "--recipe", "gopher", "--tokenizer", "bytes", "--sample", "80%")
-    shown = run(*arguments, "--out", tmp_path / "d", cwd=tmp_path)
-    assert "tokens in" in shown and (tmp_path / "d" / "manifest.json").exists()
-    assert load_report(tmp_path / "d")["estimate"]["tokens"][0] > 0
-    error = run(*arguments, "--out", tmp_path / "d", "--to", "report", cwd=tmp_path, code=2)
-    assert "A dataset never changes" in error
-
-
 def test_a_tokenizer_that_is_not_there_does_not_stop_a_look(pages: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     arguments = ("prepare", pages / "in", "--tokenizer", "broken.json", "--filter", "length")
@@ -103,16 +92,6 @@ def test_a_tokenizer_that_is_not_there_does_not_stop_a_look(pages: Path, tmp_pat
     assert "documents kept" in shown
     assert load_report(tmp_path / "sample-report")["recipe"]["tokenize"]["tokenizer"] == "bytes"
     assert "broken.json" in run(*arguments, "--out", "d", cwd=tmp_path, code=1)
-
-
-class Elements(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.counts[tag] = self.counts.get(tag, 0) + 1
 
 
 def test_two_reports_are_compared(pages: Path, tmp_path: Path) -> None:
@@ -136,27 +115,6 @@ def test_two_reports_are_compared(pages: Path, tmp_path: Path) -> None:
     shown = run(*both, "--html", tmp_path / "page.html", cwd=tmp_path)
     assert "gopher_quality.min_words" in shown and "[c4]" in shown and "kept by both" in shown and "CPU time" in shown
     assert comparison["times"][0]["name"] == "all" and comparison["times"][0]["b"] > 0
-    page = Elements((tmp_path / "page.html").read_text())
-    assert page.counts["svg"] >= 2 * 20 and "script" not in page.counts
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") >= 2 * 20 and "<script" not in page
     assert json.loads(run("report", "a", "a", "--json", cwd=tmp_path))["recipe"] == []
-
-
-def test_reports_that_cannot_be_compared(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n' * 5)
-    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1)
-    report = load_report(tmp_path / "d")
-    for name, version in (("old", 0), ("new", 99)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({**report, "version": version} if version else {}))
-    (tmp_path / "cut.json").write_text(json.dumps(report)[:-50])
-    (tmp_path / "hostile.json").write_text(json.dumps({**report, "rules": [1], "totals": []}))
-    for other, message in (
-        ("missing", "there is no report"),
-        ("old.json", "expected one with a version"),
-        ("new.json", "Update forebay"),
-        ("cut.json", "expected a report of forebay prepare"),
-        ("hostile.json", "got a damaged one"),
-    ):
-        error = run("report", "d", other, cwd=tmp_path, code=1)
-        assert message in error and error.count("\n") == 1, error
-    assert "Name the second" in run("report", "d", "--html", "x.html", cwd=tmp_path, code=2)
-    assert "cannot read the ids" in run("report", "d", "d", "--ids", "x", "y", cwd=tmp_path, code=1)

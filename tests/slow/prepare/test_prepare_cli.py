@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import html
 import json
 import os
@@ -103,34 +102,6 @@ def posts(path: Path) -> Path:
                 messages = [{"role": role, "content": content} for role, content in turns]
                 file.write(json.dumps({"id": row["Id"], "messages": messages}) + "\n")
     return path
-
-
-WEB = ("warc/dolma/sample-0000.warc.gz", "warc/pywb/iana.warc.gz", "jsonl/cc_en_head-0091.jsonl", "jsonl/000.json.gz")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "inputs", "least_in", "least_out"),
-    [
-        ("fineweb", WEB, 58, 5),
-        ("gopher", WEB, 58, 20),
-        ("c4", WEB, 58, 5),
-        ("wikipedia", ("wikipedia/enwiki-table-markup.xml.bz2", "wikipedia/tinywiki-latest-pages-articles.xml"), 12, 8),
-    ],
-)
-def test_recipe(tmp_path: Path, recipe: str, inputs: tuple[str, ...], least_in: int, least_out: int) -> None:
-    bytes_only = recipe in ("fineweb", "wikipedia")
-    tokenizer = "bytes" if bytes_only else shared_data("tokenizers/gpt-neo-test-tokenizer.json")
-    summary = prepare(tmp_path / "d", *map(shared_data, inputs), "--recipe", recipe, "--tokenizer", tokenizer)
-    assert summary["documents_in"] >= least_in and least_out <= summary["documents_out"] < summary["documents_in"]
-    dataset = open_dataset(tmp_path / "d")
-    assert dataset.verify().ok and (dataset.id, dataset.num_tokens) == (summary["id"], summary["tokens"])
-    with forebay.Loader(dataset, seq_len=128, batch_size=4) as loader:
-        batch = next(iter(loader))
-    assert batch.inputs is not None and batch.inputs.shape == (4, 128)
-    assert batch.inputs.min() >= 0 and batch.inputs.max() < dataset.manifest.vocab_size
-    stages = [name for name, _ in dataset.manifest.lineage["recipe"]["stages"]]
-    expected = {"fineweb": "fineweb", "gopher": "gopher_quality", "c4": "c4", "wikipedia": "length"}[recipe]
-    assert expected in stages and dataset.manifest.lineage["recipe"]["slice"]["shuffle"]
 
 
 def test_recipe_of_conversations(tmp_path: Path) -> None:
@@ -273,28 +244,6 @@ def test_plan_reads_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
 
 
-def test_a_sample_is_a_tenth_and_always_the_same(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", [words(i, 5) for i in range(4000)])
-    arguments = (path, "--tokenizer", "bytes", "--sample", "10%", "--name", "s")
-    first = prepare(tmp_path / "a", *arguments)
-    assert first == prepare(tmp_path / "b", *arguments)
-    assert 300 <= first["documents_in"] == first["documents_out"] <= 500
-    assert open_dataset(tmp_path / "a").manifest.lineage["recipe"]["sample"] == 0.1
-
-
-def test_report(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", [words(i, 80) for i in range(30)] + ["short"] * 10)
-    summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--set", "length.min_chars=100")
-    assert summary["dropped"] == {"few_chars": 10}
-    report = json.loads(run("report", tmp_path / "d", "--json").stdout)
-    assert report["totals"]["documents_out"] == 30 and report["id"] == summary["id"]
-    assert [count["dropped"] for count in report["funnel"] if count["stage"] == "length"] == [{"few_chars": 10}]
-    shown = run("report", tmp_path / "d").stdout
-    assert "few_chars" in shown and "report.html" in shown
-    assert shown == run("report", tmp_path / "d/report.html").stdout
-    assert "no-such" in refused("report", tmp_path / "no-such", code=1)
-
-
 class Pages(BaseHTTPRequestHandler):
     """An API of three pages."""
 
@@ -349,22 +298,3 @@ def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"perplexity_above_percentile"}
     retained = [int(name[1:]) for name in (tmp_path / "ids").read_text().split()]
     assert sum(number < 100 for number in retained) > 0.9 * len(retained)
-
-
-def test_the_interrupted_module_says_130(tmp_path: Path) -> None:
-    code = (
-        "import sys, signal, forebay.cli as cli\n"
-        "def stopped(): exec('raise KeyboardInterrupt')\n"
-        "def main():\n    try: stopped()\n    except KeyboardInterrupt: return 130\n"
-        "cli.main = main\n"
-        "import runpy; runpy.run_module('forebay', run_name='__main__')\n"
-    )
-    (tmp_path / "interrupted.py").write_text(code)
-    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 130, done.stderr
-
-
-def test_gzipped_output_of_other_tools_is_read(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"text": "packed"}) + "\n")
-    assert prepare(tmp_path / "d", tmp_path / "a.jsonl.gz", "--tokenizer", "bytes")["documents_out"] == 1

@@ -45,25 +45,6 @@ PREPARED = {
     "stackexchange": ("stackexchange/*",),
     "parquet": ("parquet/*.parquet",),
 }
-NOT_DOCUMENTS = {
-    "SHA256SUMS": "about the data",
-    "SOURCES.md": "about the data",
-    "parquet/*/README.md": "about the data",
-    "lid/ATTRIBUTION.md": "about the data",
-    "badwords/*": "word lists for [toxic]",
-    "kenlm/*.arpa": "language models for [perplexity]",
-    "html/*.tar.xz": "pages with gold text, for scoring extraction",
-    "warc/*.paths.gz": "a list of files on a server",
-    "lid/lid.176.ftz": "a model for [language]",
-    "lang/*.zip": "collections for measuring language identification, in zip archives, which are no input format",
-    "neardup/*.truth": "which lines of the other files are copies",
-    "tfrecord/digits.array_record-*": "ArrayRecord (Riegeli) of images, which is no input format",
-    "tokenizers/*-tokenizer.json": "tokenizers",
-    "tokenizers/gpt2/*": "a tokenizer",
-    "tokenizers/sentencepiece/sentencepiece.*": "a tokenizer",
-    "tokenizers/vectors/TestPlans.txt": "test vectors of tokenizers",
-    "urls/easylist.txt.gz": "a list of URL patterns",
-}
 DAMAGED_WARCS = {
     # Documents with text and malformed records of the archives at which warcio stops, warns or guesses: by hand.
     "warc/aut/badexample.arc.gz": (0, 0),  # a page without a body, and robots.txt
@@ -369,11 +350,3 @@ def test_parquet(tmp_path: Path) -> None:
             prepare_dataset([path], tmp_path / "refused", tokenizer="bytes", workers=1)
     messages = [message for reported in groups.values() for message in reported.values()]
     assert (len(groups), len(refused)) == (17, 42) and sum(len(s.ids) for s in messages) > 4000
-
-
-def test_every_file_is_prepared_or_no_document() -> None:
-    root = shared_data()
-    patterns = [*(name for names in PREPARED.values() for name in names), *NOT_DOCUMENTS]
-    names = [path.relative_to(root).as_posix() for path in all_files(root)]
-    assert [name for name in names if sum(fnmatch(name, pattern) for pattern in patterns) != 1] == []
-    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)] == []

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from forebay.dataset.reader import open_dataset
-from support.hub_repos import write_repo
-from support.hub_server import HubServer
 from support.outputs import content
 
 METHOD = '''
@@ -154,27 +151,3 @@ def test_a_method_in_a_file_outside_the_package(tmp_path: Path) -> None:
     assert "--allow-code" in prepare(tmp_path, *arguments, code=2)
     result = prepare(tmp_path, *arguments, "--allow-code")
     assert result["dropped"] == {"same_length": 2} and result["documents_out"] == 3
-
-
-def test_an_evaluation_set_of_the_hub(tmp_path: Path) -> None:
-    question = "Which of the seven wizards watched the quick brown fox jump over the lazy dog?"
-    repo = write_repo(tmp_path / "hub" / "datasets" / "owner" / "exam") / "data"
-    repo.mkdir()
-    (repo / "test-00000-of-00001.jsonl").write_text(json.dumps({"question": question, "answer": "none"}) + "\n")
-    texts = ["Nothing of it.", f"It said: {question.lower()} Nobody knew."]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    with HubServer(tmp_path / "hub") as hub:
-        environment = {
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HOME": str(tmp_path / "home"),
-            "no_proxy": "127.0.0.1",
-        }
-        result = prepare(
-            tmp_path, tmp_path / "in.jsonl", "--out", tmp_path / "out", "--workers", 2,
-            "--set", 'decontaminate.sets=["hf://datasets/owner/exam:test"]', **environment,
-        )  # fmt: skip
-    assert result["dropped"] == {"contaminated_owner/exam:test": 1}
-    hit = json.loads((tmp_path / "out" / "contamination.jsonl").read_text())
-    assert hit["where"].endswith("in.jsonl:2") and hit["set"] == "owner/exam:test"
-    assert open_dataset(tmp_path / "out").verify().extra == []

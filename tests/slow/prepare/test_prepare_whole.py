@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import random
 import shutil
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from forebay.prepare.driver import prepare_dataset
 from support import whole
 from support.outputs import hashes
 
@@ -53,10 +51,8 @@ def check(out: Path, result: str, wanted: tuple[str, dict[str, str]]) -> None:
     assert result == wanted[0]
 
 
-@pytest.mark.parametrize("workers", [3])
-def test_any_number_of_processes(base: Path, wanted: tuple[str, dict[str, str]], workers: int) -> None:
-    out = base / f"by{workers}"
-    check(out, whole.run(base / "in", out, workers, PYTHONHASHSEED=str(workers)), wanted)
+def test_another_number_of_processes(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
+    check(base / "by3", whole.run(base / "in", base / "by3", 3, PYTHONHASHSEED="3"), wanted)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
@@ -149,22 +145,3 @@ def test_a_disk_that_is_full_again_and_again(base: Path, wanted: tuple[str, dict
         reached += [line.partition(" ")[0] for line in reported if line.partition(" ")[0] in PHASES][-1:]
     assert len(set(reached)) >= 3, f"the disk was full only in {set(reached)}"
     check(out, done.stdout.strip(), wanted)
-
-
-def test_files_of_as_many_rows_are_filtered_as_each_alone(tmp_path: Path) -> None:
-    """In every split the batch that a stage receives lies at the same address and has as many rows."""
-    good, bad = "It is a truth that the mill and the race have to be seen. " * 8, "=== 1234 5678 9012 3456 " * 20
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    expected = []
-    for number in range(4):
-        rows = [(f"{number}-{row:03}", bad if (row + number) % 4 == 0 else good) for row in range(200)]
-        lines = [json.dumps({"id": id, "text": text.ljust(len(good), "!")}) for id, text in rows]
-        (texts / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
-        expected += [id for id, text in rows if text is good]
-    for workers in (1, 2):
-        out, ids = tmp_path / f"out{workers}", tmp_path / f"ids{workers}"
-        prepare_dataset(
-            [texts], out, tokenizer="bytes", filters=["gopher_quality"], to="parquet", write_ids=ids, workers=workers
-        )
-        assert ids.read_text().split() == expected
