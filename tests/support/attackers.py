@@ -15,13 +15,17 @@ from forebay.network.addresses import parse_address
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_organisation, join
 from support.wire import Answer, read_answers
+from support.wire import request_bytes as request
 
 HOST = "127.0.0.1"
 
 
-def issue(network_dir: Path, name: str, *roles: str, by: Path | None = None) -> Identity:
+def issue(
+    network_dir: Path, name: str, *roles: str, by: Path | None = None, datasets: tuple[str, ...] = ()
+) -> Identity:
     """A member with these roles, all if none are named; `by`: the organisation that admits it."""
-    return join(by or network_dir, network_dir.parent / "nodes" / name, name, scope=Scope(frozenset(roles)))
+    scope = Scope(frozenset(roles), datasets)
+    return join(by or network_dir, network_dir.parent / "nodes" / name, name, scope=scope)
 
 
 def organisation(network_dir: Path, name: str) -> Path:
@@ -33,17 +37,9 @@ def organisation(network_dir: Path, name: str) -> Path:
 @contextlib.contextmanager
 def connection(member: Identity, address: str) -> Iterator[ssl.SSLSocket]:
     """A TLS connection of a member, its handshake finished."""
-    plain = socket.create_connection(parse_address(address), 20)
+    plain = socket.create_connection(parse_address(address))
     with member.client_context().wrap_socket(plain) as tls:
         yield tls
-
-
-def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
-    """The bytes of a request; a body is sent as JSON."""
-    data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", "Content-Type: application/json"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode() + data
 
 
 def answers(sock: ssl.SSLSocket, *requests: bytes) -> list[Answer]:

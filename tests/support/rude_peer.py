@@ -21,6 +21,7 @@ class Asked:
     path: str
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     body: bytes = b""
+    certificate: bytes = b""  # of its sender, DER
 
 
 Answer = Callable[[Asked], "bytes | Iterable[bytes] | None"]
@@ -99,7 +100,8 @@ class RudePeer:
                 self._open.add(sock)
             try:
                 with sock, sock.makefile("rb") as reader:
-                    while (asked := _read(reader)) is not None:
+                    der = b"" if self._context is None else sock.getpeercert(binary_form=True)  # type: ignore[attr-defined]
+                    while (asked := _read(reader, der)) is not None:
                         self.asked.append(asked)
                         data = self._answer(asked)
                         if data is None:
@@ -113,7 +115,7 @@ class RudePeer:
                     self._open.discard(sock)
 
 
-def _read(reader: Any) -> Asked | None:
+def _read(reader: Any, certificate: bytes) -> Asked | None:
     first = reader.readline().decode("latin-1").split()
     if len(first) != 3:
         return None
@@ -121,4 +123,4 @@ def _read(reader: Any) -> Asked | None:
     while line := reader.readline().decode("latin-1").strip():
         name, _, value = line.partition(":")
         headers[name.lower()] = value.strip()
-    return Asked(first[0], first[1], headers, reader.read(int(headers.get("content-length", "0"))))
+    return Asked(first[0], first[1], headers, reader.read(int(headers.get("content-length", "0"))), certificate)

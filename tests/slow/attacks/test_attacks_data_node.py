@@ -8,26 +8,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.errors import NetworkError
 from forebay.network import reachability as dialing
-from forebay.network import server_connections as connections
-from forebay.network.client import Client, RemoteError
-from forebay.network.limits import ServerLimits
+from forebay.network.client import Client
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
-from forebay.network.reachability import ReachabilityChecker, may_dial
+from forebay.network.reachability import ReachabilityChecker
 from forebay.storage import peer_source as holders
 from forebay.swarm import tracker
-from forebay.swarm.share import SharedDataset, SliceShare
+from forebay.swarm.share import SliceShare
 from support.attackers import HOST, answers, ask, connection, issue, organisation, request
 from support.nodes import make_dataset
-from support.rude_peer import RudePeer, http
 from support.wire import until
 
 SLICES = 4
@@ -118,30 +113,6 @@ def test_a_member_that_is_being_dialled_is_served_meanwhile(
         assert len(ask(member, node.address, "POST", swarm_path(node), message)[1]["assignments"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("ip", "source", "allowed"),
-    [
-        ("8.8.8.8", "9.9.9.9", True),
-        ("10.0.0.9", "10.0.0.9", True),
-        ("10.0.0.8", "10.9.0.9", True),
-        ("10.0.0.8", "9.9.9.9", False),
-        ("127.0.0.1", "9.9.9.9", False),
-        ("127.0.0.1", "10.0.0.9", False),
-        ("::1", "2600::1", False),
-        ("::ffff:127.0.0.1", "10.0.0.9", False),
-        ("0.0.0.0", "10.0.0.9", False),
-        ("169.254.169.254", "10.0.0.9", False),
-        ("169.254.169.254", "127.0.0.1", False),
-        ("fe80::1%eth0", "fd00::2", False),
-        ("127.0.0.2", "127.0.0.1", True),
-        ("64:ff9b::7f00:1", "2600::1", False),
-        ("nowhere", "10.0.0.9", False),
-    ],
-)
-def test_where_a_member_may_have_a_node_connect_to(ip: str, source: str, allowed: bool) -> None:
-    assert may_dial(ip, source) is allowed
-
-
 def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path) -> None:
     node, evil = issue(network_dir, "node", "data"), issue(network_dir, "evil").as_peer
     with (
@@ -176,31 +147,6 @@ def test_more_ranges_than_slices_are_refused_before_they_are_read(
     for key in ("have", "want"):
         status, message = ask(evil, node.address, "POST", swarm_path(node), {key: ranges})
         assert status == 400 and f"at most {SLICES} ranges" in message["message"]
-
-
-def test_a_dataset_without_a_swarm_is_not_found(
-    node: DataNode, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node.tracker, "_tracked", {})
-    status, message = ask(issue(network_dir, "m"), node.address, "POST", swarm_path(node), {})
-    assert (status, message["error"]) == (404, "unknown_swarm")
-
-
-def test_small_files_in_memory_are_sent_in_pieces(dataset: Dataset, network_dir: Path) -> None:
-    """Finding 24: requests for a large file that nobody reads queue a piece each, not the file."""
-    num, size = 8, 32 << 20
-    with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
-        share.add(SharedDataset("d", "ab" * 32, 1, {"manifest.json": bytes(size)}, lambda: np.zeros(1, np.bool_)))
-        evil = issue(network_dir, "evil")
-        for _ in range(num):
-            sock = stack.enter_context(connection(evil, share.address))
-            sock.sendall(request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json"))
-        table = share._server._core.connections
-        until(lambda: sum(item.flow.write_paused for item in table.all()) == num)
-        assert sum(item.transport._queued for item in table.all()) <= num << 20
-        with connection(issue(network_dir, "honest"), share.address) as sock:
-            (part,) = answers(sock, request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json", Range="bytes=5-9"))
-        assert (part.status, part.body) == (206, bytes(5))
 
 
 def test_accusing_the_honest_again_and_again_costs_one_check(
@@ -258,73 +204,3 @@ def test_figures_of_peers_are_for_administrators(node: DataNode, network_dir: Pa
     until(lambda: reader.peer_id.encode() in ask(admin, node.address, "GET", "/metrics")[1])
     status, text = ask(reader, node.address, "GET", "/metrics")
     assert status == 200 and b"forebay_connections" in text and reader.peer_id.encode() not in text
-
-
-def test_slow_readers_make_room(dataset: Dataset, network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members that hold all places by answers which they do not read; finding 4."""
-    monkeypatch.setattr(connections, "SLOW_S", 0.05)
-    limits = ServerLimits(connections=8, connections_per_peer=4)
-    with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
-        share.add(SharedDataset("d", "ab" * 32, 1, {"manifest.json": bytes(16 << 20)}, lambda: np.zeros(1, np.bool_)))
-        table = share._server._core.connections
-        table.limits = limits
-        for name in ("b", "c"):
-            evil = issue(network_dir, name, "worker")
-            for _ in range(4):
-                sock = stack.enter_context(connection(evil, share.address))
-                sock.sendall(request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json"))
-        until(lambda: sum(item.flow.write_paused for item in table.all()) == 8)
-
-        def is_served() -> bool:
-            with contextlib.suppress(OSError):
-                return (
-                    ask(issue(network_dir, f"honest{time.monotonic_ns()}"), share.address, "GET", "/v1/claims")[0]
-                    == 200
-                )
-            return False
-
-        until(is_served)
-        assert len(table) <= limits.connections
-        assert ask(issue(network_dir, "late"), share.address, "GET", "/v1/claims")[0] == 200
-
-
-def test_blank_lines_before_a_request_end(node: DataNode, network_dir: Path) -> None:
-    with connection(issue(network_dir, "evil"), node.address) as sock:
-        assert answers(sock, b"\r\n" * 100 + request("GET", "/v1/claims"))[0].status == 200
-        with contextlib.suppress(OSError):
-            for _ in range(1000):
-                sock.sendall(b"\r\n" * 1000)
-        until(lambda: node._server.num_connections == 0)
-
-
-def test_half_closed_connections_are_over(node: DataNode, network_dir: Path) -> None:
-    node._server._core.limits = ServerLimits(head_s=1e6, idle_s=1e6)  # no limit of time ends them
-    evil = issue(network_dir, "evil")
-    with contextlib.ExitStack() as stack:
-        for _ in range(8):
-            sock = stack.enter_context(connection(evil, node.address))
-            sock.sendall(b"GET /v1/claims HTTP/1.1\r\nHost: x\r\n")  # and never the rest
-            socket.socket.shutdown(sock, socket.SHUT_WR)
-        until(lambda: node._server.num_connections == 0)
-    assert ask(evil, node.address, "GET", "/v1/claims")[0] == 200
-
-
-def test_a_name_puts_nothing_into_an_answers_head(node: DataNode, network_dir: Path) -> None:
-    invalid = "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
-    with connection(issue(network_dir, "evil"), node.address) as sock:
-        for path in (f"/v1/datasets/{node.datasets[0].id}/{invalid}", f"/v1/slices/{invalid}", f"/{invalid}"):
-            (answer,) = answers(sock, request("GET", path, Idempotency_Key=invalid))
-            assert answer.status == 404 and "x-evil" not in answer.headers
-            assert b"\r" not in answer.body and b"\n" not in answer.body
-
-
-def test_a_redirect_of_a_peer_is_not_followed(node: DataNode, network_dir: Path) -> None:
-    location = f"https://{node.address}/v1/claims"
-    reader = issue(network_dir, "reader")
-    with (
-        RudePeer(issue(network_dir, "evil"), lambda asked: http(307, b"", Location=location)) as evil,
-        Client(reader) as client,
-        pytest.raises(NetworkError) as refused,
-    ):
-        client.request_json(evil.address, "GET", "/v1/claims")
-    assert isinstance(refused.value, RemoteError) and refused.value.status == 307 and len(evil.asked) == 1

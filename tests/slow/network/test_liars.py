@@ -1,19 +1,18 @@
-"""Peers with a valid certificate that lie in bytes: each is refused and named, and the honest one is heard."""
+"""Peers with a valid certificate that lie in bytes: each is refused and named, and the honest one is heard.
+
+Chance remains in the lies that are waited for: an honest peer that answers later than the time-out counts as slow, too.
+"""
 
 from __future__ import annotations
 
 import functools
-import io
-import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from support.calibration import scaled
@@ -21,9 +20,8 @@ from support.calibration import scaled
 pytest.importorskip("libtorrent")
 
 from forebay.data_node import DataNode
-from forebay.dataset.manifest import SliceTable
 from forebay.dataset.reader import Dataset
-from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.lease import fetching
 from forebay.load.samples import ends_reader
 from forebay.network import discovery, reachability
@@ -38,8 +36,8 @@ from forebay.storage.transfers import FileTransfer
 from support.leases_by_hand import FetchingWorker
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery
-from support.nodes import NAME, make_dataset
-from support.wire import until
+from support.nodes import HOST, NAME, make_dataset
+from support.waiting import until
 
 Make = Callable[[str], Identity]
 STALL_S = 0.3
@@ -58,31 +56,24 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is asked may answer late, as on a machine that stands still."""
-    monkeypatch.setattr(discovery, "ASK_TIMEOUT_S", 60.0)
+    """All are heard, however late they answer."""
+    for name in ("ASK_TIMEOUT_S", "ANSWER_AFTER_GOOD_S"):
+        monkeypatch.setattr(discovery, name, 60.0)
     monkeypatch.setattr(discovery, "read_claims", functools.partial(discovery.read_claims, timeout_s=60.0))
 
 
-@pytest.fixture
-def client(make_identity: Make) -> Iterator[Client]:
-    with Client(make_identity("reader")) as client:
-        client.read_range = functools.partial(client.read_range, timeout_s=scaled(STALL_S))  # type: ignore[method-assign]
-        yield client
-
-
-@pytest.mark.parametrize("tell", sorted(LIES))
+@pytest.mark.parametrize("lie", sorted(LIES))
 def test_a_leased_slice_comes_from_the_honest_one(
-    tell: str, dataset: Dataset, make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lie: str, dataset: Dataset, make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The liar is asked first, as another worker; it is left for what it did, and the origin gives the slice."""
     stall_s = scaled(STALL_S)
-    monkeypatch.setattr(fetching, "_STALL_S", stall_s if tell in WAITED_FOR else 60.0)
-    if tell in WAITED_FOR:
+    monkeypatch.setattr(fetching, "_STALL_S", stall_s if lie in WAITED_FOR else 60.0)
+    if lie in WAITED_FOR:
         monkeypatch.setattr(fetching, "_PACE_S", 2 * stall_s)
     row, alone = dataset.table.row(0), dataset.table.row(1)
-    started = time.monotonic()
     with ExitStack() as stack:
-        liar = stack.enter_context(Liar(make_identity("liar"), dataset, tell))
+        liar = stack.enter_context(Liar(make_identity("liar"), dataset, lie))
         good = stack.enter_context(Liar(make_identity("good"), dataset, "honest"))
         providers = [
             {"peer_id": peer.identity.peer_id, "address": peer.address, "is_origin": peer is good}
@@ -92,37 +83,42 @@ def test_a_leased_slice_comes_from_the_honest_one(
         stack.callback(worker.close)
         current = worker.lease(row.sha256, row.bytes, providers, chunk_bytes=row.chunk_bytes)
         assert worker.fetched(current) == dataset.slice_path(0).read_bytes()
-        assert liar.asked >= 1
+        assert liar.told
         blamed = [who for who, wrong in worker.bad if wrong]
-        assert blamed == ([liar.identity.peer_id] if tell in BLAMED else []), (tell, worker.bad)
+        assert blamed == ([liar.identity.peer_id] if lie in BLAMED else []), (lie, worker.bad)
         # From the liar alone there is none; only wrong bytes speak against the slice.
         size = alone.chunk_bytes
         reason = worker.lost(worker.lease(alone.sha256, alone.bytes, providers[:1], lease_id="2", chunk_bytes=size))
         # What is endless may also be told by what comes on the same connection before the next head.
-        assert tell == "endless" or (liar.identity.peer_id in reason) == (tell == "wrong_bytes"), (tell, reason)
-    assert time.monotonic() - started < max(scaled(6.0), 6.0 / STALL_S * stall_s)  # Some waits of `stall_s` each.
+        assert lie == "endless" or (liar.identity.peer_id in reason) == (lie == "wrong_bytes"), (lie, reason)
     assert worker.cache.list_slices() == {row.sha256}
 
 
-READ = [(tell, "slices") for tell in ("wrong_bytes", "stall", "huge", "garbage", "truncated")]
-READ += [(tell, "datasets") for tell in ("wrong_bytes", "stall", "huge", "chunked", "wrong_range")]
+def announced(stack: ExitStack, table: LocalDiscovery, identity: Identity, *args: Any, **settings: Any) -> Liar:
+    """A liar that is found under the dataset's name."""
+    liar = stack.enter_context(Liar(identity, *args, **settings))
+    table.announce(record_key(identity.network_id, "dataset", NAME), liar.port)
+    return liar
 
 
-@pytest.mark.parametrize(("tell", "about"), READ)
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("lie", "about"),
+    [
+        *((lie, "slices") for lie in ("wrong_bytes", "stall", "huge", "garbage", "truncated")),
+        *((lie, "datasets") for lie in ("wrong_bytes", "stall", "huge", "chunked", "wrong_range")),
+    ],
+)
 def test_a_remote_dataset_is_read_from_the_honest_one(
-    tell: str, about: str, dataset: Dataset, make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lie: str, about: str, dataset: Dataset, make_identity: Make, tmp_path: Path
 ) -> None:
     """What a Loader of forebay://NETWORK/NAME stands on: open_remote and transfers."""
-    monkeypatch.setattr(discovery, "ANSWER_AFTER_GOOD_S", 15.0)  # All three are heard.
-    table, reader = LocalDiscovery(), make_identity("reader")
-    stall_s = scaled(STALL_S)
-    url, patience = f"forebay://{reader.network_name}/{NAME}", Timeouts(stall_s=stall_s if tell in WAITED_FOR else 15.0)
-    started, invalid = time.monotonic(), list[str]()
+    table, reader, invalid = LocalDiscovery(), make_identity("reader"), list[str]()
+    patience = Timeouts(stall_s=scaled(STALL_S) if lie in WAITED_FOR else 15.0)
     with ExitStack() as stack:
-        liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, tell, about)) for i in range(2)]
-        for liar in liars:
-            _announce(table, reader, liar)
-        stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
+        liars = [announced(stack, table, make_identity(f"liar-{i}"), dataset, lie, about) for i in range(2)]
+        stack.enter_context(DataNode(make_identity("good"), [dataset], HOST, 0, table))
+        url = f"forebay://{reader.network_name}/{NAME}"
         remote = open_remote(url, identity=reader, discovery=table, timeouts=patience)
         assert remote.id == dataset.id and remote.table.to_parquet() == dataset.table.to_parquet()
         transfers = stack.enter_context(RunFetcher())
@@ -133,54 +129,23 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
         ).start()  # fmt: skip
         assert moved.wait() and moved.error is None
         assert part.read_bytes() == dataset.slice_path(0).read_bytes()
-    if about == "slices" and tell in BLAMED:
-        assert set(map(_peer_in, invalid)) == {liar.identity.peer_id for liar in liars if liar.asked}, invalid
-    assert time.monotonic() - started < max(scaled(6.0), 6.0 / STALL_S * stall_s)
-
-
-def test_document_ends_are_those_of_the_honest_one(
-    dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They decide which samples a packed job has: a scheduler reads them before the first lease."""
-    monkeypatch.setattr(discovery, "ANSWER_AFTER_GOOD_S", 15.0)  # All three are heard.
-    table, reader = LocalDiscovery(), make_identity("reader")
-    peers = sorted((make_identity(f"peer-{i}") for i in range(3)), key=lambda peer: peer.peer_id)
-    with ExitStack() as stack:
-        liars = [stack.enter_context(Liar(peer, dataset, "wrong_bytes")) for peer in peers[:2]]  # asked first
-        for liar in liars:
-            _announce(table, reader, liar)
-        stack.enter_context(DataNode(peers[2], [dataset], "127.0.0.1", 0, table))
-        remote = open_remote(f"forebay://{reader.network_name}/{NAME}", identity=reader, discovery=table)
-        read = ends_reader(remote)
-        for index in range(dataset.num_slices):
-            assert read(index).tolist() == dataset.open_slice(index).document_ends.tolist()
-        assert any(liar.asked for liar in liars)
-
-
-def _peer_in(url: str) -> str:
-    return url.partition("//")[2].partition("@")[0]
-
-
-def _announce(table: LocalDiscovery, reader: Identity, liar: Liar) -> None:
-    table.announce(record_key(reader.network_id, "dataset", NAME), liar.port)
+    if about == "slices" and lie in BLAMED:
+        named = {url.partition("//")[2].partition("@")[0] for url in invalid}
+        assert named == {liar.identity.peer_id for liar in liars if liar.told}, invalid
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("tell", ["silent", "huge", "garbage", "wrong_range", "redirect", "hang_up"])
-def test_a_search_hears_the_honest_one_only(tell: str, dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
-    table = LocalDiscovery()
-    reader = make_identity("reader")
+def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity: Make) -> None:
+    """They decide which samples a packed job has: a scheduler reads them before the first lease."""
+    table, reader = LocalDiscovery(), make_identity("reader")
+    peers = sorted((make_identity(f"peer-{i}") for i in range(3)), key=lambda peer: peer.peer_id)
     with ExitStack() as stack:
-        client = stack.enter_context(Client(reader))
-        good = stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
-        liar = stack.enter_context(Liar(make_identity("liar"), dataset, tell, about="claims"))
-        _announce(table, reader, liar)
-        started = time.monotonic()
-        claims = find_providers(table, client, reader.network_id, NAME)
-        assert time.monotonic() - started < scaled(4.0)
-        assert [claim.peer_id for claim in claims] == [good.identity.peer_id]
-        until(lambda: liar.asked > 0)  # The search waits for it for 1.5 s only.
-        assert liar.asked == 1
+        liars = [announced(stack, table, peer, dataset, "wrong_bytes") for peer in peers[:2]]  # asked first
+        stack.enter_context(DataNode(peers[2], [dataset], HOST, 0, table))
+        read = ends_reader(open_remote(f"forebay://{reader.network_name}/{NAME}", identity=reader, discovery=table))
+        for index in range(dataset.num_slices):
+            assert read(index).tolist() == dataset.open_slice(index).document_ends.tolist()
+        assert any(liar.told for liar in liars)
 
 
 def _claim(identity: Identity, **changed: Any) -> Any:
@@ -191,7 +156,6 @@ def _claim(identity: Identity, **changed: Any) -> Any:
 CLAIMS: dict[str, Callable[[Identity, Identity], Any]] = {
     "anothers": lambda liar, other: [_claim(other)],
     "unsigned": lambda liar, other: [{**_claim(liar), "signature": "00" * 64}],
-    "changed": lambda liar, other: [{**_claim(liar), "num_slices": 7}],
     "expired": lambda liar, other: [_claim(liar, expires_at=time.time() - 1.0)],
     "a path for an id": lambda liar, other: [_claim(liar, dataset_id="../../../../etc/passwd")],
     "less than none": lambda liar, other: [_claim(liar, num_slices=-1)],
@@ -202,28 +166,29 @@ CLAIMS: dict[str, Callable[[Identity, Identity], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("name", sorted(CLAIMS))
-def test_false_claims_are_left_out(name: str, dataset: Dataset, make_identity: Make) -> None:
-    table, reader, other = LocalDiscovery(), make_identity("reader"), make_identity("other")
+@pytest.mark.parametrize("lie", ["silent", "huge", "garbage", "wrong_range", "redirect", "hang_up", *CLAIMS])
+def test_a_search_hears_the_honest_one_only(
+    lie: str, dataset: Dataset, make_identity: Make, request: pytest.FixtureRequest
+) -> None:
+    if lie != "silent":
+        request.getfixturevalue("patient")
+    table, reader, identity = LocalDiscovery(), make_identity("reader"), make_identity("liar")
+    claims = CLAIMS[lie](identity, make_identity("other")) if lie in CLAIMS else None
     with ExitStack() as stack:
         client = stack.enter_context(Client(reader))
-        good = stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
-        identity = make_identity("liar")
-        liar = stack.enter_context(Liar(identity, dataset, "honest", claims=CLAIMS[name](identity, other)))
-        _announce(table, reader, liar)
-        claims = find_providers(table, client, reader.network_id, NAME)
-        assert [(claim.peer_id, claim.dataset_id) for claim in claims] == [(good.identity.peer_id, dataset.id)]
+        good = stack.enter_context(DataNode(make_identity("good"), [dataset], HOST, 0, table))
+        liar = announced(stack, table, identity, dataset, lie, about="claims", claims=claims)
+        result = find_providers(table, client, reader.network_id, NAME)
+        assert [(claim.peer_id, claim.dataset_id) for claim in result] == [(good.identity.peer_id, dataset.id)]
+        until(lambda: len(liar.told) == 1)  # The search waits for a silent one for 1.5 s only.
 
 
-def test_the_peer_at_an_address_is_the_one_that_was_named(
-    client: Client, dataset: Dataset, make_identity: Make
-) -> None:
-    """A member that took another's address, and a stranger with its own root: nothing is asked of either."""
-    with Liar(make_identity("thief"), dataset, "honest") as thief:
+def test_the_peer_at_an_address_is_the_one_that_was_named(dataset: Dataset, make_identity: Make) -> None:
+    """A member that took another's address is asked nothing."""
+    with Liar(make_identity("thief"), dataset, "honest") as thief, Client(make_identity("reader")) as client:
         with pytest.raises(NetworkError, match=r"expected .*, got .*Nothing was sent"):
             client.get_bytes(thief.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 20, "a" * 32)
-        assert thief.asked == 0
+        assert thief.asked == []
 
 
 def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path) -> None:
@@ -236,47 +201,20 @@ def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path
     assert not (tmp_path / "evil").exists() and not (tmp_path / "evil.part").exists()
 
 
-def test_a_table_that_unfolds_is_refused_before_it_is_read() -> None:
-    """Some kilobytes of Parquet may stand for gigabytes: runs of one value, or names of a megabyte, told once."""
-    rows = 40_000_000
-    hashes = pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), 1, [None, pa.py_buffer(bytes(32))])
-    item = pa.table({"name": ["a.safetensors"], "bytes": [1], "sha256": hashes, "count": [1], "documents": [1]})
-    many = pa.table({name: pa.repeat(item.column(name)[0], rows // 1000) for name in item.column_names})
-    sink = io.BytesIO()
-    with pq.ParquetWriter(sink, many.schema, compression="zstd", store_schema=False) as writer:
-        for _ in range(5):
-            writer.write_table(many)
-    long_names = many.slice(0, 1000).set_column(
-        0, "name", pa.DictionaryArray.from_arrays(pa.repeat(pa.scalar(0), 1000), ["a" * 1_000_000])
-    )
-    second = io.BytesIO()
-    pq.write_table(long_names, second, compression="zstd", store_schema=False)
-    for bomb in (sink.getvalue(), second.getvalue()):
-        assert len(bomb) < 200_000
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(DatasetError):
-            SliceTable.from_parquet(bomb)
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
-
-
 def test_a_member_is_named_only_where_it_answered(
-    client: Client, dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reachability, "CHECK_S", 60.0)
-    with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(ReachabilityChecker(client)) as dialer:
-        peer, here = sharer.identity.as_peer, "127.0.0.1"
-        thief = replace(peer, peer_id="a" * 32)
-        assert not any(dialer.check(item, sharer.address, here) for item in (peer, thief))
-        assert dialer.check(peer, "", here) is not True
-        deadline = time.monotonic() + scaled(20.0)
-        while dialer.check(peer, sharer.address, here) is not True:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert dialer.check(peer, "127.0.0.1:1", here) is None  # its turn comes
-        while dialer.check(peer, "127.0.0.1:1", here) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert (
-            dialer.check(peer, "127.0.0.1:1", here) is not True
-            and dialer.check(thief, sharer.address, here) is not True
-        )
+    identity = make_identity("sharer")
+    with (
+        Client(make_identity("reader")) as client,
+        Liar(identity, dataset, "honest") as sharer,
+        closing(ReachabilityChecker(client)) as checker,
+    ):
+        peer, thief = identity.as_peer, replace(identity.as_peer, peer_id="a" * 32)
+        assert not any(checker.check(item, sharer.address, HOST) for item in (peer, thief))
+        assert checker.check(peer, "", HOST) is not True
+        until(lambda: checker.check(peer, sharer.address, HOST) is True)
+        assert checker.check(peer, "127.0.0.1:1", HOST) is None  # its turn comes
+        until(lambda: checker.check(peer, "127.0.0.1:1", HOST) is False)
+        assert checker.check(thief, sharer.address, HOST) is not True

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from starlette.responses import Response
 
 from forebay.cache.cache import ChunkCache
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
-from forebay.errors import NetworkError, UsageError
+from forebay.errors import UsageError
 from forebay.mirror import mirror_by_swarm
 from forebay.network.access import AccessPolicy
 from forebay.network.addresses import parse_address
@@ -23,12 +20,11 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import RemoteDataset, open_remote
-from forebay.swarm.reader import Provider, SwarmMember, SwarmReader
+from forebay.swarm.reader import SwarmMember
 from forebay.swarm.share import SliceShare
 from support.cached import put
 from support.calibration import scaled
 from support.feeding import make_dataset
-from support.handlers import Request, serve
 from support.local_discovery import LocalDiscovery
 
 SLICES = 4
@@ -176,29 +172,3 @@ def test_a_sharer_keeps_to_what_certificates_cover(world: Path) -> None:
         assert len(member.get_bytes(share.address, path, 1 << 20)) == row.bytes
         with pytest.raises(RemoteError, match="does not cover 'c4'"):
             outsider.get_bytes(share.address, path, 1 << 20)
-
-
-@pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
-def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
-    wrong: dict[str, object], world: Path, tmp_path: Path
-) -> None:
-    """A member that serves as a tracker may answer anything; who asked gives up within its patience."""
-    holder = {"peer_id": "x" * 32, "address": "127.0.0.1:1", "is_origin": False, "member": "m", **wrong}
-    answer = {"assignments": [], "sharers": [holder], "wait_s": 0.1, **wrong}
-    asked = threading.Event()
-
-    def handle(request: Request) -> Response:
-        asked.set()
-        return Response(json.dumps(answer), media_type="application/json")
-
-    tracker = Identity.load(world / "a")
-    table = open_dataset(world / "c4").table
-    with serve(tracker, handle) as server:
-        address = Provider(tracker.peer_id, server.address, True)
-        client = Client(Identity.load(world / "b"))
-        reader = SwarmReader(client, "ab" * 32, table, lambda: [address], lambda: np.zeros(SLICES, bool), timeout_s=1.0)
-        transfer = reader.fetch(0, tmp_path / "part")
-        assert asked.wait()
-    assert transfer.wait() and isinstance(transfer.error, NetworkError)
-    reader.close()
-    client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import ssl
@@ -18,6 +19,7 @@ from starlette.routing import Route
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.app import ApiError, JsonResponse, file_response, peer_of
+from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
@@ -168,6 +170,8 @@ def test_limits_on_bodies(server: Server, client: Client) -> None:
 
 
 def test_strangers_get_nothing(server: Server, client: Client, handler: Handler, tmp_path: Path) -> None:
+    assert server.identity is not None and client.identity is not None
+    server.identity.audit = AuditLog(tmp_path / "audit.log")
     create_network(tmp_path / "elsewhere", "test-network")
     stranger = join(tmp_path / "elsewhere", tmp_path / "stranger", "client")
     with PatientClient(stranger) as other, pytest.raises(NetworkError, match="certificate of the same network"):
@@ -175,7 +179,6 @@ def test_strangers_get_nothing(server: Server, client: Client, handler: Handler,
     contexts = [stranger.client_context(), *(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) for _ in range(2))]
     for context in contexts:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    assert client.identity is not None
     home = client.identity.node_dir
     contexts[2].load_cert_chain(home / "node-cert.pem", home / "node-key.pem")
     contexts[2].maximum_version = ssl.TLSVersion.TLSv1_2
@@ -192,6 +195,9 @@ def test_strangers_get_nothing(server: Server, client: Client, handler: Handler,
             assert b"HTTP" not in plain.recv(1000)
     until(lambda: server.refused_connections >= 5)
     assert handler.peers == [] and is_served(client, server)
+    server.identity.audit.close()
+    events = [json.loads(line) for line in (tmp_path / "audit.log").read_text().splitlines()]
+    assert {event["kind"] for event in events} == {"stranger"} and events[0]["facts"]["address"] == "127.0.0.1"
 
 
 @pytest.mark.usefixtures("changes_at_once")

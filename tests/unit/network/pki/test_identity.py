@@ -1,8 +1,7 @@
-"""Keys, ids, certificates and revocation."""
+"""Keys, ids, certificates, files of a node, and its list of revoked peers."""
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,22 +9,17 @@ import pytest
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.pki.certificates import peer_of
-from forebay.network.pki.identity import Identity, create_network, join, renew, revoke, verify
+from forebay.network.pki.identity import Identity, create_network, join, revoke, verify
 
 Make = Callable[[str], Identity]
 
 
-def test_a_member_knows_itself_and_its_network(network_dir: Path, make_identity: Make) -> None:
+def test_a_member_knows_itself_and_its_network(tmp_path: Path, make_identity: Make) -> None:
     node = make_identity("node-1")
     again = Identity.load(node.node_dir)
     assert (again.peer_id, again.network_id, again.name) == (node.peer_id, node.network_id, "node-1")
     assert len(node.peer_id) == 32 and node.peer_id == node.peer_id.lower()
     assert node.peer_id != make_identity("node-2").peer_id
-    for key in (network_dir / "root-key.pem", node.node_dir / "node-key.pem"):
-        assert stat.S_IMODE(key.stat().st_mode) == 0o600
-
-
-def test_bootstrap_is_handed_to_members(tmp_path: Path) -> None:
     create_network(tmp_path / "net", "n", bootstrap=[("10.0.0.1", 9000)])
     assert join(tmp_path / "net", tmp_path / "a", "a").bootstrap == [("10.0.0.1", 9000)]
 
@@ -42,13 +36,6 @@ def test_signatures(make_identity: Make) -> None:
     ]:
         with pytest.raises(ProtocolError, match="signature"):
             verify(key, message, word)
-
-
-def test_peer_id_survives_renewal(network_dir: Path, make_identity: Make) -> None:
-    node = make_identity("a")
-    old = (node.node_dir / "node-cert.pem").read_bytes()
-    assert renew(network_dir, node.node_dir, valid_days=9).peer_id == node.peer_id
-    assert (node.node_dir / "node-cert.pem").read_bytes() != old
 
 
 def test_nothing_is_overwritten_unasked(network_dir: Path, make_identity: Make) -> None:
@@ -106,7 +93,7 @@ def test_a_garbled_revocation_list_lets_nobody_in(make_identity: Make, caplog: p
     a = make_identity("a")
     (a.node_dir / "revoked.txt").write_text(f"# stolen laptop\n{a.peer_id[:-1]}\n")
     assert a.revocations.reason(a.peer_id) is not None and "revoked.txt:2" in caplog.text
-    assert "revoked.txt" not in str(a.refusal(a.as_peer))  # what it says is for strangers
+    assert "revoked.txt" not in str(a.refusal(a.as_peer))  # which strangers read
     (a.node_dir / "revoked.txt").write_text("# nobody\n")
     assert a.refusal(a.as_peer) is None
     with pytest.raises(UsageError, match="expected a peer id"):

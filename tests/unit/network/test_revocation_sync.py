@@ -1,0 +1,126 @@
+"""A node's trust is kept current: it renews its certificate, fetches CRLs, and outlives faulty peers and callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forebay.network import revocation_sync
+from forebay.network.admission import Admissions, AdmissionServer
+from forebay.network.app import Response, make_app
+from forebay.network.join import JoinToken, join_by_token, sign_token
+from forebay.network.pki.files import read_issuer
+from forebay.network.pki.identity import Identity, revoke
+from forebay.network.pki.revocation import sign_crl
+from forebay.network.revocation_sync import AVOID_S, TrustWatch
+from forebay.network.server import Server
+from support.handlers import PatientClient, patient
+from support.waiting import until
+
+Make = Callable[[str], Identity]
+
+
+class Clock:
+    """Of the watch alone: certificates are issued at the real time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.later_s = 0.0
+        clocks = {name: lambda name=name: getattr(time, name)() + self.later_s for name in ("time", "monotonic")}
+        monkeypatch.setattr(revocation_sync, "time", SimpleNamespace(**clocks))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_node_renews_itself_while_it_runs(
+    network_dir: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the last third of its validity; while the issuer is away it says so and tries again."""
+    with contextlib.closing(AdmissionServer(Admissions(network_dir)).start()) as admission:
+        issuer = read_issuer(network_dir)
+        names, days = (issuer.peer_id, issuer.peer_id, admission.address), 30.0
+        token = JoinToken("ab" * 16, *names, (), (), 1, time.time() + 3600, days)
+        node = join_by_token(sign_token(issuer, token), tmp_path / "n", "n")
+        path = node.node_dir / "node-cert.pem"
+        first = path.stat().st_mtime_ns
+        with PatientClient(node) as client:
+            watch = TrustWatch(node, client)
+            clock.later_s = 19 * 86400.0
+            watch._renew()
+            assert path.stat().st_mtime_ns == first and caplog.text == ""
+            clock.later_s = 21 * 86400.0
+            with monkeypatch.context() as patch:
+                patch.setattr(revocation_sync, "admission_address", lambda node_dir: "127.0.0.1:1")
+                watch._renew()
+            assert "216.0 h left, cannot renew it" in caplog.text and path.stat().st_mtime_ns == first
+            watch._renew()
+            assert path.stat().st_mtime_ns > first
+            again = Identity.load(node.node_dir)
+            assert (again.peer_id, again.certificate) == (node.peer_id, node.certificate)
+
+
+def test_a_node_without_an_admission_server_warns_of_expiry(
+    make_identity: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_identity("n")
+    clock.later_s = node.valid_s - 86400.0
+    with PatientClient(node) as client:
+        TrustWatch(node, client)._renew()
+    assert "expires in" in caplog.text and "forebay network renew" in caplog.text
+
+
+def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(
+    make_identity: Make, network_dir: Path, clock: Clock
+) -> None:
+    """It says the highest number there is, and hands out an old CRL, or none: it is asked for it once."""
+    liar, reader = make_identity("liar"), make_identity("reader")
+    old, paths, app = sign_crl(read_issuer(network_dir), [], 1), list[str](), make_app("liar")
+
+    @app.get("/v1/crls")
+    async def numbers() -> dict[str, dict[str, int]]:
+        paths.append("/v1/crls")
+        return {"crls": {liar.network_id: (1 << 63) - 1, "a" * 32: 9, "b" * 32: 9}}
+
+    @app.get("/v1/crls/{issuer}")
+    async def crl(issuer: str) -> Response:
+        paths.append(f"/v1/crls/{issuer}")
+        return Response(old)
+
+    with Server(app, liar, "127.0.0.1", 0, limits=patient()) as server, PatientClient(reader) as client:
+        watch = TrustWatch(reader, client, peers=lambda: [server.address])
+        assert watch._choose() == [server.address] and not watch.ask(server.address)
+        assert watch._choose() == []
+        clock.later_s = AVOID_S + 1
+        assert watch._choose() == [server.address]
+    # The root's first: accepted, as none was known; the next is no newer one of the issuer asked for.
+    assert paths == ["/v1/crls", f"/v1/crls/{liar.network_id}", "/v1/crls/" + "a" * 32]
+
+
+@pytest.mark.usefixtures("changes_at_once")
+def test_trust_goes_on_after_any_fault_of_a_peer_or_of_the_node(
+    make_identity: Make, network_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Malformed addresses, a callback that raises: logged, and the next step comes. A new CRL calls back."""
+    node, reader, thief = make_identity("node"), make_identity("reader"), make_identity("thief")
+    revoke(network_dir, thief.peer_id, node.node_dir)
+    faults, changes = [RuntimeError("a fault of ours")], list[str]()
+    with Server(make_app("x"), node, "127.0.0.1", 0, limits=patient()) as server, PatientClient(reader) as client:
+
+        def known() -> list[str]:
+            if faults:
+                raise faults.pop()
+            return ["a..b:1", "nonsense", server.address]
+
+        watch = TrustWatch(
+            reader, client, peers=known, ask_every_s=0.01, look_every_s=0.01, on_change=lambda: changes.append("cut")
+        ).start()
+        until(lambda: changes)
+        watch.close()
+    assert reader.revocations.reason(thief.peer_id) is not None and "a fault of ours" in caplog.text
