@@ -6,15 +6,15 @@
         open_remote(server.s3_url)         # s3://bucket/...; see `s3_environment`
 
 GET and HEAD with one range. Under `/bucket/` a request must carry a valid AWS signature (version 4), and objects may
-be put there, whole or in parts (`uploads.py`).
+be put there, whole or in parts that nobody sees before the last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import http.server
-import random
+import os
+import re
 import threading
 import time
 import urllib.parse
@@ -23,90 +23,147 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support import uploads
-from support.cuttable import CuttableServer, counted
+from support import faulty_server
 
 ACCESS_KEY = "test-key"
 SECRET_KEY = "test-secret"
 BUCKET = "bucket"
-_STEP = 64 << 10
 
 
 @dataclass
-class Faults:
-    """What goes wrong; change it while the server runs.
+class Faults(faulty_server.Faults):
+    """See the base.
 
     Attributes:
-        drop: Part of the requests whose connection is closed before an answer.
-        truncate: Part of the bodies that are cut at a random place.
-        corrupt: Names whose bytes have the byte at `corrupt[name]` flipped.
         missing, forbidden: Names answered with 404, 403.
         requests_per_s: Above so many, 503 with `Retry-After: retry_after` (if not None).
-        bytes_per_s: Of all connections together. 0: no limit.
-        connection_bytes_per_s: Of each connection. 0: no limit.
-        black_hole: Requests are read and never answered.
-        delay_s: Before each answer.
         ignore_ranges: Answers 200 with the whole object.
     """
 
-    drop: float = 0.0
-    truncate: float = 0.0
-    corrupt: dict[str, int] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     forbidden: set[str] = field(default_factory=set)
     requests_per_s: float = 0.0
     retry_after: str | None = None
-    bytes_per_s: float = 0.0
-    connection_bytes_per_s: float = 0.0
-    black_hole: bool = False
-    delay_s: float = 0.0
     ignore_ranges: bool = False
 
 
-class OriginServer:
-    """Serves a directory from `with` to its end.
+@dataclass
+class Uploads:
+    """Objects that were put.
 
     Attributes:
-        requests: Counter of names asked for (a throttled or dropped request counts).
-        bytes_sent: Counter of body bytes by name.
-        ranges: (name, start, stop) of each answered request, in order.
-        statuses: Counter of statuses.
-        most_at_once: The largest number of requests under way together.
-        connections: How many were opened.
-        paths, authorizations: Of each request, in order.
-        uploads: What was put, and is being put in parts.
-        auth: If set, the Authorization header that plain requests must carry (else 401).
+        metadata: `x-amz-meta-*` of objects, by name.
+        parts: Of uploads under way: by id, the name, metadata and each part's bytes.
+        refuse: Part of requests answered with 503.
+        completed: How often each object was put.
     """
 
+    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
+    parts: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = field(default_factory=dict)
+    refuse: float = 0.0
+    completed: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Handler(faulty_server.Handler):
+    def answer(self) -> None:
+        owner, faults, url = self.owner, self.owner.faults, urllib.parse.urlsplit(self.path)
+        signed = url.path.startswith(f"/{BUCKET}/")
+        name = urllib.parse.unquote(url.path).removeprefix(f"/{BUCKET}" if signed else "").lstrip("/")
+        if self.command not in ("GET", "HEAD"):
+            status, body, headers = self._put(name, url.query) if signed and ".." not in name else (404, b"", {})
+            return self.reply(status, body, headers)
+        if self.has_fault(name):
+            return
+        if owner.too_many():
+            return self._refuse(503, {"Retry-After": faults.retry_after} if faults.retry_after is not None else {})
+        if not signed and owner.redirect is not None:
+            return self._refuse(302, {"Location": owner.redirect + self.path})
+        if not signed and owner.auth is not None and self.headers.get("Authorization") != owner.auth:
+            return self._refuse(401)
+        if name in faults.forbidden or (signed and not _has_signature(self)):
+            return self._refuse(403)
+        file = owner.directory / name
+        if name in faults.missing or ".." in name or not file.is_file():
+            return self._refuse(404)
+        if faults.ignore_ranges:
+            del self.headers["Range"]
+        more = owner.uploads.metadata.get(name, {}) | {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        self.send_range(file, name, f"{file.stat().st_size:x}", more, owner.shift_ranges)
+
+    def _refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
+        self.reply(status, b"<Error><Code>Refused</Code></Error>", headers)
+
+    def _put(self, name: str, query_text: str) -> tuple[int, bytes, dict[str, str]]:
+        """Answer a PUT, POST or DELETE with status, body and headers."""
+        uploads, body = self.owner.uploads, self.read_body()
+        query = dict(urllib.parse.parse_qsl(query_text, keep_blank_values=True))
+        digest = self.headers.get("x-amz-content-sha256", "")
+        if not _has_signature(self) or digest not in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
+            return 403, b"", {}
+        if self.owner.happens(uploads.refuse):
+            return 503, b"", {}
+        meta = {key.lower(): value for key, value in self.headers.items() if key.lower().startswith("x-amz-meta-")}
+        etag = {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}
+        head = f"<Bucket>bucket</Bucket><Key>{name}</Key>"
+        upload = query.get("uploadId", "")
+        known, part = uploads.parts.get(upload), query.get("partNumber")
+        match self.command:
+            case "PUT" if not upload:
+                self._commit(name, body, meta)
+                return 200, b"", etag
+            case "POST" if "uploads" in query:
+                upload = os.urandom(8).hex()
+                uploads.parts[upload] = (name, meta, {})
+                text = f"{head}<UploadId>{upload}</UploadId>"
+                return 200, f"<InitiateMultipartUploadResult>{text}</InitiateMultipartUploadResult>".encode(), {}
+            case "PUT" if known and part:
+                known[2][int(part)] = body
+                return 200, b"", etag
+            case "POST" if known:
+                name, meta, parts = known
+                numbers = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
+                if numbers != sorted(parts) or any(len(parts[n]) < 5 << 20 for n in numbers[:-1]):
+                    return 400, b"", {}
+                self._commit(name, b"".join(parts[number] for number in numbers), meta)
+                del uploads.parts[upload]
+                text = f'{head}<ETag>"done"</ETag>'
+                return 200, f"<CompleteMultipartUploadResult>{text}</CompleteMultipartUploadResult>".encode(), {}
+            case "DELETE" if upload:
+                uploads.parts.pop(upload, None)
+                return 204, b"", {}
+        return 400, b"", {}
+
+    def _commit(self, name: str, data: bytes, meta: dict[str, str]) -> None:
+        path: Path = self.owner.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{os.urandom(4).hex()}.put")
+        fresh.write_bytes(data)
+        fresh.replace(path)
+        with self.owner.uploads.lock:
+            self.owner.uploads.metadata[name] = meta
+            self.owner.uploads.completed[name] += 1
+
+
+class OriginServer(faulty_server.FaultyServer):
+    """See the base; `requests` are by name.
+
+    Attributes:
+        uploads: Objects that were put, or are being put in parts.
+        auth: If set, the Authorization header that plain requests must carry (else 401).
+        redirect: A base URL to which plain requests are sent on with 302.
+        shift_ranges: Ranges begin so much later than the request says.
+    """
+
+    handlers = (_Handler,)
+
     def __init__(self, directory: Path, *, seed: int = 1) -> None:
-        self.directory = directory
-        self.faults = Faults()
+        super().__init__(directory, seed=seed)
+        self.faults, self.uploads, self.shift_ranges = Faults(), Uploads(), 0
         self.auth: str | None = None
-        self.uploads = uploads.Uploads()
-        self.redirect: str | None = None  # a base URL: plain requests are sent on to it with 302
-        self.requests: Counter[str] = Counter()
-        self.bytes_sent: Counter[str] = Counter()
-        self.statuses: Counter[int] = Counter()
-        self.ranges: list[tuple[str, int, int]] = []
-        self.paths: list[str] = []
-        self.authorizations: list[str] = []
-        self.connections = 0
-        self.shift_ranges = 0  # answers with a range that begins so much later than was asked for
-        self.most_at_once = 0
-        self._now = 0
-        self.chance = random.Random(seed)
-        self.lock = threading.Lock()
-        self.stopping = threading.Event()
+        self.redirect: str | None = None
         self._arrivals: deque[float] = deque()
-        self._sent_until = 0.0
-        outer = self
-
-        class Bound(_Handler):
-            owner = outer
-
-        self._server = CuttableServer(("127.0.0.1", 0), Bound)
-        self.port: int = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.port = self.ports[0]
         self.s3_url = f"s3://{BUCKET}"
         self.s3_environment = {
             "AWS_ENDPOINT_URL": self.url,
@@ -114,46 +171,9 @@ class OriginServer:
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": "us-east-1",
         }
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-
-    def __enter__(self) -> OriginServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop; connections are cut. May be called twice."""
-        if not self.stopping.is_set():
-            self.stopping.set()
-            self._server.shutdown()
-            self._server.cut()
-            self._server.server_close()
-            self._thread.join()
-
-    @property
-    def num_open(self) -> int:
-        """Connections that are open now; one that the client closed, until that was seen."""
-        return len(self._server.open)
-
-    def reset(self) -> None:
-        """Forget the counters."""
-        with self.lock:
-            self.requests.clear()
-            self.bytes_sent.clear()
-            self.statuses.clear()
-            self.ranges.clear()
-            self.paths.clear()
-            self.authorizations.clear()
-            self.most_at_once = 0
-
-    def happens(self, part: float) -> bool:
-        with self.lock:
-            return part > 0 and self.chance.random() < part
 
     def too_many(self) -> bool:
-        """Whether this request is above the limit of the last second."""
+        """Return True if this request is above the limit of the last second."""
         if not self.faults.requests_per_s:
             return False
         now = time.monotonic()
@@ -165,152 +185,9 @@ class OriginServer:
             self._arrivals.append(now)
             return False
 
-    def pace(self, size: int) -> None:
-        """Wait until all connections together may have sent so many more bytes."""
-        if self.faults.bytes_per_s:
-            with self.lock:
-                self._sent_until = max(self._sent_until, time.monotonic()) + size / self.faults.bytes_per_s
-                wait_s = self._sent_until - time.monotonic()
-            self.stopping.wait(max(0.0, wait_s))
 
-    def entered(self, by: int) -> None:
-        with self.lock:
-            self._now += by
-            self.most_at_once = max(self.most_at_once, self._now)
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    owner: OriginServer
-
-    def setup(self) -> None:
-        super().setup()
-        with self.owner.lock:
-            self.owner.connections += 1
-
-    def log_message(self, *args: Any) -> None:
-        """Say nothing."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        self.owner.entered(1)
-        try:
-            self._answer()
-        finally:
-            self.owner.entered(-1)
-
-    def _answer(self) -> None:
-        owner, faults = self.owner, self.owner.faults
-        path = urllib.parse.urlsplit(self.path).path
-        signed = path.startswith(f"/{BUCKET}/")
-        name = urllib.parse.unquote(path).removeprefix(f"/{BUCKET}" if signed else "").lstrip("/")
-        with owner.lock:
-            owner.requests[name] += 1
-            owner.paths.append(self.path)
-            owner.authorizations.append(self.headers.get("Authorization", ""))
-        if faults.black_hole:
-            owner.stopping.wait()
-            self.close_connection = True
-            return
-        owner.stopping.wait(faults.delay_s)
-        if owner.happens(faults.drop):
-            self.close_connection = True
-            return
-        if owner.too_many():
-            return self._refuse(503, {"Retry-After": faults.retry_after} if faults.retry_after is not None else {})
-        if signed and not _signature_fits(self):
-            return self._refuse(403)
-        if not signed and owner.redirect is not None:
-            return self._refuse(302, {"Location": owner.redirect + self.path})
-        if not signed and owner.auth is not None and self.headers.get("Authorization") != owner.auth:
-            return self._refuse(401)
-        if name in faults.forbidden:
-            return self._refuse(403)
-        file = owner.directory / name
-        if name in faults.missing or ".." in name or not file.is_file():
-            return self._refuse(404)
-        self._send(name, file)
-
-    def do_PUT(self) -> None:
-        uploads.answer(self, _signature_fits(self))
-
-    do_POST = do_DELETE = do_PUT
-
-    def _refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
-        with self.owner.lock:
-            self.owner.statuses[status] += 1
-        body = b"" if self.command == "HEAD" else b"<Error><Code>Refused</Code></Error>"
-        self.send_response(status)
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _send(self, name: str, file: Path) -> None:
-        owner, faults = self.owner, self.owner.faults
-        size = file.stat().st_size
-        asked = "" if faults.ignore_ranges else self.headers.get("Range", "")
-        start, stop = _range(asked, size) if asked else (0, size)
-        start, stop = start + owner.shift_ranges, min(size, stop + owner.shift_ranges)
-        if start >= stop and asked:
-            return self._refuse(416)
-        with owner.lock:
-            owner.statuses[206 if asked else 200] += 1
-            owner.ranges.append((name, start, stop))
-        self.send_response(206 if asked else 200)
-        self.send_header("Content-Length", str(stop - start))
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", f'"{size:x}"')
-        for key, value in owner.uploads.metadata.get(name, {}).items():
-            self.send_header(key, value)
-        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-        if asked:
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        cut = stop
-        if owner.happens(faults.truncate):
-            cut = start + int(owner.chance.random() * (stop - start))
-        self._send_body(name, file, start, cut)
-        self.close_connection = self.close_connection or cut < stop
-
-    def _send_body(self, name: str, file: Path, start: int, stop: int) -> None:
-        owner, faults = self.owner, self.owner.faults
-        began, sent = time.monotonic(), 0
-        paced = faults.bytes_per_s or faults.connection_bytes_per_s or name in faults.corrupt
-        with file.open("rb") as source:
-            if not paced:
-                self.wfile.flush()
-                with counted(owner, name, stop - start):
-                    self.connection.sendfile(source, start, stop - start) if stop > start else None
-                return
-            source.seek(start)
-            while sent < stop - start and not owner.stopping.is_set():
-                data = bytearray(source.read(min(_STEP if paced else 1 << 20, stop - start - sent)))
-                index = faults.corrupt.get(name, -1) - start - sent
-                if 0 <= index < len(data):
-                    data[index] ^= 1
-                owner.pace(len(data))
-                if faults.connection_bytes_per_s:
-                    prefetch = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
-                    owner.stopping.wait(max(0.0, prefetch))
-                with counted(owner, name, len(data)):
-                    self.wfile.write(data)
-                sent += len(data)
-
-
-def _range(text: str, size: int) -> tuple[int, int]:
-    first, _, last = text.removeprefix("bytes=").partition("-")
-    return int(first), min(size, int(last) + 1 if last else size)
-
-
-def _signature_fits(request: http.server.BaseHTTPRequestHandler) -> bool:
-    """Whether the request carries AWS's signature, version 4, of our secret over what it says was signed."""
+def _has_signature(request: Any) -> bool:
+    """Return True for a request with AWS's signature, version 4, of our secret."""
     reported = request.headers.get("Authorization", "")
     if not reported.startswith("AWS4-HMAC-SHA256 "):
         return False
@@ -332,9 +209,8 @@ def _signature_fits(request: http.server.BaseHTTPRequestHandler) -> bool:
             request.headers.get("x-amz-content-sha256", ""),
         ]
     )
-    date = request.headers.get("x-amz-date", "")
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    text = "\n".join(["AWS4-HMAC-SHA256", date, "/".join(scope), digest])
+    text = "\n".join(["AWS4-HMAC-SHA256", request.headers.get("x-amz-date", ""), "/".join(scope), digest])
     key = f"AWS4{SECRET_KEY}".encode()
     for part in scope:
         key = hmac.new(key, part.encode(), hashlib.sha256).digest()

@@ -136,7 +136,7 @@ def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path: Path, bucke
     report = copy(source, "s3://bucket/sets/mine")
     assert report.complete and report.target == "s3://bucket/sets/mine"
     assert files(tmp_path / "bucket" / "sets" / "mine") == files(source)
-    assert bucket.uploads.statuses[503] and not bucket.uploads.statuses[403]
+    assert bucket.statuses[503] and not bucket.statuses[403]
     assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
     assert max(bucket.uploads.completed.values()) == 1
     # What is there is known by the hash kept with it: not a byte of a slice is read.

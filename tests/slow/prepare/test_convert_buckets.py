@@ -375,7 +375,9 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(world: World) -> None:
     with small_disk(world.folder / "larger", 3 * SLICE) as disk:
         assert disk is not None
         world.environment["TMPDIR"] = str(disk)
-        world.hub.faults.bytes_per_s = 1e6  # So that the space is taken before a file is written, and room made again.
+        world.hub.faults.connection_bytes_per_s = (
+            1e6  # So that the space is taken before a file is written, and room made again.
+        )
         process = world.start(*words)
         with (disk / "fill").open("wb", buffering=0) as file:  # Another program takes the space.
             deadline = time.monotonic() + scaled(60)
@@ -389,7 +391,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(world: World) -> None:
             _, err = process.communicate()
         assert process.returncode == 2 and "No space left on device" in err and "Traceback" not in err
         (disk / "fill").unlink()
-        world.hub.faults.bytes_per_s = 0
+        world.hub.faults.connection_bytes_per_s = 0
         world.run(*words)
     expected = world.local("vectors", "--to", "forebay")
     assert json.loads(world.objects("vectors")["manifest.json"])["tokens"] == expected["tokens"]

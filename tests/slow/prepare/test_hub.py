@@ -78,7 +78,7 @@ def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path) -> None:
 def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path) -> None:
     data = hub.directory / "datasets/a/b/train.jsonl"
     data.write_bytes(b'{"text": "a line of text"}\n' * 200_000)
-    hub.faults.bytes_per_s = 2e6
+    hub.faults.connection_bytes_per_s = 2e6
     process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
     cache = tmp_path / "cache"
     # Here, not only sent: a busy process leaves what was sent in its socket, and a kill loses that.
@@ -89,7 +89,7 @@ def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path) -> None:
     assert 1 << 20 <= before < data.stat().st_size
     assert not list(cache.rglob("*.jsonl"))
     hub.reset()
-    hub.faults.bytes_per_s = 0
+    hub.faults.connection_bytes_per_s = 0
     process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
     out, err = process.communicate()
     assert process.returncode == 0, err

@@ -274,11 +274,13 @@ def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path: Path)
 def test_a_hub_that_lies(hub: HubServer, monkeypatch: pytest.MonkeyPatch, lie: Any, message: str) -> None:
     def tree(self: Any, repo: Path, path: str) -> None:
         if lie == "ftp":
-            return self._answer(302, b"", {"Location": "ftp://127.0.0.1:1/x"})
+            return self.reply(302, b"", {"Location": "ftp://127.0.0.1:1/x"})
         cursor = 1 if lie == "again" else int(self._query.get("cursor", 0)) + 1
         link = {"Link": f'<http://h{self.path.partition("?")[0]}?cursor={cursor}>; rel="next"'}
         size = 13 if lie in ("again", "endless") else lie
-        self._json([{"type": "file", "path": "a.jsonl", "size": size, "oid": "0" * 40}], link if size == 13 else {})
+        self.reply_json(
+            [{"type": "file", "path": "a.jsonl", "size": size, "oid": "0" * 40}], link if size == 13 else {}
+        )
 
     monkeypatch.setattr("forebay.storage.hub._MAX_PAGES", 30)
     monkeypatch.setattr("support.hub_handlers.HubHandler._tree", tree)

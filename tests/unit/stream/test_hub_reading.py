@@ -30,7 +30,7 @@ from forebay.storage.hub_splits import find_split
 from forebay.stream import records as stream_records
 from forebay.stream.hub import records_of
 from forebay.stream.records import Share
-from support.cuttable import CuttableServer
+from support.faulty_server import CuttableServer
 from support.hub_repos import write_jsonl, write_parquet, write_repo
 from support.hub_server import TOKEN, HubServer, make_hub
 from support.store import stored
