@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import threading
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import forebay
 from forebay.network.app import make_app
 from forebay.network.server import Server
 from forebay.threads import SupervisedThread, failures
@@ -19,7 +16,7 @@ from forebay.threads import SupervisedThread, failures
 
 @pytest.fixture
 def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What `threading.excepthook` was called with: threads that died unseen."""
+    """The calls of `threading.excepthook`: threads that died unseen."""
     seen: list[object] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     yield seen
@@ -63,26 +60,6 @@ def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() 
     joined: list[bool] = []
     thread = SupervisedThread(lambda: joined.append(thread.join()), "test itself")
     assert thread.start().join() and joined == [False]
-
-
-BARE_THREADS = {
-    "threads.py": "SupervisedThread itself",
-    "network/retry.py": "writes log lines, nothing waits for it",
-    "load/prefetch.py": "hands its exception to the iterator",
-    "prepare/engines/local.py": "ends the process with its parent",
-    "storage/remote_file.py": "hands its exception to whoever waits for a block",
-}
-"""Modules that may start a thread that is not supervised, each once, and why."""
-
-
-def test_every_other_thread_of_the_package_is_supervised() -> None:
-    source = Path(forebay.__file__).parent
-    sites: list[str] = []
-    for path in source.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "Thread"):
-                sites.append(path.relative_to(source).as_posix())
-    assert sorted(sites) == sorted(BARE_THREADS)
 
 
 def test_failures_of_threads_are_metrics() -> None:

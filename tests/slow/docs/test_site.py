@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +15,7 @@ from forebay.cli import make_parser
 from forebay.cli.parser import walk
 from forebay.prepare.recipe import STAGES
 from support.browser import THEMES, WIDTHS, Theme, open_browser
-from support.runner import ROOT
+from support.paths import ROOT
 
 TOOLS = "import material, mkdocs, mkdocstrings_handlers.python"
 
@@ -97,12 +94,6 @@ def test_the_search_works_without_a_server(site: Path) -> None:
         assert "Deduplication" in " ".join(results.all_inner_texts())
 
 
-def test_every_environment_variable_is_in_the_reference() -> None:
-    page = (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8")
-    sources = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
-    assert set(re.findall(r"\bFOREBAY_[A-Z_]+\b", sources)) - set(re.findall(r"\bFOREBAY_[A-Z_]+\b", page)) == set()
-
-
 def test_figures_are_those_of_the_code(tmp_path: Path) -> None:
     """The order's picture is drawn again; of a recording the commands differ in their times alone, so one is made."""
     drawn, recorded = tmp_path / "order.svg", tmp_path / "recording.svg"
@@ -114,28 +105,3 @@ def test_figures_are_those_of_the_code(tmp_path: Path) -> None:
         assert ElementTree.parse(path).getroot().tag.endswith("svg"), path
     lines = [element.text for element in ElementTree.parse(recorded).getroot().iter() if element.tag.endswith("text")]
     assert "<a>" in lines and any("tutorial" in str(line) for line in lines)
-
-
-def public_callables() -> Iterator[tuple[str, Any, str]]:
-    """(name, callable, documentation) of what users call."""
-    for name in sorted(set(forebay.__all__) - {"__version__", "callbacks"}):
-        item = getattr(forebay, name)
-        yield name, item, inspect.getdoc(item) or ""
-        for key, member in vars(item).items() if inspect.isclass(item) else ():
-            if inspect.isfunction(getattr(member, "__func__", member)) and not key.startswith("_"):
-                yield f"{name}.{key}", getattr(member, "__func__", member), inspect.getdoc(member) or ""
-    for name in ("wandb", "tensorboard", "mlflow"):
-        item = getattr(forebay.callbacks, name)
-        yield f"callbacks.{name}", item, inspect.getdoc(item) or ""
-
-
-def test_docstrings_name_every_argument() -> None:
-    missing = []
-    for name, item, text in public_callables():
-        assert text, f"{name}: expected a docstring, got none"
-        if inspect.isclass(item) and ("Attributes:" in text or issubclass(item, Exception)):
-            continue  # Made by Forebay, not by users.
-        parameters = [argument for argument in inspect.signature(item).parameters if argument not in ("self", "cls")]
-        if len(parameters) > 2 or inspect.isclass(item):
-            missing += [f"{name}: {argument}" for argument in parameters if not re.search(rf"\b{argument}\b", text)]
-    assert missing == []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runner import ROOT, blocks
+from support.paths import ROOT
 
 
 def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -20,12 +20,6 @@ def run(*command: object, cwd: Path, **environment: str) -> subprocess.Completed
     )  # fmt: skip
 
 
-def test_readme_shows_an_installation_from_the_clone() -> None:
-    (shown,) = [block.code for block in blocks(ROOT / "README.md") if "pip install" in block.code]
-    assert "pip install '.[prepare,network]'" in shown and "pip wheel --no-deps --wheel-dir dist ." in shown
-
-
-@pytest.mark.timeout(900)
 def test_a_wheel_installs_and_prepares(tmp_path: Path) -> None:
     """The dependencies are those of this interpreter, by a path file: nothing but the build back end is downloaded."""
     wheel = ["-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", "dist", str(ROOT)]

@@ -1,0 +1,223 @@
+"""Check that the pages of the documentation say what is true: one line per fault, exit status 1 if there is one.
+
+Usage: python scripts/check_pages.py
+
+- Links of README, docs and the other pages lead to files and headings that exist.
+- docs is a tree of short pages of four kinds, each listed once in docs/README.md.
+- Each item of the seed documents has a line with evidence, each threat a test; every test that a page names exists.
+- Commands, flags, modules, files, benchmarks and `make` targets that pages name exist.
+- Each dependency has a reason; environment variables and keys of API files are in the reference; docstrings of the
+  public interface name every argument.
+"""
+
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import forebay
+import forebay.callbacks
+from forebay.cli import make_parser
+from forebay.prepare.api import PRESETS, ApiSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, TESTS, SOURCES = ROOT / "docs", ROOT / "tests", ROOT / "src" / "forebay"
+REFERENCE = DOCS / "reference"
+INDEX = DOCS / "README.md"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path != INDEX)
+OTHER_PAGES = [ROOT / name for name in ("README.md", "compat/README.md", "PROJECT.md", "CONTRIBUTING.md")]
+MAX_WORDS = 1500
+KINDS = {"Tutorial": "tutorial", "How-to": "how-to", "Reference": "reference", "Explanation": "explanation"}
+SEED_ITEMS = {"S0": 25, "S1": 37, "S2": 35, "S3": 19, "S4": 30}
+NAMED_TEST = re.compile(r"`(?:tests/)?((?:unit|slow|contract|sim|docs|e2e)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`")
+INSTALLATION = ("pip install '.[prepare,network]'", "pip wheel --no-deps --wheel-dir dist .")
+
+
+@cache
+def read(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def check_links() -> Iterator[str]:
+    for page in [*PAGES, INDEX, *OTHER_PAGES]:
+        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", read(page)):
+            linked = (page.parent / target) if target else page
+            if not linked.exists():
+                yield f"{name(page)}: the link {target} leads nowhere"
+            elif anchor and linked.suffix == ".md":
+                headings = re.findall(r"^#+ (.+)$", read(linked), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                if anchor not in anchors:
+                    yield f"{name(page)}: {target} has no heading #{anchor}"
+
+
+def check_tree() -> Iterator[str]:
+    for page in PAGES:
+        num_words = sum(bool(re.search(r"\w", word)) for word in read(page).split())
+        if num_words > MAX_WORDS:
+            yield f"{name(page)}: expected at most {MAX_WORDS} words, got {num_words}"
+    listed: list[str] = []
+    for heading, section in re.findall(r"^## (.+)\n((?:(?!^## ).*\n)*)", read(INDEX), re.MULTILINE):
+        links = re.findall(r"^- \[[^]]+\]\(([^)]+)\): .+\.$", section, re.MULTILINE)
+        if len(links) != section.count("]("):
+            yield f"docs/README.md: {heading}: expected one line per page"
+        for link in links:
+            if link.partition("/")[0] != KINDS.get(heading):
+                yield f"docs/README.md: {link} is not a page of the kind {heading}"
+        listed += links
+    pages = [page.relative_to(DOCS).as_posix() for page in PAGES]
+    for page in sorted({*pages, *listed}):
+        if pages.count(page) != 1 or listed.count(page) != 1:
+            yield f"docs/README.md: expected {page} once, got it {listed.count(page)} times"
+
+
+def check_evidence() -> Iterator[str]:
+    text = "".join(map(read, sorted(REFERENCE.glob("seeds-*.md"))))
+    for seed, num_items in SEED_ITEMS.items():
+        rows = re.findall(rf"^\| {seed}\.(\d+) \| (.+?) \| (.+) \|$", text, re.MULTILINE)
+        if [int(number) for number, _, _ in rows] != list(range(1, num_items + 1)):
+            yield f"seeds: expected the items {seed}.1 to {seed}.{num_items} in order, one line each"
+        for number, _, evidence in rows:
+            if not re.search(r"`|as S\d|the same|\]\(", evidence):
+                yield f"seeds: {seed}.{number} shows nothing"
+    for page in sorted(REFERENCE.glob("threat-model*.md")):
+        rows = [line for line in read(page).splitlines() if line.startswith("| ") and "| threat |" not in line]
+        for row in rows:
+            if "::test_" not in row:
+                yield f"{name(page)}: no test shows {row[2:60]}…"
+
+
+def check_tests() -> Iterator[str]:
+    for page in [*PAGES, *OTHER_PAGES]:
+        for file, function in sorted(set(NAMED_TEST.findall(read(page)))):
+            if not (TESTS / file).exists():
+                yield f"{name(page)}: there is no tests/{file}"
+            elif function and not re.search(
+                rf"^\s*(async )?(def|class) {function}\b", read(TESTS / file), re.MULTILINE
+            ):
+                yield f"{name(page)}: tests/{file} has no {function}"
+
+
+def check_commands() -> Iterator[str]:
+    """Commands of the seeds' pages; a word in capitals or `…` is the reader's."""
+    for page in sorted(REFERENCE.glob("seeds-*.md")):
+        for line in re.findall(r"`([^`]+)`", read(page)):
+            if line.startswith("forebay "):
+                yield from check_command(page, line.split()[1:])
+            elif line.startswith("python -m "):
+                module = line.split()[2]
+                if not (module.startswith("worker.") or has_module(module)):
+                    yield f"{name(page)}: there is no module {module}"
+
+
+def has_module(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def check_command(page: Path, words: list[str]) -> Iterator[str]:
+    parser, verbs = make_parser(), list[str]()
+    while parser._subparsers is not None and words:
+        verbs.append(words.pop(0))
+        choices: dict[str, Any] = parser._subparsers._group_actions[0].choices  # type: ignore[assignment]
+        if verbs[-1] not in choices:
+            yield f"{name(page)}: there is no command forebay {' '.join(verbs)}"
+            return
+        parser = choices[verbs[-1]]
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    for word in words:
+        if word.startswith("--") and word not in flags:
+            yield f"{name(page)}: forebay {' '.join(verbs)} has no {word}"
+
+
+def check_files() -> Iterator[str]:
+    for page in (DOCS / "explanation" / "architecture.md", REFERENCE / "dependencies.md"):
+        for file in sorted(set(re.findall(r"`([\w-]+/[\w/-]+\.\w+)`", read(page)))):
+            if not (ROOT / file).exists() and not (SOURCES / file).exists():
+                yield f"{name(page)}: there is no {file}"
+    targets = re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.MULTILINE)
+    for page in [*PAGES, *OTHER_PAGES]:
+        for module in sorted(set(re.findall(r"\bbenchmarks(?:\.\w+)+(?=[ `;:,\]])", read(page))) - {"benchmarks.md"}):
+            file = ROOT / module.replace(".", "/")
+            if not (file.is_dir() or file.with_suffix(".py").exists()):
+                yield f"{name(page)}: there is no module {module}"
+        for target in sorted(set(re.findall(r"`make (bench[\w-]*)", read(page)))):
+            if target not in targets:
+                yield f"{name(page)}: the Makefile has no target {target}"
+
+
+def check_reference() -> Iterator[str]:
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    needed = {*project["dependencies"], *(n for extra in project["optional-dependencies"].values() for n in extra)}
+    packages = {re.split(r"[<>=\[;]", package)[0].strip() for package in needed} - {"forebay"}
+    rows = re.findall(r"^\| (.+) \|$", read(REFERENCE / "dependencies.md"), re.MULTILINE)
+    explained = {package for row in rows for cell in row.split(" | ")[:2] for package in cell.split(", ")}
+    for package in sorted(packages - explained):
+        yield f"docs/reference/dependencies.md: no reason for {package}"
+    variables = {
+        variable for path in SOURCES.rglob("*.py") for variable in re.findall(r"\bFOREBAY_[A-Z_]+\b", read(path))
+    }
+    for variable in sorted(variables - set(re.findall(r"\bFOREBAY_[A-Z_]+\b", read(REFERENCE / "configuration.md")))):
+        yield f"docs/reference/configuration.md: no line on {variable}"
+    for key in (*(item.name for item in fields(ApiSpec)), *PRESETS):
+        if key not in read(DOCS / "how-to" / "apis.md"):
+            yield f"docs/how-to/apis.md: no line on {key}"
+    for line in INSTALLATION:
+        if line not in read(ROOT / "README.md"):
+            yield f"README.md: expected the line {line}"
+
+
+def public_callables() -> Iterator[tuple[str, Any]]:
+    """(name, callable) of what users call."""
+    for key in sorted(set(forebay.__all__) - {"__version__", "callbacks"}):
+        item = getattr(forebay, key)
+        yield key, item
+        for member_key, member in vars(item).items() if inspect.isclass(item) else ():
+            function = getattr(member, "__func__", member)
+            if inspect.isfunction(function) and not member_key.startswith("_"):
+                yield f"{key}.{member_key}", function
+    for key in ("wandb", "tensorboard", "mlflow"):
+        yield f"callbacks.{key}", getattr(forebay.callbacks, key)
+
+
+def check_docstrings() -> Iterator[str]:
+    for key, item in public_callables():
+        text = inspect.getdoc(item) or ""
+        if not text:
+            yield f"{key}: expected a docstring, got none"
+        if inspect.isclass(item) and ("Attributes:" in text or issubclass(item, Exception)):
+            continue  # Made by Forebay, not by users.
+        arguments = [argument for argument in inspect.signature(item).parameters if argument not in ("self", "cls")]
+        if len(arguments) > 2 or inspect.isclass(item):
+            for argument in arguments:
+                if not re.search(rf"\b{argument}\b", text):
+                    yield f"{key}: its docstring has no word on {argument}"
+
+
+CHECKS = (
+    check_links, check_tree, check_evidence, check_tests, check_commands, check_files, check_reference,
+    check_docstrings,
+)  # fmt: skip
+
+
+def main() -> int:
+    sys.path[:0] = [str(ROOT), str(TESTS)]  # of the modules that pages name
+    faults = [fault for check in CHECKS for fault in check()]
+    print("\n".join(faults) or f"pages: {len(PAGES) + 1 + len(OTHER_PAGES)} pages checked")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
