@@ -9,7 +9,7 @@ export PYTHONUNBUFFERED := 1
 # Most of a short process is the compilation of what it imports, unless that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-slow test-all test-long coverage mutants lint bench bench-prepare bench-loader bench-interop test-peers docs release clean
+.PHONY: setup demo test test-slow test-all test-long test-stress coverage mutants lint bench bench-prepare bench-loader bench-interop test-peers docs release clean
 
 setup: $(VENV)/.ready $(VENV)/.kernels
 
@@ -52,6 +52,11 @@ test-all: lint
 coverage: setup
 	$(PY) -m pytest $(WORKERS) --cov --cov-context=test --cov-report=term:skip-covered $(TESTS)
 
+# Thirty runs of the fast tests, each in another order, half of them beside three busy loops; ten whose processes are stopped at random.
+test-stress: setup
+	$(PY) scripts/stress_tests.py
+	$(PY) scripts/stress_tests.py --runs 10 --stops --seed 101
+
 mutants: setup
 	$(PY) scripts/mutation_score.py $(MUTANTS)
 
@@ -71,7 +76,7 @@ bench-loader: setup
 	$(PY) -m benchmarks.loading
 	$(PY) -m benchmarks.loading.remote
 
-# The hub's streaming and conversions beside the libraries of those formats (scripts/peers.sh interop installs them).
+# The hub's streaming and conversions, beside datasets (scripts/peers.sh loaders installs it), pyarrow and safetensors.
 bench-interop: setup
 	$(PY) -m benchmarks.hub
 	$(PY) -m benchmarks.convert
