@@ -1,45 +1,30 @@
-"""Mirrors: to directories and buckets, by ranges, under faults, killed and gone on with."""
+"""Mirrors: to directories and buckets, by ranges, under faults."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from forebay.cli import main
-from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import open_dataset, verify_dataset
-from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.mirror import mirror
 from forebay.storage.origins import open_remote
 from support.origin_server import OriginServer
+from support.token_slices import write_tokens
 
 LARGE = 3_000_000  # Tokens: 12 MB, which a bucket gets in two parts.
 
 
-def make(folder: Path, lengths: list[int]) -> Path:
-    folder.mkdir(parents=True)
-    for index, length in enumerate(lengths):
-        tokens = np.random.default_rng(index).integers(0, 60_000, length).astype(np.uint32)
-        write_token_slice(folder / f"{index}.safetensors", tokens, np.array([length], np.uint64))
-    import_slices(folder, "mirrored")
-    return folder
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return make(tmp_path / "source", [3000, 500, 40_000, 7, 20_000, 1000])
+    return write_tokens(tmp_path / "source", [3000, 500, 40_000, 7, 20_000, 1000], dtype=np.uint32).path
 
 
 @pytest.fixture
@@ -73,6 +58,11 @@ def test_a_directory_gets_the_same_bytes(source: Path, tmp_path: Path) -> None:
         again = copy(server.url, tmp_path / "copy")
         assert (again.copied, again.skipped) == (0, 6)
         assert not any(name.endswith(".safetensors") for name in server.requests)
+        data = bytearray((tmp_path / "copy/2.safetensors").read_bytes())
+        data[-1] ^= 1
+        (tmp_path / "copy/2.safetensors").write_bytes(data)
+        report = copy(server.url, tmp_path / "copy")
+        assert (report.copied, report.skipped) == (1, 5) and files(tmp_path / "copy") == files(source)
 
 
 def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_path: Path) -> None:
@@ -87,16 +77,6 @@ def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_pa
         copy(source, target, start=4, stop=9)
 
 
-def test_a_damaged_slice_is_copied_again(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "copy"
-    copy(source, target)
-    data = bytearray((target / "2.safetensors").read_bytes())
-    data[-1] ^= 1
-    (target / "2.safetensors").write_bytes(data)
-    report = copy(source, target)
-    assert (report.copied, report.skipped) == (1, 5) and files(target) == files(source)
-
-
 def test_wrong_bytes_never_get_a_name(source: Path, tmp_path: Path) -> None:
     with OriginServer(source) as server:
         server.faults.corrupt["1.safetensors"] = 100
@@ -109,7 +89,7 @@ def test_wrong_bytes_never_get_a_name(source: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = make(tmp_path / "other", [10])
+    other = write_tokens(tmp_path / "other", [10]).path
     with pytest.raises(UsageError, match="or the dataset"):
         copy(source, other)
     with pytest.raises(UsageError, match="to write to"):
@@ -131,7 +111,7 @@ def test_what_cannot_be_is_refused_first(source: Path, tmp_path: Path, monkeypat
 
 
 def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path: Path, bucket: OriginServer) -> None:
-    source = make(tmp_path / "source", [LARGE, 500, 40_000])
+    source = write_tokens(tmp_path / "source", [LARGE, 500, 40_000], dtype=np.uint32).path
     bucket.uploads.refuse = 0.15
     report = copy(source, "s3://bucket/sets/mine")
     assert report.complete and report.target == "s3://bucket/sets/mine"
@@ -155,48 +135,6 @@ def test_a_bucket_that_refuses_says_so(source: Path, tmp_path: Path, bucket: Ori
     with pytest.raises(DatasetError, match="bucket/mine"):
         copy(source, "s3://bucket/mine")
     assert not any((tmp_path / "bucket").rglob("*.safetensors"))
-
-
-def start_command(source: str, target: str, temporary: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "forebay", "mirror", source, target, "--quiet"]
-    temporary.mkdir(exist_ok=True)
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-
-
-@pytest.mark.parametrize("kind", ["folder", "bucket"])
-def test_a_kill_at_any_moment_leaves_no_partial_file_under_a_name(
-    tmp_path: Path, bucket: OriginServer, kind: str
-) -> None:
-    source = make(tmp_path / "source", [LARGE, 2_000_000, LARGE])
-    full = files(source)
-    slices = {name: data for name, data in full.items() if name.endswith(".safetensors")}
-    target = tmp_path / ("copy" if kind == "folder" else "bucket/copy")
-    url = str(target) if kind == "folder" else "s3://bucket/copy"
-    with OriginServer(source) as origin:
-        origin.faults.bytes_per_s = 30e6
-        for named_before_kill in (0, 1, 2):
-            process = start_command(origin.url, url, tmp_path / "tmp")
-            before = sum(origin.bytes_sent.values())
-            while process.poll() is None and (
-                sum(origin.bytes_sent.values()) < before + 5_000_000
-                or len(named_in(target, slices)) < named_before_kill
-            ):
-                time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            named = named_in(target, full)
-            assert all(full[name] == data for name, data in named.items())
-            assert MANIFEST_FILE not in named or len(named) == len(full)
-        origin.reset()
-        assert start_command(origin.url, url, tmp_path / "tmp").wait() == 0
-        retained = named.keys() & slices
-        assert files(target) == full and len(retained) >= 2
-        assert not any(origin.requests[name] for name in retained)  # What had a name is not fetched again.
-
-
-def named_in(target: Path, full: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: (target / name).read_bytes() for name in full if (target / name).is_file()}
 
 
 def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
