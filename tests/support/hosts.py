@@ -3,14 +3,13 @@
     with Lab() as lab:
         a, b = lab.host("a"), lab.host("b")
         node = a.forebay("serve", …)         a real process in a's namespace
-        lab.cut(a, b); lab.mend(a, b)         a partition: packets are dropped, nobody is told
-        lab.vanish(a)                         a is cut from all
+        lab.vanish(a); lab.return_(a)         a is cut from all: packets are dropped, nobody is told
         lab.lose(a, 0.02); lab.delay(a, 0.025); a.limit_upload(1_000_000)
         home = lab.nat("home"); c = home.host("c")     c is masqueraded: nothing comes in
 
 Every host is routed to every other through the router's namespace: 10.77.K.2 by 10.77.K.1. Names hold this process's
 id, so that what a killed run left is known and removed by the next. Needs root, iproute2 and the kernel's namespaces;
-cuts, loss and NAT need nft, limits tc, delay /dev/net/tun. `lacking` says what is missing here, in words.
+outages, loss and NAT need nft, limits tc, delay /dev/net/tun. `lacking` says what is missing here, in words.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class Host:
         path = self.lab.directory / f"{self.name}-{log or words[0]}.log"
         path.touch()
         path.with_name(path.name + ".err").touch()
-        process = self.lab.forks.start(self.ns, words, path)
-        self.lab.processes.append(process)
-        return process
+        return self.lab.forks.start(self.ns, words, path)
 
     def limit_upload(self, bytes_per_s: float) -> None:
         """Cap what leaves this host."""
@@ -103,7 +100,6 @@ class Lab:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.processes: list[Process] = []
         self._index = 0
         self._made: list[str] = []
         self._stack = ExitStack()
@@ -118,10 +114,10 @@ class Lab:
         if not lacking("nft"):
             _nft(
                 self.router,
-                "table inet lab { set gone { type ipv4_addr; }; set cut { type ipv4_addr . ipv4_addr; };"
+                "table inet lab { set gone { type ipv4_addr; };"
                 " chain forward { type filter hook forward priority 0;"
                 ' oifname "tun*" accept;'  # on its way into a delay: it comes by here again
-                " ip saddr @gone drop; ip daddr @gone drop; ip saddr . ip daddr @cut drop; }; }",
+                " ip saddr @gone drop; ip daddr @gone drop; }; }",
             )
         return self
 
@@ -159,14 +155,6 @@ class Lab:
                     f"route add default via {net}.1"])  # fmt: skip
         return Host(self, name, f"{net}.2", port)
 
-    def cut(self, a: Host, b: Host) -> None:
-        """Drop every packet between two hosts, both ways."""
-        _nft(self.router, f"add element inet lab cut {{ {_pairs(a, b)} }}")
-
-    def mend(self, a: Host, b: Host) -> None:
-        """Undo a cut."""
-        _nft(self.router, f"delete element inet lab cut {{ {_pairs(a, b)} }}")
-
     def vanish(self, host: Host) -> None:
         """Drop every packet from and to a host: no reset, no word."""
         _nft(self.router, f"add element inet lab gone {{ {host.address} }}")
@@ -191,10 +179,6 @@ class Lab:
         log.with_name(log.name + ".err").touch()
         self.forks.start(self.router, ["relay", device, str(seconds)], log).ready()
         _batch(self.router, [f"rule add iif {host.port} lookup {table}" for host in hosts])
-
-    def cpu_s(self) -> float:
-        """The CPU time of all nodes that still run."""
-        return sum(process.cpu_s() for process in self.processes if process.wait(0.0) is None)
 
     def _add(self, name: str) -> str:
         ns = self.ns(name)
@@ -224,10 +208,6 @@ def _forwarding(ns: str) -> None:
     settings = ["net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.default.rp_filter=0"]
     writes = "; ".join(f"echo {s.split('=')[1]} > /proc/sys/{s.split('=')[0].replace('.', '/')}" for s in settings)
     _run(["ip", "netns", "exec", ns, "sh", "-c", writes])
-
-
-def _pairs(a: Host, b: Host) -> str:
-    return f"{a.address} . {b.address}, {b.address} . {a.address}"
 
 
 def _nft(ns: str, rules: str) -> None:

@@ -25,7 +25,8 @@ READ_ALL = r"""
 import json, os, time
 import forebay
 
-for batch in forebay.Loader():
+loader = forebay.Loader()
+for batch in loader:
     os.write(1, json.dumps({"ids": batch.sample_ids.tolist(), "pid": os.getpid()}).encode() + b"\n")
     time.sleep(float(os.environ.get("PAUSE_S", 0)))
 """
@@ -68,9 +69,9 @@ def has_ended(pid: int) -> bool:
 
 
 def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Network, work: Work) -> None:
-    """Its program may then leave without the interpreter's end."""
+    """A program that closes its loader may leave without the interpreter's end."""
     service = network.schedule(seq_len=SEQ_LEN, packing="best_fit", lease_s=600.0)
-    lines, report, _ = finish(work(service, f"{READ_ALL}\nos._exit(0)"))
+    lines, report, _ = finish(work(service, f"{READ_ALL}loader.close()\nos._exit(0)"))
     ids = [sample for line in lines for sample in line["ids"]]
     alone = Loader(network.nodes[0].datasets[0], seq_len=SEQ_LEN, batch_size=1, packing="best_fit")
     assert sorted(ids) == sorted(int(batch.sample_ids[0]) for batch in alone)
