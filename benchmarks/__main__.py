@@ -9,7 +9,7 @@ from benchmarks.measure import show
 
 PARTS = {
     "order": ("micro", "measure_order"),
-    "loader": ("loader", "measure"),
+    "loader": ("machine", "measure"),
     "transfer": ("transfer", "measure"),
     "prepare": ("prepare.whole", "measure_ours"),
 }

@@ -1,6 +1,6 @@
 """Tokens converted by `forebay convert`, beside pyarrow and safetensors: `python -m benchmarks.convert [FORMAT…]`.
 
-CPU seconds for a GB of random tokens U16 in documents of 900 tokens on average, in turns. Forebay reads its own
+CPU seconds for a GB of random tokens U16 in documents of 1000 tokens, in turns. Forebay reads its own
 dataset, hashes every token, syncs files and reads the output again; the libraries write arrays that are in memory.
 """
 
@@ -17,35 +17,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
+from benchmarks.data import make_dataset
 from benchmarks.measure import Figure, interleaved, median, show, working_folder
 from forebay.convert import convert
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
+from forebay.dataset.reader import open_dataset
 from forebay.formats.conversion import ConvertOptions
 
-SHARD_TOKENS = 32 << 20  # 64 MiB
+SLICE_TOKENS = 4 << 20  # 8 MiB
 FORMATS = ("megatron", "parquet", "forebay")
-
-
-def make_shards(num_tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, document ends) of each shard, from a seed."""
-    chance, shards = np.random.default_rng(0), []
-    for start in range(0, num_tokens, SHARD_TOKENS):
-        size = min(SHARD_TOKENS, num_tokens - start)
-        lengths = np.clip(chance.lognormal(6.5, 0.9, size // 800 + 100), 20, 20_000).astype(np.uint64)
-        ends = np.cumsum(lengths)
-        ends = np.append(ends[ends < size], np.uint64(size))
-        shards.append((chance.integers(0, 50_000, size, dtype=np.uint16), ends))
-    return shards
 
 
 def measure(folder: Path, num_tokens: int, rounds: int, formats: Sequence[str] = FORMATS) -> list[Figure]:
     """The figures of each format."""
-    shards, dataset, out = make_shards(num_tokens), folder / "dataset", folder / "out"
-    dataset.mkdir()
-    for number, (tokens, ends) in enumerate(shards):
-        write_token_slice(dataset / f"{number:05d}.safetensors", tokens, ends)
-    import_slices(dataset, "benchmark")
+    dataset, out = (
+        make_dataset(folder / "dataset", "benchmark", -(-num_tokens // SLICE_TOKENS), SLICE_TOKENS),
+        folder / "out",
+    )
+    data = open_dataset(dataset)
+    slices = [data.open_slice(index) for index in range(data.num_slices)]
+    shards = [(np.array(item.tokens), np.array(item.document_ends)) for item in slices]
+    num_tokens = sum(len(tokens) for tokens, _ in shards)
 
     def clear() -> None:
         shutil.rmtree(out, ignore_errors=True)
@@ -53,16 +44,16 @@ def measure(folder: Path, num_tokens: int, rounds: int, formats: Sequence[str] =
     def write_parquet() -> None:
         clear()
         out.mkdir()
-        for number, (tokens, ends) in enumerate(shards):
-            rows = pa.ListArray.from_arrays(pa.array(np.append(0, ends).astype(np.int32)), pa.array(tokens))
+        for number, (tokens, document_ends) in enumerate(shards):
+            rows = pa.ListArray.from_arrays(pa.array(np.append(0, document_ends).astype(np.int32)), pa.array(tokens))
             path = out / f"{number:05d}.parquet"
             pq.write_table(pa.table({"input_ids": rows}), path, compression="zstd", row_group_size=4096)
 
     def write_safetensors() -> None:
         clear()
         out.mkdir()
-        for number, (tokens, ends) in enumerate(shards):
-            save_file({"tokens": tokens, "document_ends": ends}, out / f"{number:05d}.safetensors")
+        for number, (tokens, document_ends) in enumerate(shards):
+            save_file({"tokens": tokens, "document_ends": document_ends}, out / f"{number:05d}.safetensors")
 
     libraries: dict[str, tuple[str, Callable[[], None]]] = {
         "parquet": ("pyarrow", write_parquet),

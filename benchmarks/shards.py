@@ -1,8 +1,8 @@
 """Shared shards on loopback: how fast they come, what a GB costs, and what a training step feels of it.
 
 The server is one process that sends files by `sendfile`. Yardsticks of the same rounds: a socket that is received and
-written to the file without any check, over as many connections; a copy in memory. Each side's processor seconds are
-told apart. A step feels: 0.3 s with the download and 0.3 s without (the server is stopped and goes on) in turn, the
+written to the file without any check, over as many connections; checking alone. Each side's processor seconds are
+counted apart. A step feels: 0.3 s with the download and 0.3 s without (the server is stopped and goes on) in turn, the
 server at the lowest priority, since it is another machine's work.
 """
 
@@ -35,7 +35,6 @@ from forebay.load.shards import SharedShardedDatasetManager
 from forebay.storage.base import PathOrigin
 from forebay.storage.ranged_download import download_large_file
 
-NUM_BYTES = 1 << 29
 CONNECTIONS = 4
 SHARD_BYTES_PER_S = 215e9 / 1200  # a shard in 20 minutes
 STEP_S = 0.008
@@ -58,7 +57,7 @@ def server(folder: Path, rate: float = 0.0, nice: int = 0) -> Iterator[tuple[sub
         process.wait()
 
 
-def plain(port: int, name: str, size: int, out: Path, connections: int) -> None:
+def plain(port: int, name: str, size: int, out: Path) -> None:
     """Receive and write, nothing else."""
     with out.open("wb") as file:
 
@@ -73,7 +72,7 @@ def plain(port: int, name: str, size: int, out: Path, connections: int) -> None:
                     os.pwrite(file.fileno(), buffer[:count], offset)
                     offset += count
 
-        edges = [size * k // connections for k in range(connections + 1)]
+        edges = [size * k // CONNECTIONS for k in range(CONNECTIONS + 1)]
         threads = [threading.Thread(target=receive_part, args=pair) for pair in itertools.pairwise(edges)]
         for thread in threads:
             thread.start()
@@ -86,14 +85,8 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
     name, out = "train_000000.npy", folder / "out"
     size = (folder / "shards" / name).stat().st_size
     ids, origin = folder / "shards" / "sample_ids_000000.npy", PathOrigin(folder / "shards")
-    costs_by_case: dict[str, list[tuple[float, float, float]]] = {}
+    costs: dict[str, list[tuple[float, float, float]]] = {}
     with server(folder / "shards") as (process, port):
-        web, bucket = f"http://127.0.0.1:{port}", f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
-
-        def copy() -> None:
-            block = np.ones(1 << 26, np.uint8)
-            for _ in range(size >> 26):
-                block.copy()
 
         def check() -> None:
             """As the threads that receive chunks do."""
@@ -110,10 +103,8 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
                 assert all(pool.map(check_chunk, range(-(-info.bytes // info.chunk_bytes))))
 
         cases: dict[str, Callable[[], object]] = {
-            "copy in memory": copy,
-            "plain socket": lambda: plain(port, name, size, out, CONNECTIONS),
-            "download, http": lambda: download_large_file(web, name, out, max_workers=CONNECTIONS),
-            "download, bucket": lambda: download_large_file(bucket, name, out, max_workers=CONNECTIONS),
+            "plain socket": lambda: plain(port, name, size, out),
+            "download": lambda: download_large_file(bucket_url(port), name, out, max_workers=CONNECTIONS),
             "checking": check,
         }
         for _ in range(rounds):
@@ -122,54 +113,45 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
                 began = time.perf_counter(), cpu_s(), process_cpu_s(process.pid)
                 act()
                 now = time.perf_counter(), cpu_s(), process_cpu_s(process.pid)
-                costs_by_case.setdefault(case, []).append((now[0] - began[0], now[1] - began[1], now[2] - began[2]))
-    figures, cpu = [], {}
-    wall = {case: median([cost[0] for cost in costs]) for case, costs in costs_by_case.items()}
-    for case, costs in costs_by_case.items():
-        cpu[case], server_cpu = (median([cost[k] for cost in costs]) / size * 1e9 for k in (1, 2))
-        detail = (
-            f"{cpu[case]:.2f} CPU s/GB, server {server_cpu:.2f}; best {size / min(cost[0] for cost in costs) / 1e9:.2f}"
-        )
-        figures.append(Figure(case, size / wall[case] / 1e9, "GB/s", detail))
-    for case in ("download, http", "download, bucket"):
-        figures.append(Figure(f"{case}/plain socket", wall["plain socket"] / wall[case], "x speed"))
-    cost = cpu["download, bucket"] + cpu["checking"]
-    figures.append(Figure("fetched and checked", cost, "CPU s/GB", "without TLS"))
-    figures.append(Figure("cores for 215 GB in 20 min", cost * SHARD_BYTES_PER_S / 1e9, "cores"))
-    return figures
+                costs.setdefault(case, []).append((now[0] - began[0], now[1] - began[1], now[2] - began[2]))
+    middle = {case: [median(column) / size * 1e9 for column in zip(*rows)] for case, rows in costs.items()}
+    figures = []
+    for case, (wall, cpu, server_cpu) in middle.items():
+        best = size / min(row[0] for row in costs[case]) / 1e9
+        detail = f"{cpu:.2f} CPU s/GB, server {server_cpu:.2f}; best {best:.2f}"
+        figures.append(Figure(case, 1 / wall, "GB/s", detail))
+    cost = middle["download"][1] + middle["checking"][1]
+    return [
+        *figures,
+        Figure("download/plain socket", middle["plain socket"][0] / middle["download"][0], "x speed"),
+        Figure("fetched and checked", cost, "CPU s/GB", "without TLS"),
+        Figure("cores for 215 GB in 20 min", cost * SHARD_BYTES_PER_S / 1e9, "cores"),
+    ]
+
+
+def bucket_url(port: int) -> str:
+    return f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
 
 
 def measure_steps(folder: Path, rate: float, seconds: float) -> list[Figure]:
-    """Steps of 8 ms, with the next shard on its way, in parts of those without."""
-    compute = _computation()
-    steps: dict[str, Callable[[], object]] = {"computing": compute, "sleeping": lambda: time.sleep(STEP_S)}
-    figures = []
-    for kind, step in steps.items():
-        on, off = _alternate(folder, rate, seconds, step)
-        detail = f"n={len(on)}; p99 {percentile(on, 99) * 1e3:.1f} ms with, {percentile(off, 99) * 1e3:.1f} without"
-        words = f"{kind} step at {rate / 1e6:.0f} MB/s" if rate else f"{kind} step, no limit"
-        for percent in (50, 90, 99):
-            ratio = percentile(on, percent) / percentile(off, percent)
-            figures.append(Figure(f"{words}, p{percent}", ratio, "x without", detail if percent == 99 else ""))
-    return figures
-
-
-def _computation() -> Callable[[], None]:
-    a = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    """Computing steps of 8 ms, with the next shard on its way, in parts of those without."""
+    matrix = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
 
     def compute(turns: int) -> float:
-        x, began = a, time.perf_counter()
+        x, began = matrix, time.perf_counter()
         for _ in range(turns):
-            x = np.tanh(a @ x * 1e-3)
+            x = np.tanh(matrix @ x * 1e-3)
         return time.perf_counter() - began
 
     compute(200)
     turns = max(1, int(STEP_S / min(compute(20) / 20 for _ in range(40))))
-
-    def step() -> None:
-        compute(turns)
-
-    return step
+    on, off = _alternate(folder, rate, seconds, lambda: compute(turns))
+    detail = f"n={len(on)}; p99 {percentile(on, 99) * 1e3:.1f} ms with, {percentile(off, 99) * 1e3:.1f} without"
+    title = f"step at {rate / 1e6:.0f} MB/s" if rate else "step, no limit"
+    return [
+        Figure(f"{title}, p{percent}", percentile(on, percent) / percentile(off, percent), "x without", detail)
+        for percent in (50, 90, 99)
+    ]
 
 
 def _alternate(
@@ -188,42 +170,43 @@ def _alternate(
 
     home = folder / "home"
     shutil.rmtree(home, ignore_errors=True)
-    with server(folder / "shards", rate, 19) as (process, port):
-        url = f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
-        with SharedShardedDatasetManager(
-            _SEQ_LEN, url=url, folder=home, num_shards=_SHARDS, steps_per_shard=1
-        ) as shards:
-            step_index, end = 0, time.monotonic() + seconds
-            shards.at_step(step_index)
-            while time.monotonic() < end:
-                upcoming = shards.upcoming_dataset
-                assert upcoming is not None
-                if upcoming.result.done():
-                    step_index += 1
-                    shards.at_step(step_index)
-                    while shards.upcoming_dataset is None or not shards.upcoming_dataset.progress()["received"]:
-                        step()
-                window(None, 0.05)
-                window(step_times[0], 0.3)
-                process.send_signal(signal.SIGSTOP)
-                window(None, 0.05)
-                window(step_times[1], 0.3)
-                process.send_signal(signal.SIGCONT)
+    with (
+        server(folder / "shards", rate, 19) as (process, port),
+        SharedShardedDatasetManager(
+            _SEQ_LEN, url=bucket_url(port), folder=home, num_shards=_SHARDS, steps_per_shard=1
+        ) as shards,
+    ):
+        step_index, end = 0, time.monotonic() + seconds
+        shards.at_step(step_index)
+        while time.monotonic() < end:
+            upcoming = shards.upcoming_dataset
+            assert upcoming is not None
+            if upcoming.result.done():
+                step_index += 1
+                shards.at_step(step_index)
+                while shards.upcoming_dataset is None or not shards.upcoming_dataset.progress()["received"]:
+                    step()
+            window(None, 0.05)
+            window(step_times[0], 0.3)
+            process.send_signal(signal.SIGSTOP)
+            window(None, 0.05)
+            window(step_times[1], 0.3)
+            process.send_signal(signal.SIGCONT)
     return step_times
 
 
-def make_shards(folder: Path) -> None:
-    """Random tokens, each shard of NUM_BYTES."""
+def make_shards(folder: Path, num_bytes: int) -> None:
+    """Random tokens."""
     chance = np.random.default_rng(0)
-    tokens = (chance.integers(0, 50_000, 1 << 22).astype(np.uint16) for _ in range(_SHARDS * NUM_BYTES >> 23))
-    write_shards(tokens, folder, seq_len=_SEQ_LEN, shard_tokens=NUM_BYTES >> 1)
+    tokens = (chance.integers(0, 50_000, 1 << 20).astype(np.uint16) for _ in range(_SHARDS * num_bytes >> 21))
+    write_shards(tokens, folder, seq_len=_SEQ_LEN, shard_tokens=num_bytes >> 1)
 
 
-def measure(rounds: int = 5, seconds: float = 20.0) -> list[Figure]:
-    """The figures. Takes three minutes; needs 5 GB in TMPDIR."""
+def measure(num_bytes: int = 1 << 29, rounds: int = 5, seconds: float = 20.0) -> list[Figure]:
+    """The figures of shards of `num_bytes`. Takes three minutes; needs 5 GB in TMPDIR."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_shards(folder / "shards")
+        make_shards(folder / "shards", num_bytes)
         figures = measure_download(folder, rounds)
         for rate in (SHARD_BYTES_PER_S, 0.0):
             figures += measure_steps(folder, rate, seconds)
@@ -231,4 +214,4 @@ def measure(rounds: int = 5, seconds: float = 20.0) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    show("shards", measure())
+    show("shards", measure(*map(int, sys.argv[1:])))

@@ -2,7 +2,7 @@
 
 What leaves the origin, in times the dataset; with the origin's upload capped, how long until all have all, in times
 what sending the data out once takes; the same without steering (each asks a random holder of a slice); and with the
-data node killed as soon as every slice is out. All on loopback, over mutual TLS; `--json FILE` keeps the figures.
+data node killed as soon as every slice is out. All on loopback, over mutual TLS.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import data
 from forebay.data_node import DataNode
-from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
-from forebay.dataset.slices import write_token_slice
 from forebay.mirror import mirror_by_swarm
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
@@ -84,12 +83,7 @@ class FreeForAll(Swarm):
 
 def make_dataset(folder: Path, num_slices: int, slice_bytes: int) -> None:
     """A dataset of random tokens."""
-    (folder / "slices").mkdir(parents=True)
-    chance, num_tokens = np.random.default_rng(3), slice_bytes // 2
-    for index in range(num_slices):
-        tokens = chance.integers(0, 60_000, num_tokens).astype(np.uint16)
-        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", tokens, np.array([num_tokens], np.uint64))
-    import_slices(folder, NAME)
+    data.make_dataset(folder, NAME, num_slices, slice_bytes // 2)
 
 
 def run_round(
@@ -111,9 +105,8 @@ def run_round(
         kill: Send SIGKILL to the data node when every slice has left it.
         origin: A URL of the dataset, which the node stands for; "" serves it from `folder / "data"`, made if absent.
     """
-    data = folder / "data"
-    if not origin and not data.exists():
-        make_dataset(data, num_slices, slice_bytes)
+    if not origin:
+        make_dataset(folder / "data", num_slices, slice_bytes)
     create_network(folder / "network", "bench", bootstrap=[])
     for name in ["origin", *(f"member{i}" for i in range(members))]:
         join(folder / "network", folder / name, name)
@@ -256,7 +249,6 @@ def main() -> int:
     parser.add_argument("--slices", type=int, default=128)
     parser.add_argument("--slice-bytes", type=int, default=1 << 20)
     parser.add_argument("--cap", type=float, default=8e6, help="of the origin's upload, bytes a second")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.nest:
         _nest(json.loads(args.nest))
@@ -267,15 +259,12 @@ def main() -> int:
         "free for all, capped": {"cap": args.cap, "steered": False},
         "killed when every slice was out, capped": {"cap": args.cap, "kill": True},
     }  # fmt: skip
-    rounds_done = {}
     for name, settings in rounds.items():
         with tempfile.TemporaryDirectory() as folder:
-            rounds_done[name] = run_round(
+            result = run_round(
                 Path(folder), members=args.members, num_slices=args.slices, slice_bytes=args.slice_bytes, **settings
             )
-        print(f"{name:42} {json.dumps(asdict(rounds_done[name]))}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({name: asdict(result) for name, result in rounds_done.items()}, indent=1))
+        print(f"{name:42} {json.dumps(asdict(result))}", flush=True)
     return 0
 
 

@@ -4,7 +4,6 @@
 #   extract  $FOREBAY_EXTRACT_PEERS (.venv-peers-extract): trafilatura as it is now; datatrove pins an old one
 #   loaders  $FOREBAY_LOADER_PEERS (.venv-peers-loaders), a folder of three: their pins of NumPy, pyarrow and
 #            transformers exclude one another
-#   interop  those, and a fourth with megatron-core: streaming from the hub and conversion
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -65,14 +64,7 @@ loaders() {
   return $failed
 }
 
-interop() {
-  local failed=0
-  loaders || failed=1
-  group megatron 'megatron-core>=0.16' || failed=1
-  return $failed
-}
-
 case ${1:-prepare} in
-  prepare | extract | loaders | interop) "${1:-prepare}" ;;
-  *) echo "peers: expected prepare, extract, loaders or interop, got $1" >&2; exit 2 ;;
+  prepare | extract | loaders) "${1:-prepare}" ;;
+  *) echo "peers: expected prepare, extract or loaders, got $1" >&2; exit 2 ;;
 esac

@@ -1,6 +1,6 @@
-"""The peers' processes: found interpreters, one child a peer, asked in turns, so that no one is in another's way.
+"""The peers' processes: interpreters that have them, one child a peer, asked in turns, so that none disturbs another.
 
-A peer that fails at anything is told of as "not measured: why", and measuring goes on with the others.
+A peer that fails at anything is reported as "not measured: why", and measuring goes on with the others.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loading import peers
+from benchmarks.loading.peers import PEERS, TEXT_PEERS
+from benchmarks.measure import median
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300.0
-_SETS = {"hf_map": "hf", "hf_stream": "hf", "mosaic": "mosaic", "bare": "", "bare_take": "", "forebay": ""}
-"""Peers that do not share the general environment: their versions of common libraries conflict. "": our own."""
 
 
 class NotMeasuredError(Exception):
     """A peer gave no figure; the text says why."""
 
 
-def folder_of_peers() -> Path:
-    """Where scripts/peers.sh puts the environments: FOREBAY_LOADER_PEERS, or .venv-peers-loaders."""
-    return Path(os.environ.get("FOREBAY_LOADER_PEERS", ROOT / ".venv-peers-loaders"))
+def install(group: str, variable: str = "FOREBAY_LOADER_PEERS") -> None:
+    """Install the peers of `scripts/peers.sh GROUP`, unless a variable names the place of others."""
+    if variable not in os.environ:
+        command = ["bash", str(ROOT / "scripts/peers.sh"), group]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            print("benchmarks: not all peers could be installed; those are left out", file=sys.stderr)
 
 
 def interpreter(name: str) -> str:
@@ -40,15 +42,17 @@ def interpreter(name: str) -> str:
     Raises:
         NotMeasuredError: If it was not made.
     """
-    group = _SETS.get(name, "general")
-    path = folder_of_peers() / group / "bin/python" if group else Path(sys.executable)
+    group = (PEERS | TEXT_PEERS)[name].group
+    if not group:
+        return sys.executable
+    path = Path(os.environ.get("FOREBAY_LOADER_PEERS", ROOT / ".venv-peers-loaders"), group, "bin/python")
     if not path.exists():
         raise NotMeasuredError(f"no {path}; run scripts/peers.sh loaders")
     return str(path)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """As users have it, offline, with no word of ranks that are not meant."""
+    """As users have it, offline, without ranks that are not meant."""
     ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     plain = {key: value for key, value in os.environ.items() if key not in ranks | {"PYTHONDONTWRITEBYTECODE"}}
     return {**plain, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", **more}
@@ -57,44 +61,47 @@ def clean_environment(**more: str) -> dict[str, str]:
 class Process:
     """One child. `ask` waits for its answer; `send` and `receive` let several work at once."""
 
-    def __init__(self, name: str, corpus: Path, **environment: str) -> None:
-        self.name, self.began = name, time.perf_counter()
-        self.log = (corpus / f"{name}.log").open("ab")
-        self.child = subprocess.Popen(
-            [interpreter(name), "-m", "benchmarks.loading.child", name, str(corpus)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, cwd=ROOT,
-            env=clean_environment(**environment), bufsize=0,  # `select` sees no line that lies in a buffer.
-        )  # fmt: skip
+    def __init__(self, name: str, folder: Path, **environment: str) -> None:
+        self.began = time.perf_counter()
+        self.log = folder / f"{name}.log"
+        with self.log.open("ab") as log:
+            self.child = subprocess.Popen(
+                [interpreter(name), "-m", "benchmarks.loading.child", name, str(folder)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=ROOT,
+                env=clean_environment(**environment), bufsize=0,  # `select` sees no line that is in a buffer.
+            )  # fmt: skip
 
-    def send(self, do: str, **what: Any) -> None:
+    def send(self, do: str, **request: Any) -> None:
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.child.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
-            self.child.stdin.flush()
+            self.child.stdin.write(json.dumps({"do": do, **request}).encode() + b"\n")
 
-    def receive(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """The answer.
 
         Raises:
             NotMeasuredError: If it is an error, none comes in time, or the process ended.
         """
         assert self.child.stdout is not None
-        if not select.select([self.child.stdout], [], [], timeout_s)[0]:
-            raise NotMeasuredError(f"no answer in {timeout_s:.0f} s")
+        if not select.select([self.child.stdout], [], [], TIMEOUT_S)[0]:
+            raise NotMeasuredError(f"no answer in {TIMEOUT_S:.0f} s")
         line = self.child.stdout.readline()
         if not line:
-            raise NotMeasuredError(f"its process ended with {self.child.wait()}; see {self.name}.log")
+            raise NotMeasuredError(f"its process ended with {self.child.wait()}; see {self.log}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise NotMeasuredError(str(answer["error"]))
         return answer
 
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        self.send(do, **what)
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        self.send(do, **request)
         return self.receive()
 
-    def close(self) -> None:
-        """End it: politely, as libraries tidy shared memory at exit; after 15 s not."""
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it: by closing its input, as libraries tidy shared memory at exit; after 15 s by SIGKILL."""
         assert self.child.stdin is not None and self.child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.child.stdin.close()
@@ -104,42 +111,51 @@ class Process:
             self.child.kill()
             self.child.wait()
         self.child.stdout.close()
-        self.log.close()
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
-@dataclass
-class Entry:
-    """What is known of a peer: how tables name it, and why it was not measured, if so."""
+def rank_environments(world: int) -> list[dict[str, str]]:
+    """The variables of torchrun for each rank of a world on this machine."""
+    import socket
 
-    name: str
-    label: str
-    detail: str = ""
-    versions: str = ""
-    stored_bytes: int = 0
-    state: bool = False
-    elastic: str = ""
-    failed: dict[str, str] = field(default_factory=dict)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
-def prepare(names: Sequence[str], corpus: Path) -> list[Entry]:
-    """Have every peer write the corpus in its format, and say what it is."""
-    entries = []
+class Turns:
+    """Answers of each subject by kind, over the rounds; one that failed is left out from then on."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, Hashable], list[Any]] = defaultdict(list)
+        self.failed: dict[str, str] = {}
+
+    def run(self, name: str, kind: Hashable, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Call the function, unless the subject failed before."""
+        if name not in self.failed:
+            try:
+                self.answers[name, kind].append(function(*args, **options))
+            except NotMeasuredError as error:
+                self.failed[name] = str(error)
+
+    def median(self, name: str, kind: Hashable, key: str) -> float:
+        return median([answer[key] for answer in self.answers[name, kind]])
+
+    def ratio(self, first: str, second: str, kind: Hashable, key: Callable[[Any], float]) -> float:
+        """The median of the rounds' own ratios: a slow round slows both."""
+        answers = zip(self.answers[first, kind], self.answers[second, kind])
+        return median([key(left) / key(right) for left, right in answers])
+
+
+def prepare(names: Sequence[str], folder: Path) -> Iterator[str]:
+    """Have every peer write the corpus in its format; the names of those that could."""
     for name in names:
-        entry = Entry(name, peers.find(name).LABEL)
-        entries.append(entry)
         try:
-            with Process(name, corpus) as process:
-                written, offers = process.ask("write"), process.ask("offers")
+            with Process(name, folder) as process:
+                written = process.ask("write")
         except NotMeasuredError as error:
-            entry.failed["writing"] = str(error)
-            print(f"  {entry.label}: not measured: {error}", file=sys.stderr)
+            print(f"  {PEERS[name].label}: not measured: {error}", flush=True)
             continue
-        entry.versions, entry.stored_bytes, entry.detail = written["versions"], written["bytes"], written["detail"]
-        entry.state, entry.elastic = offers["state"], offers["elastic"]
-    return entries
+        print(f"  {PEERS[name].label}: {written['versions']}, {written['bytes'] / 1e6:.0f} MB", flush=True)
+        yield name

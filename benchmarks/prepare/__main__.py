@@ -1,7 +1,7 @@
 """Every part of preparation beside its peers, and in the end one table of ratios beside what they should be.
 
-    python -m benchmarks.prepare [whole] [filters] [dedup] [copies] [decontaminate] [tokens] [clean]
-        [personal_data] [language] [leftovers] [extract]
+    python -m benchmarks.prepare [whole filters dedup decontaminate tokens clean personal_data language leftovers
+        extract]
 
 Without names all, in a quarter of an hour on two cores. Peers run with the interpreter in FOREBAY_PEERS; without it
 scripts/peers.sh makes .venv-peers. Real text is found by FOREBAY_TEST_DATA.
@@ -10,15 +10,18 @@ scripts/peers.sh makes .venv-peers. Real text is found by FOREBAY_TEST_DATA.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from importlib import import_module
 
+from benchmarks.loading.fleet import ROOT, install
 from benchmarks.measure import Figure
 
-ROOT = Path(__file__).resolve().parents[2]
+PARTS = (
+    "whole", "filters", "dedup", "decontaminate", "tokens", "clean", "personal_data", "language", "leftovers",
+    "extract",
+)  # fmt: skip
 TARGETS = {
     "Gopher filters / datatrove": 10.0,
     "Gopher decisions alike": 99.5,
@@ -36,55 +39,6 @@ TARGETS = {
 """At least."""
 
 
-def prepare_peers() -> None:
-    """Make the peers' environment, unless one is named."""
-    if "FOREBAY_PEERS" in os.environ:
-        return
-    folder = ROOT / ".venv-peers"
-    result = subprocess.run(["bash", str(ROOT / "scripts/peers.sh")], env={**os.environ, "PEERS": str(folder)})
-    if result.returncode:
-        print("benchmarks: the peers could not be installed; what needs them is left out", file=sys.stderr)
-    os.environ["FOREBAY_PEERS"] = str(folder / "bin/python")
-
-
-def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
-    """What can be measured, by name. Imported late: the modules read FOREBAY_PEERS when they are."""
-    from benchmarks.prepare import (
-        clean,
-        copies,
-        decontaminate,
-        dedup,
-        extract,
-        filters,
-        language,
-        leftovers,
-        personal_data,
-        tokens,
-        whole,
-    )  # fmt: skip
-
-    def plain(main: Callable[[], object]) -> Callable[[], Sequence[Figure]]:
-        def run() -> Sequence[Figure]:
-            main()
-            return []
-
-        return run
-
-    return {
-        "whole": whole.measure,
-        "filters": filters.measure,
-        "dedup": dedup.measure,
-        "decontaminate": decontaminate.measure,
-        "tokens": lambda: tokens.measure(rounds=2),
-        "clean": plain(clean.main),
-        "copies": plain(copies.main),
-        "personal_data": plain(personal_data.main),
-        "language": language.measure,
-        "leftovers": plain(leftovers.main),
-        "extract": plain(extract.main),
-    }
-
-
 def print_table(figures: Sequence[Figure]) -> None:
     """The ratios, and whether each reaches its target."""
     width = max(len(figure.name) for figure in figures)
@@ -97,16 +51,16 @@ def print_table(figures: Sequence[Figure]) -> None:
 
 def main(names: Sequence[str]) -> int:
     """Measure, and print the table; 1 if a target is missed, 2 for a name that is none."""
-    prepare_peers()
-    available = parts()
-    if unknown := [name for name in names if name not in available]:
-        print(f"benchmarks: expected {', '.join(available)}; got {', '.join(unknown)}", file=sys.stderr)
+    if unknown := [name for name in names if name not in PARTS]:
+        print(f"benchmarks: expected {', '.join(PARTS)}; got {', '.join(unknown)}", file=sys.stderr)
         return 2
+    install("prepare", "FOREBAY_PEERS")
+    os.environ.setdefault("FOREBAY_PEERS", str(ROOT / ".venv-peers/bin/python"))
     figures: list[Figure] = []
-    for name in names or available:
+    for name in names or PARTS:
         started = time.perf_counter()
         print(f"\n== {name}", flush=True)
-        figures += available[name]()
+        figures += import_module(f"benchmarks.prepare.{name}").measure()
         print(f"({name}: {time.perf_counter() - started:.0f} s)", flush=True)
     if figures:
         print_table(figures)

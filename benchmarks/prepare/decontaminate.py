@@ -14,7 +14,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import tempfile
 import time
 import unicodedata
@@ -23,28 +22,27 @@ from pathlib import Path
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder, passages
+from benchmarks.prepare.peers import ask
 from forebay.formats.records import Record
 from forebay.prepare.decontaminate.stage import Decontaminate
 
-PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 INSTANCES, PLANTED = 1000, 200
 
 PEER = r"""
-import json, sys, time
 import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.decont.n_grams import NGramsDecontConfig, NGramsDecontFilter, NGramsDecontIndexer
-request = json.load(open(sys.argv[1]))
+instances, texts, folder = request
 config = NGramsDecontConfig(n_grams=13, find_query_ngrams=True, find_overlap_ngrams=True)
 indexer = object.__new__(NGramsDecontIndexer)
-matcher = NGramsDecontFilter(sys.argv[2], config)
+matcher = NGramsDecontFilter(folder, config)
 indexer.config, indexer.tokenizer, indexer.hash_func = config, matcher.tokenizer, matcher.hash_func
-hashes = {h for query, label in request["instances"] for h in indexer.compute_hashes(label, query)}
-np.array(list(hashes), dtype=config.hash_config.np_descr).tofile(sys.argv[2] + "/all.index.hashes")
+hashes = {h for query, label in instances for h in indexer.compute_hashes(label, query)}
+np.array(list(hashes), dtype=config.hash_config.np_descr).tofile(folder + "/all.index.hashes")
 matcher.filter(Document(text="It is warm.", id="0"))
 begun = time.process_time()
-dropped = [matcher.filter(Document(text=text, id="0")) is not True for text in request["texts"]]
-json.dump([time.process_time() - begun, dropped], open(sys.argv[3], "w"))
+dropped = [matcher.filter(Document(text=text, id="0")) is not True for text in texts]
+answer = [time.process_time() - begun, dropped]
 """
 
 
@@ -86,16 +84,6 @@ def ours(folder: Path, instances: list[tuple[str, str]], texts: list[str], metho
     return time.process_time() - started, drops
 
 
-def theirs(folder: Path, instances: list[tuple[str, str]], texts: list[str]) -> tuple[float, list[bool]]:
-    """The same of datatrove."""
-    request, answer, index = folder / "request.json", folder / "answer.json", folder / "index"
-    index.mkdir()
-    request.write_text(json.dumps({"instances": instances, "texts": texts}))
-    subprocess.run([PEERS, "-c", PEER, str(request), str(index), str(answer)], check=True, capture_output=True)
-    spent, dropped = json.loads(answer.read_text())
-    return spent, dropped
-
-
 def measure() -> list[Figure]:
     """The table, printed, and the ratios; without the peer ours alone."""
     instances, texts, planted = make_texts()
@@ -103,10 +91,10 @@ def measure() -> list[Figure]:
     os.environ.setdefault("FOREBAY_CACHE", tempfile.mkdtemp())
     with tempfile.TemporaryDirectory() as name:
         rows = {f"forebay, {method}": ours(Path(name), instances, texts, method) for method in ("overlap", "ngram")}
-        if Path(PEERS).exists():
-            rows["datatrove, 13-grams"] = theirs(Path(name), instances, texts)
-        else:
-            print(f"No peer: expected an interpreter with datatrove at {PEERS} (FOREBAY_PEERS).")
+        index = Path(name, "index")
+        index.mkdir()
+        if answer := ask(PEER, [instances, texts, str(index)]):
+            rows["datatrove, 13-grams"] = answer
     print(f"Decontamination, {size / 1e6:.1f} MB in {len(texts)} documents, {sum(planted)} contaminated, one core")
     for title, (spent, dropped) in rows.items():
         hits = sum(d and p for d, p in zip(dropped, planted))
@@ -124,9 +112,6 @@ def measure() -> list[Figure]:
         (peer_s, theirs_dropped), (own_s, own_dropped) = rows["datatrove, 13-grams"], rows["forebay, ngram"]
         alike = sum(a == b for a, b in zip(own_dropped, theirs_dropped))
         print(f"13-grams: {alike} of {len(texts)} documents decided alike")
-        for text, a, b in zip(texts, own_dropped, theirs_dropped):
-            if a != b:
-                print(f"    {'forebay' if a else 'datatrove'} alone drops {text[:70]!r}")
         ratio = peer_s / own_s
         figures.append(Figure("decontaminate / datatrove", ratio, "x CPU", "13-grams"))
     return figures

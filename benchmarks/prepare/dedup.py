@@ -1,63 +1,50 @@
-"""Signatures against datasketch, rensa and datatrove on the same texts; the steps after them; and the S-curve.
+"""Signatures beside datasketch, rensa and datatrove on the same texts, and what it costs to cut: seconds and bytes.
 
-    python -m benchmarks.prepare.dedup                    the table (about 40 s)
-    python -m benchmarks.prepare.dedup --curve FILE.svg   the S-curve against theory, as a table and as a picture
+    python -m benchmarks.prepare.dedup
 
-CPU seconds of one process each, all with 112 hashes over 5-grams of words. The peers run with the interpreter in
-FOREBAY_PEERS, which has them installed. datasketch and rensa take their 5-grams as strings, joined by Python: each is
-shown with that (a user's cost), and with strings that are there already, which ours never makes (its line is from
-text all the same). The last lines compare the min-wise hashes alone, of shingle hashes that are there already.
+CPU seconds of one process each, all with 112 hashes over 5-grams of words. datasketch and rensa take their 5-grams as
+strings, joined by Python: each is shown with that (a user's cost), and with strings that are there already, which ours
+never makes. The last lines compare the min-wise hashes alone, of shingle hashes that are there already.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
+import re
 import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from benchmarks.measure import Figure
-from benchmarks.prepare.cuts import cpu, print_cuts
+from benchmarks.measure import Figure, show
+from benchmarks.prepare.corpus import data_folder
+from benchmarks.prepare.peers import ask
 from forebay.prepare.dedup import kernels
-from forebay.prepare.dedup.deduplicate import Signer, deduplicate
+from forebay.prepare.dedup.cutting import Cutter
+from forebay.prepare.dedup.deduplicate import DedupResult, deduplicate
 from forebay.prepare.dedup.methods import Dedup, MinHash, Signed
-from forebay.prepare.documents import text_column
+from forebay.prepare.tasks.text import open_documents
 from forebay.storage.store import Store, open_store
 
-CONFIG = Dedup(minhash=True)
-METHOD = MinHash()
-PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
-
 PEER = r"""
-import json, logging, os, re, sys, time
-import numpy as np
+import logging, os, re
+import numpy as np, rensa
 logging.disable(logging.CRITICAL)
-texts = json.load(open(sys.argv[1]))
-found = {}
+texts, answer = request, {}
 def timed(name, make, texts=texts):
     start = time.process_time()
     out = make()
-    spent = time.process_time() - start
-    found[name] = spent / sum(len(t.encode()) for t in texts)
+    answer[name] = (time.process_time() - start) / sum(len(t.encode()) for t in texts)
     return out
 WORD = re.compile(r"[^\W_]+")
-def grams(texts):
-    out = []
-    for text in texts:
-        words = WORD.findall(text.lower())
-        out.append([" ".join(words[i : i + 5]) for i in range(max(len(words) - 4, 1))])
-    return out
-shingles = timed("shingles", lambda: grams(texts))
-import rensa
+def grams(text):
+    words = WORD.findall(text.lower())
+    return [" ".join(words[i : i + 5]) for i in range(max(len(words) - 4, 1))]
+shingles = timed("shingles", lambda: list(map(grams, texts)))
 def updates(kind):
     for one in shingles:
         sketch = kind(112, 1)
@@ -68,7 +55,7 @@ timed("rensa R-MinHash, bulk", lambda: rensa.RMinHash.digest_matrix_from_token_s
 timed("rensa C-MinHash, update", lambda: updates(rensa.CMinHash))
 timed("rensa C-MinHash, bulk", lambda: rensa.CMinHash.digests_from_token_sets(shingles, 112, 1))
 hashes = rensa.RMinHash.hash_token_sets(shingles)
-timed("rensa R-MinHash, hashes", lambda: rensa.RMinHash.digest_matrix_from_token_hash_sets(hashes, 112, 1))
+timed("hashes", lambda: rensa.RMinHash.digest_matrix_from_token_hash_sets(hashes, 112, 1))
 from datasketch import MinHash
 some, few = len(texts) // 8, len(texts) // 16
 def sketch():
@@ -76,226 +63,174 @@ def sketch():
         minhash = MinHash(num_perm=112)
         minhash.update_batch([s.encode() for s in one])
 timed("datasketch", sketch, texts[:some])
-try:
-    from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
-    signer = MinhashDedupSignature("/tmp", MinhashConfig())
-    signer.get_signature(signer.get_shingles(texts[0]))
-    timed("datatrove", lambda: [signer.get_signature(signer.get_shingles(t)) for t in texts[:few]], texts[:few])
-    from datatrove.data import Document
-    from datatrove.pipeline.dedup.sentence_dedup import SentDedupConfig, SentenceDedupSignature
-    spans = SentenceDedupSignature("/tmp", config=SentDedupConfig())
-    spans.get_hashes(Document(text=texts[0], id="0"), 0)
-    timed("sentences", lambda: [spans.get_hashes(Document(text=t, id="0"), 0) for t in texts[:few]], texts[:few])
-except ImportError as error:
-    print(error, file=sys.stderr)
-print(json.dumps(found))
+from datatrove.data import Document
+from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+from datatrove.pipeline.dedup.sentence_dedup import SentDedupConfig, SentenceDedupSignature
+signer = MinhashDedupSignature("/tmp", MinhashConfig())
+signer.get_signature(signer.get_shingles(texts[0]))
+timed("datatrove", lambda: [signer.get_signature(signer.get_shingles(t)) for t in texts[:few]], texts[:few])
+spans = SentenceDedupSignature("/tmp", config=SentDedupConfig())
+spans.get_hashes(Document(text=texts[0], id="0"), 0)
+timed("sentences", lambda: [spans.get_hashes(Document(text=t, id="0"), 0) for t in texts[:few]], texts[:few])
 """
 
 
+def cpu(run: Callable[[], object]) -> float:
+    """Processor seconds of this process."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+@dataclass(frozen=True)
+class Costs:
+    """CPU seconds, and bytes on disk: of the signatures, of the steps' files at their most, and of those that stay."""
+
+    signing_s: float
+    finding_s: float
+    signed_bytes: int
+    peak_bytes: int
+    final_bytes: int
+    result: DedupResult
+
+
+def measure_method(store: Store, splits: Iterable[Iterable[pa.RecordBatch]], config: Dedup, **options: Any) -> Costs:
+    """Sign the splits' documents, and find what is to be dropped or cut, one task after the other."""
+    signed: list[Signed] = []
+    results: list[DedupResult] = []
+    peak_bytes = 0
+
+    def sign() -> None:
+        for index, batches in enumerate(splits):
+            with open_documents(store, f"part{index}", config) as documents:
+                for batch in batches:
+                    documents.add(batch)
+            assert documents.signed is not None
+            signed.append(documents.signed)
+
+    def run(function: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
+        nonlocal peak_bytes
+        done = [function(task, 0) for task in tasks]
+        peak_bytes = max(peak_bytes, sum(store.sizes("dedup/").values()))
+        return done
+
+    signing_s = cpu(sign)
+    signed_bytes = sum(size for name, size in store.sizes().items() if not name.endswith(".arrow"))
+    finding_s = cpu(lambda: results.append(deduplicate(signed, config, store, run, **options)))
+    return Costs(signing_s, finding_s, signed_bytes, peak_bytes, sum(store.sizes("dedup/").values()), results[0])
+
+
 def corpus(megabytes: int) -> list[str]:
-    """Documents of about 3 KB: English books if the test data is there, else words drawn by a Zipf-like law."""
-    test_data = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(test_data) if test_data else Path(__file__).parents[2] / "../shared/data") / "books/gutenberg_en"
-    text = "".join(path.read_text("utf-8", "replace") for path in sorted(folder.glob("*.txt")))
-    if not text:
-        rng = np.random.default_rng(0)
-        drawn = (20_000 ** rng.random(megabytes * 170_000)).astype(np.int64)
-        text = " ".join(f"w{i}" for i in drawn.tolist())
-    text = text[: megabytes << 20]
+    """Documents of about 3 kB of English books."""
+    paths = sorted((data_folder() / "books/gutenberg_en").glob("*.txt"))
+    text = "".join(path.read_text("utf-8", "replace") for path in paths)[: megabytes << 20]
     return [text[i : i + 3000] for i in range(0, len(text), 3000)]
 
 
-def seconds_a_byte(texts: Sequence[str], rounds: int = 3) -> dict[str, float]:
-    """Ours: everything from UTF-8 text, and the min-wise hashes alone of ready shingles."""
-    column = pa.array(texts, pa.large_string())
-    shingles = np.random.default_rng(0).integers(0, 1 << 32, 448, dtype=np.uint32)  # of about 3 KB of English
+def print_signatures(texts: Sequence[str], theirs: dict[str, float]) -> list[Figure]:
+    """The table of signatures, printed, and what the targets are set for; ours alone without the peers."""
+    column, size = pa.array(texts, pa.large_string()), sum(len(text.encode()) for text in texts)
+    shingles = np.random.default_rng(0).integers(0, 1 << 32, 448, dtype=np.uint32)  # of about 3 kB of English
     lowest = np.full(112, 0xFFFFFFFF, np.uint32)
-    factors, terms = METHOD.hash_functions()
+    method = MinHash()
+    factors, terms = method.hash_functions()
 
-    def alone() -> None:
+    def hash_alone() -> None:
         for _ in texts:
             kernels.take_lowest(shingles, len(shingles), factors, terms, lowest)
 
-    results = {}
-    for name, run in (("text", lambda: METHOD.sign_texts(column)), ("hashes", alone)):
-        run()
-        results[name] = min(cpu(run) for _ in range(rounds)) / pc.sum(pc.binary_length(column)).as_py()
-    return results
+    def best(run: Callable[[], object]) -> float:
+        return min(cpu(run) for _ in range(4)) / size
 
-
-def run_peers(texts: Sequence[str]) -> dict[str, float]:
-    """Processor seconds a byte of text by name; empty if their interpreter is missing."""
-    if not Path(PEERS).exists():
-        print(f"No peers: expected an interpreter with datasketch, rensa and datatrove at {PEERS} (FOREBAY_PEERS).")
-        return {}
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(list(texts), file)
-        file.flush()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-        done = subprocess.run([PEERS, "-c", PEER, file.name], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-        return {}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def print_signatures(texts: Sequence[str]) -> list[Figure]:
-    """The table of signatures, printed, and what the targets are set for; nothing without the peers."""
-    ours, theirs = seconds_a_byte(texts), run_peers(texts)
-    print(f"MinHash signatures, {sum(map(len, texts)) / 1e6:.1f} MB in {len(texts)} documents, one core")
+    ours, hashes = best(lambda: method.sign_texts(column)), best(hash_alone)
+    print(f"MinHash signatures, {size / 1e6:.1f} MB in {len(texts)} documents, one core")
     print(f"{'':40}{'MB/s':>10}{'forebay is':>14}")
 
-    def line(name: str, cost: float, base: float) -> None:
+    def line(name: str, cost: float, base: float = ours) -> None:
         print(f"{name:40}{1e-6 / cost:10.2f}{cost / base:13.1f}x")
 
-    line("forebay, from text", ours["text"], ours["text"])
-    shingles = theirs.pop("shingles", 0.0)
-    sentences = theirs.pop("sentences", None)
-    hashes = theirs.pop("rensa R-MinHash, hashes", None)
+    line("forebay, from text", ours)
     for name, cost in theirs.items():
-        if name == "datatrove":
-            line("datatrove, from text", cost, ours["text"])
-        else:
-            line(f"{name}, from text", cost + shingles, ours["text"])
-            line(f"{name}, its 5-grams given", cost, ours["text"])
-    line("forebay, shingle hashes given", ours["hashes"], ours["hashes"])
-    if hashes:
-        line("rensa R-MinHash, shingle hashes given", hashes, ours["hashes"])
-    print_cuts(texts, sentences)
-    if "datasketch" not in theirs:
+        if name.startswith(("rensa", "datasketch")):
+            line(f"{name}, from text", cost + theirs["shingles"])
+            line(f"{name}, its 5-grams given", cost)
+    if not theirs:
         return []
-    fastest = min(cost + shingles for name, cost in theirs.items() if name.startswith("rensa"))
+    line("datatrove, from text", theirs["datatrove"])
+    line("forebay, shingle hashes given", hashes, hashes)
+    line("rensa R-MinHash, shingle hashes given", theirs["hashes"], hashes)
+    fastest = min(cost + theirs["shingles"] for name, cost in theirs.items() if name.startswith("rensa"))
     return [
-        Figure("MinHash / datasketch", (theirs["datasketch"] + shingles) / ours["text"], "x CPU", "from text"),
-        Figure("MinHash / rensa", fastest / ours["text"], "x CPU", "its fastest, from text"),
-        Figure("MinHash / rensa, hashes given", (hashes or 0.0) / ours["hashes"], "x CPU", "min-wise hashes alone"),
+        Figure("MinHash / datasketch", (theirs["datasketch"] + theirs["shingles"]) / ours, "x CPU", "from text"),
+        Figure("MinHash / rensa", fastest / ours, "x CPU", "its fastest, from text"),
+        Figure("MinHash / rensa, hashes given", theirs["hashes"] / hashes, "x CPU", "min-wise hashes alone"),
     ]
 
 
-def print_steps(documents: int = 200_000) -> None:
-    """What comes after the signatures, on documents of which a fifth are copies or nearly."""
+def print_cuts(texts: Sequence[str], peer: float | None) -> None:
+    """What is cut out of documents of which a tenth quote 120 words of others: cost, disk, and whether it is all."""
     rng = np.random.default_rng(0)
-    words = rng.integers(0, 1 << 30, (documents, 12))
-    copies = rng.random(documents) < 0.2
-    words[copies] = words[rng.integers(0, documents, int(copies.sum()))]
-    texts = pa.array([" ".join(map(str, row)) for row in words.tolist()], pa.large_string())
-    config = Dedup(exact=True, minhash=True)
-    with tempfile.TemporaryDirectory() as name:
-        store, signed = open_store(name), []
-        signing = cpu(lambda: signed.append(_sign(store, texts, config)))
-        signed_bytes = sum(store.sizes().values())
-        peak_bytes = 0
-
-        def run(function: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
-            nonlocal peak_bytes
-            done = [function(task, 0) for task in tasks]
-            peak_bytes = max(peak_bytes, sum(store.sizes("dedup/").values()))
-            return done
-
-        cpu_used = cpu(lambda: deduplicate(signed[:1], config, store, run))
-        final_bytes = sum(store.sizes("dedup/").values())
-    print(f"\nAfter the signatures, {documents} documents, a fifth of them copies (exact, then 14 bands of 8)")
-    ratio = cpu_used / signing
-    print(f"{'sort, merge, resolve':40}{documents / cpu_used:10.0f} documents/s, one core ({ratio:.2f}x signing)")
-    for what, size in (
-        ("signatures on disk", signed_bytes),
-        ("steps' files at their most", peak_bytes),
-        ("what stays", final_bytes),
-    ):
-        print(f"{what:40}{size / documents:10.1f} bytes a document")
-
-
-def _sign(store: Store, texts: pa.LargeStringArray, config: Dedup) -> Signed:
-    with Signer(store, "part", config) as signer:
-        for start in range(0, len(texts), 4096):
-            signer.add(pa.record_batch({"text": texts.slice(start, 4096)}))
-    return signer.signed
+    documents = list(texts)
+    for i in rng.integers(1, len(texts), len(texts) // 10).tolist():
+        words = texts[int(rng.integers(i))].split()
+        start = int(rng.integers(max(1, len(words) - 120)))
+        documents[i] = f"{documents[i][:1500]} {' '.join(words[start : start + 120])} {documents[i][1500:]}"
+    column = pa.array(documents, pa.large_string())
+    batches = pa.table({"text": column}).to_batches(1024)
+    size, num_words = column.nbytes, sum(len(split_words(text)) for text in documents)
+    print(f"\nCutting, {size / 1e6:.1f} MB, a tenth of the documents quote 120 words of others, one core")
+    kinds = {"lines": Dedup(lines=True), "sentences": Dedup(sentences=True), "substring": Dedup(substring=True)}
+    kinds |= {"overlap": Dedup(overlap=True), "overlap, 1/8": Dedup(overlap=True, overlap_sample=8)}
+    for kind, config in kinds.items():
+        for _ in range(2):  # Kernels are compiled or loaded in the first.
+            with tempfile.TemporaryDirectory() as name:
+                costs = measure_method(open_store(name), [batches], config)
+                cutter = Cutter(costs.result.cut[0])
+                cutter.cut(column.slice(0, 1), 0)
+                start_s = time.process_time()
+                remaining = cutter.cut(column, 0).to_pylist()
+                cutting_s = time.process_time() - start_s
+        times = {"sign": costs.signing_s, "find": costs.finding_s, "cut": cutting_s}
+        print(f"{kind:14}" + "".join(f"{name} {size / seconds / 1e6:7.1f} MB/s  " for name, seconds in times.items()))
+        signed, peak = costs.signed_bytes / num_words, costs.peak_bytes / num_words
+        print(f"{'':14}{signed:.2f} bytes a word signed, {peak:.2f} at most, then")
+        if kind == "substring":
+            expected = remove_repeated(documents, config.min_words)
+            same = sum(split_words(text) == words for text, words in zip(remaining, expected))
+            print(f"{'':14}{same} of {len(documents)} documents equal to a plain reference")
+        if kind == "sentences" and peer:
+            ratio = peer * size / costs.signing_s
+            print(f"{'':14}datatrove signs {1e-6 / peer:.2f} MB/s: forebay is {ratio:.0f}x")
 
 
-SHAPES = ((14, 8), (16, 7), (20, 5))
+def split_words(text: str) -> list[str]:
+    plain = unicodedata.normalize("NFKD", text)
+    return re.findall(r"[^\W_]+", "".join(c for c in plain if not unicodedata.combining(c)).lower())
 
 
-def measure_curve(pairs: int = 4000) -> list[tuple[float, list[tuple[float, float]]]]:
-    """[(J, [(theory, measured) by shape])]: the share of pairs of known similarity that meet in a band."""
-    rng = np.random.default_rng(1)
-    results = []
-    for percent in (40, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95):
-        shingles = 180
-        shared = round(2 * shingles * percent / (100 + percent))
-        jaccard = shared / (2 * shingles - shared)
-        words = rng.integers(97, 123, (pairs, 2, shingles + 4, 9), dtype=np.uint8)
-        words[..., 8] = 32
-        words[:, 1, : shared + 4] = words[:, 0, : shared + 4]
-        data = words.reshape(-1)
-        offsets = np.arange(2 * pairs + 1, dtype=np.int64) * ((shingles + 4) * 9)
-        row = []
-        for bands, rows in SHAPES:
-            signatures = MinHash(bands, rows).sign_texts(text_column(offsets, data))
-            met = float((signatures[::2] == signatures[1::2]).any(axis=1).mean())
-            row.append((1 - (1 - jaccard**rows) ** bands, met))
-        results.append((jaccard, row))
-    return results
+def remove_repeated(texts: Sequence[str], min_words: int) -> list[list[str]]:
+    """The definition: words of each text that are in no window that occurred before."""
+    seen: set[tuple[str, ...]] = set()
+    out = []
+    for words in map(split_words, texts):
+        removed: set[int] = set()
+        for w in range(len(words) - min_words + 1):
+            window = tuple(words[w : w + min_words])
+            if window in seen:
+                removed |= set(range(w, w + min_words))
+            seen.add(window)
+        out.append([word for i, word in enumerate(words) if i not in removed])
+    return out
 
 
-def print_curve(curve: Sequence[tuple[float, list[tuple[float, float]]]]) -> None:
-    print("| J | " + " | ".join(f"{b} x {r} theory | measured" for b, r in SHAPES) + " |")
-    print("|" + "---:|" * (1 + 2 * len(SHAPES)))
-    for jaccard, row in curve:
-        print(f"| {jaccard:.3f} | " + " | ".join(f"{theory:.4f} | {met:.4f}" for theory, met in row) + " |")
-
-
-def draw_curve(curve: Sequence[tuple[float, list[tuple[float, float]]]], path: Path) -> None:
-    """Theory as lines, what was measured as dots."""
-    colours = ("#0b6e99", "#c2571a", "#5b7f1e")
-
-    def to_point(x: float, y: float) -> tuple[float, float]:
-        return round(50 + (x - 0.3) / 0.7 * 520, 1), round(290 - y * 260, 1)
-
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 340" font-family="sans-serif" font-size="12">',
-        '<rect width="600" height="340" fill="#fff"/>',
-    ]
-    for tick in range(0, 11, 2):
-        (x0, y), (x1, _) = to_point(0.3, tick / 10), to_point(1, 0)
-        parts.append(
-            f'<path d="M{x0} {y}H{x1}" stroke="#ddd"/><text x="42" y="{y + 4}" text-anchor="end">{tick / 10}</text>'
-        )
-    for tick in range(3, 11):
-        x, y = to_point(tick / 10, 0)
-        parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{tick / 10}</text>')
-    parts.append('<text x="310" y="332" text-anchor="middle">Jaccard similarity of the sets of 5-grams</text>')
-    for k, (bands, rows) in enumerate(SHAPES):
-        line = " ".join(
-            f"{x},{y}" for x, y in (to_point(j / 200, 1 - (1 - (j / 200) ** rows) ** bands) for j in range(60, 201))
-        )
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[k]}" stroke-width="1.5"/>')
-        for jaccard, row in curve:
-            x, y = to_point(jaccard, row[k][1])
-            parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colours[k]}"/>')
-        parts.append(f'<text x="64" y="{46 + 18 * k}" fill="{colours[k]}">{bands} bands of {rows}</text>')
-    parts.append('<text x="64" y="104" fill="#555">lines: theory; dots: measured</text></svg>')
-    path.write_text("\n".join(parts) + "\n")
-
-
-def main() -> None:
-    """Print the table, or measure and draw the curve."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--curve", type=Path, metavar="FILE.svg")
-    arguments = parser.parse_args()
-    if arguments.curve:
-        curve = measure_curve()
-        print_curve(curve)
-        draw_curve(curve, arguments.curve)
-        return
-    measure()
-
-
-def measure() -> list[Figure]:
+def measure(megabytes: int = 4) -> list[Figure]:
     """Both tables, printed, and the ratios."""
-    figures = print_signatures(corpus(4))
-    print_steps()
+    texts = corpus(megabytes)
+    theirs = ask(PEER, texts) or {}
+    figures = print_signatures(texts, theirs)
+    print_cuts(texts, theirs.get("sentences"))
     return figures
 
 
 if __name__ == "__main__":
-    main()
+    show("dedup", measure())

@@ -7,23 +7,22 @@ Documents of 3,000 bytes, a fifth of them copies with a word in 200 replaced, in
 from __future__ import annotations
 
 import argparse
+import collections
+import itertools
 import json
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.prepare.cuts import cpu
-from forebay.prepare.dedup.deduplicate import deduplicate
-from forebay.prepare.dedup.methods import Dedup, Signed
+from benchmarks.prepare.dedup import cpu, measure_method
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import text_column
-from forebay.prepare.tasks.text import open_documents
-from forebay.storage.store import Store, open_store
+from forebay.storage.store import open_store
 
 METHODS = ("exact", "minhash", "lines", "sentences", "substring", "overlap")
 WORDS, LETTERS, BATCH, SPLIT = 500, 6, 1000, 21_000
@@ -46,41 +45,19 @@ def batches(documents: int) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch({"text": text_column(offsets[: count + 1], words[:count].reshape(-1))})
 
 
-def sign(store: Store, documents: int, config: Dedup) -> list[Signed]:
-    signed, incoming = [], batches(documents)
-    for index, start in enumerate(range(0, documents, SPLIT)):
-        with open_documents(store, f"part{index}", config) as part:
-            for _ in range(start, min(documents, start + SPLIT), BATCH):
-                part.add(next(incoming))
-        assert part.signed is not None
-        signed.append(part.signed)
-    return signed
-
-
 def measure(method: str, documents: int) -> dict[str, float]:
-    """CPU seconds, bytes on disk and the peak of memory of one method."""
-    config, signed, peak_bytes = Dedup(**{method: True}), [], 0
+    """CPU seconds, bytes on disk a document, and the peak of memory of one method."""
+    incoming = batches(documents)
+    starts = range(0, documents, SPLIT)
+    splits = (itertools.islice(incoming, -(-min(SPLIT, documents - start) // BATCH)) for start in starts)
+    making_s = cpu(lambda: collections.deque(batches(documents), 0))
     with tempfile.TemporaryDirectory() as folder:
-        store = open_store(folder)
-
-        def run(function: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
-            nonlocal peak_bytes
-            done = [function(task, 0) for task in tasks]
-            peak_bytes = max(peak_bytes, sum(store.sizes("dedup/").values()))
-            return done
-
-        making = cpu(lambda: [None for _ in batches(documents)])
-        signing = cpu(lambda: signed.extend(sign(store, documents, config))) - making
-        before_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        signed_bytes = sum(size for name, size in store.sizes().items() if not name.endswith(".arrow"))
-        results: list[Any] = []
-        finding = cpu(lambda: results.append(deduplicate(signed, config, store, run, memory_bytes=MEMORY_BYTES)))
-        final_bytes = sum(store.sizes("dedup/").values())
+        config = Dedup(**{method: True})
+        costs = measure_method(open_store(folder), splits, config, memory_bytes=MEMORY_BYTES)
     return {
-        "documents": documents, "signing_s": signing, "finding_s": finding, "signed_bytes": signed_bytes,
-        "peak_bytes": peak_bytes, "final_bytes": final_bytes, "memory_signing": before_bytes,
-        "memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "dropped": sum(results[0].dropped), "cut": sum(results[0].units_cut.values()),
+        "signing_s": costs.signing_s - making_s, "finding_s": costs.finding_s,
+        "signed": costs.signed_bytes / documents, "peak": costs.peak_bytes / documents,
+        "final": costs.final_bytes / documents, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3,
     }  # fmt: skip
 
 
@@ -103,13 +80,8 @@ def main() -> None:
             documents = str(times * arguments.documents)
             command = [sys.executable, "-m", __spec__.name, method, "--one", "--documents", documents]
             row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-            sizes = (row[name] / row["documents"] for name in ("signed_bytes", "peak_bytes", "final_bytes"))
-            print(
-                f"| {method} | {row['documents']:,} | {row['signing_s']:.1f} | {row['finding_s']:.1f} | "
-                + " | ".join(f"{size:.0f}" for size in sizes)
-                + f" | {row['memory'] / 1e6:.0f} MB |",
-                flush=True,
-            )
+            seconds = f"| {method} | {documents} | {row['signing_s']:.1f} | {row['finding_s']:.1f} "
+            print(seconds + "| {signed:.0f} | {peak:.0f} | {final:.0f} | {memory:.0f} MB |".format(**row), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -31,14 +29,14 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from benchmarks.measure import Figure
 from benchmarks.prepare.batches import to_batches
-from benchmarks.prepare.peers import EXTRACTORS
+from benchmarks.prepare.peers import EXTRACTORS, ask
 
 DATA = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
 HALF_MODEL = Path(__file__).with_name("extract_half.npz")
 PEER_CODE = """
-import json, logging, pathlib, sys, time, warnings
-warnings.filterwarnings("ignore"); logging.disable(logging.CRITICAL)
+import logging; logging.disable(logging.CRITICAL)
 def trafilatura_(**options):
     import trafilatura
     return lambda html: trafilatura.extract(html, **options)
@@ -50,22 +48,18 @@ peers = {
     "trafilatura, recall": lambda: trafilatura_(favor_recall=True),
     "trafilatura, no comments": lambda: trafilatura_(include_comments=False), "readability": readability_,
 }
-pages = sorted(pathlib.Path(sys.argv[1]).glob("*.html"))
+answer = {}
 for name, make in peers.items():
     try:
         extract = make()
     except ImportError as error:
         print(error, file=sys.stderr)
         continue
-    texts, cpu = [], 0.0
-    for page in pages:
-        html = page.read_text("utf-8")
-        start = time.process_time()
-        try: text = extract(html)
-        except Exception: text = ""
-        cpu += time.process_time() - start
-        texts.append(text or "")
-    print(json.dumps([name, cpu, texts]), flush=True)
+    texts, start = [], time.process_time()
+    for html in request:
+        try: texts.append(extract(html) or "")
+        except Exception: texts.append("")
+    answer[name] = [time.process_time() - start, texts]
 """
 
 
@@ -200,7 +194,7 @@ def _show(name: str, pages: Sequence[GoldPage], texts: Sequence[str], cpu_s: flo
     print(describe_filtered(pages, texts), flush=True)
 
 
-def main() -> None:
+def measure() -> list[Figure]:
     """Prints the scores and CPU milliseconds a page of each extractor, on the half that was not trained on."""
     from forebay.prepare.extract import extract_html, model
 
@@ -221,19 +215,10 @@ def main() -> None:
             texts.append(extract_html(page.html, extractor=name, options=options))
             cpu += time.process_time() - start
         _show(title, pages, texts, cpu)
-    if not Path(EXTRACTORS).exists():
-        print(f"{EXTRACTORS} is not there: peers left out. Set FOREBAY_EXTRACT_PEERS.")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for index, page in enumerate(pages):
-            Path(folder, f"{index:05}.html").write_text(page.html, "utf-8", "replace")
-        with subprocess.Popen([EXTRACTORS, "-c", PEER_CODE, folder], stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or ():
-                name, cpu, texts = json.loads(line)
-                _show(name, pages, texts, cpu)
-            if process.wait():
-                sys.exit(f"the peers failed: exit status {process.returncode}")
+    for name, (cpu, texts) in (ask(PEER_CODE, [page.html for page in pages], EXTRACTORS) or {}).items():
+        _show(name, pages, texts, cpu)
+    return []
 
 
 if __name__ == "__main__":
-    main()
+    measure()

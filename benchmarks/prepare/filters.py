@@ -15,16 +15,13 @@ from __future__ import annotations
 import collections
 import json
 import random
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder, passages
-from benchmarks.prepare.peers import NEMO, PEERS, ask
+from benchmarks.prepare.peers import NEMO, ask
 from forebay.formats.records import Record
 from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
@@ -33,17 +30,15 @@ from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepeti
 STAGES: tuple[Stage, ...] = (GopherQuality(), GopherRepetition(), FineWeb(), C4())
 
 PEER = r"""
-import json, sys, time
 from datatrove.data import Document
 from datatrove.pipeline.filters import (
     C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter)
-texts = json.load(open(sys.argv[1]))
 filters = [f(language="eng") for f in (
     GopherQualityFilter, GopherRepetitionFilter, FineWebQualityFilter, C4QualityFilter)]
 for f in filters:
     f.filter(Document(text="It is warm.", id="0"))
 reasons, spent = [], [0.0] * len(filters)
-for text in texts:
+for text in request:
     row = []
     for i, f in enumerate(filters):
         begun = time.process_time()
@@ -54,7 +49,7 @@ for text in texts:
         spent[i] += time.process_time() - begun
         row.append("" if result is True else result[1])
     reasons.append(row)
-json.dump([reasons, spent], open(sys.argv[2], "w"))
+answer = [reasons, spent]
 """
 
 
@@ -133,16 +128,6 @@ def ours(texts: list[str]) -> tuple[list[list[str]], list[float]]:
     return [list(row) for row in zip(*columns, strict=True)], spent
 
 
-def theirs(texts: list[str]) -> tuple[list[list[str]], list[float]]:
-    """The same of datatrove."""
-    with tempfile.TemporaryDirectory() as folder:
-        request_path, answer_path = Path(folder, "texts.json"), Path(folder, "reasons.json")
-        request_path.write_text(json.dumps(texts))
-        subprocess.run([PEERS, "-c", PEER, str(request_path), str(answer_path)], check=True)
-        reasons, spent = json.loads(answer_path.read_text())
-    return reasons, spent
-
-
 def show_differences(title: str, mine: list[list[str]], peer: list[list[str]]) -> float:
     """Print the rules by which decisions differ; the share of documents that both Gopher filters decide alike."""
     both = sum(
@@ -161,14 +146,14 @@ def show_differences(title: str, mine: list[list[str]], peer: list[list[str]]) -
 
 def measure(num_texts: int | None = 900) -> list[Figure]:
     """The tables, printed, and what the targets are set for; nothing without the peer."""
-    if not Path(PEERS).exists():
-        print(f"No peer: expected an interpreter with datatrove[processing] at {PEERS} (FOREBAY_PEERS).")
-        return []
     chance = random.Random(1)
     texts = real_texts()[:num_texts]
     near_texts = [borderline(text, chance) for text in texts[: len(texts) // 3]]
+    answer = ask(PEER, texts + near_texts)
+    if answer is None:
+        return []
+    peer, peer_spent = answer
     mine, spent = ours(texts + near_texts)
-    peer, peer_spent = theirs(texts + near_texts)
     megabytes = sum(len(text.encode()) for text in texts + near_texts) / 1e6
     print(f"{megabytes:.1f} MB; MB/s of one core: ours, datatrove, ratio")
     for stage, a, b in zip(STAGES, spent, peer_spent, strict=True):

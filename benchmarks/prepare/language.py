@@ -3,8 +3,7 @@
     python -m benchmarks.prepare.language
 
 Passages of 60 and of 300 characters in 23 languages. Beside: the fastText library with the same model (what datatrove
-and NeMo Curator run), and py3langid. `forebay` is the stage with all that it adds; `was` is the stage's first version,
-fasttext-predict called from Python in this process.
+and NeMo Curator run), and py3langid. `forebay` is the stage with all that it adds.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import time
 import zipfile
 from collections import Counter
 
-import fasttext
-
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.clean import corpora
 from benchmarks.prepare.corpus import data_folder
 from benchmarks.prepare.peers import ask
 from forebay.formats.records import Record
-from forebay.prepare.filters.language import LOOK_CHARS, Language
+from forebay.prepare.filters.language import Language
 
 FILES = {
     "en": "eng", "de": "deu_1901", "fr": "fra", "es": "spa", "it": "ita", "pt": "por_PT", "nl": "nld", "pl": "pol",
@@ -63,15 +60,6 @@ def ours(texts: list[str]) -> tuple[list[str], float]:
     return labels, time.process_time() - started
 
 
-def was(texts: list[str], path: str) -> float:
-    """CPU seconds through fasttext-predict, the text cut and put on one line as the stage did."""
-    model = fasttext.load_model(path)
-    started = time.process_time()
-    for text in texts:
-        model.predict(" ".join(text[:LOOK_CHARS].split()), k=1)
-    return time.process_time() - started
-
-
 def measure() -> list[Figure]:
     """The table, printed, and the ratios."""
     path = str(data_folder() / "lid/lid.176.ftz")
@@ -97,9 +85,7 @@ def measure() -> list[Figure]:
     if "fastText library" in engines:
         same = sum(a == b for a, b in zip(labels, engines["fastText library"][0]))
         print(f"labels equal to the library's: {same} of {len(texts)}")
-    figures = [Figure("language / what it was", was(speed_texts, path) / spent, "x CPU", "fasttext-predict in Python")]
-    figures += [Figure(f"language / {n}", cost / spent, "x CPU") for n, (_, cost) in engines.items() if n != "forebay"]
-    return figures
+    return [Figure(f"language / {n}", cost / spent, "x CPU") for n, (_, cost) in engines.items() if n != "forebay"]
 
 
 if __name__ == "__main__":

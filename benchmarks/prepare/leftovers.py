@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import Figure
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder
 from benchmarks.prepare.extract import gold_pages
@@ -144,11 +145,12 @@ def show_toxic() -> None:
         print(f"{name:30}{precision:10.2f}{recall:8.2f}" + "".join(cells))
 
 
-def main() -> None:
+def measure() -> list[Figure]:
     """Print both tables."""
     show_leftovers()
     show_toxic()
+    return []
 
 
 if __name__ == "__main__":
-    main()
+    measure()

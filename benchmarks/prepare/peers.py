@@ -31,8 +31,13 @@ def ask(code: str, request: Any, python: str = PEERS) -> Any:
         begin = "import json, sys, time, warnings; warnings.filterwarnings('ignore')\n"
         begin += "request = json.load(open(sys.argv[1]))\n"
         end = "\njson.dump(answer, open(sys.argv[2], 'w'))"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
         done = subprocess.run(
-            [python, "-I", "-c", begin + code + end, *paths], capture_output=True, text=True, cwd=folder
+            [python, "-I", "-c", begin + code + end, *paths],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
         )
         if done.returncode:
             print(f"peers failed: {done.stderr[-800:]}", file=sys.stderr)

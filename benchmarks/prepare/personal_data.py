@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Sequence
 
+from benchmarks.measure import Figure
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder
 from benchmarks.prepare.peers import ask
@@ -60,8 +61,9 @@ def ours(texts: Sequence[str], public_only: bool) -> tuple[list[list[tuple[str, 
     offsets, data = text_buffers(batch.column("text"))
     entity_of = {kind: entity for entity, kinds in ENTITIES.items() for kind in kinds}
     spans_by_text: list[list[tuple[str, int, int]]] = [[] for _ in texts]
-    rows = offsets.searchsorted(stage.find(batch.column("text"))[0], side="right") - 1
-    for row, first, stop, kind in zip(rows, *stage.find(batch.column("text"))):
+    spans = stage.find(batch.column("text"))
+    rows = offsets.searchsorted(spans[0], side="right") - 1
+    for row, first, stop, kind in zip(rows, *spans):
         if entity := entity_of.get(KINDS[kind]):
             before = len(data[offsets[row] : first].tobytes().decode())
             spans_by_text[row].append((entity, before, before + len(data[first:stop].tobytes().decode())))
@@ -76,7 +78,7 @@ def score(gold: Sequence[Spans], spans_by_text: Sequence[Spans]) -> str:
     return f"{right / total if total else 0:.3f} {hits / labelled:.3f}" if total else "-"
 
 
-def main() -> None:
+def measure() -> list[Figure]:
     """Print the table."""
     paths = [data_folder() / f"pii/{name}.json" for name in ("synth_dataset_v2", "generated_small")]
     rows = [row for path in paths for row in json.loads(path.read_text("utf-8"))]
@@ -97,7 +99,8 @@ def main() -> None:
         ]
         print(f"{entity:20}{sum(map(len, gold)):9}" + "".join(f"{cell:>26}" for cell in cells))
     print(f"{'MB per CPU second':29}" + "".join(f"{size / spent:26.2f}" for _, spent in engines.values()))
+    return []
 
 
 if __name__ == "__main__":
-    main()
+    measure()

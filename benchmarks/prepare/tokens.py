@@ -133,10 +133,5 @@ def measure(rounds: int = 3) -> list[Figure]:
     return figures
 
 
-def main() -> None:
-    """Print the table."""
-    show("prepare: tokenize", measure())
-
-
 if __name__ == "__main__":
-    main()
+    show("prepare: tokenize", measure())

@@ -4,7 +4,7 @@
 
 Processor and wall seconds of the whole tree of processes, from start to exit, on the same corpus in one run, at two
 sizes: what the larger takes beyond the smaller is free of fixed costs (imports, kernels, models). Both have compiled
-their bytecode before; ours also its kernels, and what the first run of all costs is printed once. Of ours the better
+their bytecode before; ours also its kernels. Of ours the better
 of two runs counts, of the peer's, a minute long, the only one. The peer runs with the interpreter in FOREBAY_PEERS.
 
 The counts differ by a few documents that lie near a threshold of Gopher's (see filters.py), and near duplicates that
@@ -26,6 +26,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.corpus import data_folder, make_corpus
@@ -73,15 +74,22 @@ def timed(command: list[str], **more: str) -> tuple[float, float, str]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, done.stdout
 
 
+def prepare(
+    inputs: str, out: str, tokenizer: Path | str, workers: int, **more: str
+) -> tuple[float, float, dict[str, Any]]:
+    """Processor and wall seconds of one `forebay prepare`, and its report."""
+    command = [sys.executable, "-m", "forebay", "prepare", inputs, "--out", out, "--json", "--quiet"]
+    command += ["--filter", "gopher", "--dedup", "minhash", "--tokenizer", str(tokenizer), "--workers", str(workers)]
+    cpu, wall, printed = timed(command, **more)
+    return cpu, wall, json.loads(printed)
+
+
 def run_ours(corpus: Path, tokenizer: Path | str, workers: int, **more: str) -> Outcome:
     """One `forebay prepare` from nothing."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "forebay", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
-        command += ["--filter", "gopher", "--dedup", "minhash", "--tokenizer", str(tokenizer), "--quiet"]
-        cpu, wall, printed = timed([*command, "--workers", str(workers)], **more)
-    results = json.loads(printed)
-    filtered = results["documents_out"] + results["dropped"].get("near_duplicate", 0)
-    return Outcome(cpu, wall, filtered, results["documents_out"], results["tokens"])
+        cpu, wall, report = prepare(str(corpus), f"{out}/dataset", tokenizer, workers, **more)
+    filtered = report["documents_out"] + report["dropped"].get("near_duplicate", 0)
+    return Outcome(cpu, wall, filtered, report["documents_out"], report["tokens"])
 
 
 def better_ours(corpus: Path, tokenizer: Path | str, workers: int, **more: str) -> Outcome:
@@ -112,11 +120,6 @@ def make_folder(folder: Path, megabytes: float) -> Path:
     return folder
 
 
-def row(name: str, run: Outcome, megabytes: float) -> None:
-    counts = f"{run.filtered:10}{run.documents:11}{run.tokens:12}"
-    print(f"  {name:30}{run.cpu_s:9.2f}{run.wall_s:9.2f}{megabytes / run.cpu_s:10.2f}{counts}")
-
-
 def measure(megabytes: float = 12, workers: int = 2) -> list[Figure]:
     """The table, printed, and the ratios; two to three minutes, nearly all of them the peer's."""
     tokenizer = data_folder() / "tokenizers/gpt-neo-test-tokenizer.json"
@@ -126,7 +129,6 @@ def measure(megabytes: float = 12, workers: int = 2) -> list[Figure]:
         folders = [make_folder(Path(name, str(i)), size) for i, size in enumerate(sizes)]
         tiny = make_folder(Path(name, "tiny"), 0.05)
         run_ours(tiny, tokenizer, workers)
-        cold = run_ours(tiny, tokenizer, workers, NUMBA_CACHE_DIR=f"{name}/kernels")
         if Path(PEERS).exists():
             run_datatrove(tiny, tokenizer, workers)
             results["datatrove"] = []
@@ -142,8 +144,9 @@ def measure(megabytes: float = 12, workers: int = 2) -> list[Figure]:
         print(f"\n{size:.0f} MB of JSON lines, --workers {workers}")
         print(f"  {'':30}{'CPU s':>9}{'wall s':>9}{'MB/CPU s':>10}{'filtered':>10}{'documents':>11}{'tokens':>12}")
         for what, runs in results.items():
-            row(what, runs[i], size)
-    print(f"\nOurs for the first time of all, 0.05 MB, kernels compiled: {cold.cpu_s:.1f} CPU s, {cold.wall_s:.1f} s")
+            run = runs[i]
+            counts = f"{run.filtered:10}{run.documents:11}{run.tokens:12}"
+            print(f"  {what:30}{run.cpu_s:9.2f}{run.wall_s:9.2f}{size / run.cpu_s:10.2f}{counts}")
     return _figures(results, sizes)
 
 

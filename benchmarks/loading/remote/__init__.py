@@ -1,1 +1,0 @@
-"""The loader from a remote origin: `python -m benchmarks.loading.remote [PART…]`; each part is a module."""
