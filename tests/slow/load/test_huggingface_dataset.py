@@ -18,22 +18,26 @@ from forebay.prepare.tokenize.tokenizers import byte_tokenizer, load_tokenizer
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 from support.hub_repos import write_repo
 from support.hub_server import HubServer, make_hub
+from support.store import stored
 
 
-@pytest.fixture(scope="module")
-def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    hub = make_hub(tmp_path_factory.mktemp("hub"))
-    # A vocabulary of bytes under the name gpt2: GPT-2's own takes half a second to load, and a hundred times the steps.
+def make_repositories(folder: Path) -> None:
+    """A vocabulary of bytes has the name gpt2: GPT-2's own takes half a second to load, and 100 times the steps."""
+    hub = make_hub(folder)
     (hub / "models/gpt2/tokenizer.json").write_text(byte_tokenizer().to_str())
-    return hub
+    repo = write_repo(hub / "datasets/example/scripted")
+    (repo / "scripted.py").write_text("import datasets\n")
+    copied = write_repo(hub / "datasets/example/copied") / "default/train/0000.parquet"
+    copied.parent.mkdir(parents=True)
+    shutil.copy(next((hub / "datasets/winglian").rglob("*train*.parquet")), copied)
 
 
 @pytest.fixture
-def hub(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A hub of our own, and nothing kept from before."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with HubServer(repositories) as server:
+    with HubServer(stored(make_repositories)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
 
@@ -51,12 +55,7 @@ def test_a_few_batches(hub: HubServer) -> None:
         dataset_name="tiny_shakespeare", rank=0, world_size=1, num_batches=5, batch_size=4, seq_len=128
     )
     assert len(dataset) == 5
-    shapes = [tuple(inputs.shape) for inputs, _ in dataset]
-    assert shapes == [(4, 128)] * 5
-    assert [tuple(labels.shape) for _, labels in dataset] == shapes
-
-
-def test_every_dataset_of_the_catalogue_streams_with_its_own_settings(hub: HubServer) -> None:
+    assert [(tuple(inputs.shape), tuple(labels.shape)) for inputs, labels in dataset] == [((4, 128), (4, 128))] * 5
     for name, seq_len in (("fineweb", 1024), ("fineweb-edu", 1024), ("pile", 2048), ("shakespeare", 512)):
         dataset = create_huggingface_dataset(name, num_batches=1, batch_size=1, streaming=True)
         inputs, labels = next(iter(dataset))
@@ -108,10 +107,10 @@ def test_kept_files_need_no_network(hub: HubServer, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_name_that_nothing_has(hub: HubServer) -> None:
-    with pytest.raises(FileNotFoundError, match="Dataset 'my-dataset' not found"):
-        create_huggingface_dataset("my-dataset")
-    with pytest.raises(UnknownDatasetError, match="Dataset 'some/where' not found"):
-        next(iter(create_huggingface_dataset("some/where")))
+    for name in ("my-dataset", "some/where"):
+        with pytest.raises(UnknownDatasetError, match=f"Dataset '{name}' not found") as reported:
+            next(iter(create_huggingface_dataset(name)))
+        assert isinstance(reported.value, FileNotFoundError)
 
 
 def test_a_hub_that_cannot_be_reached(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,21 +133,13 @@ def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         create_huggingface_dataset("shakespeare")
 
 
-def test_a_loading_script_is_not_run_and_its_copy_is_named(repositories: Path, hub: HubServer) -> None:
-    repo = write_repo(repositories / "datasets/example/scripted")
-    (repo / "scripted.py").write_text("import datasets\n")
+def test_a_loading_script_is_not_run_and_its_copy_is_named(hub: HubServer) -> None:
     with pytest.raises(PrepareError, match=r"got a loading script .scripted[.]py.") as reported:
         create_huggingface_dataset("example/scripted", tokenizer_name="bytes")
-    name = "example/scripted@refs%2Fconvert%2Fparquet"
-    assert name in str(reported.value)
-    (repo / "scripted.py").unlink()  # the copy is a revision with files alone
-    (repo / "default/train").mkdir(parents=True)
-    shutil.copy(
-        next((repositories / "datasets/winglian").rglob("*train*.parquet")), repo / "default/train/0000.parquet"
-    )
-    hub.revisions.add("refs/convert/parquet")
-    dataset = create_huggingface_dataset(name, num_batches=2, tokenizer_name="bytes")
-    assert len(list(dataset)) == 2
+    assert "example/scripted@refs%2Fconvert%2Fparquet" in str(reported.value)
+    hub.revisions.add("refs/convert/parquet")  # a revision with files alone
+    name = "example/copied@refs%2Fconvert%2Fparquet"
+    assert len(list(create_huggingface_dataset(name, num_batches=2, tokenizer_name="bytes"))) == 2
 
 
 def test_what_needs_another_package_says_so(hub: HubServer) -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import pytest
 
 from support.calibration import scaled
-from support.feeding import until
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
+from support.waiting import until
 
 STREAM = """
 import json, re, sys, time
@@ -82,7 +81,7 @@ def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path) -> None:
     process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
     cache = tmp_path / "cache"
     # Here, not only sent: a busy process leaves what was sent in its socket, and a kill loses that.
-    until(lambda: any(path.stat().st_size >= 1 << 20 for path in cache.rglob("*.incomplete")), "a part of it is here")
+    until(lambda: any(path.stat().st_size >= 1 << 20 for path in cache.rglob("*.incomplete")))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     before = hub.bytes_sent["train.jsonl"]
@@ -106,10 +105,7 @@ def test_without_a_network(tmp_path: Path) -> None:
         "import forebay; forebay.TextStream('hf:HuggingFaceFW/fineweb', tokenizer='bytes', seq_len=8, batch_size=1)"
     )
     reported = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    began = time.monotonic()
     done = subprocess.run([*cut_off, sys.executable, "-c", script], env=reported, capture_output=True, text=True)
     message = done.stderr.splitlines()[-1]
     assert message.startswith("forebay.errors.DownloadError: Failed to download dataset 'HuggingFaceFW/fineweb'")
-    assert (
-        "https://huggingface.co" in message and "tiny_shakespeare" in message and time.monotonic() - began < scaled(30)
-    )
+    assert "https://huggingface.co" in message and "tiny_shakespeare" in message
