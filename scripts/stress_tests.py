@@ -2,8 +2,8 @@
 
 Usage: python scripts/stress_tests.py [--runs 30] [--busy 3] [--stops] [--seed 1] [-- PYTEST ARGUMENTS]
 
---busy N runs N loops beside every second run; --stops sends SIGSTOP to a random process of the tests every few seconds and
-SIGCONT after 0.3 to 6 s. Prints the closing line of each run and the tests that failed; exits with 1 if any did.
+--busy N runs N loops beside every second run; --stops sends SIGSTOP to a random process of the tests every few seconds,
+and SIGCONT after 0.3 to 6 s. Prints the closing line of each run and the tests that failed; exits with 1 if any did.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def stop_at_random(process: "subprocess.Popen[str]", ended: threading.Event, cha
 
 def run(seed: int, busy: int, stops: bool, arguments: list[str]) -> tuple[str, list[str]]:
     """Return the closing line of one run, and the lines about its failures."""
-    command = [sys.executable, "-m", "pytest", "-n2", "--dist=loadgroup", "--ignore=tests/slow", "-p", "random_order"]
+    command = [sys.executable, "-m", "pytest", "-n2", "--dist=loadgroup", "--ignore=tests/slow"]
     command += ["--random-order-bucket=global", f"--random-order-seed={seed}", *arguments]
     ended = threading.Event()
     with ExitStack() as stack:
