@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import resource
 import shutil
 import struct
 import tarfile
@@ -45,11 +44,13 @@ from support.foreign_datasets import (
     write_saved,
 )
 from support.paths import GOLDEN
+from support.peak_memory import peak_growth_mib
 
 OPERATIONS = ("read_text", "open_rows", "open_tokens", "check")
 TEXTS = [f"document number {i}, with some words" for i in range(6)]
 TOKENS = (np.arange(600, dtype=np.uint32) * 37 % 50_000).astype(np.uint16)
 MAX_MIB = 200
+NUM_DAMAGED = 25  # Places in each file; tests/slow/fuzz tries many more.
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,7 @@ def test_a_sound_file_is_read_and_an_empty_one_has_no_content(
 
 
 def damaged(data: bytes, step: int, is_cut: bool) -> Iterator[bytes]:
-    for index in range(0, len(data), max(step, len(data) // 120)):
+    for index in range(0, len(data), max(step, len(data) // NUM_DAMAGED)):
         if is_cut:
             yield data[:index]
         else:
@@ -374,9 +375,8 @@ def test_damage_never_crashes(name: str, is_cut: bool, samples: dict[str, Sample
 def test_a_header_may_claim_anything(name: str, tmp_path: Path) -> None:
     """Sizes of terabytes in the header take no memory."""
     sample = PLAIN[name]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    got = dict(read_all(sample.write(tmp_path / "a", sample.hostile), name, sample))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_MIB << 10
+    path, got = sample.write(tmp_path / "a", sample.hostile), {}
+    assert peak_growth_mib(lambda: got.update(read_all(path, name, sample))) < MAX_MIB
     assert got.get("open_rows") is None and got.get("open_tokens") is None
     assert not got.get("check", False)
 
@@ -454,7 +454,7 @@ def test_every_column_comes_back_from_every_format(name: str, compress: str, tmp
     columns = {key: values for key, values in COLUMNS.items() if key not in REFUSED[name]}
     out = [tmp_path / str(i) for i in (0, 1)]
     for path in out:
-        options = ConvertOptions(slice_bytes=3000, compress=compress, name="sample")
+        options = ConvertOptions(slice_bytes=3000 if name == "parquet" else 6000, compress=compress, name="sample")
         report = convert(made_table(columns, 25), path, name, options)
     assert report.written.num_rows == len(ROWS)
     assert len(report.written.files) > 1 or compress or name == "webdataset"  # A tar is written by the MiB.

@@ -30,11 +30,11 @@ def saved(path: Path, tokens: np.ndarray) -> Path:
     return path
 
 
-def ids_of(tokens: np.ndarray, length: int) -> np.ndarray:
-    return np.array([sample_id(row) for row in tokens[: len(tokens) // length * length].reshape(-1, length)], "<u8")
+def sample_ids(tokens: np.ndarray) -> np.ndarray:
+    return np.array([sample_id(row) for row in tokens.reshape(-1, 256)], "<u8")
 
 
-def test_what_is_clean_gives_no_finding(tmp_path: Path) -> None:
+def test_clean_files_have_no_finding(tmp_path: Path) -> None:
     saved(tmp_path / "a.npy", text_tokens(N, 1))
     raw(tmp_path / "b.bin", text_tokens(N, 2))
     raw(tmp_path / "c.ds", text_tokens(N, 3, vocab=128_000, dtype=np.uint32))
@@ -82,10 +82,9 @@ def test_truncated_files(tmp_path: Path, lost: int) -> None:
     assert look(path)[0].metadata["tokens"] == N - (lost + 1) // 2
 
 
-def test_what_was_appended_to_a_npy(tmp_path: Path) -> None:
+def test_bytes_after_a_npy(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.npy", text_tokens(N))
-    with path.open("ab") as file:
-        file.write(b"\x05" * 999)
+    path.write_bytes(path.read_bytes() + b"\x05" * 999)
     result = only("appended", path)
     assert result.location == f"byte {128 + 2 * N}" and "truncate" in result.advice
 
@@ -137,40 +136,28 @@ def test_zeros_that_were_set_aside(tmp_path: Path) -> None:
 # Sample ids.
 
 
-def pair(folder: Path, tokens: np.ndarray, ids: np.ndarray, length: int = 256) -> Path:
+def pair(folder: Path, tokens: np.ndarray, ids: np.ndarray) -> Path:
     folder.mkdir(exist_ok=True)
-    path, id_path = write_shard(folder, 0, tokens[: len(tokens) // length * length], length)
+    path, id_path = write_shard(folder, 0, tokens, 256)
     id_path.write_bytes(ids.astype("<u8").tobytes())
     return path
 
 
-def test_a_sound_pair_gives_nothing(tmp_path: Path) -> None:
+def test_sample_ids(tmp_path: Path) -> None:
+    """Sound ones; of the tokens in another type; all equal; one too many or too few; none."""
     tokens = text_tokens(40 * 256)
-    (report,) = look(pair(tmp_path / "s", tokens, ids_of(tokens, 256)))
+    sound = sample_ids(tokens)
+    (report,) = look(pair(tmp_path / "s", tokens, sound))
     assert report.ok and report.metadata["sample_tokens"] == 256 and report.metadata["sample_ids"] == 40
-
-
-def test_ids_that_are_not_of_the_tokens(tmp_path: Path) -> None:
-    """Of the tokens in another type; all equal; one too many or too few; of spans of no bytes."""
-    tokens = text_tokens(40 * 256)
-    sound = ids_of(tokens, 256)
-    for number, ids in enumerate(
-        (ids_of(tokens.astype(np.uint32), 256), np.full(40, 7, "<u8"), np.append(sound, 5), sound[:-3], sound[:0])
-    ):
-        path = pair(tmp_path / str(number), tokens, ids.astype("<u8"))
+    invalid = sample_ids(tokens.astype(np.uint32)), np.full(40, 7), np.append(sound, 5), sound[:-3], sound[:0]
+    for number, ids in enumerate(invalid):
+        path = pair(tmp_path / str(number), tokens, ids)
         assert "move the ids away" in only("ids-mismatch", path).advice
     path.with_name("sample_ids_000000.bin").unlink()
     dataset = open_external(path)
     assert dataset is not None and dataset.verify().ok and np.array_equal(dataset.open_slice(0).tokens, tokens)
-
-
-def test_tokens_that_changed_are_not_given_new_ids(tmp_path: Path) -> None:
-    tokens = text_tokens(40 * 256)
-    ids = ids_of(tokens, 256)
-    tokens[256 * 5] ^= 1
-    path = pair(tmp_path / "s", tokens, ids)
-    result = only("ids-mismatch", path)
-    assert "fetch" in result.advice
+    tokens[256 * 5] ^= 1  # Tokens that changed are not given new ids.
+    assert "fetch" in only("ids-mismatch", pair(tmp_path / "changed", tokens, sound)).advice
 
 
 def test_a_large_file_is_read_in_part(tmp_path: Path) -> None:
@@ -180,24 +167,16 @@ def test_a_large_file_is_read_in_part(tmp_path: Path) -> None:
     assert part.ok and part.read_bytes < part.total_bytes and full.read_bytes == full.total_bytes
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    vocab=st.integers(300, 200_000),
-    count=st.integers(1, 6000),
-    seed=st.integers(0, 1 << 30),
-    suffix=st.sampled_from([".npy", ".bin"]),
-    even=st.booleans(),
-)
+@settings(suppress_health_check=list(HealthCheck))
+@given(st.integers(300, 200_000), st.integers(1, 6000), st.integers(0, 1 << 30), st.booleans(), st.booleans())
 def test_clean_random_files_give_no_finding(
-    tmp_path: Path, vocab: int, count: int, seed: int, suffix: str, even: bool
+    tmp_path: Path, vocab: int, count: int, seed: int, has_header: bool, is_even: bool
 ) -> None:
     kind = np.uint16 if vocab <= 1 << 16 else np.uint32
-    tokens = (
-        np.random.default_rng(seed).integers(0, vocab, count, kind) if even else text_tokens(count, seed, vocab, kind)
-    )
-    path = tmp_path / f"a{suffix}"
-    (saved if suffix == ".npy" else raw)(path, tokens)
+    even = np.random.default_rng(seed).integers(0, vocab, count, kind)
+    tokens = even if is_even else text_tokens(count, seed, vocab, kind)
+    path = saved(tmp_path / "a.npy", tokens) if has_header else raw(tmp_path / "a.bin", tokens)
     registered = {"dtype": np.dtype(kind), "vocab_size": max(vocab, EOS + 1)}
     assert not findings(path, **registered)
-    if suffix == ".npy" or count >= 1024:
+    if has_header or count >= 1024:
         assert not findings(path)

@@ -12,10 +12,9 @@ import pytest
 from forebay.errors import UsageError
 from forebay.formats import base as registry
 from forebay.formats.detect import detect
-from forebay.formats.inputs import ReadOptions
 from forebay.plugins import plugins
-from forebay.prepare.inputs import find_inputs, read_split, split_files
 from support.paths import ROOT
+from support.preparing import read_records
 
 PAGE = "---\ntitle: A page\nurl: https://example.org/a\n---\nThe text of it.\n"
 
@@ -57,9 +56,7 @@ def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path) -> No
     (data / "c.txt").write_text("plain text")
     assert registry.format_names()[-1] == "markdown"
     assert detect(data / "a.md").format == "markdown"
-    options = ReadOptions()
-    records = [r for s in split_files(find_inputs(data, options).files, options) for r in read_split(s, options)]
-    assert [(r.text, r.url, r.problem) for r in records] == [
+    assert [(record.text, record.url, record.problem) for record in read_records(data)] == [
         ("A page\n\nThe text of it.", "https://example.org/a", ""),
         ("", "", "front matter without an end"),
         ("plain text", "", ""),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from forebay.formats.code import language_of, licence_of, spdx_of
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
-from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.inputs import find_inputs
 from forebay.prepare.tasks.keys import source_key
 from support.paths import ROOT
+from support.preparing import read_records
 
 MIT = """The MIT License (MIT)
 
@@ -34,10 +33,8 @@ APACHE = ROOT / "LICENSE"
 
 
 def records(path: Path) -> dict[str, Record]:
-    options = ReadOptions(format="code", columns={"language": "text", "licence": "text", "other": "text"})
-    found = find_inputs(path, options)
-    read = [record for split in split_files(found.files, options) for record in read_split(split, options)]
-    return {record.id: record for record in read if record.problem != "blank"}
+    columns = {"language": "text", "licence": "text", "other": "text"}
+    return {record.id: record for record in read_records(path, format="code", columns=columns)}
 
 
 def test_every_text_of_a_tree_is_a_document_with_language_and_licence(tmp_path: Path) -> None:
@@ -98,16 +95,12 @@ def test_a_licence_above_what_the_user_named_is_not_looked_at(tmp_path: Path) ->
     assert records(tmp_path / "tree")["tree/a.py"].values[1] == "Apache-2.0 AND MIT"
 
 
-@pytest.mark.parametrize(
-    ("name", "language"),
-    [
-        ("a/b.RS", "rust"), ("a.tsx", "tsx"), ("a.ipynb", "jupyter"), ("a.mm", "objective-c++"), ("a.svg", "xml"),
-        ("Dockerfile", "dockerfile"), ("CMakeLists.txt", "cmake"), ("README", ""), ("a.jl", "julia"), ("a.sh", "shell"),
-        ("noname", ""),
-    ],
-)  # fmt: skip
-def test_a_name_tells_the_language(name: str, language: str) -> None:
-    assert language_of(name) == language
+def test_a_name_tells_the_language() -> None:
+    names = {
+        "a/b.RS": "rust", "a.tsx": "tsx", "a.ipynb": "jupyter", "a.mm": "objective-c++", "a.svg": "xml", "README": "",
+        "Dockerfile": "dockerfile", "CMakeLists.txt": "cmake", "a.jl": "julia", "a.sh": "shell", "noname": "",
+    }  # fmt: skip
+    assert {name: language_of(name) for name in names} == names
 
 
 def test_licence_texts_are_told_apart() -> None:
@@ -119,18 +112,15 @@ def test_licence_texts_are_told_apart() -> None:
     assert licence_of(MIT + APACHE.read_text()) == "Apache-2.0 AND MIT"
 
 
-@pytest.mark.parametrize(
-    ("text", "expression"),
-    [
-        ("/* SPDX-License-Identifier: GPL-2.0 WITH Linux-syscall-note */", "GPL-2.0 WITH Linux-syscall-note"),
-        ("<!-- SPDX-License-Identifier: MIT -->", "MIT"),
-        ("# SPDX-License-Identifier:   (MIT OR  Apache-2.0)\r\n", "(MIT OR Apache-2.0)"),
-        ("x" * 5000 + "SPDX-License-Identifier: MIT", ""),
-        ("SPDX-License-Identifier:\nMIT", ""),
-    ],
-)
-def test_identifiers_in_a_file(text: str, expression: str) -> None:
-    assert spdx_of(text) == expression
+def test_identifiers_in_a_file() -> None:
+    texts = {
+        "/* SPDX-License-Identifier: GPL-2.0 WITH Linux-syscall-note */": "GPL-2.0 WITH Linux-syscall-note",
+        "<!-- SPDX-License-Identifier: MIT -->": "MIT",
+        "# SPDX-License-Identifier:   (MIT OR  Apache-2.0)\r\n": "(MIT OR Apache-2.0)",
+        "x" * 5000 + "SPDX-License-Identifier: MIT": "",
+        "SPDX-License-Identifier:\nMIT": "",
+    }
+    assert {text: spdx_of(text) for text in texts} == texts
 
 
 def test_a_licence_is_part_of_the_name_of_what_is_under_it(tmp_path: Path) -> None:

@@ -1,0 +1,23 @@
+"""How much memory something takes at most, in this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+PROCESS = Path("/proc/self")
+
+
+def _mib(name: str) -> int:
+    found = re.search(rf"{name}:\s*(\d+) kB", (PROCESS / "status").read_text())
+    assert found is not None
+    return int(found[1]) >> 10
+
+
+def peak_growth_mib(run: Callable[[], object]) -> int:
+    """Return by how many MiB the resident memory grew at most while `run` ran."""
+    (PROCESS / "clear_refs").write_text("5")  # The peak is the current size from here on.
+    before = _mib("VmRSS")
+    run()
+    return _mib("VmHWM") - before
