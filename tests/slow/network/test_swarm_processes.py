@@ -1,51 +1,141 @@
-"""Swarms of processes on loopback: the origin gives once, its death is survived, a bucket's limit is not met.
-
-`FOREBAY_SWARM_FULL=1` runs 8 members and 64 MiB, as `python -m benchmarks.swarm` does; by default less.
-"""
+"""Swarms of processes on loopback: the origin gives once, its death is survived, a bucket's limit is not met."""
 
 from __future__ import annotations
 
-import os
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from benchmarks.swarm import make_dataset, run_round
+import pytest
 
+from forebay.dataset.reader import open_dataset
+from forebay.network.client import Client
+from forebay.network.pki.identity import Identity
+from support.nodes import make_dataset, make_network
 from support.origin_server import OriginServer
+from support.processes import Process
+from support.waiting import until
 
-_FULL = "FOREBAY_SWARM_FULL" in os.environ
-MEMBERS, SLICES, SLICE_BYTES = (8, 64, 1 << 20) if _FULL else (8, 24, 1 << 18)
+NODE = """
+import json, sys
+from forebay.data_node import DataNode
+from forebay.dataset.reader import open_dataset
+from forebay.network.limits import ServerLimits
+from forebay.network.pki.identity import Identity
+from forebay.storage.origins import open_remote
+folder, source, upload = sys.argv[1:]
+dataset = open_remote(source) if "://" in source else open_dataset(source)
+limits = ServerLimits(upload_bytes_per_s=float(upload))
+with DataNode(Identity.load(folder), [dataset], "127.0.0.1", 0, None, limits=limits) as node:
+    print(json.dumps({"address": node.address}), flush=True)
+    sys.stdin.read()
+"""
+# Whoever has everything before others begin would leave, and take its copies along: all begin together.
+MEMBER = """
+import json, sys
+from forebay.dataset.reader import open_dataset
+from forebay.mirror import mirror_by_swarm
+from forebay.network.addresses import parse_address
+from forebay.storage.origins import open_remote
+from support.local_discovery import LocalDiscovery
+folder, address, out = sys.argv[1:]
+began = []
+def wait_for_others(num_bytes):
+    if num_bytes and not began:
+        began.append(True)
+        print('{"began": true}', flush=True)
+        sys.stdin.readline()
+known = LocalDiscovery(known=[parse_address(address)])
+dataset = open_remote("forebay://test/tiny", identity=folder, discovery=known, from_urls="any")
+report, figures = mirror_by_swarm(dataset, out, share=True, on_progress=wait_for_others, linger_s=30.0)
+verified = report.complete and open_dataset(out).verify(workers=1).ok
+print(json.dumps({"verified": verified, **figures}), flush=True)
+"""
 
 
-def test_eight_processes_that_want_everything_take_it_from_the_origin_once(tmp_path: Path) -> None:
-    done = run_round(tmp_path, members=MEMBERS, num_slices=SLICES, slice_bytes=SLICE_BYTES)
-    assert done.num_verified == MEMBERS and done.failed == 0
-    assert done.from_origins == SLICES and done.origin_ratio <= 1.1
+class SwarmOfProcesses:
+    """A data node and members that mirror its dataset."""
+
+    def __init__(self, folder: Path, num_members: int, source: str, upload: float) -> None:
+        names = [f"member{i}" for i in range(num_members)]
+        self.client = Client(Identity.load(make_network(folder, ["data", "reader", *names], [])["reader"]))
+        self.node = Process("-c", NODE, folder / "data", source, upload)
+        self.address = self.node.ready()["address"]
+        self.members = [Process("-c", MEMBER, folder / name, self.address, folder / f"out-{name}") for name in names]
+
+    def begin(self) -> None:
+        for member in self.members:
+            member.ready("began")
+        for member in self.members:
+            assert member.popen.stdin is not None
+            member.popen.stdin.write("\n")
+            member.popen.stdin.flush()
+
+    def status(self) -> dict[str, Any]:
+        return self.client.request_json(self.address, "GET", "/v1/status")[0]
+
+    def finish(self) -> int:
+        """Wait for all; return how many slices came from the origin."""
+        reports = [member.ready("verified") for member in self.members]
+        assert all(report["verified"] for report in reports), reports
+        return sum(report["from_origins"] for report in reports)
+
+    def close(self) -> None:
+        self.client.close()
+        for process in (*self.members, self.node):
+            process.end()
 
 
-def test_the_data_node_is_killed_once_every_slice_is_out_and_all_finish(tmp_path: Path) -> None:
-    done = run_round(
-        tmp_path, members=3, num_slices=12, slice_bytes=SLICE_BYTES, cap=8 * SLICE_BYTES, kill=True, timeout_s=60.0
-    )
-    assert done.num_verified == 3 and done.from_origins == 12
+@pytest.fixture
+def swarms(tmp_path: Path) -> Iterator[Any]:
+    """Starts swarms."""
+    started = []
+
+    def start(num_members: int, source: object, upload: float = 1e9) -> SwarmOfProcesses:
+        started.append(SwarmOfProcesses(tmp_path, num_members, str(source), upload))
+        return started[-1]
+
+    yield start
+    for swarm in started:
+        swarm.close()
 
 
-def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_request_an_object(tmp_path: Path) -> None:
-    make_dataset(tmp_path / "web", 16, 1 << 16)
-    (tmp_path / "swarm").mkdir()
+def test_processes_that_want_everything_take_it_from_the_origin_once(tmp_path: Path, swarms: Any) -> None:
+    make_dataset(tmp_path / "web", 24, 1 << 17)
+    swarm = swarms(5, tmp_path / "web")
+    swarm.begin()
+    assert swarm.finish() == 24
+    assert swarm.status()["bytes_sent"] <= 1.1 * open_dataset(tmp_path / "web").table.bytes.sum()
+
+
+def test_the_data_node_is_killed_once_every_slice_is_out_and_all_finish(tmp_path: Path, swarms: Any) -> None:
+    make_dataset(tmp_path / "web", 12, 1 << 17)
+    swarm = swarms(3, tmp_path / "web", upload=8 * (1 << 18))
+    swarm.begin()
+    until(lambda: next(iter(swarm.status()["swarms"].values()))["least_copies"] > 0)
+    swarm.node.end()
+    assert swarm.finish() == 12
+
+
+def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_request_an_object(
+    tmp_path: Path, swarms: Any
+) -> None:
+    make_dataset(tmp_path / "web", 16, 1 << 15)
     with OriginServer(tmp_path / "web") as server:
         server.faults.requests_per_s = 40.0
         server.faults.retry_after = "1"
-        done = run_round(tmp_path / "swarm", members=3, num_slices=16, slice_bytes=1 << 16, origin=server.url)
-        asked = sum(count for name, count in server.requests.items() if "slices/" in name)
+        swarm = swarms(3, server.url)
+        swarm.begin()
+        assert swarm.finish() == 16
+        num_requests = sum(count for name, count in server.requests.items() if "slices/" in name)
         server.faults.requests_per_s = 5.0
         names = [str(path.relative_to(tmp_path / "web")) for path in tmp_path.glob("web/slices/*.safetensors")]
         with ThreadPoolExecutor(3) as pool:  # Three readers that each ask for all, once.
             alone = list(pool.map(lambda name: _status(f"{server.url}/{name}"), names * 3))
-    assert done.num_verified == 3 and done.from_origins == 16
-    assert asked <= 1.25 * 16, server.requests
+    assert num_requests <= 1.25 * 16, server.requests
     assert len(alone) == 3 * 16 and 503 in alone
 
 
