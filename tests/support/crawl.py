@@ -13,7 +13,7 @@ CRAWL = "CC-MAIN-2026-30"
 
 
 def record(number: int, text: bytes) -> bytes:
-    """A member with a `conversion` record."""
+    """Return a member with a `conversion` record."""
     head = (
         f"WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Target-URI: http://site{number}.example/\r\n"
         f"WARC-Date: 2026-07-0{number % 9 + 1}T00:00:00Z\r\nWARC-Record-ID: <urn:uuid:{number}>\r\n"
@@ -38,7 +38,7 @@ def write_mirror(root: Path, num_files: int = 5, num_records: int = 20, record_b
 
 
 def index_lines(root: Path, path: str) -> list[dict[str, Any]]:
-    """What the index of CommonCrawl says of the records of a file."""
+    """Return the results of the index of CommonCrawl for the records of a file."""
     data, offset, lines = (root / path).read_bytes(), 0, []
     while offset < len(data):
         member = zlib.decompressobj(31)

@@ -56,7 +56,7 @@ def make_corpus(folder: Path) -> None:
         write_jsonl(folder / f"{k}.jsonl", [*rows, {"id": "same", "text": "one document that all have"}])
 
 
-def prepare_to(
+def prepare_output(
     to: str, corpus: Path, out: Path | str, tables: dict[str, Any] | None = None, **more: Any
 ) -> PrepareResult:
     """Prepare a corpus as one output, with deduplication and in another order."""
@@ -68,4 +68,4 @@ def make_outputs(folder: Path) -> None:
     (folder / "in").mkdir()
     make_corpus(folder / "in")
     for to in OUTPUTS:
-        prepare_to(to, folder / "in", folder / to, write_ids=folder / f"{to}.ids")
+        prepare_output(to, folder / "in", folder / to, write_ids=folder / f"{to}.ids")

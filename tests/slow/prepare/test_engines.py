@@ -169,7 +169,7 @@ class Task(Piece):
     def load(self):
         Task.loaded_by = os.getpid()
 
-def loaded_by(task, scale):
+def loader_id(task, scale):
     return Task.loaded_by
 
 def wait():
@@ -181,7 +181,7 @@ def load(thread):
     if thread:
         threading.Thread(target=stop.wait).start()
     with LocalEngine(2) as engine:
-        engine.map(loaded_by, [Task(i) for i in range(3)], lambda index, result: results.append(result))
+        engine.map(loader_id, [Task(i) for i in range(3)], lambda index, result: results.append(result))
     stop.set()
     print(set(results) == {os.getpid()}, set(results) == {None})
 

@@ -1,4 +1,4 @@
-"""What hostile files cost: time in proportion to their size, and little memory.
+"""Costs of hostile files: time in proportion to their size, and little memory.
 
 CPU times and memory of processes of their own are compared, with a factor of two and more between a pass and a fail.
 """

@@ -14,7 +14,7 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare import path_lists
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from support.crawl import CRAWL, write_mirror
-from support.outputs import OUTPUTS, hashes, make_outputs, output, prepare_to
+from support.outputs import OUTPUTS, hashes, make_outputs, output, prepare_output
 from support.preparing import prepare, write_jsonl
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from support.store import stored
@@ -47,7 +47,7 @@ def test_the_bytes_do_not_depend_on_the_processes(made: Path, tmp_path: Path, to
     """Without deduplication, whose kernels each process would load."""
     for workers in (1, 3):
         folder = tmp_path / str(workers)
-        prepare_to(to, made / "in", folder / "out", {"dedup": {}}, write_ids=folder / "ids", workers=workers)
+        prepare_output(to, made / "in", folder / "out", {"dedup": {}}, write_ids=folder / "ids", workers=workers)
     assert hashes(tmp_path / "3") == hashes(tmp_path / "1")
 
 
@@ -56,10 +56,10 @@ def test_a_bucket_has_what_a_directory_has(
     made: Path, tmp_path: Path, to: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    result = prepare_to(to, made / "in", f"s3://bucket/{to}")
+    result = prepare_output(to, made / "in", f"s3://bucket/{to}")
     assert output(bucket / to) == output(made / to)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    again = prepare_to(to, made / "in", f"s3://bucket/{to}")
+    again = prepare_output(to, made / "in", f"s3://bucket/{to}")
     assert again.already_exists and (again.id, again.documents_out) == (result.id, result.documents_out)
 
 

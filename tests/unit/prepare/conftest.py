@@ -1,4 +1,4 @@
-"""What holds for every fast test of prepare: nothing of it starts a process."""
+"""Set-up of every fast test of prepare: nothing of it starts a process."""
 
 from __future__ import annotations
 

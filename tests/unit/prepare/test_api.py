@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -17,6 +15,7 @@ from forebay.formats.base import get_format
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.prepare.api import ApiProgress, acquire
+from support.answers import Answer, serve
 from support.preparing import good_texts, read_lines
 
 PER_PAGE, PAGES = 10, 12
@@ -34,7 +33,7 @@ class Server:
 
     url: str = ""
     shape: str = "reddit"
-    faults: dict[int, list[str]] = field(default_factory=dict)
+    faults: dict[int, Iterator[str]] = field(default_factory=dict)
     requests: list[tuple[int, float]] = field(default_factory=list)
     seen_headers: list[str] = field(default_factory=list)
     now: float = 1000.0
@@ -58,44 +57,27 @@ class Server:
         ]
         return json.dumps({"data": {"children": children, "after": following}}).encode()
 
+    def answer(self, path: str, headers: Mapping[str, str]) -> Answer | None:
+        query = parse_qs(urlsplit(path).query)
+        index = int((query.get("after") or query.get("next_token") or ["c0"])[0][1:])
+        self.requests.append((index, self.now))
+        self.seen_headers.append(headers.get("Authorization", ""))
+        fault = next(self.faults.get(index, iter(())), "")
+        if fault == "drop":
+            return None
+        more, body = FAULTS.get(fault, ({}, self.page(index)))
+        if fault == "loop":
+            body = body.replace(b'"c%d"' % (index + 1), b'"c%d"' % index)
+        return int(fault) if fault.isdigit() else 200, more, body or self.page(index), 50 if fault == "short" else None
+
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     state = Server()
     monkeypatch.setattr("forebay.prepare.api.time", state)
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            query = parse_qs(urlsplit(self.path).query)
-            index = int((query.get("after") or query.get("next_token") or ["c0"])[0][1:])
-            state.requests.append((index, state.now))
-            state.seen_headers.append(self.headers.get("Authorization", ""))
-            faults = state.faults.get(index)
-            fault = faults.pop(0) if faults else ""
-            headers, body = FAULTS.get(fault, ({}, b""))
-            body = body or state.page(index)
-            if fault == "loop":
-                body = body.replace(b'"c%d"' % (index + 1), b'"c%d"' % index)
-            self.close_connection = True
-            if fault == "drop":
-                return
-            self.send_response(int(fault) if fault.isdigit() else 200)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body[: len(body) // 2] if fault == "short" else body)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.handle_error = lambda *_: None
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        state.url = f"http://127.0.0.1:{http.server_port}/listing"
+    with serve(state.answer) as url:
+        state.url = f"{url}/listing"
         yield state
-        http.shutdown()
-        thread.join()
 
 
 def spec(tmp_path: Path, server: Server, more: str = "", preset: str = "reddit") -> Path:
@@ -112,14 +94,8 @@ ALL = [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
 
 
 def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
-    server.faults = {
-        0: ["500", "drop"],
-        2: ["429"],
-        3: ["html", "503", "short"],
-        5: ["drop", "drop", "drop"],
-        7: ["limit"],
-        9: ["429", "500"],
-    }
+    faults = {0: "500 drop", 2: "429", 3: "html 503 short", 5: "drop drop drop", 7: "limit", 9: "429 500"}
+    server.faults = {index: iter(names.split()) for index, names in faults.items()}
     reported: list[ApiProgress] = []
     path = acquire(spec(tmp_path, server), tmp_path / "out", reported.append)
     result = read_lines(path)
@@ -144,7 +120,7 @@ def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:
 
 
 def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.faults = {3: ["500"] * 3}
+    server.faults = {3: iter(["500"] * 3)}
     description = spec(tmp_path, server)
     monkeypatch.setattr("forebay.prepare.api.MAX_TRIES", 3)
     with pytest.raises(PrepareError, match=r"failed 3 times; last: HTTP status 500.*Run again to resume"):
@@ -154,10 +130,10 @@ def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypa
     assert ids(acquire(description, tmp_path / "out")) == ALL
     assert server.requests[num_requests][0] == 3
     for fault, message in (("403", "HTTP status 403"), ("loop", "names itself"), ("302", "HTTP status 302")):
-        server.faults = {1: [fault]}
+        server.faults = {1: iter([fault])}
         with pytest.raises(PrepareError, match=message):
             acquire(description, tmp_path / fault)
-    server.faults = {0: ["429"]}
+    server.faults = {0: iter(["429"])}
     with pytest.raises(PrepareError, match="more than max_wait_s"):
         acquire(spec(tmp_path, server, "max_wait_s = 0.1\n"), tmp_path / "wait")
 

@@ -1,11 +1,10 @@
-"""WARC, WET and ARC: the sample archives against independent readers, and archives damaged on purpose."""
+"""WARC, WET and ARC by hand, damaged on purpose; `tests/slow/prepare/test_prepare_data.py` has real ones."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import zlib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from forebay.formats.http_message import body_text, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
-from forebay.formats.warc import RawRecord, Warc, read_raw
+from forebay.formats.warc import Warc
 from support.shared_data import shared_data
 
 
@@ -26,56 +25,8 @@ def source(path: Path) -> InputFile:
     return InputFile(str(path), path.name, "warc", packed, path.stat().st_size, "")
 
 
-def raw(path: Path, **options: Any) -> list[RawRecord]:
-    return list(read_raw(source(path), ReadOptions(**options)))
-
-
 def documents(path: Path, **options: Any) -> list[Record]:
     return list(Warc().read_text(InputSplit((source(path),)), ReadOptions(**options)))
-
-
-# What our reader makes of the archives that others stumble over: sound records, problems.
-DAMAGED = {
-    "aut/badexample.arc.gz": (5, 0),  # one gzip member; its last record has as much as HTTP says
-    "cc_net/sample.warc.txt": (4, 0),  # lengths in characters, not bytes
-    "fastwarc/block-sized-records.warc.lz4": (3, 0),
-    "fastwarc/clipped.warc.gz": (0, 1),  # ends within its only record
-    "fastwarc/warcfile.warc.lz4": (50, 0),
-    "pywb/bad.arc": (2, 2),  # lengths -1 and abc
-    "pywb/example-bad.warc.gz.bad": (6, 0),
-    "pywb/example.warc": (6, 0),
-    "warcio/bad.arc": (2, 2),
-    "warcio/example-bad-non-chunked.warc.gz": (6, 0),
-    "warcio/example-bad.warc.gz.bad": (6, 0),
-    "warcio/example-trunc.warc": (4, 0),
-    "warcio/example-wrong-chunks.warc.gz": (2, 0),
-    "webarchive-commons/IAH-20080430204825-00000-blackbook-truncated.arc": (9, 0),
-    "webarchive-commons/link-extraction-test.warc": (8, 0),
-    "whirlwind/CC-MAIN-2024-22.warc.paths.gz": (0, 1),  # no archive
-}
-
-
-def test_every_sample_archive_has_as_many_records_as_warcio_reads() -> None:
-    warcio = pytest.importorskip("warcio.archiveiterator")
-    folder, compared = shared_data("warc"), 0
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if not path.is_file():
-            continue
-        result = raw(path)
-        problems = [record for record in result if record.problem]
-        if name in DAMAGED:
-            assert (len(result) - len(problems), len(problems)) == DAMAGED[name], name
-            continue
-        with path.open("rb") as file:
-            records = [(r.rec_type, r.raw_stream.read()) for r in warcio.ArchiveIterator(file, no_record_parse=True)]
-        expected = Counter(kind for kind, _ in records)
-        expected["warcinfo"] += expected.pop("arc_header", 0)
-        assert Counter(record.kind for record in result) == +expected and not problems, name
-        if name in ("dolma/sample-0000.warc.gz", "pywb/iana.warc.gz", "fastwarc/warcfile.warc"):
-            assert [record.block for record in result] == [block for _, block in records], name
-        compared += 1
-    assert compared == 46
 
 
 def warc_record(

@@ -85,17 +85,17 @@ def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path: 
     assert (tmp_path / MEMBERS / "3.json").exists() and read_progress(tmp_path)["state"] == "done"
 
 
-def record_with(name: str, **fields: Any) -> dict[str, Any]:
+def member_record(name: str, **fields: Any) -> dict[str, Any]:
     record = ProgressRecord(open_store("unused"), "d", "dataset", 2, member=name, price_per_core_hour=0.5).to_json()
     return {**record, "state": "running", "key": KEY, **fields}
 
 
 def test_who_is_silent_and_who_is_gone_is_named() -> None:
     records = [
-        record_with("0"),
-        record_with("1", updated_at=time.time() - 3000, host="elsewhere"),
-        record_with("2", pid=1 << 30),
-        record_with("10", state="ended", error="all are finished"),
+        member_record("0"),
+        member_record("1", updated_at=time.time() - 3000, host="elsewhere"),
+        member_record("2", pid=1 << 30),
+        member_record("10", state="ended", error="all are finished"),
     ]
     merged = merge(records)
     states = [(m["member"], m["state"]) for m in merged["members"]]
@@ -104,7 +104,7 @@ def test_who_is_silent_and_who_is_gone_is_named() -> None:
     assert merge(records[1:])["state"] == "ended"
     interrupted = merge(records[1:3])
     assert interrupted["state"] == "interrupted" and "2 of 2 processes are gone" in interrupted["error"]
-    failed = merge([*records[1:], record_with("4", state="failed", error="line 7 is broken", host="node4")])
+    failed = merge([*records[1:], member_record("4", state="failed", error="line 7 is broken", host="node4")])
     assert failed["state"] == "failed" and failed["error"] == "job 4 (node4): line 7 is broken"
 
 
@@ -112,11 +112,11 @@ def test_the_cost_is_that_of_all_processes_and_at_the_end_of_the_stage(monkeypat
     stage = {"stage": "text", "done": 25, "total": 100, "started_at": 1.0, "stopped_at": None, "remaining_s": 75.0}
     stage |= dict.fromkeys(("cpu_s", "documents_in", "documents_out"), 0)
     stage |= {"documents_per_s": None, "bytes_per_s": None, "own": [25, 0, 0], "before": [0, 0, 0]}
-    merged = merge([record_with(name, worker_s=7200.0, stages=[stage]) for name in "01"])
+    merged = merge([member_record(name, worker_s=7200.0, stages=[stage]) for name in "01"])
     assert merged["worker_s"] == 14400 and merged["cost"] == pytest.approx(2.0)
     assert merged["stages"][0]["done"] == 50 and merged["stages"][0]["remaining_s"] == pytest.approx(25)
     assert merged["cost_at_stage_end"] == pytest.approx(2.0 + 0.5 * 4 * 25 / 3600, abs=1e-4)
-    free = merge([record_with(name, price_per_core_hour=None) for name in "01"])
+    free = merge([member_record(name, price_per_core_hour=None) for name in "01"])
     assert free["cost"] is None and free["cost_at_stage_end"] is None
     monkeypatch.setenv(PRICE_VARIABLE, "0.04")
     assert price_per_core_hour() == 0.04

@@ -25,7 +25,7 @@ from forebay.prepare.driver import OUTPUTS
 from forebay.prepare.outputs import megatron
 from forebay.prepare.outputs.text import SUFFIXES
 from forebay.storage.store import FolderStore
-from support.outputs import RECIPE, make_outputs, output, prepare_to
+from support.outputs import RECIPE, make_outputs, output, prepare_output
 from support.preparing import prepare, read_lines
 from support.store import stored
 
@@ -64,7 +64,7 @@ def test_a_format_reads_its_directory_with_all_columns(made: Path, corpus: Path,
     assert sum(len(row["text"]) for row in got) < sum(len(row["text"]) for row in by_id.values())  # lines were cut
 
 
-@pytest.mark.parametrize("to", ["jsonl", "arrow", "webdataset"])
+@pytest.mark.parametrize("to", ["jsonl", "arrow", "parquet", "webdataset"])
 def test_a_later_preparation_reads_the_same_documents_and_columns(made: Path, tmp_path: Path, to: str) -> None:
     prepare(made / to / "text", tmp_path / "again", to="parquet", settings={"read": RECIPE["read"]})
     assert rows(tmp_path / "again/text") == rows(made / "parquet/text")
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_the_dataset_in_its_order(
         assert (made / "megatron" / name).read_bytes() == (made / "dataset" / name).read_bytes()
     # Pieces that begin and end inside documents and at their ends.
     monkeypatch.setattr(megatron, "MAX_TOKENS", 13)
-    prepare_to("megatron", corpus, tmp_path / "out")
+    prepare_output("megatron", corpus, tmp_path / "out")
     assert output(tmp_path / "out") == output(made / "megatron")
 
 
@@ -105,9 +105,9 @@ def test_a_run_that_ended_between_its_files_goes_on(
 
     monkeypatch.setattr(FolderStore, "put", put)
     with pytest.raises(Killed):
-        prepare_to(to, corpus, tmp_path / "out")
+        prepare_output(to, corpus, tmp_path / "out")
     assert not [path for path in (tmp_path / "out").glob("t*.json") if path.name != "tokenizer.json"]
-    prepare_to(to, corpus, tmp_path / "out")
+    prepare_output(to, corpus, tmp_path / "out")
     assert output(tmp_path / "out") == output(made / to)
     is_one_task = to == "megatron"
     assert puts.count(puts[0]) == 1 + is_one_task and puts.count(puts[1]) == 2
@@ -116,20 +116,20 @@ def test_a_run_that_ended_between_its_files_goes_on(
 def test_another_output_is_refused_and_an_unfinished_one_removed(made: Path, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "mds"
     shutil.copytree(made / "mds", out)
-    again = prepare_to("mds", corpus, out)
+    again = prepare_output("mds", corpus, out)
     assert again.already_exists and again.documents_out == 121
     for to in ("litdata", "megatron", "dataset", "lm"):
         with pytest.raises(UsageError, match="which holds mds 'd'"):
-            prepare_to(to, corpus, out)
+            prepare_output(to, corpus, out)
     assert output(out) == output(made / "mds")
     (out / "text.json").unlink()
-    prepare_to("jsonl", corpus, out)
+    prepare_output("jsonl", corpus, out)
     assert output(out) == output(made / "jsonl")
 
 
 @pytest.mark.parametrize("to", ["parquet", "litdata"])
 def test_each_subset_is_a_directory_that_its_format_reads(corpus: Path, tmp_path: Path, to: str) -> None:
-    prepare_to(to, corpus, tmp_path / "out", SUBSETS, write_ids=tmp_path / "ids")
+    prepare_output(to, corpus, tmp_path / "out", SUBSETS, write_ids=tmp_path / "ids")
     good, rest = rows(tmp_path / "out/text/good"), rows(tmp_path / "out/text/rest")
     assert all(row["quality"] >= 1 for row in good)
     assert not any(math.isfinite(row["quality"] or math.nan) and row["quality"] >= 1 for row in rest)
@@ -146,7 +146,7 @@ def test_settings_that_an_output_does_not_have_are_refused(corpus: Path, tmp_pat
         ("text", {}, r"to: expected one of dataset, parquet, .*, got 'text'"),
     ):
         with pytest.raises(UsageError, match=message):
-            prepare_to(to, corpus, tmp_path / "out", **options)
+            prepare_output(to, corpus, tmp_path / "out", **options)
 
 
 def test_the_command_line_has_every_output() -> None:

@@ -1,4 +1,4 @@
-"""A stage of the user's own: named in a recipe, counted in the report, and told apart from ours when it fails."""
+"""A stage of the user's own: named in a recipe, counted in the report, and distinguished from ours when it fails."""
 
 from __future__ import annotations
 

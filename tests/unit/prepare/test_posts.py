@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from support.preparing import read_records
-from support.shared_data import shared_data
 
 
 def row(
@@ -23,15 +21,6 @@ def posts(tmp_path: Path, *rows: str) -> Path:
     path = tmp_path / "Posts.xml"
     path.write_text('\ufeff<?xml version="1.0"?>\n<posts>\n' + "".join(rows) + "</posts>")
     return path
-
-
-def test_real_posts() -> None:
-    path = shared_data("stackexchange") / "coffee/Posts.xml"
-    result = read_records(path)
-    rows = [r.attrib for r in ElementTree.parse(path).getroot() if r.get("PostTypeId") in ("1", "2")]
-    assert [r.id for r in result] == [r["Id"] for r in rows]
-    assert len(result) == 552 and not any(r.problem for r in result)
-    assert all(r.text.startswith(row.get("Title", "")) and "<p>" not in r.text for r, row in zip(result, rows))
 
 
 def test_posts_and_damage(tmp_path: Path) -> None:

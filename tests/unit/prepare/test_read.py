@@ -124,30 +124,25 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> Non
         assert [(r.id, r.text, r.problem) for r in records(tmp_path / chosen)] == [(i, t, "") for i, t in DOCUMENTS]
 
 
-def test_bytes_that_are_text_in_no_encoding_are_no_page(tmp_path: Path) -> None:
-    (tmp_path / "binary.html").write_bytes(hashlib.shake_128(b"seed").digest(5000))
-    (tmp_path / "latin.html").write_bytes("<p>Käse für Jürgen".encode("latin-1"))
-    binary, page = records(tmp_path)
-    assert binary.problem == "expected HTML, got bytes that are text in no encoding"
-    assert not page.problem and page.text == "<p>Käse für Jürgen"
-
-
 def test_text_and_html_files_are_documents(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne")
-    (tmp_path / "b.html").write_text("<!DOCTYPE html><p>Two")
-    (tmp_path / "c").write_text("<html>Three")
-    (tmp_path / "damaged.txt").write_bytes("schön müde ".encode() * 9 + b"\xff")
-    (tmp_path / "latin.txt").write_bytes("müde".encode("latin-1"))
-    (tmp_path / "main.rs").write_text("fn main() {}")
-    got = [(r.text, r.html) for r in records(tmp_path) if not r.problem]
-    assert got == [
-        ("One", False),
-        ("<!DOCTYPE html><p>Two", True),
-        ("<html>Three", True),
-        ("müde", False),
-        ("fn main() {}", False),
-    ]
-    assert problems(tmp_path) == ["not UTF-8: invalid start byte at byte 117"]
+    files = {
+        "a.txt": b"\xef\xbb\xbfOne",
+        "b.html": b"<!DOCTYPE html><p>Two",
+        "binary.html": hashlib.shake_128(b"seed").digest(5000),
+        "c": b"<html>Three",
+        "damaged.txt": "schön müde ".encode() * 9 + b"\xff",
+        "latin.html": "<p>Käse für Jürgen".encode("latin-1"),
+        "latin.txt": "müde".encode("latin-1"),
+        "main.rs": b"fn main() {}",
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    pages = ["<!DOCTYPE html><p>Two", "<html>Three", "<p>Käse für Jürgen"]
+    got = records(tmp_path)
+    assert [r.text for r in got if r.html and not r.problem] == pages
+    assert [r.text for r in got if not r.html and not r.problem] == ["One", "müde", "fn main() {}"]
+    unreadable = "expected HTML, got bytes that are text in no encoding"
+    assert problems(tmp_path) == [unreadable, "not UTF-8: invalid start byte at byte 117"]
 
 
 def test_unknown_files_are_passed_over_unless_named(tmp_path: Path) -> None:
@@ -298,17 +293,6 @@ def test_parquet_is_cut_by_row_groups(tmp_path: Path, monkeypatch: pytest.Monkey
     pieces = split_files(find_inputs(tmp_path, ReadOptions()).files, ReadOptions())
     assert len(pieces) > 2 and good_texts(tmp_path) == table["text"].to_pylist()
     assert sum(piece.bytes for piece in pieces) <= (tmp_path / "a.parquet").stat().st_size
-
-
-def test_dictionaries_do_not_take_memory(tmp_path: Path) -> None:
-    """A 2 MB string 4000 times over is 8 GB of text in a small file, of which 256 MiB are read."""
-    words = pa.array(["x" * (2 << 20)])
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), words)
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", dictionary_pagesize_limit=1 << 30)
-    before = pa.default_memory_pool().max_memory()
-    *result, last = records(tmp_path)
-    assert {len(record.text) for record in result} == {2 << 20} and len(result) == 129 and "a bomb" in last.problem
-    assert pa.default_memory_pool().max_memory() <= max(before, 700 << 20)
 
 
 def test_tar_samples(tmp_path: Path) -> None:

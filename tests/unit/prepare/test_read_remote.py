@@ -5,10 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,76 +18,52 @@ from forebay.formats.inputs import MAX_INPUT_BYTES, MAX_SPLITS, InputFile, ReadO
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
+from support.answers import Answer, serve
 from support.preparing import good_texts, read_records
 from support.waiting import until
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
 
 
-class Origin(ThreadingHTTPServer):
+@dataclass
+class Origin:
     """Serves `files`; behaves as its fields say."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.files: dict[str, bytes] = {"/a.jsonl": LINES, "/b.jsonl.gz": gzip.compress(LINES)}
-        self.ranges = True
-        self.drop_after = 0  # bytes of a body, then the connection is cut
-        self.failures = 0  # requests still to be answered with 503
-        self.version = "1"
-        self.modified = ""  # in place of an ETag
-        self.head: dict[str, str] = {}  # headers that lie
-        self.requested: list[str] = []
-        self.before_answer: Callable[[], object] = lambda: None
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=lambda: {"/a.jsonl": LINES, "/b.jsonl.gz": gzip.compress(LINES)})
+    ranges: bool = True
+    drop_after: int | None = None  # bytes of a body, then the connection is cut
+    failures: int = 0  # requests still to be answered with 503
+    version: str = "1"
+    modified: str = ""  # in place of an ETag
+    head: dict[str, str] = field(default_factory=dict)  # headers that lie
+    requested: list[str] = field(default_factory=list)
+    before_answer: Callable[[], object] = lambda: None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Origin
-
-    def do_GET(self) -> None:
-        origin = self.server
-        requested = self.headers.get("Range", "")
-        origin.requested.append(requested)
-        origin.before_answer()
-        data = origin.files.get(self.path.partition("?")[0])
-        if origin.failures:
-            origin.failures -= 1
-            self.send_error(503)
-            return
-        if data is None:
-            self.send_error(404)
-            return
+    def answer(self, path: str, headers: Mapping[str, str]) -> Answer:
+        requested = headers.get("Range", "")
+        self.requested.append(requested)
+        self.before_answer()
+        data = self.files.get(path.partition("?")[0])
+        if self.failures or data is None:
+            self.failures -= bool(self.failures)
+            return 503 if data is not None else 404, {}, b"", None
+        is_part = bool(requested) and self.ranges
         first, _, last = requested.removeprefix("bytes=").partition("-")
-        start, stop = (int(first), int(last) + 1) if requested and origin.ranges else (0, len(data))
-        headers = {"Content-Length": str(stop - start), "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
-        headers |= {"Last-Modified": origin.modified} if origin.modified else {"ETag": origin.version}
-        self.send_response(302 if "Location" in origin.head else 206 if requested and origin.ranges else 200)
-        for name, value in (headers | origin.head).items():
-            self.send_header(name, value)
-        self.end_headers()
-        body = data[start:stop]
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.wfile.write(body[: origin.drop_after] if origin.drop_after else body)
-        self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        start, stop = (int(first), int(last) + 1) if is_part else (0, len(data))
+        found = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+        found |= {"Last-Modified": self.modified} if self.modified else {"ETag": self.version}
+        status = 302 if "Location" in self.head else 206 if is_part else 200
+        return status, found | self.head, data[start:stop], self.drop_after
 
 
 @pytest.fixture
 def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    server = Origin()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    state = Origin()
+    with serve(state.answer) as state.url:
+        yield state
 
 
 def ids(url: str) -> list[str]:
@@ -113,7 +87,7 @@ def test_urls_are_read_like_files(origin: Origin, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_dropped_connection_is_resumed(origin: Origin, ranges: bool) -> None:
     origin.ranges = ranges
-    origin.drop_after = 300_000 if ranges else 0
+    origin.drop_after = 300_000 if ranges else None
     if not ranges:
         origin.failures = 2
     assert ids(origin.url + "/a.jsonl") == WANTED

@@ -9,6 +9,7 @@ import pytest
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe
 from forebay.prepare.config import describe, merge, recipe_names
+from forebay.prepare.engines.sandbox import Limits
 from forebay.toml import parse_settings
 from forebay.units import parse_size
 
@@ -30,7 +31,8 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('gopher_quality = false\n[language]\nkeep = ["de"]\n[slice]\nbytes = "1 MiB"\n')
     settings = parse_settings(["slice.seed=9"]) | {"language": {"min_score": 0.5}}
-    recipe = load_recipe("fineweb", path, settings)
+    recipe = load_recipe("fineweb", path, settings | {"limits": {"memory_bytes": "2GiB"}})
+    assert recipe.limits == Limits(memory_bytes=2 << 30)
     stages = {stage.name: stage for stage in recipe.stages}
     assert "gopher_quality" not in stages and "gopher_repetition" in stages
     assert (stages["language"].keep, stages["language"].min_score) == (("de",), 0.5)
@@ -56,6 +58,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path) -> None:
         ("rows = 3", " rows: expected a table of settings, got 3"),
         ("unicode = 3", " unicode: expected a table of settings, true or false, got 3"),
         ("[unicode]\nform = 'NFX'", " unicode.form: expected"),
+        ("[limits]\nseconds = 0", " limits.seconds: expected"),
         ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
         ('[[mine]]\nuse = "a:B"\n[[mine]]\nuse = 5', " mine.use: cannot import 'a:B'"),
         ("[mine]\n\nuse = 'json:Nothing'", " mine.use: expected module:Name, got 'json:Nothing'"),

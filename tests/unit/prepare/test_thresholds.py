@@ -1,4 +1,4 @@
-"""What rules with thresholds measured: exact counts, the nearest documents, and the same for any cut of batches."""
+"""Measurements of rules with thresholds: exact counts, the nearest documents, and the same for any cut of batches."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def encode_parts(folder: Path, groups: list[list[str]], seed: int = 1, with_ids:
     return parts
 
 
-def texts_in(folder: Path, parts: list[EncodedPart]) -> list[str]:
+def shuffled_texts(folder: Path, parts: list[EncodedPart]) -> list[str]:
     return [bytes(tokens[:-1]).decode() for tokens in documents(folder, parts)]
 
 
@@ -59,7 +59,7 @@ def test_equals_sorting_in_memory(
         keys = document_keys(Shuffle(seed, occurrence), name, np.arange(len(texts)))
         expected += list(zip(keys.tolist(), texts, [f"id{i}" for i in range(len(texts))]))
     expected.sort(key=lambda row: row[0])
-    assert texts_in(folder, result) == [text for _, text, _ in expected]
+    assert shuffled_texts(folder, result) == [text for _, text, _ in expected]
     ids = [json.loads(line) for part in result for line in (folder / part.object("ids")).read_bytes().splitlines()]
     assert [line[2] for line in ids] == [name for _, _, name in expected]
 
@@ -69,7 +69,7 @@ def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Pat
     orders = {}
     for seed in (1, 2):
         parts = encode_parts(tmp_path, groups, seed, with_ids=False)
-        orders[seed] = texts_in(tmp_path, shuffled(tmp_path, parts))
+        orders[seed] = shuffled_texts(tmp_path, shuffled(tmp_path, parts))
     assert orders[1] != orders[2]
     # Were their keys the same, copies would stand side by side.
     assert sum(a == b for a, b in zip(orders[1], orders[1][1:])) < 10
@@ -80,7 +80,7 @@ def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path: Path, monkeypatch: 
         "forebay.prepare.tasks.encode.document_keys", lambda s, name, rows: (rows % 2).astype(np.uint64)
     )
     parts = encode_parts(tmp_path, [["a0", "a1", "a2"], ["b0", "b1", "b2"]])
-    assert texts_in(tmp_path, shuffled(tmp_path, parts)) == ["a0", "a2", "b0", "b2", "a1", "b1"]
+    assert shuffled_texts(tmp_path, shuffled(tmp_path, parts)) == ["a0", "a2", "b0", "b2", "a1", "b1"]
 
 
 def test_positions_are_uniform(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_range_of_keys_is_all_of_it(
 def test_a_giant_document_is_copied_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [["x" * 5000, "a", "b" * 300], ["y" * 9000, "c"]]
     parts = encode_parts(tmp_path, groups)
-    expected = texts_in(tmp_path, shuffled(tmp_path, parts))
+    expected = shuffled_texts(tmp_path, shuffled(tmp_path, parts))
     monkeypatch.setattr(shuffling, "_MEMORY_BYTES", 100)
     monkeypatch.setattr(shuffling, "_WRITE_BYTES", 64)
-    assert texts_in(tmp_path, shuffled(tmp_path, parts, 4000)) == expected
+    assert shuffled_texts(tmp_path, shuffled(tmp_path, parts, 4000)) == expected
