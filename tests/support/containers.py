@@ -12,14 +12,13 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.calibration import scaled
 from support.ports import free_port
 from support.runner import ROOT, make_commands
+from support.waiting import until
 
 
 class Machine:
@@ -102,23 +101,17 @@ class Container:
         """A command beside it, as `exec` of Docker and Kubernetes."""
         return subprocess.run(command, cwd=self.directory, env=self.environment, capture_output=True, text=True)
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self) -> int:
         return self.popen.wait()
 
-    def wait_until(self, probe: Sequence[str], timeout_s: float = 60.0) -> None:
-        """Until the probe says that it is healthy."""
-        deadline = time.monotonic() + scaled(timeout_s)
-        while (result := self.run(*probe)).returncode:
-            assert self.popen.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, (result, self.log.read_text())
+    def wait_until(self, probe: Sequence[str]) -> None:
+        """Wait until the probe says that it is healthy."""
+        until(lambda: self.popen.poll() is not None or self.run(*probe).returncode == 0)
+        assert self.popen.poll() is None, self.log.read_text()
 
     def stop(self) -> int:
         if self.popen.poll() is None:
             os.killpg(self.popen.pid, signal.SIGTERM)
-            try:
-                self.popen.wait()
-            except subprocess.TimeoutExpired:
-                os.killpg(self.popen.pid, signal.SIGKILL)
         return self.popen.wait()
 
 

@@ -1,6 +1,6 @@
 """Schemathesis against one server over mutual TLS: `python http_api.py URL NODE_DIR EXAMPLES`; prints what it did.
 
-Runs with an interpreter of its own, that has schemathesis and nothing of ours: a stranger's view of the doors.
+Runs with an interpreter of its own, that has schemathesis and nothing of ours: a stranger's view of the routes.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def main(url: str, node_dir: Path, examples: int) -> None:
 
             @quick
             @given(case=operation.as_strategy(generation_mode=mode))
-            def ask(case: Any) -> None:
+            def send(case: Any) -> None:
                 answer = case.call(base_url=url, session=session, timeout=10)
                 seen[f"{answer.status_code}"] += 1
                 case.validate_response(answer, checks=CHECKS)
 
-            with contextlib.suppress(Unsatisfiable):  # nothing can be wrong about a door without arguments
-                ask()
+            with contextlib.suppress(Unsatisfiable):  # nothing can be wrong about a route without arguments
+                send()
     assert session.get(f"{url}/openapi.json", timeout=10).status_code == 200
-    print(json.dumps({"doors": sum(map(len, document["paths"].values())), "answers": dict(sorted(seen.items()))}))
+    print(json.dumps({"routes": sum(map(len, document["paths"].values())), "answers": dict(sorted(seen.items()))}))
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ _HOST = re.compile(r"\b10\.0\.0\.\d+\b")
 _SERVER = re.compile(r"^(.*\S) &(?: *#.*)?$", re.MULTILINE)
 _BASH = """set -euo pipefail
 is_up() {
-  for _ in $(seq "$3"); do
+  for ((i = 0; i != $3; i++)); do
     grep -q "^ready\\|^standing by" "$1" && return
-    kill -0 "$2" 2>/dev/null || { wait "$2" || { cat "$1" >&2; return 1; }; }
+    kill -0 "$2" 2>/dev/null || { wait "$2" && return; cat "$1" >&2; return 1; }
     sleep 0.02
   done
 }
@@ -125,8 +125,8 @@ class Page:
 
         def background(result: re.Match[str]) -> str:
             output = f".server-{number}-{next(servers)}"
-            # Our servers say when they are up, however long a busy machine takes; others get some seconds.
-            most = 3000 if re.match(r"(\w+=\S+ )*forebay ", result[1]) else 250
+            # Our servers print when they are up, however long a busy machine takes; others get some seconds.
+            most = -1 if re.match(r"(\w+=\S+ )*forebay ", result[1]) else 250
             return f"{{ {result[1]}; }} > {output} 2>&1 & is_up {output} $! {most}"
 
         with log.open("wb") as file:
@@ -136,12 +136,7 @@ class Page:
                 env=os.environ | self.environment, start_new_session=True,
             )  # fmt: skip
         self._sessions.append(process.pid)
-        try:
-            code = process.wait()
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = None
+        code = process.wait()
         printed = log.read_text("utf-8", "replace")
         assert code in codes, f"{where}: exit status {code}\n{script}\n{printed[-4000:]}"
         return printed
