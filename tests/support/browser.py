@@ -58,7 +58,7 @@ class Browser:
         self.page.screenshot(path=str(path), full_page=whole)
 
     def violations(self, *impacts: str) -> list[str]:
-        """What axe-core finds, a line each: rule, impact, help and the elements; by default serious and critical."""
+        """Return the findings of axe-core, by default serious and critical: rule, impact, help and the elements."""
         from axe_playwright_python.sync_playwright import Axe
 
         rules = [rule for rule in Axe().run(self.page).response["violations"] if rule["impact"] in (impacts or SERIOUS)]

@@ -48,12 +48,12 @@ class Descent:
         self.state = reported["state"]
 
 
-def say(**facts: Any) -> None:
+def write(**facts: Any) -> None:
     os.write(1, json.dumps(facts).encode() + b"\n")  # one write: lines of several processes do not mix
 
 
 class Layer:
-    """What a trainer is to a run in lockstep, of four weights: a sample's first id fixes its point."""
+    """The trainer of a run in lockstep, with four weights: a sample's first id fixes its point."""
 
     device = "cpu"
 
@@ -92,7 +92,7 @@ def work(
         )
         weights = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
         position = {"generation": generation.number, "rank": generation.rank, "world": generation.world_size}
-        say(name=name, step=step, loss=loss, samples=batch.sample_ids.tolist(), weights=weights, **position)
+        write(name=name, step=step, loss=loss, samples=batch.sample_ids.tolist(), weights=weights, **position)
         while Path(gate).stat().st_size <= step + 1:
             time.sleep(0.005)
 
@@ -119,10 +119,10 @@ def main(coordinator: str) -> None:
                 work(coordinator, **fields)
                 os._exit(0)
             names[pid] = fields["name"]
-            say(name=fields["name"], pid=pid)
+            write(name=fields["name"], pid=pid)
         ended, code = os.waitpid(-1, os.WNOHANG) if names else (0, 0)
         if ended:
-            say(name=names.pop(ended), code=os.waitstatus_to_exitcode(code))
+            write(name=names.pop(ended), code=os.waitstatus_to_exitcode(code))
 
 
 if __name__ == "__main__":

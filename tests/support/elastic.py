@@ -1,8 +1,8 @@
 """One run on machines that come and go, in virtual time.
 
-Membership is production's: `coordinator.membership` forms generations, `worker.membership_state` says what a rank sends
-and when it stops, `order.run` which samples it reads. Simulated are requests, their waits and losses, steps, deaths and
-partitions. The record is the lineage of the weights that the run ends with.
+Membership is production's: `coordinator.membership` forms generations, `worker.membership_state` decides what a rank
+sends and when it stops, `order.run` which samples it reads. Simulated are requests, their waits and losses, steps,
+deaths and partitions. The record is the lineage of the weights that the run ends with.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _error(refused: Refuse) -> RemoteError:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """What a model has learned after `step` steps.
+    """A model after `step` steps.
 
     Args:
         before: The weights that the last step began with; None where nothing was learned yet.
@@ -220,7 +220,7 @@ class Rank:
 
     @property
     def is_cut(self) -> bool:
-        """Whether no message reaches or leaves it now."""
+        """No message reaches or leaves it now."""
         return self.world.schedule.is_cut(self.machine.index, self.world.clock.now)
 
     def join(self) -> None:
@@ -289,7 +289,7 @@ class Rank:
         resume()
 
     def _look(self) -> None:
-        """Give up a group that cannot meet, or a step that another rank says cannot end."""
+        """Give up a group that cannot meet, or a step that cannot end, by another rank's report."""
         group = self.group
         if group is None or self._stands:
             return

@@ -3,13 +3,13 @@
     with Lab() as lab:
         a, b = lab.host("a"), lab.host("b")
         node = a.forebay("serve", …)         a real process in a's namespace
-        lab.vanish(a); lab.return_(a)         a is cut from all: packets are dropped, nobody is told
+        lab.vanish(a); lab.return_(a)         a is cut from all: packets are dropped, without a reply
         lab.lose(a, 0.02); lab.delay(a, 0.025); a.limit_upload(1_000_000)
         home = lab.nat("home"); c = home.host("c")     c is masqueraded: nothing comes in
 
 Every host is routed to every other through the router's namespace: 10.77.K.2 by 10.77.K.1. Names hold this process's
 id, so that what a killed run left is known and removed by the next. Needs root, iproute2 and the kernel's namespaces;
-outages, loss and NAT need nft, limits tc, delay /dev/net/tun. `lacking` says what is missing here, in words.
+outages, loss and NAT need nft, limits tc, delay /dev/net/tun. `lacking` names what is missing here.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def program(name: str) -> str:
 
 
 def lint(exposition: str) -> str:
-    """What `promtool check metrics` says of an exposition; empty if it finds nothing."""
+    """Return the output of `promtool check metrics`; empty if it finds nothing."""
     command = [program("promtool"), "check", "metrics"]
     done = subprocess.run(command, input=exposition, capture_output=True, text=True)
     return done.stdout + done.stderr if done.returncode or done.stderr else ""

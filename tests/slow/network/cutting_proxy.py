@@ -296,7 +296,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to a job.
+    """The faults of a job.
 
     Args:
         moments: Of FAULTS, in seconds from the start of the workers.
@@ -376,7 +376,7 @@ class Job:
         return self._nodes[name]
 
     def _watch(self) -> None:
-        """Do what the plan says until all workers have ended."""
+        """Do what is planned until all workers have ended."""
         events = list[tuple[float, Callable[[str], object], str]]()
         for fault, at_s in self.plan.moments.items():
             verb, name = fault.split()

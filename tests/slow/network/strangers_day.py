@@ -199,7 +199,7 @@ def receipts(a: Attacker) -> Iterator[Message]:
 
 
 def powers_of_others(a: Attacker) -> Iterator[Message]:
-    """What only administrators see and do."""
+    """Reads and acts that only administrators may."""
     for address in a.both:
         for path in ("/metrics", "/v1/status", "/openapi.json", "/v1/crls/" + "a" * 32):
             yield address, "GET", path, None
@@ -293,7 +293,7 @@ def strangers(a: Attacker) -> None:
 
 
 def hoard(a: Attacker) -> None:
-    """Half of the leases that it gets are held and not used, their horizons at their ends: none may be cut."""
+    """Half of the leases that it gets are held, declared up to their ends and not used: none may be cut."""
     stops: dict[str, int] = {}
     while not a.stop.wait(1.0):
         message = a.exchange(session="s0", want=16, known_leases=list(stops), declared_until=stops)
@@ -303,7 +303,7 @@ def hoard(a: Attacker) -> None:
 
 
 def false_provider(a: Attacker) -> None:
-    """A sharer says that it has everything, and sends wrong bytes, half answers, redirects, or nothing."""
+    """A sharer announces all slices, and sends wrong bytes, half answers, redirects, or nothing."""
     chance, size = random.Random(0), 2 * SLICE_TOKENS
 
     def answer(received: Any) -> bytes | None:
@@ -354,7 +354,7 @@ def attack(settings: dict[str, Any]) -> None:
 
 @dataclass
 class Day:
-    """What one run of the job came to; `peaks_mb` by process, `wait_share` by worker."""
+    """The outcome of one run of the job; `peaks_mb` by process, `wait_share` by worker."""
 
     seconds: float = 0.0
     peaks_mb: dict[str, float] = field(default_factory=dict)

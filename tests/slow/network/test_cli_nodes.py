@@ -25,7 +25,7 @@ from support.processes import Process
 from support.waiting import until
 
 Start = Callable[..., Process]
-# Of what is never answered: what is waited for is said after 2.5 s, also by a machine that stands still meanwhile.
+# For requests without an answer: a wait is reported after 2.5 s, also by a machine that stands still meanwhile.
 NEVER = ("--timeout", 12)
 
 
@@ -52,7 +52,7 @@ def test_one_bootstrap_node_that_answers_is_enough(stack: ExitStack) -> None:
 
 def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, stack: ExitStack, start: Start) -> None:
     network = Network(tmp_path, stack, dht_nodes=2)
-    silent = stack.enter_context(socket.create_server((HOST, 0)))  # accepts, and says nothing
+    silent = stack.enter_context(socket.create_server((HOST, 0)))  # accepts, and sends nothing
     address = f"{HOST}:{silent.getsockname()[1]}"
     for words, line, error in (
         (("worker", "ghost", "--cache-dir", tmp_path / "c"), "the scheduler of 'ghost': the DHT names none",
@@ -70,7 +70,7 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
 def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of_its_end(
     tmp_path: Path, stack: ExitStack, start: Start
 ) -> None:
-    """One of three workers may have all the leases while the others wait; none trains before all were heard of."""
+    """One of three workers may have all the leases while the others wait; none trains before all have come."""
     workers = ["w0", "w1", "w2"]
     network = Network(tmp_path, stack, *workers, dht_nodes=2)
     network.serve(make_dataset(tmp_path / "d", 12, 400))

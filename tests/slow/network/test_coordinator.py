@@ -266,7 +266,7 @@ def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_was_stopped_gives_nobody_up_for_it(start: Start, stack: ExitStack) -> None:
-    """As with a machine that stands still: nobody could be heard then."""
+    """As with a machine that stands still: no message could arrive then."""
     flags = ("--silence-timeout", 2, "--disconnect-timeout", 2, "--allow-plain-http")
     process, address = coordinator(start, "--min-workers", 2, *flags)
     stack.callback(process.popen.send_signal, signal.SIGCONT)

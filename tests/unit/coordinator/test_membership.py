@@ -350,7 +350,7 @@ class Churn(RuleBasedStateMachine):
         self.generations[new.number] = new
 
     def samples(self, process: Process) -> int:
-        """How many samples its weights have learned."""
+        """Return the number of samples that its weights have learned."""
         if not process.weights:
             return 0
         number, step = process.weights[-1]

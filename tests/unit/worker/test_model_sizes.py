@@ -1,4 +1,4 @@
-"""What training a model takes: the figures are those of the model, and no batch is proposed that does not fit."""
+"""The memory that training takes: the figures are those of the model, and no proposed batch is too large."""
 
 from __future__ import annotations
 
