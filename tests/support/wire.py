@@ -11,7 +11,6 @@ import orjson
 
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
-from support.waiting import until as until
 
 
 def connect(server: Server, identity: Identity | None) -> socket.socket:

@@ -11,23 +11,19 @@ from typing import Any
 
 import pytest
 
-from forebay.coordinator.membership import MAX_SEATS, apply
+from forebay.coordinator.membership import MAX_SEATS
 from forebay.coordinator.messages import (
-    Action,
     Heartbeat,
-    Join,
     Leave,
     PollChange,
-    Ready,
-    Refuse,
     Rules,
-    RunState,
     Stepped,
     Tick,
 )
 from forebay.coordinator.server import Coordinator
 from forebay.network.pki.identity import Identity
 from support.attackers import answers, ask, connection, issue, request
+from unit.coordinator.test_membership import CoordinatorHarness
 
 LIE = 2**61
 
@@ -40,73 +36,53 @@ def coordinator(network_dir: Path, tmp_path: Path) -> Iterator[Coordinator]:
         yield created
 
 
-def says(coordinator: Coordinator, member: Identity, verb: str, **said: Any) -> tuple[int, Any]:
-    body = {"worker_id": member.name, "session": f"{member.name}-session", **said}
+def post_as(coordinator: Coordinator, member: Identity, verb: str, **facts: Any) -> tuple[int, Any]:
+    body = {"worker_id": member.name, "session": f"{member.name}-session", **facts}
     return ask(member, coordinator.address, "POST", f"/v1/members/{verb}", body)
 
 
-class Run:
-    """The membership of a run whose workers are of certificates of their own, as events go in."""
+class Run(CoordinatorHarness):
+    """The membership of a run whose workers are of certificates of their own."""
 
     def __init__(self, *names: str, min_workers: int = 2) -> None:
-        self.state = RunState(Rules(min_workers=min_workers), {"batch_size": 2}, {"batch_size": 2})
-        self.actions: list[Action] = []
-        self.now = 0.0
+        super().__init__(Rules(min_workers=min_workers))
         for name in names:
             self.join(name)
 
-    def tell(self, *events: Any) -> list[Action]:
-        new: list[Action] = []
-        for event in events:
-            self.state, actions = apply(self.state, event, self.now)
-            new += actions
-        self.actions += new
-        return new
+    def join(self, worker_id: str, session: str = "", **facts: Any) -> list[Any]:
+        return super().join(worker_id, session, **{"peer_id": f"peer {worker_id}", **facts})
 
-    def join(self, name: str, session: str = "", peer: str = "", step: int = 0) -> list[Action]:
-        session = session or f"{name}/1"
-        return self.tell(Join(name, session, peer or f"peer {name}", step), PollChange(name, session, +1))
-
-    def ready(self, name: str, step: int, broken: bool = False, session: str = "") -> list[Action]:
-        return self.tell(Ready(name, session or f"{name}/1", self.generation.number, step, broken))
-
-    def beat(self, name: str, step: int) -> None:
-        self.tell(Heartbeat(name, f"{name}/1", self.generation.number, step))
-
-    @property
-    def generation(self) -> Any:
-        assert self.state.generation is not None
-        return self.state.generation
+    def beat(self, names: str, step: int, after_s: float = 0.0) -> None:
+        number = self.generation.number
+        self.send(*(Heartbeat(name, f"{name}/1", number, step) for name in names), after_s=after_s)
 
 
 def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
     coordinator: Coordinator, network_dir: Path
 ) -> None:
-    """Finding 16."""
+    """Each keeps its connection: one that closes is a process that ended."""
     honest, evil = issue(network_dir, "honest", "worker"), issue(network_dir, "evil", "worker")
-    # Each keeps its connection: one that closes is a process that ended.
     with connection(honest, coordinator.address) as first, connection(evil, coordinator.address) as second:
 
-        def says_on(sock: ssl.SSLSocket, name: str, verb: str, **said: Any) -> int:
-            body = {"worker_id": name, "session": f"{name}-session", **said}
+        def post(sock: ssl.SSLSocket, name: str, verb: str, **facts: Any) -> int:
+            body = {"worker_id": name, "session": f"{name}-session", **facts}
             return answers(sock, request("POST", f"/v1/members/{verb}", body))[0].status
 
-        assert says_on(first, "honest", "join") == says_on(second, "evil", "join") == 200
-        assert says_on(first, "honest", "ready", generation=1) == 200
+        assert post(first, "honest", "join") == post(second, "evil", "join") == 200
+        assert post(first, "honest", "ready", generation=1) == 200
         generation = coordinator.status()["generation"]
         assert len(generation["members"]) == 2
-        assert says_on(second, "evil", "heartbeat", generation=generation["number"], step=LIE) == 200
+        assert post(second, "evil", "heartbeat", generation=generation["number"], step=LIE) == 200
         assert coordinator.status()["step"] == 0
-        assert says_on(first, "honest", "heartbeat", generation=generation["number"], step=3) == 200
+        assert post(first, "honest", "heartbeat", generation=generation["number"], step=3) == 200
         assert coordinator.status()["step"] == 3
-        assert says_on(second, "evil", "leave", generation=generation["number"], step=LIE, finished=True) == 200
+        assert post(second, "evil", "leave", generation=generation["number"], step=LIE, finished=True) == 200
         assert coordinator.status()["step"] == 3 and not coordinator.done
 
 
 def test_weights_beyond_what_counts_are_nobodys_source() -> None:
     run = Run("a", "b", "evil", min_workers=3)
-    for name in ("a", "b"):
-        run.beat(name, 5)
+    run.beat("ab", 5)
     run.ready("evil", LIE, broken=True)
     run.ready("a", 6)
     run.ready("b", 5)
@@ -118,10 +94,9 @@ def test_weights_beyond_what_counts_are_nobodys_source() -> None:
 def test_a_joiner_takes_no_abandoned_run_to_a_step_that_nobody_reached() -> None:
     run = Run("a", "b", min_workers=1)
     run.ready("a", 0)
+    run.beat("ab", 7)
     for name in ("a", "b"):
-        run.beat(name, 7)
-    for name in ("a", "b"):
-        run.tell(Leave(name, f"{name}/1", 2, 7))
+        run.send(Leave(name, f"{name}/1", 2, 7))
     run.join("evil", step=LIE)
     assert run.generation.number == 3 and run.generation.start_step == 7
     run.join("a", "a/2", step=6)
@@ -131,48 +106,46 @@ def test_a_joiner_takes_no_abandoned_run_to_a_step_that_nobody_reached() -> None
 
 def test_a_run_does_not_end_at_the_word_of_one_member() -> None:
     run = Run("a", "b", "evil", min_workers=3)
-    for name in ("a", "b"):
-        run.beat(name, 5)
-    run.tell(Leave("evil", "evil/1", 1, LIE, finished=True))
+    run.beat("ab", 5)
+    run.send(Leave("evil", "evil/1", 1, LIE, finished=True))
     assert run.state.end is None and run.state.floor == 0
     run.ready("a", 5, broken=True)
     run.ready("b", 5)
     assert run.generation.number == 2 and run.generation.start_step == 5
     for name in ("a", "b"):
-        run.tell(Leave(name, f"{name}/1", 2, 9, finished=True))
+        run.send(Leave(name, f"{name}/1", 2, 9, finished=True))
     assert run.state.end == 9 and run.state.done
 
 
 def test_the_last_of_two_ends_the_run_though_the_other_died() -> None:
     run = Run("a", "b")
     run.beat("b", 8)
-    run.tell(Leave("a", "a/1", 1, 9, finished=True))
+    run.send(Leave("a", "a/1", 1, 9, finished=True))
     assert run.state.end is None
     run.now = 1000.0
-    run.tell(Tick())
+    run.send(Tick())
     assert run.state.end == 9 and run.state.done
 
 
 def test_seats_of_who_never_finished_a_step_are_forgotten() -> None:
-    """Finding 17: names that join and leave make no state that grows, nor ranks that nobody has."""
+    """Names that join and leave make no state that grows, nor ranks that nobody has."""
     run = Run("a", "b")
     for number in range(20):
         run.join(f"evil{number}")
-        run.tell(Leave(f"evil{number}", f"evil{number}/1", 0, 0))
+        run.send(Leave(f"evil{number}", f"evil{number}/1", 0, 0))
     assert len(run.state.seats) <= 2 and len(run.generation.places) <= 3
-    for name in ("a", "b"):
-        run.beat(name, 3)
-    run.tell(Leave("b", "b/1", run.generation.number, 3))
+    run.beat("ab", 3)
+    run.send(Leave("b", "b/1", run.generation.number, 3))
     run.join("c")
     run.ready("a", 3)
     run.join("b", "b/2")
     run.ready("a", 3)
     run.ready("c", 3)
-    assert [position.worker_id for position in run.generation.places] == ["a", "b", "c"]
+    assert run.ranks == ["a", "b", "c"]
     seats = {f"old{number}": number for number in range(3 * MAX_SEATS)}
     run.state = replace(run.state, seats=seats)
     run.beat("a", 9)
-    run.tell(Leave("b", "b/2", run.generation.number, 9))
+    run.send(Leave("b", "b/2", run.generation.number, 9))
     assert len(run.state.seats) == MAX_SEATS and "b" in run.state.seats
 
 
@@ -185,15 +158,14 @@ def test_a_member_that_breaks_each_generation_is_given_up() -> None:
         run.ready("a", 0)
         run.ready("b", 0)
     assert "evil" not in run.state.members and run.state.members.keys() == {"a", "b"}
-    run.beat("a", 1)
-    run.beat("b", 1)
+    run.beat("ab", 1)
     assert run.state.reached == 1 and run.state.breakers == {}
 
 
 def test_a_member_of_one_certificate_alone_is_believed_and_not_given_up() -> None:
     run = Run()
     for name in "ab":
-        run.join(name, peer="one")
+        run.join(name, peer_id="one")
     for _ in range(5):
         run.ready("a", 0, broken=True)
         run.ready("b", 0)
@@ -204,14 +176,14 @@ def test_a_member_of_one_certificate_alone_is_believed_and_not_given_up() -> Non
 
 def test_a_workers_name_is_not_another_members_to_take(coordinator: Coordinator, network_dir: Path) -> None:
     honest, evil = issue(network_dir, "honest", "worker"), issue(network_dir, "evil", "worker")
-    assert says(coordinator, honest, "join")[0] == 200
-    status, message = says(coordinator, evil, "join", worker_id="honest")
+    assert post_as(coordinator, honest, "join")[0] == 200
+    status, message = post_as(coordinator, evil, "join", worker_id="honest")
     assert (status, message["error"]) == (409, "duplicate")
     late = Run("a", "b")
     late.now = 80.0  # silent for longer than a restart takes
-    late.tell(PollChange("a", "a/1", -1))
+    late.send(PollChange("a", "a/1", -1))
     late.now = 89.0
-    assert [type(item) for item in late.join("a", "x", peer="peer evil")] == [Refuse]
+    assert late.codes(late.join("a", "x", peer_id="peer evil")) == ["duplicate"]
 
 
 def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, network_dir: Path) -> None:
@@ -219,22 +191,22 @@ def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, 
     evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
     statuses = []
     for _ in range(6):
-        statuses.append(says(coordinator, evil, "join")[0])
-        says(coordinator, evil, "leave")
+        statuses.append(post_as(coordinator, evil, "join")[0])
+        post_as(coordinator, evil, "leave")
     assert statuses == [200] * 4 + [429] * 2
-    assert says(coordinator, honest, "join")[0] == 200
+    assert post_as(coordinator, honest, "join")[0] == 200
     assert coordinator._state.seats == {}
 
 
 def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_dir: Path) -> None:
-    """Finding 8: members without the role are no workers, and none settles what all train on."""
+    """Members without the role are no workers, and none settles what all train on."""
     data, evil = issue(network_dir, "data", "data"), issue(network_dir, "evil", "worker")
-    assert says(coordinator, data, "join")[0] == 403
+    assert post_as(coordinator, data, "join")[0] == 403
     settings = {"settings": {"dataset_name": "/etc", "num_steps": 1}}
     assert ask(evil, coordinator.address, "POST", "/v1/config", settings)[1]["config"] == {"batch_size": 2}
     for number in range(2):
-        assert says(coordinator, evil, "join", worker_id=f"w{number}", session=f"session-{number}")[0] == 200
-    status, message = says(coordinator, evil, "join", worker_id="w2", session="session-2")
+        assert post_as(coordinator, evil, "join", worker_id=f"w{number}", session=f"session-{number}")[0] == 200
+    status, message = post_as(coordinator, evil, "join", worker_id="w2", session="session-2")
     assert (status, message["error"]) == (429, "too_many_workers")
 
 
@@ -242,7 +214,7 @@ def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordin
     limits = coordinator._server._core.limits
     assert limits.requests_per_s <= 16 and limits.requests_per_peer <= 8
     evil = issue(network_dir, "evil", "worker")
-    assert says(coordinator, evil, "join")[0] == 200
+    assert post_as(coordinator, evil, "join")[0] == 200
     beats = [{"worker_id": "evil", "session": "evil-session", "generation": 1, "step": step} for step in range(60)]
     rate, began = coordinator._server._core.limits.requests_per_s, time.monotonic()
     with connection(evil, coordinator.address) as sock:

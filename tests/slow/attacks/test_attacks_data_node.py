@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.network import reachability as dialing
+from forebay.network import reachability
 from forebay.network.client import Client
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import ReachabilityChecker
-from forebay.storage import peer_source as holders
+from forebay.storage import peer_source
 from forebay.swarm import tracker
 from forebay.swarm.share import SliceShare
 from support.attackers import HOST, answers, ask, connection, issue, organisation, request
 from support.nodes import make_dataset
-from support.wire import until
+from support.waiting import until
 
 SLICES = 4
 
@@ -35,7 +36,7 @@ def dataset(tmp_path: Path) -> Dataset:
 
 @pytest.fixture
 def node(dataset: Dataset, network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataNode]:
-    monkeypatch.setattr(dialing, "CHECK_S", 60.0)  # Also a machine that stands still answers within it.
+    monkeypatch.setattr(reachability, "CHECK_S", 60.0)  # Also a machine that stands still answers within it.
     with DataNode(issue(network_dir, "node", "data"), [dataset], HOST, 0, None) as node:
         yield node
 
@@ -55,16 +56,26 @@ def swarm_path(node: DataNode) -> str:
     return f"/v1/swarm/{node.datasets[0].id}"
 
 
-def is_reached(client: Client, node: DataNode, message: dict[str, str]) -> bool:
-    """Whether the node names a member that has all slices to others; it says so itself again and again."""
-    client.request_json(node.address, "POST", swarm_path(node), message)
-    return bool(node.tracker.status()[node.datasets[0].id]["slices_with_copies"] == SLICES)
+def swarm(node: DataNode, member: Identity, message: Any) -> tuple[int, Any]:
+    return ask(member, node.address, "POST", swarm_path(node), message)
+
+
+def until_named(node: DataNode, member: Identity, share: SliceShare) -> None:
+    """Wait until the node names a member that says that it has all slices."""
+    message = {"address": share.address, "have": f"0-{SLICES - 1}"}
+    with Client(member) as client:
+
+        def is_named() -> bool:
+            client.request_json(node.address, "POST", swarm_path(node), message)
+            return bool(node.tracker.status()[node.datasets[0].id]["slices_with_copies"] == SLICES)
+
+        until(is_named)
 
 
 def test_addresses_of_one_member_keep_no_other_from_being_dialled(
     node: DataNode, dataset: Dataset, network_dir: Path
 ) -> None:
-    """Finding 14: ports that accept and say nothing, named one after another."""
+    """Ports that accept and say nothing, named one after another."""
     evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
     with contextlib.ExitStack() as stack:
         traps = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(40)]
@@ -73,9 +84,8 @@ def test_addresses_of_one_member_keep_no_other_from_being_dialled(
             assert {a.status for a in answers(sock, *(request("POST", swarm_path(node), item) for item in named))} == {
                 200
             }
-        with sharing(honest, dataset) as share, Client(honest) as client:
-            message = {"address": share.address, "have": f"0-{SLICES - 1}"}
-            until(lambda: is_reached(client, node, message))
+        with sharing(honest, dataset) as share:
+            until_named(node, honest, share)
         dialled = 0
         for trap in traps:
             trap.settimeout(0)
@@ -96,7 +106,7 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: 
         dialer.check(peer, f"{HOST}:1", HOST)
         until(lambda: dialer.check(peer, f"{HOST}:1", HOST) is False)
         assert [dialer.check(peer, address, HOST) for _ in range(3)] == [False] * 3
-        now += dialing.PAUSE_S + 1
+        now += reachability.PAUSE_S + 1
         assert dialer.check(peer, address, HOST) is None
         trap.settimeout(20)
         trap.accept()[0].close()
@@ -105,12 +115,12 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: 
 def test_a_member_that_is_being_dialled_is_served_meanwhile(
     node: DataNode, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialing, "GRACE_S", 0.0)
+    monkeypatch.setattr(reachability, "GRACE_S", 0.0)
     member = issue(network_dir, "member", "worker")
     with socket.create_server((HOST, 0)) as silent:
         message = {"address": f"{HOST}:{silent.getsockname()[1]}", "want": "0-3", "num": 2}
-        ask(member, node.address, "POST", swarm_path(node), message)
-        assert len(ask(member, node.address, "POST", swarm_path(node), message)[1]["assignments"]) == 2
+        swarm(node, member, message)
+        assert len(swarm(node, member, message)[1]["assignments"]) == 2
 
 
 def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path) -> None:
@@ -130,10 +140,10 @@ def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path)
 
 
 def test_names_that_nobody_has_are_not_kept(node: DataNode, network_dir: Path) -> None:
-    """Finding 3: failures of invented members."""
+    """Failures of invented members."""
     evil, before = issue(network_dir, "evil", "worker"), node.tracker.status()
     failed = [{"index": 0, "member": f"{i}{'x' * 290}", "wrong": i % 2 == 0} for i in range(1024)]
-    assert ask(evil, node.address, "POST", swarm_path(node), {"failed": failed})[0] == 200
+    assert swarm(node, evil, {"failed": failed})[0] == 200
     after = node.tracker.status()[node.datasets[0].id]
     assert (after["failed"], after["banned"]) == (0, []) and before[node.datasets[0].id]["failed"] == 0
 
@@ -142,10 +152,10 @@ def test_names_that_nobody_has_are_not_kept(node: DataNode, network_dir: Path) -
 def test_more_ranges_than_slices_are_refused_before_they_are_read(
     ranges: str, node: DataNode, network_dir: Path
 ) -> None:
-    """Finding 22: a message of ranges that costs more than its bytes."""
+    """A message of ranges that costs more than its bytes."""
     evil = issue(network_dir, "evil", "worker")
     for key in ("have", "want"):
-        status, message = ask(evil, node.address, "POST", swarm_path(node), {key: ranges})
+        status, message = swarm(node, evil, {key: ranges})
         assert status == 400 and f"at most {SLICES} ranges" in message["message"]
 
 
@@ -154,15 +164,14 @@ def test_accusing_the_honest_again_and_again_costs_one_check(
 ) -> None:
     """Two members say that a third gives wrong bytes: the node fetches a slice to find out, once."""
     liars = [issue(network_dir, name, "worker") for name in ("b", "c")]
-    honest, path = issue(network_dir, "a", "worker"), swarm_path(node)
-    with sharing(honest, dataset) as share, Client(honest) as client:
-        message = {"address": share.address, "have": f"0-{SLICES - 1}"}
-        until(lambda: is_reached(client, node, message))
+    honest = issue(network_dir, "a", "worker")
+    with sharing(honest, dataset) as share:
+        until_named(node, honest, share)
         lie = {"failed": [{"index": 0, "member": honest.peer_id, "wrong": True}]}
         size = dataset.table.row(0).bytes
         for round_ in range(4):
             for liar in liars:
-                assert ask(liar, node.address, "POST", path, lie)[0] == 200
+                assert swarm(node, liar, lie)[0] == 200
             if round_ == 0:
                 until(lambda: share.bytes_sent >= size)
             until(lambda: not node.tracker._checking)
@@ -171,17 +180,19 @@ def test_accusing_the_honest_again_and_again_costs_one_check(
 
 def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check holds up those behind it: a peer that gives a little all the time counts as one that does not answer."""
+    clock = SimpleNamespace(now=0.0)
 
     def drip(*_: object) -> Iterator[memoryview]:
-        for _piece in range(10_000):
-            time.sleep(0.001)
+        while clock.now < 1000.0:
+            clock.now += 1.0
             yield memoryview(b"x")
 
-    monkeypatch.setattr(holders, "read_slice", drip)
-    monkeypatch.setattr(holders, "STALL_S", 0.05)
-    info, holder = SliceInfo(0, "s", 10_000, "ab" * 32, 1, 1), Provider("p", f"{HOST}:1", False)
+    monkeypatch.setattr(peer_source, "read_slice", drip)
+    monkeypatch.setattr(peer_source, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    info, provider = SliceInfo(0, "s", 10_000, "ab" * 32, 1, 1), Provider("p", f"{HOST}:1", False)
     with Client(issue(network_dir, "n")) as client:
-        assert holders.verify_provider(client, holder, info) is None
+        assert peer_source.verify_provider(client, provider, info) is None
+    assert clock.now < peer_source.STALL_S + 2.0
 
 
 def test_an_organisation_has_so_many_processes_in_a_swarm(
@@ -190,11 +201,11 @@ def test_an_organisation_has_so_many_processes_in_a_swarm(
     """Each costs a bit a slice; an organisation issues as many certificates as it likes."""
     monkeypatch.setattr(tracker, "_MAX_SESSIONS_PER_ORGANISATION", 3)
     org = organisation(network_dir, "acme")
-    members, path = [issue(network_dir, f"m{i}", by=org) for i in range(4)], swarm_path(node)
-    assert [ask(item, node.address, "POST", path, {})[0] for item in members] == [200, 200, 200, 400]
-    assert ask(members[0], node.address, "POST", path, {"leave": True})[0] == 200
-    assert ask(members[3], node.address, "POST", path, {})[0] == 200
-    assert ask(issue(network_dir, "of-root"), node.address, "POST", path, {})[0] == 200
+    members = [issue(network_dir, f"m{i}", by=org) for i in range(4)]
+    assert [swarm(node, item, {})[0] for item in members] == [200, 200, 200, 400]
+    assert swarm(node, members[0], {"leave": True})[0] == 200
+    assert swarm(node, members[3], {})[0] == 200
+    assert swarm(node, issue(network_dir, "of-root"), {})[0] == 200
 
 
 def test_figures_of_peers_are_for_administrators(node: DataNode, network_dir: Path) -> None:

@@ -29,7 +29,7 @@ from forebay.scheduler.server import SchedulerService
 from support.attackers import HOST, ask, issue, organisation
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
-from support.wire import until
+from support.waiting import until
 
 SLICES = 6
 
@@ -49,65 +49,68 @@ def scheduler(tmp_path: Path, network_dir: Path) -> Iterator[SchedulerService]:
         created.stop()
 
 
+def exchange(scheduler: SchedulerService, member: Identity, message: Any) -> tuple[int, Any]:
+    return ask(member, scheduler.address, "POST", "/v2/exchange", message)
+
+
+def core(scheduler: SchedulerService) -> SchedulerCore:
+    return scheduler._open_journal().core
+
+
 def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir: Path) -> None:
-    """Finding 3: megabytes of JSON from a member that may not work."""
-    status, message = ask(
-        issue(network_dir, "data", "data"), scheduler.address, "POST", "/v2/exchange", "x" * 1_000_000
-    )
+    """Megabytes of JSON from a member that may not work."""
+    status, message = exchange(scheduler, issue(network_dir, "data", "data"), "x" * 1_000_000)
     assert (status, message["error"]) == (403, "not_worker")
 
 
 def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
-    """Finding 3: 64 datasets that no job has, each with millions of slices."""
+    """64 datasets that no job has, each with millions of slices."""
     evil = issue(network_dir, "evil", "worker")
     have = {f"{i:064x}": "0-999999999" for i in range(64)}
-    assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": have})[0] == 200
-    (session,) = scheduler._open_journal().core.sessions.all.values()
+    assert exchange(scheduler, evil, {"cached": have})[0] == 200
+    (session,) = core(scheduler).sessions.all.values()
     assert session.cached_bytes == 0
-    registered = scheduler._open_journal().core.spec.dataset_id
-    status, message = ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": {registered: "0-999999999"}})
+    registered = core(scheduler).spec.dataset_id
+    status, message = exchange(scheduler, evil, {"cached": {registered: "0-999999999"}})
     assert status == 409 and f"[0, {SLICES})" in message["message"]
 
 
 def test_sessions_of_a_certificate_are_bounded(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 19."""
     monkeypatch.setattr(service, "MAX_SESSIONS_PER_PEER", 4)
     evil = issue(network_dir, "evil", "worker")
-    statuses = [ask(evil, scheduler.address, "POST", "/v2/exchange", {"session": f"s{i}"})[0] for i in range(6)]
+    statuses = [exchange(scheduler, evil, {"session": f"s{i}"})[0] for i in range(6)]
     assert statuses == [200] * 4 + [429] * 2
-    assert ask(issue(network_dir, "honest", "worker"), scheduler.address, "POST", "/v2/exchange", {})[0] == 200
+    assert exchange(scheduler, issue(network_dir, "honest", "worker"), {})[0] == 200
 
 
 def test_what_an_organisation_says_it_has_is_bounded(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
-    registered = scheduler._open_journal().core.spec.dataset_id
+    registered = core(scheduler).spec.dataset_id
     org, message = organisation(network_dir, "acme"), {"cached": {registered: f"0-{SLICES - 1}"}}
     for number in range(4):
-        assert ask(
-            issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v2/exchange", message
-        )
-    core = scheduler._open_journal().core
-    assert sum(session.cached_bytes for session in core.sessions.all.values()) == 2 * SLICES * 8
-    assert ask(issue(network_dir, "of-root", "worker"), scheduler.address, "POST", "/v2/exchange", message)[0] == 200
-    assert sum(session.cached_bytes for session in core.sessions.all.values()) == 3 * SLICES * 8
+        assert exchange(scheduler, issue(network_dir, f"m{number}", "worker", by=org), message)
+    state = core(scheduler)
+    assert sum(session.cached_bytes for session in state.sessions.all.values()) == 2 * SLICES * 8
+    assert exchange(scheduler, issue(network_dir, "of-root", "worker"), message)[0] == 200
+    assert sum(session.cached_bytes for session in state.sessions.all.values()) == 3 * SLICES * 8
 
 
 def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
     """Each would be a row of the journal, and memory for as long as the job lasts."""
     evil = issue(network_dir, "evil", "worker")
-    (lease, *_) = ask(evil, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]
+    (lease, *_) = exchange(scheduler, evil, {"want": 1})[1]["leases"]
     invalid = [{"peer_id": f"nobody{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
     for _ in range(3):
-        assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"reports": invalid})[0] == 200
-    assert scheduler._open_journal().core.reports == {}
+        assert exchange(scheduler, evil, {"reports": invalid})[0] == 200
+    assert core(scheduler).reports == {}
     node = lease["providers"][0]["peer_id"]
     report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
-    assert ask(evil, scheduler.address, "POST", "/v2/exchange", report)[0] == 200
-    assert [key[0] for key in scheduler._open_journal().core.reports] == [node]
+    assert exchange(scheduler, evil, report)[0] == 200
+    assert [key[0] for key in core(scheduler).reports] == [node]
 
 
 def test_only_who_is_accused_can_be_pardoned(
@@ -115,7 +118,7 @@ def test_only_who_is_accused_can_be_pardoned(
 ) -> None:
     worker, home = issue(network_dir, "w", "worker"), network_dir.parent / "nodes" / "boss"
     boss = issue(network_dir, "boss", "admin")
-    (lease, *_) = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]
+    (lease, *_) = exchange(scheduler, worker, {"want": 1})[1]["leases"]
     node = lease["providers"][0]["peer_id"]
     pardon = ["job", "pardon", node, "--scheduler", scheduler.address, "--identity", str(home)]
     status, message = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
@@ -123,9 +126,9 @@ def test_only_who_is_accused_can_be_pardoned(
     assert main(pardon) == 1
     assert "there are no reports about it here" in capsys.readouterr().err
     report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
-    assert ask(worker, scheduler.address, "POST", "/v2/exchange", report)[0] == 200
+    assert ask(worker, report)[0] == 200
     assert main(pardon) == 0 and capsys.readouterr().out == f"pardoned {node}\n"
-    assert scheduler._open_journal().core.reports == {}
+    assert core(scheduler).reports == {}
 
 
 def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path) -> None:
@@ -134,11 +137,11 @@ def test_many_certificates_of_one_organisation_starve_nobody(scheduler: Schedule
     current = 0
     for number in range(4):
         evil = issue(network_dir, f"m{number}", "worker", by=org)
-        current += len(ask(evil, scheduler.address, "POST", "/v2/exchange", {"want": 16})[1]["leases"])
+        current += len(exchange(scheduler, evil, {"want": 16})[1]["leases"])
     assert current == SLICES // 2
     for name, by in (("honest", None), ("other", organisation(network_dir, "other-org"))):
         honest = issue(network_dir, name, "worker", by=by)
-        assert len(ask(honest, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]) == 1
+        assert len(exchange(scheduler, honest, {"want": 1})[1]["leases"]) == 1
 
 
 def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
@@ -170,17 +173,17 @@ def test_proofs_that_are_checked_at_once_count_each(
 
     def check(*about: object) -> bool:
         checked.append(about)
-        together.wait(60)
+        together.wait()
         return True
 
     monkeypatch.setattr(proofs, "is_checked", lambda secret, lease_id, num_proven: num_proven < 3)
     monkeypatch.setattr(scheduler._proofs, "_is_valid", check)
-    leases = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 4})[1]["leases"]
+    leases = exchange(scheduler, worker, {"want": 4})[1]["leases"]
     *first, last = [_use_of(lease, worker) for lease in leases]
     with ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(ask, worker, scheduler.address, "POST", "/v2/exchange", message) for message in first]
+        sent = [pool.submit(exchange, scheduler, worker, message) for message in first]
         assert [future.result()[0] for future in sent] == [200] * 3
-    assert ask(worker, scheduler.address, "POST", "/v2/exchange", last)[0] == 200
+    assert exchange(scheduler, worker, last)[0] == 200
     assert len(checked) == 3
 
 
@@ -189,24 +192,24 @@ def test_checks_that_hang_hold_up_no_other_worker(
 ) -> None:
     """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
     evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
-    asked, gate, path = threading.Event(), threading.Event(), "/v2/exchange"
+    begun, gate = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
-        asked.set()
-        gate.wait(60)
+        begun.set()
+        gate.wait()
 
     async def limit_threads() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
     scheduler._server.call(limit_threads())
     monkeypatch.setattr(scheduler._proofs, "_is_valid", hang)
-    (lease,) = ask(evil, scheduler.address, "POST", path, {"want": 1})[1]["leases"]
+    (lease,) = exchange(scheduler, evil, {"want": 1})[1]["leases"]
     message = _use_of(lease, evil)
     with ThreadPoolExecutor(1) as pool:
         try:
-            waiting = pool.submit(ask, evil, scheduler.address, "POST", path, message)
-            assert asked.wait(20)
-            assert len(ask(honest, scheduler.address, "POST", path, {"want": 1})[1]["leases"]) == 1
+            waiting = pool.submit(exchange, scheduler, evil, message)
+            begun.wait()
+            assert len(exchange(scheduler, honest, {"want": 1})[1]["leases"]) == 1
             assert not waiting.done()
         finally:
             gate.set()
@@ -219,7 +222,7 @@ def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
     checked: list[float] = []
     monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))
-    job = scheduler._open_journal().core
+    job = core(scheduler)
     with scheduler._lock:
         job.failures[0] = dict.fromkeys("abc", "cannot read")
     until(lambda: len(checked) >= 4)
