@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import IO, Any
+from typing import Any
 
 from support.waiting import until
 
@@ -18,6 +18,7 @@ class Process:
 
     Attributes:
         output, messages: Lines of standard output and of standard error.
+        lines: The values of the lines of JSON in its output.
     """
 
     def __init__(self, *argv: object, **environment: str) -> None:
@@ -25,21 +26,25 @@ class Process:
             [sys.executable, *map(str, argv)], env=os.environ | environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        self.output, self.messages = list[str](), list[str]()
-        pairs = ((self.popen.stdout, self.output), (self.popen.stderr, self.messages))
-        self._readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in pairs]
+        self.output, self.messages, self.lines = list[str](), list[str](), list[Any]()
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read_output, self._read_messages)
+        ]
         for reader in self._readers:
             reader.start()
 
-    @staticmethod
-    def _read(stream: IO[str], lines: list[str]) -> None:
-        with stream:
-            lines.extend(stream)
+    def _read_output(self) -> None:
+        assert self.popen.stdout is not None
+        with self.popen.stdout as stream:
+            for line in stream:
+                self.output.append(line)
+                if line[0] in "{[":
+                    self.lines.append(json.loads(line))
 
-    @property
-    def lines(self) -> list[Any]:
-        """The lines of JSON that it printed."""
-        return [json.loads(line) for line in list(self.output) if line[0] in "{["]
+    def _read_messages(self) -> None:
+        assert self.popen.stderr is not None
+        with self.popen.stderr as stream:
+            self.messages.extend(stream)
 
     @property
     def errors(self) -> str:
