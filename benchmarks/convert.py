@@ -69,9 +69,7 @@ def measure(folder: Path, num_tokens: int, rounds: int, formats: Sequence[str] =
         library, theirs = libraries.get(name, ("", None))
         costs = interleaved(rounds, ours, *([theirs] if theirs else []))
         cpu = [median([cost.cpu_s for cost in row]) / num_tokens * 5e8 for row in costs]
-        wall = median([cost.wall_s for cost in costs[0]]) / num_tokens * 5e8
-        detail = f"{wall:.3g} s/GB of the clock"
-        figures.append(Figure(f"{name}: forebay convert", cpu[0], "CPU s/GB", detail))
+        figures.append(Figure(f"{name}: forebay convert", cpu[0], "CPU s/GB"))
         if theirs:
             figures.append(Figure(f"{name}: {library}", cpu[1], "CPU s/GB", f"forebay takes {cpu[0] / cpu[1]:.2f}x"))
     clear()

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from examples.inference import start_network
+from examples.inference import Servers, start_network
 from examples.train_gpt import Gpt
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -134,7 +134,9 @@ class Feeds:
 
     def node(self) -> Iterator[Any]:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        start_network(self._stack, folder, self._dataset, "--seq-len", self._arguments["seq_len"])
+        start_network(
+            self._stack.enter_context(Servers()), folder, self._dataset, "--seq-len", self._arguments["seq_len"]
+        )
         network = forebay.NetworkOptions(identity=folder / "carol")
         url = f"forebay://network/{self._dataset.name}"
         return self._of(forebay.Loader(url, cache_dir=folder / "cache", network=network, **self._arguments))

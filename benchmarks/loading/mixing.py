@@ -21,7 +21,7 @@ NEAR = 16  # Samples that lie so close are of one text.
 I64 = NDArray[np.int64]
 
 
-def steps_of(order: str, dataset: Path, seed: int) -> list[I64]:
+def list_steps(order: str, dataset: Path, seed: int) -> list[I64]:
     """The ids of the samples of each step of an epoch."""
     loader = Loader(dataset, seq_len=SEQ_LEN, global_batch_size=BATCH_SIZE, seed=seed, shuffle=order != "as stored")
     if order == "full shuffle":
@@ -35,15 +35,15 @@ ORDERS = ("full shuffle", "forebay.Loader", "as stored")
 
 def distances(dataset: Path, order: str, seed: int) -> tuple[float, float, float]:
     """Medians: samples to the nearest of the same batch; steps to the next of a near one; share of those within 16."""
-    steps = steps_of(order, dataset, seed)
+    steps = list_steps(order, dataset, seed)
     nearest = np.concatenate([_to_nearest(np.sort(ids)) for ids in steps if len(ids) > 1])
-    step_of = np.empty(sum(map(len, steps)), np.int64)
-    step_of[np.concatenate(steps)] = np.repeat(np.arange(len(steps)), [len(ids) for ids in steps])
-    later = np.full(len(step_of), len(steps))
+    step_index = np.empty(sum(map(len, steps)), np.int64)
+    step_index[np.concatenate(steps)] = np.repeat(np.arange(len(steps)), [len(ids) for ids in steps])
+    later = np.full(len(step_index), len(steps))
     for distance in range(1, NEAR + 1):
         low, high = slice(None, -distance), slice(distance, None)
         for first, second in ((low, high), (high, low)):
-            gap = step_of[second] - step_of[first]
+            gap = step_index[second] - step_index[first]
             later[first] = np.minimum(later[first], np.where(gap >= 0, gap, len(steps)))
     return median(nearest.tolist()), median(later.tolist()), float(np.mean(later < NEAR))
 

@@ -1,7 +1,6 @@
 """Filters against datatrove's on the same texts: CPU seconds of one process each, and whether they decide alike.
 
     python -m benchmarks.prepare.filters          about 3 MB of real text (under a minute)
-    python -m benchmarks.prepare.filters --all    all of it, about 15 MB
 
 The texts: crawled pages, Wikipedia, Stack Exchange, news, books and plays cut into 3 kB; and as many made from them
 that lie near a threshold on purpose (about 50 words, about 80 % of words with a letter, lines and phrases repeated).
@@ -15,7 +14,6 @@ from __future__ import annotations
 import collections
 import json
 import random
-import sys
 import time
 
 from benchmarks.measure import Figure, show
@@ -144,7 +142,7 @@ def show_differences(title: str, mine: list[list[str]], peer: list[list[str]]) -
     return both / len(mine)
 
 
-def measure(num_texts: int | None = 900) -> list[Figure]:
+def measure(num_texts: int = 900) -> list[Figure]:
     """The tables, printed, and what the targets are set for; nothing without the peer."""
     chance = random.Random(1)
     texts = real_texts()[:num_texts]
@@ -174,10 +172,5 @@ def measure(num_texts: int | None = 900) -> list[Figure]:
     ]
 
 
-def main() -> None:
-    """Print the tables."""
-    show("prepare: filters", measure(None if "--all" in sys.argv else 900))
-
-
 if __name__ == "__main__":
-    main()
+    show("prepare: filters", measure())
