@@ -123,8 +123,11 @@ def main() -> None:
     import torch
 
     runs = json.loads(Path(sys.argv[1]).read_text())
-    if all(run.get("wrap") is None for run in runs):
-        # DistributedDataParallel imports PyTorch's compiler, ten times as long as PyTorch, to ask for its mode.
+    if any(run.get("wrap") for run in runs):
+        import torch._dynamo
+    else:
+        # DistributedDataParallel imports PyTorch's compiler, which takes several times as long as PyTorch, to ask for
+        # its mode.
         compiler = MagicMock()
         compiler.utils.get_optimize_ddp_mode.return_value = "no_optimization"
         compiler.disable.side_effect = lambda function, *_, **__: function

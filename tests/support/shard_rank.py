@@ -20,7 +20,6 @@ from forebay.load.shards import SharedShardedDatasetManager
 def main(out: str, text: str) -> None:
     settings: dict[str, Any] = json.loads(text)
     steps, start = settings.pop("steps", 4), settings.pop("start", 0)
-    batch, others = settings.pop("batch_size", 8), [Path(other) for other in settings.pop("others", [])]
     if settings.pop("apart", False):
         cache_module.MIN_PROCESS_BYTES = 0  # as if the shards were large
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
@@ -30,7 +29,7 @@ def main(out: str, text: str) -> None:
             file.write(json.dumps(fields) + "\n")
             file.flush()
 
-        for batch_ in shards.batches(start, start + steps, batch_size=batch):
+        for batch_ in shards.batches(start, start + steps, batch_size=8):
             data = shards.active_dataset
             assert data is not None and batch_.inputs is not None
             kind = data[0].dtype
@@ -39,13 +38,8 @@ def main(out: str, text: str) -> None:
                 for row in batch_.inputs
             ]
             assert own == data.sample_ids[batch_.sample_ids].tolist()
-            write(step=batch_.step, shard=data.index, ids=own, first=data[0][:4].tolist())
+            write(step=batch_.step, shard=data.index, ids=own)
             time.sleep(0.02)
-            while any(
-                not other.exists() or other.read_text().count('"step"') <= batch_.step - start for other in others
-            ):
-                time.sleep(0.01)  # as ranks that exchange gradients
-        write(stats=shards.stats())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forebay.errors import DownloadError, MissingPackageError, PrepareError, UnknownDatasetError
+from forebay.errors import DownloadError, PrepareError
 from forebay.prepare.tokenize.tokenizers import byte_tokenizer, load_tokenizer
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 from support.hub_repos import write_repo
@@ -96,30 +96,6 @@ def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
     assert {**parts[0], **parts[1], **parts[2]} == alone
 
 
-def test_kept_files_need_no_network(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first() -> Any:
-        dataset = create_huggingface_dataset("tiny_shakespeare", num_batches=2, streaming=False)
-        return [batch.inputs.tobytes() for batch in dataset.batches()]
-
-    before = first()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert first() == before
-
-
-def test_a_name_that_nothing_has(hub: HubServer) -> None:
-    for name in ("my-dataset", "some/where"):
-        with pytest.raises(UnknownDatasetError, match=f"Dataset '{name}' not found") as reported:
-            next(iter(create_huggingface_dataset(name)))
-        assert isinstance(reported.value, FileNotFoundError)
-
-
-def test_a_hub_that_cannot_be_reached(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConnectionError, match="Failed to download dataset") as reported:
-        next(iter(create_huggingface_dataset("fineweb", tokenizer_name="bytes")))
-    assert isinstance(reported.value, DownloadError) and "tiny_shakespeare" in str(reported.value)
-
-
 def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -140,19 +116,6 @@ def test_a_loading_script_is_not_run_and_its_copy_is_named(hub: HubServer) -> No
     hub.revisions.add("refs/convert/parquet")  # a revision with files alone
     name = "example/copied@refs%2Fconvert%2Fparquet"
     assert len(list(create_huggingface_dataset(name, num_batches=2, tokenizer_name="bytes"))) == 2
-
-
-def test_what_needs_another_package_says_so(hub: HubServer) -> None:
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        pass
-    else:
-        pytest.skip("the package datasets is installed")
-    text = "HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
-    with pytest.raises(ImportError, match=text) as reported:
-        next(iter(create_huggingface_dataset("example/pictures", tokenizer_name="bytes")))
-    assert isinstance(reported.value, MissingPackageError)
 
 
 def test_a_worker_trains_on_it(hub: HubServer) -> None:

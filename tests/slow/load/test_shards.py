@@ -33,7 +33,6 @@ from support.feeding import small_disk
 from support.paths import TESTS
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from support.shard_buckets import (
-    HEADER_BYTES,
     PREFIX,
     SETTINGS,
     SHARDS,
@@ -169,18 +168,6 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
     finally:
         tokens.write_bytes(full)
         time.sleep(0.05)
-
-
-def test_ranks_of_a_machine_share_one_copy(server: S3Server, tmp_path: Path) -> None:
-    outs = [tmp_path / f"{rank}.jsonl" for rank in range(4)]
-    ranks = [start(out, rank=rank, world_size=4, steps=9, batch_size=16, others=outs) for rank, out in enumerate(outs)]
-    assert [rank.wait() for rank in ranks] == [0] * 4, (tmp_path / "0.log").read_text()[-2000:]
-    reported = [[line for line in read_lines(out) if "step" in line] for out in outs]
-    for lines in zip(*reported, strict=True):
-        assert len({line["shard"] for line in lines}) == 1
-        assert len({sample for line in lines for sample in line["ids"]}) == 16
-    for index in range(2):
-        assert sent_bytes(server, index) == TOKEN_BYTES + 4 * HEADER_BYTES  # Each rank reads the header.
 
 
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path) -> None:

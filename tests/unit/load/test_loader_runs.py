@@ -81,22 +81,6 @@ def test_a_state_of_any_step_and_world_size_resumes_on_any_other(folders: dict[s
     assert seen == full
 
 
-def test_a_mixture_reads_each_source_in_its_own_epochs(folders: dict[str, Path]) -> None:
-    weights = {"web": 0.5, "books": 0.3, "code": 0.2}
-    loader = Loader(Mixture(folders, weights), seq_len=SEQ_LEN, batch_size=10, steps=100)
-    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for batch in loader:
-        for source, sample, row in zip(batch.dataset_index.tolist(), batch.sample_ids.tolist(), batch.inputs):
-            seen[source].append(sample)
-            slice_index, within = divmod(sample, 20)
-            lengths = sum(20 * SEQ_LEN + i for i in range(slice_index))
-            assert row[0] == 100_000 * source + lengths + within * SEQ_LEN
-    assert [len(seen[i]) for i in range(3)] == [500, 300, 200]
-    for source, size in ((0, 120), (1, 60), (2, 40)):
-        for start in range(0, len(seen[source]) - size + 1, size):
-            assert sorted(seen[source][start : start + size]) == list(range(size))
-
-
 def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str, Path]) -> None:
     def loader(changes: list[tuple[int, dict[str, float]]]) -> Loader[Any]:
         return Loader(Mixture(folders, changes), seq_len=SEQ_LEN, batch_size=8, steps=40)

@@ -119,9 +119,6 @@ def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None
         (own / MANIFEST_FILE).write_bytes(manifest_json.replace(b"6", b"7", 1))
         with pytest.raises(DatasetError, match="a byte was changed"):
             Loader(server.url, **ONE_BY_ONE)
-        (own / MANIFEST_FILE).write_bytes(replace(manifest, slices=7).to_json())
-        with pytest.raises(DatasetError, match="totals"):
-            Loader(server.url, **ONE_BY_ONE)
         # A table that is right in itself, and wrong about two slices.
         tokens = table.count.copy()
         tokens[:2] += [-SEQ_LEN, SEQ_LEN]

@@ -68,15 +68,9 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
     dataset = open_external(tmp_path, dtype=None if header else dtype)
     assert dataset is not None and dataset.num_tokens == 100 * L
     assert dataset.verify().ok
-
-
-def test_a_dataset_becomes_shards(tmp_path: Path) -> None:
-    write_shards([make_tokens(50 * L)], tmp_path / "a", seq_len=L, shard_tokens=20 * L)
-    dataset = open_external(tmp_path / "a")
-    assert dataset is not None
-    again = write_shards(dataset, tmp_path / "b", seq_len=2 * L, dtype="uint32", generation="bin")
+    again = write_shards(dataset, tmp_path / "again", seq_len=2 * L, dtype="uint32", generation="bin")
     assert [path.tokens.name for path in again] == ["train_000000.npy"]
-    assert np.load(again[0].tokens).tolist() == make_tokens(50 * L).tolist()
+    assert np.load(again[0].tokens).tolist() == tokens[: 100 * L].tolist()
 
 
 def test_wrong_arguments_of_the_writer_are_refused(tmp_path: Path) -> None:
