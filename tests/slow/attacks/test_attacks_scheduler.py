@@ -126,7 +126,7 @@ def test_only_who_is_accused_can_be_pardoned(
     assert main(pardon) == 1
     assert "there are no reports about it here" in capsys.readouterr().err
     report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
-    assert ask(worker, report)[0] == 200
+    assert exchange(scheduler, worker, report)[0] == 200
     assert main(pardon) == 0 and capsys.readouterr().out == f"pardoned {node}\n"
     assert core(scheduler).reports == {}
 

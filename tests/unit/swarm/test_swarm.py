@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from forebay.network.peer import Provider
 from forebay.swarm.members import format_ranges, parse_ranges
 from forebay.swarm.steering import Assignment, Swarm
 
-ORIGIN = Provider("origin", "o:1", True)
+ORIGIN, OTHER = Provider("origin", "o:1", True), Provider("other", "o:2", True)
 
 
 def peer(name: str, address: str = "p:1") -> Provider:
@@ -91,76 +94,76 @@ def test_the_same_calls_give_the_same_answers() -> None:
     assert logs[0] == logs[1]
 
 
-def test_a_slice_under_way_is_waited_for_and_told_again_to_who_asks_again() -> None:
-    swarm = Swarm(2)
-    for holder in (ORIGIN, peer("a"), peer("b")):
-        swarm.join(holder, none(2), 0.0)
-    first = swarm.assign("a", np.array([0]), 4, 0.0)
-    assert first == [Assignment(0, ORIGIN)] == swarm.assign("a", np.array([0]), 4, 1.0)
-    assert swarm.assign("b", np.array([0]), 4, 1.0) == []
+def swarm_of(num_slices: int, have: dict[str, str], origins: Sequence[Provider] = (), **settings: Any) -> Swarm:
+    """A swarm at time 0 of members with ranges of slices, after its origins."""
+    swarm = Swarm(num_slices, **settings)
+    for origin in origins:
+        swarm.join(origin, None, 0.0)
+    for name, ranges in have.items():
+        flags = none(num_slices)
+        flags[parse_ranges(ranges, num_slices)] = True
+        swarm.join(peer(name), flags, 0.0)
+    return swarm
+
+
+def holders(swarm: Swarm, member: str, *missing: int, now: float = 0.0) -> dict[int, Provider]:
+    """Assign slices that a member lacks; return from whom, in order."""
+    return {each.index: each.holder for each in swarm.assign(member, np.array(missing, np.int64), 4, now)}
+
+
+def test_a_slice_under_way_is_waited_for_and_named_again_to_who_asks_again() -> None:
+    swarm = swarm_of(2, {"a": "", "b": ""}, [ORIGIN])
+    assert holders(swarm, "a", 0) == {0: ORIGIN} == holders(swarm, "a", 0, now=1.0)
+    assert holders(swarm, "b", 0, now=1.0) == {}
     swarm.finished("a", 0, 2.0)
-    assert swarm.assign("b", np.array([0]), 4, 2.0) == [Assignment(0, peer("a"))]
+    assert holders(swarm, "b", 0, now=2.0) == {0: peer("a")}
+    assert holders(swarm, "b") == {}
 
 
 def test_the_rarest_goes_first() -> None:
-    swarm = Swarm(3)
-    swarm.join(peer("a"), np.array([True, True, True]), 0.0)
-    swarm.join(peer("b"), np.array([True, True, False]), 0.0)
-    swarm.join(peer("c"), np.array([True, False, False]), 0.0)
-    swarm.join(peer("d"), none(3), 0.0)
-    assert [each.index for each in swarm.assign("d", np.arange(3), 3, 0.0)] == [2, 1, 0]
+    swarm = swarm_of(3, {"a": "0-2", "b": "0-1", "c": "0", "d": ""})
+    assert list(holders(swarm, "d", 0, 1, 2)) == [2, 1, 0]
 
 
 def test_an_unreachable_member_gets_and_is_never_named() -> None:
-    swarm = Swarm(1)
-    swarm.join(ORIGIN, None, 0.0)
+    swarm = swarm_of(1, {}, [ORIGIN])
     swarm.join(peer("leech", ""), none(1), 0.0)
-    got = [swarm.assign("leech", np.array([0]), 1, float(i)) for i in range(4)]
-    assert [Assignment(0, ORIGIN)] in got
+    assert {0: ORIGIN} in [holders(swarm, "leech", 0, now=float(i)) for i in range(4)]
     swarm.finished("leech", 0, 4.0)
     swarm.join(peer("b"), none(1), 4.0)
-    assert swarm.copies().tolist() == [0] and swarm.assign("b", np.array([0]), 1, 5.0) == [Assignment(0, ORIGIN)]
+    assert swarm.copies().tolist() == [0] and holders(swarm, "b", 0, now=5.0) == {0: ORIGIN}
 
 
 def test_a_liar_is_banned_for_who_says_so_and_for_all_after_a_second() -> None:
-    swarm = Swarm(1)
-    swarm.join(peer("liar"), np.array([True]), 0.0)
-    for name in ("a", "b", "c"):
-        swarm.join(peer(name), none(1), 0.0)
+    swarm = swarm_of(1, {"liar": "0", "a": "", "b": "", "c": ""})
     swarm.failed("a", 0, "liar", 0.0, wrong=True)
     assert swarm.providers(0, "a", 1.0) == [] and swarm.providers(0, "b", 1.0) == [peer("liar")]
     swarm.failed("a", 0, "liar", 1.0, wrong=True)
-    assert swarm.assign("c", np.array([0]), 1, 1.0) != []
+    assert holders(swarm, "c", 0, now=1.0)
     swarm.failed("b", 0, "liar", 1.0, wrong=True)
     assert swarm.providers(0, "c", 2.0) == [] and swarm.status()["banned"] == ["liar"]
 
 
 def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
-    swarm = Swarm(3)
-    swarm.join(ORIGIN, None, 0.0)
+    swarm = swarm_of(3, {"a": "", "b": "", "c": ""}, [ORIGIN])
     for name in ("a", "b", "c"):
-        swarm.join(peer(name), none(3), 0.0)
         swarm.failed(name, 0, ORIGIN.peer_id, 0.0, wrong=True)
         assert swarm.providers(1, name, 1.0) == [ORIGIN]
-    other = Provider("other", "o:2", True)
     for name in ("a", "b"):
         assert swarm.status()["banned"] == []
         swarm.failed(name, 2, ORIGIN.peer_id, 2.0, wrong=True)
         assert swarm.providers(1, name, 3.0) == [ORIGIN]  # the last origin is never barred
-    swarm.join(other, None, 3.0)
+    swarm.join(OTHER, None, 3.0)
     assert swarm.status()["banned"] == [ORIGIN.peer_id]
-    assert swarm.providers(1, "a", 3.0) == swarm.providers(1, "c", 3.0) == [other]
+    assert swarm.providers(1, "a", 3.0) == swarm.providers(1, "c", 3.0) == [OTHER]
     swarm.penalties.pardon(ORIGIN.peer_id)
     assert swarm.status()["banned"] == [] and ORIGIN in swarm.providers(1, "a", 3.0)
 
 
 def test_an_origin_is_checked_once_two_slices_of_it_are_reported_by_whoever() -> None:
     """A reader gets one slice of it, and the others from peers: else each reader would meet its wrong bytes."""
-    swarm = Swarm(3, checks=True)
-    for origin in (ORIGIN, Provider("other", "o:2", True)):
-        swarm.join(origin, None, 0.0)
+    swarm = swarm_of(3, {"a": "", "b": "", "c": ""}, [ORIGIN, OTHER], checks=True)
     for name, index, suspects in (("a", 0, []), ("b", 0, []), ("c", 2, [(ORIGIN, 2)])):
-        swarm.join(peer(name), none(3), 0.0)
         swarm.failed(name, index, ORIGIN.peer_id, 0.0, wrong=True)
         assert swarm.suspects() == suspects and swarm.status()["banned"] == []
     swarm.penalties.ban(ORIGIN.peer_id)
@@ -168,11 +171,7 @@ def test_an_origin_is_checked_once_two_slices_of_it_are_reported_by_whoever() ->
 
 
 def test_accusers_count_by_organisation_and_a_suspect_is_checked_before_it_is_banned() -> None:
-    swarm = Swarm(4, checks=True)
-    swarm.join(ORIGIN, None, 0.0)
-    swarm.join(peer("accused"), np.ones(4, np.bool_), 0.0)
-    for name in ("a", "b", "c", "d"):
-        swarm.join(peer(name), none(4), 0.0)
+    swarm = swarm_of(4, {"accused": "0-3", "a": "", "b": "", "c": "", "d": ""}, [ORIGIN], checks=True)
     for name in ("a", "b", "c"):
         swarm.failed(name, 1, "accused", 1.0, wrong=True, accuser="one organisation")
         assert swarm.suspects() == [] and swarm.status()["banned"] == []
@@ -188,49 +187,38 @@ def test_accusers_count_by_organisation_and_a_suspect_is_checked_before_it_is_ba
 
 
 def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in() -> None:
-    swarm = Swarm(1)
-    swarm.join(ORIGIN, None, 0.0)
-    swarm.join(peer("full"), np.array([True]), 0.0)
-    swarm.join(peer("a"), none(1), 0.0)
-    assert swarm.assign("a", np.array([0]), 1, 0.0) == [Assignment(0, peer("full"))]
+    swarm = swarm_of(1, {"full": "0", "a": ""}, [ORIGIN])
+    assert holders(swarm, "a", 0) == {0: peer("full")}
     swarm.failed("a", 0, "full", 0.1)
-    assert swarm.assign("a", np.array([0]), 1, 0.2) == [Assignment(0, ORIGIN)]
+    assert holders(swarm, "a", 0, now=0.2) == {0: ORIGIN}
     swarm.dropped("a", 0)
-    assert swarm.assign("a", np.array([0]), 1, 5.0) == [Assignment(0, peer("full"))]
+    assert holders(swarm, "a", 0, now=5.0) == {0: peer("full")}
 
 
 def test_the_silent_go_and_what_only_they_had_comes_from_the_origin_again() -> None:
-    swarm = Swarm(1, ttl_s=10.0)
-    swarm.join(ORIGIN, None, 0.0)
-    swarm.join(peer("a"), np.array([True]), 0.0)
+    swarm = swarm_of(1, {"a": "0"}, [ORIGIN], ttl_s=10.0)
     swarm.join(peer("b"), none(1), 8.0)
     swarm.join(ORIGIN, None, 8.0)
     assert swarm.expire(12.0) == ["a"] and swarm.copies().tolist() == [0]
-    assert swarm.assign("b", np.array([0]), 1, 12.0) == [Assignment(0, ORIGIN)]
+    assert holders(swarm, "b", 0, now=12.0) == {0: ORIGIN}
 
 
 def test_a_download_that_never_ends_is_given_up_and_its_slot_is_free_again() -> None:
-    swarm = Swarm(1, origin_slots=1, ttl_s=1000.0)
-    for holder in (ORIGIN, peer("hoarder"), peer("b")):
-        swarm.join(holder, none(1), 0.0)
-    assert swarm.assign("hoarder", np.array([0]), 1, 0.0)
-    assert swarm.assign("b", np.array([0]), 1, 30.0) == []
-    assert swarm.assign("b", np.array([0]), 1, 61.0) == [Assignment(0, ORIGIN)]
+    swarm = swarm_of(1, {"hoarder": "", "b": ""}, [ORIGIN], origin_slots=1, ttl_s=1000.0)
+    assert holders(swarm, "hoarder", 0)
+    assert holders(swarm, "b", 0, now=30.0) == {}
+    assert holders(swarm, "b", 0, now=61.0) == {0: ORIGIN}
 
 
 def test_load_is_spread_over_holders() -> None:
-    swarm = Swarm(6, slots=2)
-    for name in ("a", "b", "c"):
-        swarm.join(peer(name), np.ones(6, np.bool_), 0.0)
-    swarm.join(peer("d"), none(6), 0.0)
+    swarm = swarm_of(6, {"a": "0-5", "b": "0-5", "c": "0-5", "d": ""}, slots=2)
     named = [swarm.providers(index, "d", 0.0)[0].peer_id for index in range(6)]
     assert sorted(named) == ["a", "a", "b", "b", "c", "c"]
-    assert swarm.assign("d", np.array([], np.int64), 1, 0.0) == []
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     with pytest.raises(UsageError, match="joined before"):
-        Swarm(1).assign("nobody", np.array([0]), 1, 0.0)
+        holders(Swarm(1), "nobody", 0)
     with pytest.raises(UsageError, match="positive"):
         Swarm(1, slots=0)
 
