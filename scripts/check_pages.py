@@ -7,7 +7,7 @@ Usage: python scripts/check_pages.py
 - Each item of the seed documents has a line with evidence, each threat a test; every test that a page names exists.
 - Commands, flags, modules, files, benchmarks and `make` targets that pages name exist.
 - Each dependency has a reason; environment variables and keys of API files are in the reference; docstrings of the
-  public interface name every argument.
+  public interface name every argument; the command line stays small.
 """
 
 import inspect
@@ -24,6 +24,7 @@ from typing import Any
 import forebay
 import forebay.callbacks
 from forebay.cli import make_parser
+from forebay.cli.parser import walk
 from forebay.prepare.api import PRESETS, ApiSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,7 @@ INDEX = DOCS / "README.md"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path != INDEX)
 OTHER_PAGES = [ROOT / name for name in ("README.md", "compat/README.md", "PROJECT.md", "CONTRIBUTING.md")]
 MAX_WORDS = 1500
+MAX_OPTIONS = 185
 KINDS = {"Tutorial": "tutorial", "How-to": "how-to", "Reference": "reference", "Explanation": "explanation"}
 SEED_ITEMS = {"S0": 25, "S1": 37, "S2": 35, "S3": 19, "S4": 30}
 NAMED_TEST = re.compile(r"`(?:tests/)?((?:unit|slow|contract|sim|docs|e2e)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`")
@@ -179,6 +181,17 @@ def check_reference() -> Iterator[str]:
             yield f"README.md: expected the line {line}"
 
 
+def check_options() -> Iterator[str]:
+    """Options of all commands, without those of output and help, which every command has."""
+    output = {"-h", "--json", "--quiet", "--verbose", "--log-level", "--log-format", "-q", "-v", "--help"}
+    names = [
+        option for path, parser in walk(make_parser()) for action in parser._actions
+        for option in action.option_strings[-1:] if path == ("demo",) or option not in output
+    ]  # fmt: skip
+    if len(names) > MAX_OPTIONS:
+        yield f"the command line has {len(names)} options, expected at most {MAX_OPTIONS}"
+
+
 def public_callables() -> Iterator[tuple[str, Any]]:
     """(name, callable) of what users call."""
     for key in sorted(set(forebay.__all__) - {"__version__", "callbacks"}):
@@ -208,7 +221,7 @@ def check_docstrings() -> Iterator[str]:
 
 CHECKS = (
     check_links, check_tree, check_evidence, check_tests, check_commands, check_files, check_reference,
-    check_docstrings,
+    check_options, check_docstrings,
 )  # fmt: skip
 
 

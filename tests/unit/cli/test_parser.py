@@ -7,22 +7,16 @@ import contextlib
 import json
 import logging
 import math
-import resource
-import subprocess
 import sys
 import tomllib
 import warnings
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from forebay.cli import main, make_parser
-from forebay.cli.parser import PANELS, completion, logging_to_stderr, report_failure, walk
-from forebay.prepare.api import PRESETS, ApiSpec
+from forebay.cli.parser import PANELS, logging_to_stderr, report_failure, walk
 from forebay.prepare.config import recipe_text
-from support.calibration import scaled
-from support.paths import ROOT
 
 
 def test_every_option_has_help_and_tells_its_default() -> None:
@@ -68,41 +62,6 @@ def test_a_typing_error_is_answered_with_what_was_meant(
     assert meant in capsys.readouterr().err
 
 
-def test_the_package_runs_and_its_help_needs_no_heavy_import() -> None:
-    code = (
-        "import sys\n"
-        "from forebay.cli import make_parser\n"
-        "make_parser().format_help()\n"
-        "heavy = {'numpy', 'pyarrow', 'torch', 'cryptography', 'libtorrent', 'ssl', 'asyncio', 'orjson', 'tqdm'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    subprocess.run([sys.executable, "-m", "forebay", "--help"], check=True, stdout=subprocess.DEVNULL)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < scaled(0.25)
-    shown = subprocess.run([sys.executable, "-m", "forebay", "-V"], capture_output=True, text=True, check=True)
-    assert shown.stdout.startswith("forebay ")
-
-
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        (["forebay", "sched"], "scheduler"),
-        (["forebay", "network", "jo"], "join"),
-        (["forebay", "network", "join", "net", "--ro"], "--role"),
-        (["forebay", "worker", "--cache-b"], "--cache-bytes"),
-    ],
-)
-def test_the_shell_completes(typed: list[str], expected: str) -> None:
-    words = " ".join(f'"{word}"' for word in typed)
-    script = completion(make_parser(), "bash") + (
-        f'COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _forebay; printf "%s\\n" "${{COMPREPLY[@]}}"\n'
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert expected in done.stdout.split()
-    assert completion(make_parser(), "zsh").startswith("autoload")
-
-
 def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("forebay.network")
     arguments = make_parser().parse_args(["--log-format", "json", "find", "x", "-v"])
@@ -144,19 +103,6 @@ def test_json_logs_have_all_that_is_written_to_stderr(capsys: pytest.CaptureFixt
     assert more["wait_s"] == "inf" and more["message"].endswith("\nand more")
     assert (failure["message"], failure["level"]) == ("no such dataset. Check it.", "error")
     assert "RuntimeError: unexpected" in error["traceback"]
-
-
-def test_the_keys_and_presets_of_an_api_file_are_in_the_guide() -> None:
-    guide = (ROOT / "docs" / "how-to" / "apis.md").read_text()
-    assert all(key in guide for key in [*(field.name for field in fields(ApiSpec)), *PRESETS])
-
-
-def test_the_command_line_stays_small() -> None:
-    """Options of all commands, without those of output and help, which every command has."""
-    output = {"-h", "--json", "--quiet", "--verbose", "--log-level", "--log-format", "-q", "-v", "--help"}
-    names = [name for path, parser in walk(make_parser()) for action in parser._actions
-             for name in action.option_strings[-1:] if path == ("demo",) or name not in output]  # fmt: skip
-    assert len(names) <= 185
 
 
 @pytest.mark.parametrize("arguments", [["verify", "nothing", "--json"], ["verify", "--json"]])

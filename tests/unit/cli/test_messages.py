@@ -1,0 +1,124 @@
+"""Commands as a user types them: what they print, and one line that names the fault when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cli import main
+from forebay.network.pki.identity import create_network, join
+from support.store import stored
+
+Printed = pytest.CaptureFixture[str]
+
+
+def write_corpus(folder: Path) -> None:
+    rows = [{"id": f"d{i}", "text": f"Document {i}. " + "mill race " * 40} for i in range(60)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def corpus() -> Path:
+    return stored(write_corpus) / "texts.jsonl"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    create_network(tmp_path / "net", "net")
+    join(tmp_path / "net", tmp_path / "alice", "alice")
+    return tmp_path / "alice"
+
+
+def forebay(*arguments: object) -> int:
+    """Return the exit status of a command."""
+    try:
+        return main([str(word) for word in arguments])
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def report(capsys: Printed, *arguments: object, code: int = 0) -> dict[str, Any]:
+    """Return the JSON that a command prints."""
+    capsys.readouterr()
+    assert forebay(*arguments, "--json") == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+def assert_one_line(capsys: Printed, arguments: list[object], *words: str) -> None:
+    """The command fails with one line of error that has these words."""
+    assert forebay(*arguments) != 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("forebay: ")]
+    assert len(lines) == 1
+    for word in words:
+        assert word in lines[0]
+
+
+def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp_path: Path, capsys: Printed) -> None:
+    out, ids = tmp_path / "d", tmp_path / "ids"
+    prepare = ("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--workers", 1)
+    summary = report(capsys, *prepare, "--write-ids", ids)
+    assert {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"} <= set(summary)
+    assert summary["documents_in"] == summary["documents_out"] == 60
+    assert ids.read_text().split() == [f"d{i}" for i in range(60)]
+    shown = report(capsys, "inspect", out)
+    assert {"id", "name", "layout", "dtype", "tokens", "documents", "slices", "bytes", "tokenizer"} <= set(shown)
+    assert {key: shown[key] for key in ("id", "tokens", "slices")} == {
+        key: summary[key] for key in ("id", "tokens", "slices")
+    }
+    slices = sorted((out / "slices").iterdir())
+    assert shown["bytes"] == sum(path.stat().st_size for path in slices)
+    assert report(capsys, "verify", out)["level"] == "hash"
+    data = bytearray(slices[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    slices[1].write_bytes(data)
+    verified = report(capsys, "verify", out, code=1)
+    assert verified["ok"] is False and len(verified["bad"]) == 1 and slices[1].name in verified["bad"][0]
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        ("inspect no-such-dataset", "no-such-dataset"),
+        ("verify no-such-dataset", "no-such-dataset"),
+        ("prepare no-such.txt --out d --tokenizer bytes", "no-such.txt"),
+        ("prepare texts.jsonl --out d --tokenizer none/tokenizer.json", "tokenizer.json"),
+        ("prepare empty.jsonl --out d --tokenizer bytes", ""),
+        ("serve no-such-dataset --identity n", "no-such-dataset"),
+        ("find x --identity no-such-node", "no-such-node"),
+        ("ledger verify no-such-ledger", "no-such-ledger"),
+        ("worker", "name"),
+    ],
+)
+def test_a_wrong_path_is_named_in_one_line(
+    command: str, word: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(corpus, "texts.jsonl")
+    Path("empty.jsonl").touch()
+    assert_one_line(capsys, [*command.split()], word)
+    assert not Path("d/manifest.json").exists()
+
+
+def test_roles_names_and_keys_of_a_network(node: Path, tmp_path: Path, capsys: Printed) -> None:
+    """A role is given explicitly, a network has the name of its directory, and no key is overwritten."""
+    net, key = tmp_path / "net", (node / "node-key.pem").read_bytes()
+    assert_one_line(capsys, ["network", "join", net, tmp_path / "bob", "--name", "bob"], "--role")
+    assert_one_line(capsys, ["network", "invite", net, "--issuer", "127.0.0.1:1"], "--role")
+    assert not (tmp_path / "bob").exists()
+    assert report(capsys, "network", "show", net)["name"] == "net"
+    other = ["inspect", "forebay://other/nothing", "--identity", node]
+    assert_one_line(capsys, other, "expected an identity in the network 'other'", "forebay://net/nothing")
+    assert_one_line(capsys, ["network", "join", net, node, "--name", "mallory", "--role", "all"], "alice")
+    assert_one_line(capsys, ["network", "init", net], "net")
+    assert (node / "node-key.pem").read_bytes() == key
+    assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
+    before = report(capsys, "network", "show", node)
+    certificate = (node / "node-cert.pem").read_bytes()
+    assert forebay("network", "renew", net, node) == 0 and (node / "node-cert.pem").read_bytes() != certificate
+    after = report(capsys, "network", "show", node)
+    assert after["expires"] >= before["expires"] and after == before | {"expires": after["expires"]}
