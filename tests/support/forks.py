@@ -19,12 +19,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from support.calibration import scaled
+from support.waiting import until
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -91,11 +90,11 @@ class Process:
     def errors(self) -> str:
         return self.log.with_name(self.log.name + ".err").read_text()
 
-    def ready(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Its first JSON line."""
-        deadline = time.monotonic() + scaled(timeout_s)
-        while not (lines := self.lines()):
-            assert self.wait(0.02) is None and time.monotonic() < deadline, f"{self.log.name}: {self.errors()}"
+    def ready(self) -> dict[str, Any]:
+        """Wait for its first JSON line."""
+        until(lambda: self.lines() or self.wait(0.0) is not None)
+        lines = self.lines()
+        assert lines, f"{self.log.name}: {self.errors()}"
         return lines[0]
 
     def wait(self, timeout_s: float = 60.0) -> int | None:
