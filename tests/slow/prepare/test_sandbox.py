@@ -115,16 +115,14 @@ def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.
         worker.end()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_file_over_which_its_library_aborts(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_over_which_its_library_aborts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pyarrow does over the metadata of some damaged files of Parquet."""
     monkeypatch.setattr("forebay.prepare.tasks.text.read_metadata", abort_over_second)
-    monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "fork")
     sources = [tmp_path / f"{i}.parquet" for i in range(3)]
     for path in sources:
         texts = [f"document {path.stem} {i}" for i in range(20)]
         pq.write_table(pa.table({"text": texts, "id": texts}), path)
-    summary = prepare(sources, tmp_path / "d", settings={"max_error_rate": 0.1}, workers=workers)
+    summary = prepare(sources, tmp_path / "d", settings={"max_error_rate": 0.1})
     assert (summary.documents_out, summary.dropped) == (40, {"malformed": 1})
     (reject,) = read_lines(tmp_path / "d/rejects.jsonl")
     assert "reading ended its process (SIGABRT)" in reject["reason"] and "1.parquet" in reject["where"]

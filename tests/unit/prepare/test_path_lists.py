@@ -119,7 +119,8 @@ def test_a_server_in_trouble_is_waited_for(
     monkeypatch.setattr(server, "too_many", too_many)
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.005)
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
-    monkeypatch.setattr(remote_file, "_PATIENT_TRIES", 1000)
+    for name in ("_PATIENT_TRIES", "_HTTP_TRIES"):
+        monkeypatch.setattr(remote_file, name, 1000)
     assert prepare(WET, tmp_path / "b", name="d").id == expected.id
     assert server.statuses[503] and "waiting for" in caplog.text
 
@@ -145,7 +146,9 @@ def test_files_that_are_refused_missing_or_without_room(
     assert all(stop - start == 1 for name, start, stop in server.ranges if name.endswith(".wet.gz"))
 
 
-def test_a_file_that_changes_is_never_mixed(server: OriginServer, mirror: Path, tmp_path: Path) -> None:
+def test_a_file_that_changes_is_never_mixed(
+    server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, target, folder = mirror / FILES[0], tmp_path / "part", remote_file.RemoteFolder(server.url)
     listed, old = folder.find(FILES[0]), path.read_bytes()
     assert listed is not None
@@ -160,6 +163,7 @@ def test_a_file_that_changes_is_never_mixed(server: OriginServer, mirror: Path, 
     # A file without a version is fetched from its start.
     server.reset()
     server.faults.truncate = 0.5
+    monkeypatch.setattr(remote_file, "_PATIENT_TRIES", 1000)
     target.write_bytes(b"x" * 1000)
     folder.fetch(remote_file.RemoteFile(f"{server.url}/{FILES[0]}", len(old), ""), target)
     assert target.read_bytes() == old and {start for _, start, _ in server.ranges} == {0}
