@@ -9,9 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import write_token_slice
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client
 from forebay.network.messages import FailedFetch, SwarmRequest
@@ -19,6 +16,7 @@ from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.catalog import ManifestStore, parse
 from forebay.swarm.tracker import Tracker
+from support.nodes import make_dataset
 
 
 def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Identity], tmp_path: Path) -> None:
@@ -39,16 +37,8 @@ def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Id
     assert peers["liar"].peer_id in json.dumps(ban) and peers["b"].peer_id in json.dumps(ban)
 
 
-def make_dataset(directory: Path) -> Dataset:
-    (directory / "slices").mkdir(parents=True)
-    for i in range(3):
-        ids = np.full(40, i, np.uint16)
-        write_token_slice(directory / "slices" / f"{i}.safetensors", ids, np.array([40], np.uint64))
-    return import_slices(directory, "tiny")
-
-
-def test_what_a_scheduler_keeps_of_a_dataset_is_checked(tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path / "d")
+def test_a_schedulers_copy_of_a_manifest_is_checked(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "d", 3, 40)
     manifest, table = ((tmp_path / "d" / name).read_bytes() for name in ("manifest.json", "slices.parquet"))
     retained = ManifestStore(tmp_path / "state")
     assert retained.get(dataset.id) is None
