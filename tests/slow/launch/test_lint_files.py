@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from forebay.launch import KINDS, render, write
-from support.runner import ROOT
+from support.paths import ROOT
 
 COMMAND = ["python", "train.py", "two words", "$HOME", "it's"]
 KUBERNETES = ("1.29", "1.37")
