@@ -13,13 +13,9 @@ import lzma
 import os
 import random
 import re
-import struct
-import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from html import escape
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,22 +27,14 @@ from forebay import prepare_dataset
 from forebay.errors import ForebayError
 from forebay.prepare import PrepareResult, load_recipe
 from support import whole
-from support.calibration import scaled
 
 FUZZ_S = float(os.environ.get("FOREBAY_FUZZ_S", "6"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))
-TIME_LIMIT_S = 20
 TEXTS = [f"{i}. " + text for i, text in enumerate(whole.texts(40, seed=3))]
 SETTINGS = {
     "name": "f", "max_error_rate": 1.0, "unicode": {}, "pii": {}, "tokenize": {"tokenizer": "bytes"},
     "dedup": {"exact": True},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of small preparations: their files need not outlive the machine."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def jsonl() -> bytes:
@@ -68,80 +56,26 @@ def tar() -> bytes:
     return file.getvalue()
 
 
-def crc(data: bytes) -> int:
-    """CRC-32C, masked as TFRecord has it."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value ^= byte
-        for _ in range(8):
-            value = value >> 1 ^ 0x82F63B78 * (value & 1)
-    value ^= 0xFFFFFFFF
-    return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def field(number: int, data: bytes) -> bytes:
-    size, head = len(data), bytes([number << 3 | 2])
-    while size > 127:
-        head, size = head + bytes([size & 127 | 128]), size >> 7
-    return head + bytes([size]) + data
-
-
-def tfrecord() -> bytes:
-    result = b""
-    for text in TEXTS[:15]:
-        values = field(1, field(1, text.encode()))
-        example = field(1, field(1, field(1, b"text") + field(2, values)))
-        length = struct.pack("<Q", len(example))
-        result += length + struct.pack("<I", crc(length)) + example + struct.pack("<I", crc(example))
-    return result
-
-
-def table(write: Callable[[pa.Table, io.BytesIO], object]) -> bytes:
+def parquet() -> bytes:
     file = io.BytesIO()
-    write(pa.table({"id": [f"d{i}" for i in range(len(TEXTS))], "text": TEXTS}), file)
+    table = pa.table({"id": [f"d{i}" for i in range(len(TEXTS))], "text": TEXTS})
+    pq.write_table(table, file, row_group_size=10, compression="zstd")
     return file.getvalue()
-
-
-def arrow(data: pa.Table, file: io.BytesIO) -> None:
-    with pa.ipc.new_file(file, data.schema) as writer:
-        writer.write_table(data, max_chunksize=10)
 
 
 def warc() -> bytes:
     return b"".join(whole.page(f"http://y.org/{i}", text) for i, text in enumerate(TEXTS))
 
 
-def wikipedia() -> bytes:
-    pages = "".join(
-        f"<page><title>P{i}</title><ns>0</ns><id>{i}</id><revision><id>1</id>"
-        f"<text xml:space='preserve'>{escape(text)}</text></revision></page>\n"
-        for i, text in enumerate(TEXTS)
-    )
-    return f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">\n{pages}</mediawiki>'.encode()
-
-
-def posts() -> bytes:
-    rows = "".join(
-        f'  <row Id="{i}" PostTypeId="1" Score="1" Title="T{i}" Body="&lt;p&gt;{escape(text, True)}&lt;/p&gt;" />\n'
-        for i, text in enumerate(TEXTS)
-    )
-    return f'<?xml version="1.0" encoding="utf-8"?>\n<posts>\n{rows}</posts>'.encode()
-
-
 FILES: dict[str, Callable[[], bytes]] = {
     "x.jsonl": jsonl,
     "x.csv": csv,
-    "x.json": lambda: json.dumps([{"text": text} for text in TEXTS]).encode(),
     "x.txt": lambda: "\n".join(TEXTS).encode(),
     "x.html": lambda: ("<html><body>" + "".join(f"<p>{text}</p>" for text in TEXTS) + "</body></html>").encode(),
     "x.tar": tar,
-    "x.tfrecord": tfrecord,
-    "x.parquet": lambda: table(lambda t, f: pq.write_table(t, f, row_group_size=10, compression="zstd")),
-    "x.arrow": lambda: table(arrow),
+    "x.parquet": parquet,
     "x.warc": warc,
     "x.warc.gz": lambda: b"".join(gzip.compress(whole.page(f"http://y/{i}", t)) for i, t in enumerate(TEXTS)),
-    "x.xml": wikipedia,
-    "Posts.xml": posts,
 }
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
@@ -181,7 +115,6 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | ForebayError:
     """A dataset or a clear error, in time; nothing else gets through."""
-    began = time.monotonic()
     try:
         return prepare_dataset(
             [folder],
@@ -192,8 +125,6 @@ def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | Fore
         )
     except ForebayError as error:
         return error
-    finally:
-        assert time.monotonic() - began < scaled(TIME_LIMIT_S), f"{folder} took too long"
 
 
 def kept(out: Path) -> set[str]:
@@ -233,7 +164,7 @@ def test_random_damage(tmp_path: Path) -> None:
     print(f"{done} files, up to seed {seed}")
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.tar", "x.tfrecord", "x.warc", "x.warc.gz"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.tar", "x.warc", "x.warc.gz"])
 def test_what_stands_after_damage_is_kept(tmp_path: Path, name: str) -> None:
     data = bytearray(FILES[name]())
     folder = tmp_path / "in"
@@ -245,7 +176,7 @@ def test_what_stands_after_damage_is_kept(tmp_path: Path, name: str) -> None:
     assert isinstance(result, PrepareResult)
     texts = b"".join(slice_tokens(tmp_path / "d"))
     numbers = {int(n) for n in re.findall(rb"(?:^|\x00|\n|>|\xff)(\d+)\. ", texts)}
-    total = 15 if name == "x.tfrecord" else len(TEXTS)
+    total = len(TEXTS)
     assert len(numbers & set(range(total))) >= total - 2 and {0, total - 1} <= numbers
 
 
@@ -275,10 +206,3 @@ def test_a_bomb_and_a_long_line(tmp_path: Path) -> None:
     assert {"before", "after", "in"} <= kept(tmp_path / "d") and "long" not in kept(tmp_path / "d")
     reported = (tmp_path / "d/rejects.jsonl").read_text()
     assert "a bomb" in reported and "max_document_bytes" in reported and len(reported) < 100_000
-
-
-def test_the_command_speaks_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "x.parquet").write_bytes(b"PAR1" + bytes(100))
-    arguments = ["prepare", tmp_path / "x.parquet", "--out", tmp_path / "d", "--tokenizer", "bytes"]
-    done = subprocess.run([sys.executable, "-m", "forebay", *arguments], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "x.parquet" in done.stderr
