@@ -199,7 +199,7 @@ def _sizes(directory: Path) -> dict[int, int]:
     return sizes
 
 
-def wait_for(processes: Sequence[ForkServerProcess]) -> list[int | None]:
+def join_all(processes: Sequence[ForkServerProcess]) -> list[int | None]:
     """Wait for processes to end: their exit codes."""
     for process in processes:
         process.join()
@@ -210,7 +210,7 @@ def kill(processes: Sequence[ForkServerProcess]) -> None:
     """Kill processes and wait for their ends."""
     for process in processes:
         process.kill()
-    wait_for(processes)
+    join_all(processes)
 
 
 def until(condition: Any, what: str, seconds: float = 30.0) -> None:

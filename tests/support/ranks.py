@@ -69,12 +69,7 @@ def train(rank: int, run: dict[str, Any], done: Any) -> None:
     state = torch.load(run["load"]) if run.get("load") else None
     if state is not None:
         model.load_state_dict(state["model"])
-    if run.get("wrap") == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        model = fully_shard(model)
-    else:
-        model = nn.parallel.DistributedDataParallel(model)
+    model = nn.parallel.DistributedDataParallel(model)
     loader = Loader(run["data"], seq_len=SEQ_LEN, global_batch_size=GLOBAL_BATCH, seed=SEED)
     if state is not None:
         loader.load_state_dict(state["data"])
@@ -123,15 +118,11 @@ def main() -> None:
     import torch
 
     runs = json.loads(Path(sys.argv[1]).read_text())
-    if any(run.get("wrap") for run in runs):
-        import torch._dynamo
-    else:
-        # DistributedDataParallel imports PyTorch's compiler, which takes several times as long as PyTorch, to ask for
-        # its mode.
-        compiler = MagicMock()
-        compiler.utils.get_optimize_ddp_mode.return_value = "no_optimization"
-        compiler.disable.side_effect = lambda function, *_, **__: function
-        sys.modules["torch._dynamo"] = torch._dynamo = compiler
+    # DistributedDataParallel imports PyTorch's compiler, which takes longer than PyTorch, to ask for its mode.
+    compiler = MagicMock()
+    compiler.utils.get_optimize_ddp_mode.return_value = "no_optimization"
+    compiler.disable.side_effect = lambda function, *_, **__: function
+    sys.modules["torch._dynamo"] = torch._dynamo = compiler
     fork = multiprocessing.get_context("fork")
     for run in runs:
         done = fork.Barrier(run["world"])

@@ -41,7 +41,7 @@ def sent_bytes(server: Any, index: int) -> int:
     return sum(size for name, size in server.bytes_sent.items() if f"train_{index:06d}" in name)
 
 
-def wait_for(shard: ShardFetch | None) -> None:
+def await_shard(shard: ShardFetch | None) -> None:
     """Wait for a shard on its way."""
     assert shard is not None and len(shard.wait(float("inf"))) == SAMPLES
 

@@ -1,4 +1,4 @@
-"""What the tests of encode, shuffle, slicing and rows share: parts of documents, and their tokens read back."""
+"""Helpers of the tests of encode, shuffle, slicing and rows: parts of documents, and their tokens read back."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is n
 
 def test_resumed_on_other_ranks_the_run_is_the_one_that_never_stopped(tmp_path: Path) -> None:
     saved = [str(tmp_path / f"saved{i}.pt") for i in range(2)]
-    full, *parts, sharded = run_all(
+    full, *parts = run_all(
         tmp_path,
         write_data(tmp_path / "data"),
         [
@@ -22,7 +22,6 @@ def test_resumed_on_other_ranks_the_run_is_the_one_that_never_stopped(tmp_path: 
             {"world": 3, "steps": 5, "save": saved[0]},
             {"world": 2, "helpers": 1, "steps": 6, "load": saved[0], "save": saved[1]},
             {"world": 5, "steps": 6, "load": saved[1]},
-            {"world": 2, "steps": 4, "wrap": "fsdp"},  # Fully sharded ranks are fed as any.
         ],
     )
     losses = [loss for part in parts for loss in part["losses"]]
@@ -32,5 +31,3 @@ def test_resumed_on_other_ranks_the_run_is_the_one_that_never_stopped(tmp_path: 
         assert sorted(sample for batch in epoch for sample in batch) == list(range(SAMPLES))
     # The short batch at an epoch's end: every rank has that step, with one sample or none.
     assert sorted(len(rank) for rank in parts[2]["ids"][13 - 11]) == [0, 1, 1, 1, 1]
-    assert sharded["ids"] == full["ids"][:4]
-    assert sharded["losses"] == pytest.approx(full["losses"][:4], rel=1e-9)

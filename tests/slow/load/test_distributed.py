@@ -186,7 +186,7 @@ def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
     assert not report.finished and report.steps == 0
 
 
-def test_what_workers_agree_on() -> None:
+def test_settings_that_workers_share() -> None:
     config = WorkerConfig(dataset_name="pile")
     shared = shared_settings(config)
     needed = {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}

@@ -42,7 +42,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def rows_of(dataset: Any) -> dict[int, bytes]:
+def read_rows(dataset: Any) -> dict[int, bytes]:
     return {
         sample: row.tobytes()
         for batch in dataset.batches()
@@ -83,7 +83,7 @@ def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
     def share(rank: int, world_size: int, batch_size: int) -> dict[int, bytes]:
-        return rows_of(
+        return read_rows(
             create_huggingface_dataset(
                 "tiny_shakespeare", rank, world_size, num_batches=4, batch_size=batch_size, seq_len=32,
                 streaming=streaming, lanes=3,

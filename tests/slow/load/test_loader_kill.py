@@ -21,12 +21,12 @@ from support.feeding import (
     Watcher,
     check_cache,
     global_batches,
+    join_all,
     kill,
     make_dataset,
     read_lines,
     read_steps,
     start_rank,
-    wait_for,
 )
 from support.origin_server import OriginServer
 from support.waiting import until
@@ -127,7 +127,7 @@ def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server
                     run.wait_for_steps(out, 5)
             kill(run.ranks)
         else:
-            assert wait_for(run.ranks) == [0] * len(run.ranks)
+            assert join_all(run.ranks) == [0] * len(run.ranks)
         run.commit()
         check_cache(run.cache)
     assert run.committed == expected
@@ -146,7 +146,7 @@ def test_four_processes_that_read_the_same_fetch_each_slice_once(
     readers = [
         start_rank(out, {**arguments, "seed": seed}, state=None, samples=SAMPLES) for seed, out in enumerate(outs)
     ]
-    assert wait_for(readers) == [0] * 4
+    assert join_all(readers) == [0] * 4
     assert all(len(read_steps(out)) == 2 * SLICES * SAMPLES // 12 for out in outs)
     fetched = sum(read_lines(out)[-1]["stats"]["fetched_bytes"] for out in outs)
     assert fetched == sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -20,7 +20,7 @@ from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions, SampleOptions
 from support.calibration import scaled
-from support.feeding import check_cache, make_dataset, read_lines, read_samples, start_rank, wait_for
+from support.feeding import check_cache, join_all, make_dataset, read_lines, read_samples, start_rank
 from support.origin_server import OriginServer
 from support.waiting import until
 
@@ -107,7 +107,7 @@ def test_an_interrupt_ends_a_wait_within_two_seconds(
     assert rank.pid is not None and rank.is_alive()
     began = time.monotonic()
     os.kill(rank.pid, signal.SIGINT)
-    assert wait_for([rank]) == [1] and time.monotonic() - began < scaled(2.0)
+    assert join_all([rank]) == [1] and time.monotonic() - began < scaled(2.0)
     assert "KeyboardInterrupt" in read_lines(out)[-1]["error"]
     check_cache(cache)
 

@@ -17,12 +17,12 @@ from support.feeding import (
     Watcher,
     check_cache,
     global_batches,
+    join_all,
     make_dataset,
     own_memory,
     read_steps,
     small_disk,
     start_rank,
-    wait_for,
 )
 from support.origin_server import OriginServer
 
@@ -57,7 +57,7 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> 
                 result = os.statvfs(disk)
                 most_on_disk = max(most_on_disk, (result.f_blocks - result.f_bfree) * result.f_frsize)
             time.sleep(0.002)
-        assert wait_for(ranks) == [0] * world
+        assert join_all(ranks) == [0] * world
         steps = [read_steps(out) for out in outs]
         seen = watcher.end()
         check_cache(cache)

@@ -38,12 +38,12 @@ from support.shard_buckets import (
     SHARDS,
     TOKEN_BYTES,
     L,
+    await_shard,
     complete_shards,
     file_names,
     read_chunks,
     sent_bytes,
     shard_tokens,
-    wait_for,
     write_bucket,
 )
 from support.waiting import until
@@ -99,7 +99,7 @@ def test_the_disk_of_a_used_shard_is_free_at_once(server: S3Server, tmp_path: Pa
             with SharedShardedDatasetManager(**SETTINGS, folder=volume) as shards:
                 for batch in shards.batches(0, 3 * turns, batch_size=8):
                     if batch.step % 3 == 2:
-                        wait_for(shards.upcoming_dataset)
+                        await_shard(shards.upcoming_dataset)
                     maps = Path("/proc/self/maps").read_text().splitlines()
                     assert not [line for line in maps if str(volume) in line and "(deleted)" in line]
                 assert shards.stats()["swaps"] == turns - 1
@@ -150,7 +150,7 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
         server.faults.bytes_per_s = 0
         assert shards.at_step(3)[7].tolist() == shard_tokens(1)[7 * L : 8 * L].tolist()
         assert shards.stats()["fetched_bytes"] > TOKEN_BYTES
-        wait_for(shards.upcoming_dataset)
+        await_shard(shards.upcoming_dataset)
         server.faults.bytes_per_s = 1 << 18
         shards.at_step(6)
         until(helpers)
@@ -197,7 +197,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
         assert len(ids) == len(set(ids)) == 24
     with SharedShardedDatasetManager(**SETTINGS) as shards:
         shards.at_step(0)
-        wait_for(shards.upcoming_dataset)
+        await_shard(shards.upcoming_dataset)
         assert complete_shards(FOLDER) == [0, 1] and len(read_chunks(FOLDER)) == 4
         assert sorted(path.name for path in (FOLDER / "chunks").iterdir() if SHA256.fullmatch(path.name)) == sorted(
             path.name for path in FOLDER.iterdir() if SHA256.fullmatch(path.name)
@@ -285,7 +285,7 @@ def test_shards_are_mirrored_to_ones_own_bucket(
         shutil.rmtree(own)
 
 
-def test_a_mirror_that_is_killed_goes_on(server: S3Server, bucket: Path, tmp_path: Path) -> None:
+def test_a_mirror_that_is_killed_resumes(server: S3Server, bucket: Path, tmp_path: Path) -> None:
     """Between two directories and from a bucket, killed whenever: no wrong file under a name, nothing left."""
     disk, chance = tmp_path / "disk", random.Random(4)
     server.faults.bytes_per_s = 3 << 20

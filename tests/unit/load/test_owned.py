@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from forebay.errors import StateError, UsageError
 from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
-from forebay.load.options import OrderOptions, SampleOptions
-from support.feeding import list_ids, make_dataset
+from forebay.load.options import OrderOptions
+from support.feeding import make_dataset
 
 SLICES, SAMPLES, SEQ_LEN = 24, 16, 32
 
@@ -49,19 +48,6 @@ def test_shards_stay_and_their_insides_are_shuffled_anew(data: Path) -> None:
     assert len(homes) == SLICES
 
 
-def test_ranks_take_equally_many_steps_and_resume_exactly(data: Path) -> None:
-    assert len({len(owned(data, rank, 3)) for rank in range(3)}) == 1
-    for rank in range(3):
-        full = list_ids(owned(data, rank, 3))
-        assert {len(batch) for batch in full} <= {2, 3, 4}
-        rest = owned(data, rank, 3)
-        state = owned(data, rank, 3).state_at(len(full) // 3)
-        rest.load_state_dict(state)
-        assert list_ids(rest) == full[len(full) // 3 :]
-    with pytest.raises(StateError, match="expected rank 0"):
-        owned(data, 0, 3).load_state_dict(state)
-
-
 def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
     """Named workers: whoever stays keeps its shards but for what the new one takes."""
     names = ["north", "east", "south", "west"]
@@ -70,14 +56,3 @@ def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
     retained = sum(len(old & new) for old, new in zip(before, after))
     assert retained >= (1 - 1 / 4 - 0.1) * SLICES * SAMPLES  # 24 shards: a hundredth is not a shard.
     assert sum(map(len, after)) == len(set().union(*after)) == SLICES * SAMPLES
-
-
-def test_what_owned_slices_do_not_support_is_refused(data: Path) -> None:
-    for arguments, words in (
-        ({"samples": SampleOptions(drop_last=True)}, "no drop_last"),
-        ({"worker_names": ["one"]}, "a name for each of 2 ranks"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            owned(data, 0, 2, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=f"{SLICES} slices are too few"):
-        owned(data, 0, 200)

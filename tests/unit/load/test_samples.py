@@ -172,16 +172,16 @@ def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
         read.append(index)
         return dataset.open_slice(index).document_ends
 
-    def read_for(**settings: Any) -> list[int]:
+    def read_slices(**settings: Any) -> list[int]:
         read.clear()
         plan_samples(dataset, SEQ_LEN, read_ends=read_ends, **settings)
         return sorted(set(read))
 
-    assert read_for() == read_for(split="train", validation=0.1) == read_for(documents=DocumentSubset()) == []
-    assert read_for(documents=DocumentSubset([1])) == [0]
-    assert read_for(documents=DocumentSubset([6])) == [1, 2, 3]  # It begins in 1, fills 2 and ends in 3.
-    assert read_for(documents=DocumentSubset([8, 99])) == [3]
-    assert read_for(packing="best_fit") == read_for(documents=DocumentSubset(min_tokens=2)) == [0, 1, 2, 3, 4]
+    assert read_slices() == read_slices(split="train", validation=0.1) == read_slices(documents=DocumentSubset()) == []
+    assert read_slices(documents=DocumentSubset([1])) == [0]
+    assert read_slices(documents=DocumentSubset([6])) == [1, 2, 3]  # It begins in 1, fills 2 and ends in 3.
+    assert read_slices(documents=DocumentSubset([8, 99])) == [3]
+    assert read_slices(packing="best_fit") == read_slices(documents=DocumentSubset(min_tokens=2)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

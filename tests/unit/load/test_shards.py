@@ -32,12 +32,12 @@ from support.shard_buckets import (
     SHARDS,
     TOKEN_BYTES,
     L,
+    await_shard,
     complete_shards,
     file_names,
     read_chunks,
     sent_bytes,
     shard_tokens,
-    wait_for,
     write_bucket,
 )
 from support.store import stored
@@ -99,7 +99,7 @@ def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path)
             assert (batch.inputs == rows).all() and (batch.labels[:, :-1] == rows[:, 1:]).all()
             assert (batch.labels[:, -1] == -100).all()
             if batch.step % 3 == 2:
-                wait_for(shards.upcoming_dataset)
+                await_shard(shards.upcoming_dataset)
             chunks = read_chunks(folder)
             most = max(most, len([name for name in chunks if name.startswith("tokens")]))
             assert {int(name[-1]) for name in chunks if "nothing" not in name} <= {index, (index + 1) % SHARDS}
@@ -128,7 +128,7 @@ def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path
     with open_shards(bucket, folder, reset_step=10) as shards:
         for step, expected in ((0, 0), (7, 2), (9, 3), (10, 0), (5, 1)):
             assert shards.at_step(step).index == expected
-            wait_for(shards.upcoming_dataset)
+            await_shard(shards.upcoming_dataset)
             assert shards.upcoming_dataset is not None
             assert complete_shards(folder) == sorted({expected, shards.upcoming_dataset.index})
             assert len(read_chunks(folder)) == 4
@@ -177,7 +177,7 @@ def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_sw
             assert next(steps).step == 3
             stats = shards.stats()
             assert stats["late_swaps"] == 1 and stats["stall_s"] > 0 and "s late" in caplog.text
-            wait_for(shards.upcoming_dataset)
+            await_shard(shards.upcoming_dataset)
             assert complete_shards(folder) == [1, 2]
             assert [next(steps).step for _ in range(4)] == [4, 5, 6, 7]
             assert shards.stats()["late_swaps"] == 1 and shards.stats()["swaps"] == 2
@@ -388,7 +388,7 @@ def test_pairs_are_verified_again_after_a_restart_and_with_other_ids(
         monkeypatch.setattr("forebay.storage.chunk_file._boot_id", lambda restarts=restarts: bytes([restarts] * 16))
         with open_shards(server, folder) as shards:
             assert shards.at_step(0)[5].tolist() == sample(0, 5)
-            wait_for(shards.upcoming_dataset)
+            await_shard(shards.upcoming_dataset)
             assert (shards.stats()["fetched_bytes"] > 0) == (restarts == 0)
     # The same tokens with other ids are another shard.
     write_shards([shard_tokens(0)], tmp_path / "longer", seq_len=2 * L)
