@@ -1,23 +1,24 @@
 """Small real repositories for `hub_server`: the names of the dataset guide, their real columns, files of real formats.
 
-The texts are those of ../shared/data where it is, else what ships with Python; so are the tokenizers (else trained).
+The texts are those that come with Python; the tokenizers are trained on them.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import random
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
-from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
-from support.shared_data import FOLDER
+from forebay.prepare.tokenize.tokenizers import train_tokenizer
 
 _FINEWEB = ("text", "id", "dump", "url", "file_path", "language", "language_score", "token_count")
 _DUMPS = ("CC-MAIN-2013-20", "CC-MAIN-2024-10")
@@ -44,35 +45,20 @@ def make_hub(directory: Path) -> Path:
     return directory
 
 
-def real_texts() -> Path | None:
-    """The real texts, where they are."""
-    return FOLDER if (FOLDER / "shakespeare").is_dir() else None
+@functools.cache
+def paragraphs() -> list[str]:
+    """Some thousand paragraphs of English."""
+    return [part for name in sorted(topics) for part in topics[name].split("\n\n") if part.strip()]
 
 
+@functools.cache
 def texts() -> list[str]:
     """A few hundred documents of English."""
-    folder = real_texts()
-    if folder is None:
-        from pydoc_data.topics import topics
-
-        return [topics[name] for name in sorted(topics)]
-    lines = (folder / "jsonl/cc_en_head-0091.jsonl").read_text("utf-8").splitlines()
-    works = sorted((folder / "shakespeare/works").glob("[a-c]*.txt"))
-    scenes = [scene for work in works for scene in work.read_text("utf-8").split("\nSCENE")]
-    return [json.loads(line)["text"] for line in lines] + scenes
-
-
-def speeches() -> list[str]:
-    """Tiny Shakespeare by speech; or paragraphs."""
-    folder = real_texts()
-    full = (folder / "shakespeare/input.txt").read_text("utf-8") if folder else "\n\n".join(texts())
-    return [speech for speech in full.split("\n\n") if speech.strip()]
+    return ["\n\n".join(paragraphs()[start : start + 12]) for start in range(0, len(paragraphs()), 12)]
 
 
 def write_repo(repo: Path, card: dict[str, Any] | None = None, settings: dict[str, Any] | None = None) -> Path:
     """An empty repository with a README.md whose head is the card."""
-    import yaml
-
     repo.mkdir(parents=True, exist_ok=True)
     head = f"---\n{yaml.safe_dump(card)}---\n" if card else ""
     (repo / "README.md").write_text(f"{head}# {repo.name}\n")
@@ -109,7 +95,7 @@ def _configs(paths: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 def _tiny_shakespeare(repo: Path) -> None:
     write_repo(repo, {"license": "mit"})
-    rows = [{"text": speech} for speech in speeches()]
+    rows = [{"text": paragraph} for paragraph in paragraphs()]
     cuts = {"train": rows[: -len(rows) // 10], "validation": rows[-len(rows) // 10 : -50], "test": rows[-50:]}
     for split, part in cuts.items():
         write_parquet(repo / f"data/{split}-00000-of-00001.parquet", part, 1000)
@@ -117,7 +103,7 @@ def _tiny_shakespeare(repo: Path) -> None:
 
 def _lines(repo: Path) -> None:
     write_repo(repo)
-    lines = [line for speech in speeches()[:2000] for line in speech.splitlines() if line.strip()]
+    lines = [line for part in paragraphs()[:1000] for line in part.splitlines() if line.strip()]
     with (repo / "train.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["text"])
@@ -127,8 +113,7 @@ def _lines(repo: Path) -> None:
 def _fineweb(repo: Path, more: tuple[str, ...]) -> None:
     paths = {"default": {"train": "data/*/*"}, "sample-10BT": {"train": "sample/10BT/*"}}
     write_repo(repo, _configs(paths | {dump: {"train": f"data/{dump}/*"} for dump in _DUMPS}))
-    rows, chance = texts(), random.Random(repo.name)
-    chance.shuffle(rows)
+    rows = random.Random(repo.name).sample(texts(), len(texts()))
     for number in range(4):
         dump = _DUMPS[number // 2]
         part = [_web_row(rows[(40 * number + i) % len(rows)], number, i, dump, more) for i in range(40)]
@@ -174,22 +159,11 @@ def _pictures(repo: Path) -> None:
 
 
 def _models(models: Path) -> None:
-    folder = real_texts()
-    if folder is not None:
-        gpt2 = load_tokenizer(str(folder / "tokenizers/gpt2")).data
-        neox = (folder / "tokenizers/gpt-neo-test-tokenizer.json").read_bytes()
-    else:
-        gpt2 = train_tokenizer(iter(texts()[:50]), 1000).data
-        neox = train_tokenizer(iter(texts()[:50]), 1200).data
+    gpt2, neox = (train_tokenizer(iter(texts()[:40]), size).data for size in (1000, 1200))
     for name, data in (("gpt2", gpt2), ("EleutherAI/gpt-neox-20b", neox), ("Salesforce/codegen-350M-mono", gpt2)):
         repo = write_repo(models / name)
         (repo / "tokenizer.json").write_bytes(data)
         config = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "tokenizer_class": "GPT2TokenizerFast"}
         (repo / "tokenizer_config.json").write_text(json.dumps(config))
         (repo / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    slow = write_repo(models / "example/no-tokenizer")
-    (slow / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    if folder is not None:
-        shutil.copy(folder / "tokenizers/gpt2/encoder.json", slow / "vocab.json")
-        shutil.copy(folder / "tokenizers/gpt2/vocab.bpe", slow / "merges.txt")
-    shutil.copy(models / "gpt2/tokenizer_config.json", slow)
+    (write_repo(models / "example/no-tokenizer") / "config.json").write_text(json.dumps({"model_type": "gpt2"}))

@@ -1,17 +1,15 @@
-"""Every write, flush and rename of an operation fails or is the last one: a reader finds the old or the new state.
+"""Every flush and rename of an operation fails or is the last one: a reader finds the old or the new state.
 
-A process runs each scenario once to count its writes, fsyncs and renames, then again and again in forks, each of which
-fails at one of them: with ENOSPC (from then on, as on a full disk), with EIO (once), or by SIGKILL; a write that fails
-has written half. The same operation again must end in the new state, byte for byte, with no file left over. In the
-first run every file must be flushed before it takes its name, and its directory afterwards. What C code of other
-libraries writes (SQLite, memory maps) is not seen.
+A process runs each scenario once to count its fsyncs and renames, then again and again in forks, each of which fails at
+one of them: with ENOSPC (from then on, as on a full disk), with EIO (once), or by SIGKILL. The same operation again
+must end in the new state, byte for byte, with no file left over. In the first run every file must be flushed before it
+takes its name, and its directory afterwards.
 
 FOREBAY_FAULTS=all tries each fault, which takes some ten minutes; otherwise some of each scenario are tried.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import hashlib
@@ -33,26 +31,21 @@ import numpy as np
 import pytest
 
 from forebay import prepare_dataset
-from forebay.cache.cache import ChunkCache
 from forebay.cli import main
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, ForebayError
-from forebay.formats.shard_writer import write_shards
 from forebay.ledger.chain import read_entries
-from forebay.ledger.index import open_index
 from forebay.ledger.writer import Ledger
-from forebay.observe.ledger_queries import export_uses
 from forebay.prepare import load_recipe
 from forebay.storage.ranged_download import download_large_file
-from support.cached import put
 from support.outputs import hashes
 from support.paths import GOLDEN
 
 State = dict[str, Any]
 FAILED = 3
-KINDS = ("write", "fsync", "rename")
+KINDS = ("fsync", "rename")
 ALL = os.environ.get("FOREBAY_FAULTS") == "all"
 
 
@@ -65,7 +58,7 @@ class Fault(NamedTuple):
 
 
 class Disk:
-    """Replaces what writes, flushes and renames below `root` in this process: counts, checks and fails."""
+    """Replaces what flushes and renames below `root` in this process: counts, checks and fails."""
 
     def __init__(self, root: Path, fault: Fault | None) -> None:
         self.root, self.fault = f"{root}/", fault
@@ -76,67 +69,36 @@ class Disk:
         self._unsynced_names: dict[Path, str] = {}
 
     def install(self) -> None:
-        real_open, fsync, disk = io.open, os.fsync, self
+        fsync, disk = os.fsync, self
 
-        class Raw(io.FileIO):
-            def write(self, data: Any) -> int:
-                return disk.write(self.fileno(), super().write, data)
-
-        def opened(
-            file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, *args: Any, **more: Any
-        ) -> Any:
-            if not set(mode) & set("wax+"):
-                return real_open(file, mode, buffering, encoding, *args, **more)
-            raw = Raw(file, mode.replace("b", "").replace("t", ""), more.pop("closefd", True), more.pop("opener", None))
-            if buffering == 0:
-                return raw
-            buffer = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding, *args, **more)
-
-        def writing(real: Callable[..., int]) -> Callable[..., int]:
-            return lambda fd, data, *more: disk.write(fd, lambda part: real(fd, part, *more), data)
-
-        def synced(fd: int) -> None:
-            disk.fsync(fd)
+        def checked_fsync(fd: int) -> None:
+            disk.fsync(os.fstat(fd), Path(f"/proc/self/fd/{fd}").readlink())
             fsync(fd)
 
-        def renaming(real: Callable[..., None]) -> Callable[..., None]:
+        def checked(real: Callable[..., None]) -> Callable[..., None]:
             def rename(source: Any, target: Any, **more: Any) -> None:
                 disk.rename(Path(source), Path(target).absolute())
                 real(source, target, **more)
 
             return rename
 
-        io.open = builtins.open = opened  # type: ignore[assignment]
-        os.write, os.pwrite = writing(os.write), writing(os.pwrite)
-        os.fsync = synced
-        os.rename, os.replace = renaming(os.rename), renaming(os.replace)
+        os.fsync, os.rename, os.replace = checked_fsync, checked(os.rename), checked(os.replace)
 
-    def _covers(self, fd: int) -> bool:
-        return f"{Path(f'/proc/self/fd/{fd}').readlink()}/".startswith(self.root)
-
-    def _count(self, kind: str, half: Callable[[], object] = lambda: None) -> None:
+    def _count(self, kind: str) -> None:
         self.counts[kind] += 1
         if self.fault is None or self.fault.kind != kind:
             return
         is_full = self.fault.error == errno.ENOSPC
         if self.counts[kind] == self.fault.number or (is_full and self.counts[kind] > self.fault.number):
-            half()
             if not self.fault.error:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(self.fault.error, os.strerror(self.fault.error))
 
-    def write(self, fd: int, real: Callable[[Any], int], data: Any) -> int:
-        if self._covers(fd):
-            self._count("write", lambda: real(memoryview(data).cast("B")[: len(data) // 2]))
-        return real(data)
-
-    def fsync(self, fd: int) -> None:
-        if self._covers(fd):
+    def fsync(self, status: os.stat_result, path: Path) -> None:
+        if f"{path}/".startswith(self.root):
             self._count("fsync")
-            result = os.fstat(fd)
-            self._synced[result.st_ino] = (result.st_size, result.st_mtime_ns)
-            self._unsynced_names.pop(Path(f"/proc/self/fd/{fd}").readlink(), None)
+            self._synced[status.st_ino] = (status.st_size, status.st_mtime_ns)
+            self._unsynced_names.pop(path, None)
 
     def rename(self, source: Path, target: Path) -> None:
         if not str(target).startswith(self.root):
@@ -179,17 +141,12 @@ class Prepare(Scenario):
         self.to, self.last = to, last  # the file of the output that is named last
 
     def begin(self, folder: Path) -> None:
-        lines = [
-            f'{{"id": "d{i}", "text": "line {i % 7} of words\\nanother line {i} of some length\\nsame"}}'
-            for i in range(30)
-        ]
+        lines = (f'{{"id": "d{i}", "text": "line {i % 7} of words\\nline {i}\\nsame"}}' for i in range(30))
         (folder / "in.jsonl").write_text("\n".join(lines))
 
     def act(self, folder: Path) -> None:
-        recipe = load_recipe(settings={
-            "name": "d", "dedup": {"exact": True, "minhash": True, "lines": True}, "slice": {"shuffle": True},
-            "tokenize": {"tokenizer": "bytes"},
-        })  # fmt: skip
+        dedup = {"exact": True, "minhash": True, "lines": True}
+        recipe = load_recipe(settings={"name": "d", "dedup": dedup, "tokenize": {"tokenizer": "bytes"}})
         prepare_dataset(
             [folder / "in.jsonl"], folder / "out", recipe=recipe, workers=1, write_ids=folder / "ids", to=self.to,
             document_ids=self.to == "dataset",
@@ -224,22 +181,6 @@ class Convert(Scenario):
     def look(self, folder: Path) -> State:
         replaced = [path for path in folder.glob("out.replaced-*") if not (folder / "out").exists()]
         return {"out": hashes(*replaced[:1] or [folder / "out"]) or None}
-
-
-class Cache(Scenario):
-    contents = (b"a" * 3000, b"b" * 3000)
-
-    def act(self, folder: Path) -> None:
-        cache = ChunkCache(folder / "cache", 30_000)
-        for data in self.contents:
-            sha256 = put(cache, data)
-            os.utime(cache.path_of(sha256))
-            assert cache.get(sha256, pin=True)
-
-    def look(self, folder: Path) -> State:
-        cache = ChunkCache(folder / "cache", 30_000) if (folder / "cache").exists() else None
-        paths = [cache and cache.get(hashlib.sha256(data).hexdigest()) for data in self.contents]
-        return {str(number): path.read_bytes() if path else None for number, path in enumerate(paths)}
 
 
 class Import(Scenario):
@@ -277,22 +218,15 @@ class Upgrade(Scenario):
 
 
 class LedgerEntries(Scenario):
-    """Appends until there are five entries, and exports them; an acknowledged entry must be there."""
+    """Appends until there are five entries; an acknowledged entry must be there."""
 
     def act(self, folder: Path) -> None:
-        job = {
-            "name": "j", "seed": 1, "epochs": 1, "dataset_id": "1" * 64, "layout": "tokens", "seq_len": 8,
-            "samples_per_slice": [[4, 100]], "scheduler": "0" * 64,
-        }  # fmt: skip
         with Ledger.open(
             folder / "ledger.jsonl", lambda message: hashlib.sha256(message).digest(), now=lambda: 1.0
         ) as ledger:
-            while (number := ledger.next_seq) < 5:
-                uses = {"worker": "w", "uses": [["l", 0, number, 0, 4, 1]], "receipt": "00"}
-                seq = ledger.append("uses" if number else "job", uses if number else job).seq
+            while ledger.next_seq < 5:
+                seq = ledger.append("note" if ledger.next_seq else "job", {"n": ledger.next_seq}).seq
                 Path(f"{folder}.acknowledged").write_text(str(seq))
-        for form in ("jsonl", "parquet"):
-            export_uses(open_index(folder / "ledger.jsonl"), folder / f"out.{form}", form)
 
     def look(self, folder: Path) -> State:
         path, acknowledged = folder / "ledger.jsonl", Path(f"{folder}.acknowledged")
@@ -300,16 +234,7 @@ class LedgerEntries(Scenario):
         for entry, number in zip(read_entries(path) if count else (), range(count)):
             assert entry.seq == number
         assert count > int(acknowledged.read_text() if acknowledged.exists() else -1), "an acknowledged entry is lost"
-        outputs = {form: content(folder / f"out.{form}") for form in ("jsonl", "parquet")}
-        return {"entries": content(path) if count == 5 else None, **outputs}
-
-
-class Shards(Scenario):
-    def act(self, folder: Path) -> None:
-        write_shards([np.arange(4096, dtype=np.uint16)], folder / "out", seq_len=64)
-
-    def look(self, folder: Path) -> State:
-        return {"shards": hashes(folder / "out") if (folder / "out" / "train_000000.npy").exists() else None}
+        return {"entries": content(path) if count == 5 else None}
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -319,11 +244,9 @@ SCENARIOS: dict[str, Scenario] = {
     "megatron": Prepare("megatron", "tokens.json"),
     "convert": Convert(),
     "overwrite": Convert("--overwrite"),
-    "cache": Cache(),
     "import": Import(),
     "upgrade": Upgrade(),
     "ledger": LedgerEntries(),
-    "shards": Shards(),
 }
 
 

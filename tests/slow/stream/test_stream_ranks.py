@@ -6,7 +6,6 @@ import gzip
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from forebay.storage import remote_file
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
 from support.origin_server import OriginServer
-from support.streams import Rows, facts, jsonl, parquet, stream, write_files
+from support.streams import Rows, jsonl, parquet, stream, write_files
 
 FORMS = {
     "jsonl": jsonl,
@@ -88,17 +87,3 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     full = run(-1)
     (tmp_path / "state.json").unlink()
     assert run(20) + run(57) + run(-1) == full and len(full) == 90
-
-
-def test_helpers_of_a_dataloader(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    created = stream(write_files(tmp_path / "files", "jsonl", 3), steps=9, epochs=None)
-    expected = [facts(created.helper(index, 2)) for index in range(2)]
-
-    class Dataset(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            info = torch.utils.data.get_worker_info()
-            return (batch.inputs for batch in created.helper(info.id, info.num_workers))
-
-    loader = torch.utils.data.DataLoader(Dataset(), batch_size=None, num_workers=2)
-    assert [inputs.tolist() for inputs in loader] == [expected[step % 2][step // 2][0] for step in range(9)]

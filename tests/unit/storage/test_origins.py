@@ -264,37 +264,29 @@ Make = Callable[[str], Identity]
 
 def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
     """A dataset by name, from data nodes over mutual TLS; one that lies is named by its peer id."""
-    discovery, url = LocalDiscovery(), "forebay://test-network/corpus"
-    copy = tmp_path / "copy"
+    discovery, url, copy = LocalDiscovery(), "forebay://test-network/corpus", tmp_path / "copy"
     shutil.copytree(dataset.path, copy)
+    info, data = dataset.table.row(1), dataset.slice_path(1).read_bytes()
+    (copy / info.name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    served = Dataset(copy, dataset.manifest, dataset.table, dataset.id)
+    liar, liars = make_identity("liar"), list[str]()
     with (
-        DataNode(make_identity("honest"), [dataset], "127.0.0.1", 0, discovery) as honest,
-        DataNode(liar := make_identity("liar"), [Dataset(copy, dataset.manifest, dataset.table, dataset.id)],
-                 "127.0.0.1", 0, discovery),
-        RunFetcher(max_backoff_s=0.01) as transfers,
-    ):  # fmt: skip
+        DataNode(make_identity("honest"), [dataset], "127.0.0.1", 0, discovery),
+        DataNode(liar, [served], "127.0.0.1", 0, discovery),
+        RunFetcher(max_backoff_s=0.01) as fetcher,
+    ):
         reader = make_identity("reader")
         remote = open_remote(url, identity=reader.node_dir, discovery=discovery)
-        assert remote.id == dataset.id
-        info = dataset.table.row(1)
-        data = dataset.slice_path(1).read_bytes()
+        assert remote.id == dataset.id and len(remote.origin.sources()) == 2
         assert read(remote.origin, info.name, 7, 70) == data[7:70]
-        assert len(remote.origin.sources()) == 2
-        wrong = bytearray((copy / info.name).read_bytes())
-        wrong[-1] ^= 1
-        (copy / info.name).write_bytes(wrong)
-        liars: list[str] = []
         for turn in range(3):
-            part = tmp_path / f"part{turn}"
-            moved = FileTransfer(
-                transfers, info, part, [remote.origin], on_wrong=lambda bad, reason: liars.append(bad.url)
+            transfer = FileTransfer(
+                fetcher, info, tmp_path / f"{turn}", [remote.origin], on_wrong=lambda bad, reason: liars.append(bad.url)
             ).start()
-            assert moved.wait() and moved.error is None
-            assert part.read_bytes() == data
+            assert transfer.wait() and transfer.error is None and (tmp_path / f"{turn}").read_bytes() == data
         assert all(liar.peer_id in named for named in liars)
         with pytest.raises(UsageError, match="expected an identity in the network 'other'"):
             open_origin("forebay://other/corpus", identity=reader)
-        honest.stop()
 
 
 def test_peers_by_home(make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,10 +235,6 @@ def kept_bytes(part: Path) -> int:
     return sum(min(INFO.bytes - chunk * CHUNK, CHUNK) for chunk, mark in enumerate(marks) if mark)
 
 
-def num_sent(server: OriginServer) -> int:
-    return sum(stop - start for _, start, stop in server.ranges)
-
-
 def test_cancel_and_resume(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     server, part = make_server(), tmp_path / "part"
     hold_after(server, 1_600_000)
@@ -256,41 +252,7 @@ def test_cancel_and_resume(make_server: Callable[..., OriginServer], tmp_path: P
     server = make_server()  # Another, as a request to the first may still be on its way.
     with RunFetcher(2, **QUICK) as fetcher:
         assert fetch(fetcher, part, server.url) is None
-    assert num_sent(server) == INFO.bytes - retained
-
-
-def test_a_cache_keeps_the_chunks_of_a_cancelled_transfer(
-    make_server: Callable[..., OriginServer], tmp_path: Path
-) -> None:
-    server, cache = make_server(), ChunkCache(tmp_path / "cache", 8 * MIB)
-    hold_after(server, 1_600_000)
-
-    def claim() -> Any:
-        claimed, reason = cache.claim_slice(INFO)
-        assert claimed is not None, reason
-        return claimed
-
-    with RunFetcher(2, **QUICK) as fetcher:
-        entry, chunks = claim()
-        origins = [open_origin(server.url, timeouts=PATIENT)]
-        transfer = ChunkTransfer(fetcher, entry, INFO, origins, chunks=chunks, read_leaves=lambda: LEAVES).start()
-        until(lambda: transfer.received >= 1_000_000)
-        transfer.cancel()
-        cache.complete(entry, chunks)
-        cache.unpin_slice(INFO.sha256)
-        entry, absent = claim()
-        retained = INFO.bytes - sum(min(CHUNK, INFO.bytes - chunk * CHUNK) for chunk in absent.tolist())
-        assert 0 < retained < INFO.bytes and cache.get(INFO.sha256) is None
-        server.close()
-        server = make_server()
-        origins = [open_origin(server.url, timeouts=PATIENT)]
-        transfer = ChunkTransfer(fetcher, entry, INFO, origins, chunks=absent).start()
-        assert transfer.wait() and transfer.error is None and transfer.received == INFO.bytes
-    assert num_sent(server) == INFO.bytes - retained
-    cache.complete(entry, absent)
-    path = cache.get(INFO.sha256)
-    assert path is not None and path.read_bytes() == CONTENT
-    cache.close()
+    assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
 
 
 def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_path: Path) -> None:

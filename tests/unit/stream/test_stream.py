@@ -96,19 +96,6 @@ def test_epochs_differ_and_seeds_too() -> None:
     assert order(0, 1) == order(0, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 7])
-def test_ranks_part_each_global_batch(world_size: int) -> None:
-    full = facts(stream(TEXTS))
-    ranks = [list(stream(TEXTS, rank=rank, world_size=world_size)) for rank in range(world_size)]
-    assert {len(rank) for rank in ranks} == {len(full)}
-    for step, expected in enumerate(full):
-        for rank in range(world_size):
-            batch = ranks[rank][step]
-            ids = expected[2][rank::world_size]
-            assert batch.sample_ids.tolist() == ids and batch.weight == len(ids) * world_size / len(expected[2])
-            assert batch.inputs.tolist() == expected[0][rank::world_size] if ids else batch.inputs.shape == (1, 16)
-
-
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=60),
     size=st.integers(0, 12),

@@ -28,7 +28,7 @@ def test_each_document_once_and_resume_is_exact(tmp_path: Path, suffix: str) -> 
         settings = {**SETTINGS, "epochs": 2, "shuffle": shuffle}
         full, running = facts(stream(folder, **settings)), stream(folder, **settings)
         states = [running.state_dict(), *(running.state_dict() for _ in running)]
-        for stop in range(0, len(full), 4):
+        for stop in (1, len(full) // 2, len(full) - 2):
             second = stream(str(folder / "*"), **settings)
             second.load_state_dict(json.loads(json.dumps(states[stop])))
             assert facts(second) == full[stop:]
@@ -41,7 +41,7 @@ def test_the_readers_go_on_at_any_record(tmp_path: Path, suffix: str) -> None:
     folder = write_files(tmp_path / "files", suffix, 3)
     for piece in split_files(find_inputs(folder, options).files, options):
         records = list(read_split(piece, options))
-        for i, record in enumerate(records):
+        for i, record in list(enumerate(records))[::7]:
             if record.start >= 0:
                 rest = list(read_split(replace(piece, start=record.start), options))
                 assert [r.text for r in rest] == [r.text for r in records[i:]]
@@ -61,7 +61,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     reported = [(invalid.name.rpartition("/")[2], invalid.location) for invalid in created.malformed]
     assert reported[:2] == [("bad.jsonl", f"byte {sum(map(len, lines[:i]))}") for i in (7, 20)]
     assert reported[2][0] == "cut.jsonl.gz" and "it ends early" in created.malformed[2].problem
-    for stop in range(0, len(expected), 3):
+    for stop in range(0, len(expected), 5):
         second = stream(tmp_path, shuffle=False, **SETTINGS)
         second.load_state_dict(state_after(stream(tmp_path, shuffle=False, **SETTINGS), stop))
         assert facts(second) == expected[stop:]
