@@ -14,31 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from forebay import prepare_dataset
 from forebay.convert import convert
-from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
-from forebay.formats.sources import open_source
-from forebay.formats.token_stream import documents
+from forebay.formats.conversion import ConvertOptions
 from slow.peers.formats_peer import BLOCK
-from support.paths import TESTS
+from support.foreign_datasets import DOCUMENTS, ENDS, STREAM, made_table, made_tokens, read_tokens
 
 PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
-GOLDEN = TESTS / "golden" / "foreign"
-PLAIN = json.loads((GOLDEN / "stream.json").read_text())
-DOCUMENTS = [one.tolist() for one in np.split(np.array(PLAIN["tokens"]), np.cumsum(PLAIN["lengths"])[:-1])]
-
 pytestmark = pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no interpreter with others' libraries")
 
 
-STREAM, ENDS = np.array(PLAIN["tokens"], np.uint16), np.cumsum(PLAIN["lengths"]).astype(np.uint64)
-TOKENS = TokenSource("made", "U16", len(STREAM), len(ENDS), lambda: iter([TokenPart(STREAM, ENDS)]))
+TOKENS = made_tokens(STREAM, ENDS.tolist())
 
 
-def ask(peer: str, *words: str) -> Any:
+def answer(peer: str, *words: str) -> Any:
     script = str(Path(__file__).with_name("formats_peer.py"))
     done = subprocess.run([peer, script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -50,7 +42,7 @@ def theirs() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         for i, peer in enumerate(PEERS):
             (Path(folder) / str(i)).mkdir()
-            ask(peer, "write", str(Path(folder) / str(i)))
+            answer(peer, "write", str(Path(folder) / str(i)))
         yield Path(folder)
 
 
@@ -58,17 +50,15 @@ def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
     result = sorted(path for path in theirs.glob("*/*") if path.is_dir())
     assert result
     for path in result:
-        source = open_source(path, ConvertOptions(), "megatron")
-        assert [one.tolist() for one in documents(source.parts())] == DOCUMENTS, str(path)
-        assert source.num_documents == len(DOCUMENTS)
+        assert read_tokens(path) == DOCUMENTS, str(path)
 
 
-def rows_of(library: str, folder: Path) -> list[Any]:
+def read_rows(library: str, folder: Path) -> list[Any]:
     """The rows that a library reads, by the first interpreter that has it."""
     for peer in PEERS:
-        answer = ask(peer, "read", library, str(folder))
-        if isinstance(answer, list):
-            return answer
+        rows = answer(peer, "read", library, str(folder))
+        if isinstance(rows, list):
+            return rows
     return pytest.skip(f"no interpreter of FOREBAY_FORMAT_PEERS has what reads {library}")
 
 
@@ -100,10 +90,10 @@ def texts() -> pa.Table:
 )  # fmt: skip
 def test_their_libraries_read_text_with_its_columns(tmp_path: Path, to: str, library: str, compress: str) -> None:
     table = texts()
-    source = TableSource("made", table.schema, len(table), lambda: iter(table.to_batches(64)))
-    convert(source, tmp_path / "out", to, ConvertOptions(slice_bytes=8000, compress=compress))
+    options = ConvertOptions(slice_bytes=8000, compress=compress)
+    convert(made_table({name: table[name] for name in table.column_names}, 64), tmp_path / "out", to, options)
     rows = [{name.removesuffix(".txt").removesuffix(".npy"): value for name, value in row.items()} for row in
-            rows_of(library, tmp_path / "out")]  # fmt: skip
+            read_rows(library, tmp_path / "out")]  # fmt: skip
     expected = table.to_pylist()
     if library == "webdataset":
         rows = [{"text": row.pop("txt"), **row} for row in rows]
@@ -117,57 +107,28 @@ def test_their_libraries_read_text_with_its_columns(tmp_path: Path, to: str, lib
 def test_their_libraries_read_tokens(tmp_path: Path, to: str, compress: str) -> None:
     settings = ConvertOptions(slice_bytes=1 << 20 if to == "litdata" else 3000, compress=compress)
     convert(TOKENS, tmp_path / "out", to, settings)
-    rows = rows_of(to, tmp_path / "out")
+    rows = read_rows(to, tmp_path / "out")
     if to == "litdata":  # Blocks of equal length, across documents; the tokens after a chunk's last are left out.
         assert [token for row in rows for token in row] == STREAM[: len(STREAM) // BLOCK * BLOCK].tolist()
     else:
         assert [row["tokens"] if to == "mds" else row for row in rows] == DOCUMENTS
 
 
-LIBRARIES = {"mds": "mds", "litdata": "litdata", "webdataset": "webdataset", "megatron": "megatron"}
-LIBRARIES |= dict.fromkeys(("jsonl", "parquet", "arrow"), "datasets")
-
-
-@pytest.fixture(scope="module")
-def documents_in_files() -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """A folder of three files, each a task, and its documents with their columns; a number is missing in some."""
-    with tempfile.TemporaryDirectory() as name:
+@pytest.mark.parametrize("to", ["mds", "litdata"])
+def test_their_libraries_read_what_prepare_writes(tmp_path: Path, to: str) -> None:
+    """One dataset of the files of three tasks, in place and fetched: shards are copied by their names in the index."""
+    expected = []
+    (tmp_path / "in").mkdir()
+    for k in range(3):
         rows = [
             {"id": f"{i:03}", "url": f"http://a/{i}", "text": f"row {i} “ä”\n" * (1 + i % 3), "licence": f"l{i % 4}"}
             | ({"quality": i / 7} if i % 3 else {})
-            for i in range(120)
+            for i in range(40 * k, 40 * k + 40)
         ]
-        for k in range(3):
-            lines = map(json.dumps, rows[40 * k : 40 * k + 40])
-            (Path(name) / f"{k}.jsonl").write_text("\n".join(lines) + "\n")
-        yield Path(name), [{"quality": None, **row} for row in rows]
-
-
-@pytest.mark.parametrize("to", LIBRARIES)
-def test_their_libraries_read_what_prepare_writes(
-    tmp_path: Path, to: str, documents_in_files: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    source, expected = documents_in_files
+        (tmp_path / f"in/{k}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        expected += [{"quality": None, **row} for row in rows]
     settings = {"read": {"columns": {"quality": "number", "licence": "text"}}}
-    prepare_dataset([source], tmp_path / "out", tokenizer="bytes", to=to, settings=settings, workers=1)
-    if to == "megatron":
-        tokens = [[*row["text"].encode(), 256] for row in expected]
-        assert rows_of(to, tmp_path / "out/tokens") == tokens
-        return
-    rows = rows_of(LIBRARIES[to], tmp_path / "out/text")
-    if to == "webdataset":
-        keys = [row.pop("__key__") for row in rows]
-        assert len(set(keys)) == len(expected)
-        rows = [{"text": row.pop("txt"), **row} for row in rows]
-    assert [{n: None if v != v else v for n, v in row.items()} for row in rows] == expected
-
-
-@pytest.mark.parametrize("to", ["mds", "litdata"])
-def test_their_libraries_fetch_what_prepare_writes(
-    tmp_path: Path, to: str, documents_in_files: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    """From a place that is not their own: shards are copied one by one, by their names in the index."""
-    source, expected = documents_in_files
-    prepare_dataset([source], tmp_path / "out", to=to, workers=1)
-    rows = rows_of(f"remote {to}", tmp_path / "out/text")
-    assert [row["text"] for row in rows] == [row["text"] for row in expected]
+    prepare_dataset([tmp_path / "in"], tmp_path / "out", to=to, settings=settings, workers=1)
+    for library in (to, f"remote {to}"):
+        rows = read_rows(library, tmp_path / "out/text")
+        assert [{n: None if v != v else v for n, v in row.items()} for row in rows] == expected

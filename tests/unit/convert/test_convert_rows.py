@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from forebay.cli import main
 from forebay.convert import convert
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
-from forebay.dataset.slices import open_slice
+from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions
@@ -29,7 +30,7 @@ from forebay.formats.sources import open_table, verify_table
 from forebay.formats.tables import TableDigest
 from forebay.formats.tfrecord import integers, varints
 from forebay.load.loader import Loader
-from support.foreign_datasets import made_table, read_table
+from support.foreign_datasets import DOCUMENTS, FOREIGN, made_table, read_table
 from support.shared_data import shared_data
 
 
@@ -135,13 +136,11 @@ def test_a_slice_made_with_plain_safetensors_code(tmp_path: Path) -> None:
     assert numpy.load_file(item.path)["labels"].tolist() == [*range(5), *range(5)]
 
 
-@pytest.mark.parametrize(("to", "name"), [("jsonl", "t.jsonl"), ("webdataset", "t.tar")])
-@pytest.mark.parametrize(("suffix", "start"), [(".gz", b"\x1f\x8b"), (".zst", b"\x28\xb5\x2f\xfd")])
-def test_a_suffix_names_the_compression(tmp_path: Path, to: str, name: str, suffix: str, start: bytes) -> None:
-    path = tmp_path / f"{name}{suffix}"
-    convert(made_table({"a": [1, 2, 3]}), path, to, ConvertOptions())
-    assert path.read_bytes().startswith(start)
-    assert read_table(path)["a"].to_pylist() == [1, 2, 3]
+@pytest.mark.parametrize(("name", "start"), [("t.jsonl.gz", b"\x1f\x8b"), ("t.tar.zst", b"\x28\xb5\x2f\xfd")])
+def test_a_suffix_names_the_compression(tmp_path: Path, name: str, start: bytes) -> None:
+    convert(made_table({"a": [1, 2, 3]}), tmp_path / name, "webdataset" if "tar" in name else "jsonl", ConvertOptions())
+    assert (tmp_path / name).read_bytes().startswith(start)
+    assert read_table(tmp_path / name)["a"].to_pylist() == [1, 2, 3]
 
 
 def test_rows_of_a_slice(tmp_path: Path) -> None:
@@ -182,15 +181,19 @@ def test_real_archives_are_tables() -> None:
         assert path.suffix == ".tgz" or read_table(path).num_rows > 0, path
 
 
-def test_a_dataset_that_hugging_face_saved(tmp_path: Path) -> None:
-    table = pa.table({"text": ["a", "b", "c"], "n": [1, 2, 3]})
-    for index in range(2):
-        with pa.ipc.new_stream(str(tmp_path / f"data-{index}.arrow"), table.schema) as writer:
-            writer.write_table(table)
-    state = {"_data_files": [{"filename": f"data-{index}.arrow"} for index in range(2)], "_fingerprint": "1"}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    (tmp_path / "dataset_info.json").write_text("{}")
-    assert read_table(tmp_path)["n"].to_pylist() == [1, 2, 3, 1, 2, 3]
+def test_a_dataset_that_hugging_face_saved_is_a_table() -> None:
+    assert read_table(FOREIGN / "arrow")["input_ids"].to_pylist() == DOCUMENTS
+
+
+def test_a_source_is_verified_by_its_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "rows/0.safetensors"
+    path.parent.mkdir()
+    write_rows_slice(path, {"x": np.arange(9)})
+    import_slices(path.parent)
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(DatasetError, match=r"expected the dataset's bytes in \[0, "):
+        convert(path.parent, tmp_path / "y", "parquet", ConvertOptions())
+    assert not (tmp_path / "y").exists()
 
 
 # Damage, and what does not fit.

@@ -217,23 +217,23 @@ def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path: Path) -> 
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    words = ["convert", str(FOREIGN / "arrow"), str(out), "--to", "bin", "--dtype", "uint16", "--json", "--quiet"]
-    assert main(words) == 0
+    source, out = str(FOREIGN / "arrow"), str(tmp_path / "x")
+    command = ["convert", source, str(tmp_path / "out"), "--to", "bin", "--dtype", "uint16", "--json", "--quiet"]
+    assert main(command) == 0
     result = capsys.readouterr()
     reported = json.loads(result.out)
     assert reported["tokens"] == len(STREAM) and reported["source"] == "arrow"
     assert "note: the ends of 24 documents" in result.err
-    assert main(words) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    assert main(["convert", str(FOREIGN / "arrow"), str(tmp_path / "x")]) == 2
-    assert "--to (one of" in capsys.readouterr().err
     (tmp_path / "what").write_bytes(b"\x00\x01\x02 nothing known")
-    assert main(["convert", str(tmp_path / "what"), str(tmp_path / "x"), "--to", "bin"]) == 1
-    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "bin"]) == 1
-    assert main(["convert", "ftp://host/data", str(tmp_path / "x"), "--to", "bin"]) == 1
-    assert "cannot read input: expected a path or a URL of http, https" in capsys.readouterr().err
-    assert main(["convert", str(FOREIGN / "arrow"), "s3://bucket/data", "--to", "bin"]) == 2
-    assert "expected a format in several files" in capsys.readouterr().err
-    assert main(["convert", str(FOREIGN / "arrow"), "https://host/data", "--to", "safetensors"]) == 2
-    assert main(["convert", str(FOREIGN / "arrow"), "s3://bucket/data", "--to", "safetensors", "--overwrite"]) == 2
+    for arguments, code, message in (
+        (command[1:], 2, "--overwrite"),
+        ([source, out], 2, "--to (one of"),
+        ([str(tmp_path / "what"), out, "--to", "bin"], 1, "what"),
+        ([str(tmp_path / "none"), out, "--to", "bin"], 1, "none"),
+        (["ftp://host/data", out, "--to", "bin"], 1, "cannot read input: expected a path or a URL of http, https"),
+        ([source, "s3://bucket/data", "--to", "bin"], 2, "expected a format in several files"),
+        ([source, "https://host/data", "--to", "safetensors"], 2, ""),
+        ([source, "s3://bucket/data", "--to", "safetensors", "--overwrite"], 2, ""),
+    ):
+        assert main(["convert", *arguments]) == code, arguments
+        assert message in capsys.readouterr().err

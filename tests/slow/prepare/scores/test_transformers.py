@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from forebay import prepare_dataset
 from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.scores.transformers import Onnx, Transformers
@@ -70,20 +68,6 @@ def test_a_regression_and_a_label(tmp_path: Path) -> None:
     assert high.tolist() == pytest.approx(expected, abs=1e-5)
     with pytest.raises(UsageError, match="label: expected one of low, high, 0, 1, got 'x'"):
         Transformers(str(tmp_path / "two"), label="x").score(batch("w1"))
-
-
-def test_a_recipe_with_it_is_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
-    bert(tmp_path / "edu", 1)
-    (tmp_path / "in").mkdir()
-    for number in range(3):
-        lines = [json.dumps({"text": text + f" w{number}"}) + "\n" for text in TEXTS]
-        (tmp_path / f"in/{number}.jsonl").write_text("".join(lines))
-    settings = {"score": {"edu": {"use": "transformers", "model": str(tmp_path / "edu"), "max_tokens": 64}}}
-    ids = {
-        prepare_dataset([tmp_path / "in"], tmp_path / f"o{n}", settings=settings, to="parquet", workers=n, name="x").id
-        for n in (1, 2)
-    }
-    assert len(ids) == 1
 
 
 def test_an_onnx_model(tmp_path: Path) -> None:

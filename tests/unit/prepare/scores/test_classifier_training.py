@@ -13,30 +13,22 @@ from forebay.cli import main
 from forebay.errors import PrepareError
 from forebay.prepare.scores.fasttext_model import load_model
 from forebay.prepare.scores.train import ClassifierSettings, _curve, train_classifier
+from support.preparing import read_lines, write_jsonl
 from support.shared_data import shared_data
 
 
 @pytest.fixture
-def sides(tmp_path: Path) -> tuple[Path, Path]:
+def sides(tmp_path: Path) -> list[Path]:
     """Prose and verse, a passage a document."""
-    books = shared_data("books/gutenberg_en")
     paths = []
-    for side, names in (
-        ("prose", ("austen-emma", "melville-moby_dick")),
-        ("verse", ("milton-paradise", "whitman-leaves")),
-    ):
-        lines = []
-        for name in names:
-            text = (books / f"{name}.txt").read_text("utf-8", "replace")
-            lines += [json.dumps({"text": text[i : i + 500]}) + "\n" for i in range(1000, 61_000, 500)]
-        paths.append(tmp_path / f"{side}.jsonl")
-        paths[-1].write_text("".join(lines))
-    return paths[0], paths[1]
+    for names in (("austen-emma", "melville-moby_dick"), ("milton-paradise", "whitman-leaves")):
+        books = [(shared_data("books/gutenberg_en") / f"{name}.txt").read_text("utf-8", "replace") for name in names]
+        passages = [book[i : i + 500] for book in books for i in range(1000, 61_000, 500)]
+        paths.append(write_jsonl(tmp_path / f"{names[0]}.jsonl", passages))
+    return paths
 
 
-def test_a_classifier_of_real_text(
-    sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_classifier_of_real_text(sides: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, other = sides
     command = ["classifier", "train", "--good", str(good), "--bad", str(other), "--set", "held_out=0.2"]
     assert main([*command, "--out", str(tmp_path / "m"), "--json"]) == 0
@@ -51,12 +43,12 @@ def test_a_classifier_of_real_text(
     assert (tmp_path / "m/model.bin").read_bytes() == (tmp_path / "n/model.bin").read_bytes()
 
 
-def test_the_library_reads_it_and_scores_alike(sides: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_library_reads_it_and_scores_alike(sides: list[Path], tmp_path: Path) -> None:
     fasttext = pytest.importorskip("fasttext")
     settings = ClassifierSettings(dim=8, bucket=1000, epochs=2, word_ngrams=3)
     train_classifier([sides[0]], [sides[1]], tmp_path, settings)
     model, library = load_model(str(tmp_path / "model.bin")), fasttext.load_model(str(tmp_path / "model.bin"))
-    texts = [json.loads(line)["text"] for path in sides for line in path.read_text().splitlines()[:100]]
+    texts = [row["text"] for path in sides for row in read_lines(path)[:100]]
     for text, row in zip(texts, model.probabilities(pa.array(texts, pa.large_string())), strict=True):
         pairs = library.f.predict(text.replace("\n", " ") + "\n", -1, 0.0, "replace")
         expected = {label.removeprefix("__label__"): min(score, 1.0) for score, label in pairs}

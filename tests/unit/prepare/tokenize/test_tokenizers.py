@@ -59,7 +59,7 @@ def encode_all(result: TokenizerFile, folder: Path, texts: list[str]) -> list[li
     return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
-NAMES = ["gpt2", "gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json"]
+NAMES = ["gpt2", "llama-test-tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +116,7 @@ def test_a_text_without_a_space_is_cut_too() -> None:
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("name", ["llama-test-tokenizer.json", "gpt-neo-test-tokenizer.json"])
+@pytest.mark.parametrize("name", NAMES)
 def test_long_texts_have_the_ids_of_the_real_tokenizers(name: str, tmp_path: Path) -> None:
     result, reference = loaded(name)
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
