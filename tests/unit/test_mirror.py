@@ -17,6 +17,7 @@ from forebay.errors import NetworkError, UsageError
 from forebay.mirror import mirror
 from forebay.storage.origins import open_remote
 from support.origin_server import OriginServer
+from support.paths import GOLDEN
 from support.token_slices import write_tokens
 
 LARGE = 3_000_000  # Tokens: 12 MB, which a bucket gets in two parts.
@@ -63,6 +64,9 @@ def test_a_directory_gets_the_same_bytes(source: Path, tmp_path: Path) -> None:
         (tmp_path / "copy/2.safetensors").write_bytes(data)
         report = copy(server.url, tmp_path / "copy")
         assert (report.copied, report.skipped) == (1, 5) and files(tmp_path / "copy") == files(source)
+    for copied in (3, 0):
+        assert copy(GOLDEN / "format1/dataset", tmp_path / "first").copied == copied
+    assert files(tmp_path / "first") == files(GOLDEN / "format1/dataset") and verify_dataset(tmp_path / "first").ok
 
 
 def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_path: Path) -> None:
@@ -119,6 +123,8 @@ def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path: Path, bucke
     assert bucket.statuses[503] and not bucket.statuses[403]
     assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
     assert max(bucket.uploads.completed.values()) == 1
+    assert copy(GOLDEN / "format1/dataset", "s3://bucket/sets/first").complete
+    assert files(tmp_path / "bucket/sets/first") == files(GOLDEN / "format1/dataset")
     # What is there is known by the hash kept with it: not a byte of a slice is read.
     bucket.reset()
     again = copy(source, "s3://bucket/sets/mine")

@@ -1,31 +1,25 @@
-"""Downloads that are killed, that meet silence, and how much memory they take.
+"""Downloads that are killed, and that meet silence.
 
 Chance that remains: a machine that stands still for longer than its slowness says fails the upper limits of the waits.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from forebay.errors import NetworkError
-from forebay.storage.fetch import RunFetcher
 from forebay.storage.ranged_download import download_large_file
-from support import cached
 from support.calibration import scaled
 from support.origin_server import OriginServer
 from support.waiting import until
-from unit.storage.test_transfer import CHUNK, fetch, info_of
 
 MIB = 1 << 20
 CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
@@ -88,26 +82,3 @@ def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path: P
     server.faults.black_hole, server.faults.connection_bytes_per_s = False, 0.0
     got = download_large_file(server.url, "big", path, chunk_size=1 << 18)
     assert path.read_bytes() == CONTENT and got.bytes_fetched <= len(CONTENT)
-
-
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    """16 connections x 256 KiB, whatever the slice's size."""
-    data = os.urandom(MIB) * 96
-    (tmp_path / "slice").write_bytes(data)
-    info, leaves = info_of(data), cached.leaves_of(data, CHUNK)
-    del data
-    process, most, stop = psutil.Process(), [0], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.002):
-            most[0] = max(most[0], process.memory_info().rss)
-
-    with OriginServer(tmp_path) as server, RunFetcher(16) as fetcher:
-        assert fetch(fetcher, tmp_path / "warm", server.url, info=info, leaves=leaves) is None
-        before = process.memory_info().rss
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        assert fetch(fetcher, tmp_path / "part", server.url, info=info, leaves=leaves) is None
-        stop.set()
-        watcher.join()
-    assert most[0] - before < 32 * MIB

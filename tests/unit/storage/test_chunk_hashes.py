@@ -25,12 +25,10 @@ from forebay.storage.peer_source import PeerSource, verify_provider
 from forebay.storage.transfers import FileTransfer, map_path_of
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
-from support.paths import GOLDEN
 from support.token_slices import write_tokens
 from support.waiting import until
 
 Make = Callable[[str], Identity]
-FORMAT_1 = GOLDEN / "format1" / "dataset"
 HOST, URL = "127.0.0.1", "forebay://test-network/corpus"
 
 
@@ -161,22 +159,3 @@ def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_id
             (liar / MANIFEST_FILE).write_bytes(replace(dataset.manifest, **{name: other}).to_json())
             with pytest.raises(ProtocolError, match=f"manifest.json is not that of the dataset {dataset.id}"):
                 open_remote(URL, identity=reader, discovery=discovery)
-
-
-@pytest.mark.parametrize("source", ["format 2", "format 1"])
-@pytest.mark.parametrize("kind", ["folder", "bucket"])
-def test_a_mirror_copies_both_formats(
-    dataset: Dataset, server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: str
-) -> None:
-    folder = dataset.path if source == "format 2" else FORMAT_1
-    target = tmp_path / "copy" if kind == "folder" else f"{server.s3_url}/copies/mine"
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    for copied in (3, 0):
-        report = mirror(open_remote(str(folder)), target)
-        assert report.complete and report.copied == copied
-        assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
-    copy = tmp_path / "copy" if kind == "folder" else dataset.path.parent / "copies/mine"
-    expected = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert {path.relative_to(copy).as_posix(): path.read_bytes() for path in copy.rglob("*.*")} == expected
-    assert verify_dataset(copy).ok and open_remote(str(target)).verify().ok
