@@ -248,15 +248,17 @@ def test_slow_readers_and_long_polls_hold_up_nobody(
         assert read_answers(stuck[1])[0].body == CONTENT and read_answers(stuck[0])[0].json() == {"answer": "late"}
 
 
-def test_a_flood_of_strangers_is_bounded(make_identity: Make, client: Client, handler: Handler) -> None:
-    with (
-        serve(make_identity("s"), handler, limits=patient(handshakes_per_address=2)) as server,
-        contextlib.ExitStack() as stack,
-    ):
-        for _ in range(10):
+def test_strangers_make_room_and_a_full_server_takes_nobody(make_identity: Make, handler: Handler) -> None:
+    limits = patient(connections=2, handshakes_per_address=1)
+    with serve(make_identity("s"), handler, limits=limits) as server, contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(PatientClient(make_identity(name))) for name in "abc")
+        assert is_served(first, server)
+        for _ in range(5):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        until(lambda: server.refused_connections >= 8 and server.num_connections <= 2)
-        assert is_served(client, server)
+        until(lambda: server.refused_connections >= 4)
+        assert is_served(second, server) and server.num_connections == 2
+        with pytest.raises(NetworkError, match="cannot reach"):
+            is_served(third, server)
 
 
 def test_a_loop_that_fails_begins_again_on_the_same_port(
