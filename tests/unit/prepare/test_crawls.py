@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +102,7 @@ def test_http_bodies() -> None:
         "gzip": gzip.compress(page),
         "deflate": zlib.compress(page),
         "deflate ": deflate.compress(page) + deflate.flush(),
+        "zstd": zstandard.compress(page),
         "gzip\t": page,  # already undone by the crawler
         "identity": page,
     }
@@ -109,7 +111,15 @@ def test_http_bodies() -> None:
         answer = parse_http(head + body, 1 << 20)
         assert (answer.status, answer.charset, answer.body) == (200, "utf-8", page), name
     head = b"HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n"
-    for body, expected in ((chunked, page), (page, page), (b"", b"")):
+    damaged = b"3\r\nabc\r\n2\r\ndefgh"
+    for body, expected in (
+        (chunked, page),
+        (b"3\nabc\n2\nde\n0\n", b"abcde"),
+        (damaged, b"abcde"),
+        (b"3\nabcdef", b"3\nabcdef"),
+        (page, page),
+        (b"", b""),
+    ):
         answer = parse_http(head + body, 1 << 20)
         assert (answer.status, answer.body) == (404, expected)
 
@@ -133,11 +143,17 @@ def test_arc_versions(tmp_path: Path) -> None:
     item = b"http://a.b/with a blank 1.2.3.4 20080430204825 text/html %d\n%s\n" % (len(body), body)
     two = b"http://a.b/2 1.2.3.4 20080430204825 text/html 200 - - 99 a.arc %d\n%s\n" % (len(body), body)
     path = tmp_path / "a.arc"
-    path.write_bytes(head + item + two)
-    assert [(r.url, r.text) for r in documents(path)] == [
+    whole = body.replace(b"\r\n\r\n", b"\r\nContent-Length: 11\r\n\r\n")
+    last = b"http://a.b/3 1.2.3.4 20080430204825 text/html 9999\n" + whole  # as much as HTTP says
+    without = b"http://a.b/4 1.2.3.4 20080430204825 text/html -1\n" + body + b"\n"
+    path.write_bytes(head + item + without + two + last)
+    result = documents(path)
+    assert [(r.url, r.text) for r in result if not r.problem] == [
         ("http://a.b/with a blank", "<html>hello"),
         ("http://a.b/2", "<html>hello"),
+        ("http://a.b/3", "<html>hello"),
     ]
+    assert [r.problem for r in result if r.problem] == ["an ARC record without a length"]
 
 
 @given(st.binary(max_size=400), st.integers(0, 3), st.booleans())
@@ -148,7 +164,7 @@ def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) ->
     parts.insert(at, garbage if packed else garbage + b"\n")
     given_source = InputFile("memory", "memory", "warc", "gz" if packed else "", 0, "")
     data = io.BytesIO(b"".join(parts))
-    with mock.patch("forebay.formats.warc.open_input", lambda *_: data):
+    with mock.patch("forebay.formats.warc.open_input", lambda *_: data), mock.patch("forebay.formats.warc._TRIM", 100):
         result = list(Warc().read_text(InputSplit((given_source,)), ReadOptions()))
     assert [text[:6] for text in texts(result)] == ["text 0", "text 1", "text 2"]
 
@@ -181,7 +197,8 @@ def test_files_for_programs_are_no_documents(tmp_path: Path) -> None:
             ("http://a/about/robots", "text/plain"), ("http://a/p?f=x.htc", "text/html")]  # fmt: skip
     remaining = [("http://a/robots.txt", "text/plain"), ("http://a/robots.txt?v=1", "text/html"),
             ("http://a/pie.htc", "text/plain"), ("http://a/list.xspf", "text/plain"),
-            ("http://a/feed.xml", "text/plain"), ("http://a/app.js", "text/plain")]  # fmt: skip
+            ("http://a/feed.xml", "text/plain"), ("http://a/app.js", "text/plain"),
+            ("dns:a", "text/plain")]  # fmt: skip
     path = tmp_path / "a.warc"
     path.write_bytes(b"".join(response(page, mime, url) for url, mime in retained + remaining))
     assert [record.url for record in documents(path)] == [url for url, _ in retained]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.errors import UsageError
 from forebay.formats import wikipedia
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
@@ -102,12 +103,16 @@ def test_what_is_no_document(tmp_path: Path) -> None:
         page(5, "talk", ns=1),
         page(6, "{{only|template}}"),
         page(7, "two"),
+        page(8, "code").replace("wikitext", "javascript"),
+        page(9, "gone").replace("<text>gone", '<text deleted="deleted">'),
     ]
     path.write_text(HEAD + "".join(pages) + "</mediawiki>")
     assert [(r.index, r.id, r.text) for r in read(path)] == [(0, "1", "Page 1\n\none"), (6, "7", "Page 7\n\ntwo")]
     everything = read(path, options={"namespaces": []})
     assert [r.id for r in everything] == ["1", "5", "7"]
     assert read(path)[0].url == "https://x.org/wiki/Page_1"
+    with pytest.raises(UsageError, match="namespaces: expected a list of numbers, got 'x'"):
+        read(path, options={"namespaces": "x"})
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
@@ -175,5 +180,8 @@ def test_a_dump_that_ends_early_is_told_once(tmp_path: Path, end: str) -> None:
     path = tmp_path / "a.xml"
     path.write_text(HEAD + page(1, "a") + end)
     assert [(r.id, r.problem[:11]) for r in read(path)] == [("1", ""), ("", "damaged XML")]
+    packed = tmp_path / "a.xml.bz2"
+    packed.write_bytes(bz2.compress(path.read_bytes())[:-20] + b"garbage")
+    assert read(packed)[-1].problem
     path.write_text(HEAD + page(1, "a") + " " * ((256 << 10) - len(HEAD + page(1, "a")) - 11) + "</mediawiki>\n")
     assert [r.problem for r in read(path)] == [""]
