@@ -1,7 +1,7 @@
 """The promises of every order source of a Loader: ranks, owned slices, and leases of a scheduler.
 
-Workers are threads here; `slow/contract` kills them as processes, and has a coordinator's ranks, which read the Loader
-that their rank and world size give. A Loader that cannot have an option says so when it is made.
+Workers are threads here; `slow/contract` kills them as processes. A coordinator's ranks read the Loader that their rank
+and world size give, as static ranks do. A Loader that cannot have an option says so when it is made.
 """
 
 from __future__ import annotations
@@ -189,7 +189,6 @@ LEASED = {
     "shuffle: expected none .*leave it out": {"shuffle": False},
     "seed: expected none .*leave it out": {"seed": 3},
     "rank, world_size: expected none .*Leave it out": {"rank": 0, "world_size": 2},
-    "drop_last: expected none .*Leave it out": {"samples": {"drop_last": True}},
     "order: expected none .*Leave it out": {"order": {"lanes": 2}},
     "global_batch_size: expected none .*Leave it out": {"batch_size": None, "global_batch_size": 4},
     "batch_size: expected a number with scheduler=": {"batch_size": None},
@@ -202,12 +201,6 @@ LEASED = {
     },
 }  # fmt: skip
 OWNED = {
-    "assignment='owned': expected .*no drop_last, got others. Use assignment='global'": {
-        "samples": {"drop_last": True}
-    },
-    "assignment='owned': expected .*one batch size.*Use assignment='global'": {
-        "global_batch_size": [[0, GLOBAL_BATCH], [3, 2 * GLOBAL_BATCH]]
-    },
     "worker_names: expected a name for each of 3 ranks, got 2": {
         "order": {"assignment": "owned", "worker_names": ["a", "b"]}
     },

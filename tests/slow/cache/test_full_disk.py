@@ -21,23 +21,18 @@ from typing import Any
 import pytest
 
 from forebay.cache.cache import ChunkCache
-from forebay.coordinator.messages import Rules, RunState
+from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
-from forebay.coordinator.store import RunStore
 from forebay.data_node import DataNode
-from forebay.errors import LedgerError, StateError, UsageError
+from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import Identity
-from forebay.scheduler.journal import JOURNAL_NAME, Journal, lock_state
+from forebay.scheduler.journal import Journal, lock_state
 from forebay.scheduler.server import SchedulerService
 from support.cached import info_of, put
-from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
-from support.scheduling import lease, open_journal, use
 from support.waiting import until
-
-WAITING = {"worker_id": "b", "session": "b" * 16, "wait_s": 1}
 
 
 @pytest.fixture
@@ -89,57 +84,6 @@ def test_the_coordinator_goes_on_once_there_is_space(small_disk: Path) -> None:
         generation = coordinator.status()["generation"]
     with Coordinator(state_dir=state_dir, rules=Rules(min_workers=1)) as coordinator:
         assert coordinator.status()["generation"] == generation
-
-
-def test_the_coordinator_s_clock_outlives_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Until "b" waits for it, "a" may be silent for `stale_s`.
-    rules = Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=scaled(1.5))
-    with Coordinator(state_dir=tmp_path, rules=rules) as coordinator:
-        answers: list[int] = []
-        waiting = threading.Thread(
-            target=lambda: answers.append(post(coordinator.address, "/v1/members/join", **WAITING)[0])
-        )
-        save, failures, full = RunStore.save, 0, threading.Event()
-
-        def save_until_both_are_there(store: RunStore, state: RunState, *more: Any) -> None:
-            """The disk is full as soon as "b" has joined: 0.3 s later "a", for which it waits, is lost."""
-            nonlocal failures
-            if full.is_set():
-                failures += 1
-                raise StateError("full")
-            save(store, state, *more)
-            if len(state.members) == 2:
-                full.set()
-
-        monkeypatch.setattr(RunStore, "save", save_until_both_are_there)
-        assert post(coordinator.address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
-        waiting.start()
-        until(full.is_set)
-        waiting.join()
-        until(lambda: failures > 5)
-        assert len(coordinator.status()["members"]) == 2 and caplog.text.count("full") == 1
-        monkeypatch.setattr(RunStore, "save", save)
-        until(lambda: not coordinator.status()["members"])  # Both are lost; neither counts as waiting for ever.
-
-
-def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
-    journal = open_journal(small_disk)
-    grant = lease(journal, "w")
-    filler = fill(small_disk)
-    with pytest.raises(LedgerError, match=rf"{small_disk}.* full"):
-        while True:
-            use(journal, "w", lease(journal, "w"), 0, 1)
-    journal.close()
-    for _ in range(3):
-        with pytest.raises((StateError, LedgerError), match=str(small_disk)):
-            open_journal(small_disk)
-    assert (small_disk / JOURNAL_NAME).exists()
-    filler.unlink()
-    with open_journal(small_disk) as journal:
-        assert grant.lease_id in journal.core.table.leases
-        assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
 
 
 def test_no_standby_takes_the_state_while_the_disk_is_full(

@@ -1,8 +1,8 @@
-"""Order sources of a Loader whose workers, coordinator and schedulers are processes, and are killed at any moment.
+"""Order sources of a Loader whose workers and schedulers are processes, and are killed at any moment.
 
 The moments are random; whichever they are, the tests hold. FOREBAY_CONTRACT_KILLS says how often workers are killed (3
-a source), FOREBAY_CONTRACT_SEED when (0). A machine that stands still for longer than the leases of a second last, or
-the 0.2 s of a coordinator's lost connection, only makes workers begin again with what others did not use.
+a source), FOREBAY_CONTRACT_SEED when (0). A machine that stands still for longer than the leases of a second last only
+makes workers begin again with what others did not use.
 """
 
 from __future__ import annotations
@@ -21,20 +21,14 @@ import pytest
 pytest.importorskip("libtorrent")
 
 from support.calibration import scaled
-from support.forks import Process
-from support.nodes import HOST
 from support.order_sources import (
-    GLOBAL_BATCH,
     SAMPLES_PER_WORKER,
     SOURCES,
     WORKERS,
     Cluster,
     Leased,
-    Line,
-    Source,
     Static,
     batches_of,
-    ledger,
     make_slices,
     wait_for,
 )
@@ -50,13 +44,6 @@ MASKS = {"dataset": "web", "document_masks": True}
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(tmp_path_factory.mktemp("cluster"), stack, {"web": make_slices(18, 0)})
-
-
-def whole_batches(cluster: Cluster, spec: dict[str, Any]) -> list[list[int]]:
-    """Return the sorted sample ids of each global batch, as one rank reads them."""
-    alone = Static(cluster, spec)
-    alone.num_workers = 1
-    return [sorted(batch.sample_ids.tolist()) for batch in open_loader(alone.loader(0))]
 
 
 def any_moment(chance: random.Random, workers: list[Any], count: int) -> None:
@@ -102,68 +89,6 @@ def test_ranks_killed_at_any_moment_resume_where_all_of_them_were(cluster: Clust
     assert committed == expected
 
 
-class Coordinated(Source):
-    """Ranks of a coordinator's generations, which read the Loader that their rank and world size give."""
-
-    def __init__(self, cluster: Cluster, spec: dict[str, Any]) -> None:
-        super().__init__(cluster, spec)
-        self.coordinator, self.address = self.start_coordinator(f"{HOST}:0")
-
-    def start_coordinator(self, listen: str) -> tuple[Process, str]:
-        words = ["--min-workers", self.num_workers, "--disconnect-timeout", 0.2, "--state", self.directory / "state"]
-        process = self.cluster.start("coordinator", "--listen", listen, "--json", *words)
-        return process, process.ready()["address"]
-
-    def loader(self, index: int) -> dict[str, Any]:
-        return {"global_batch_size": GLOBAL_BATCH, **self.spec}
-
-    def settings(self, index: int, **more: Any) -> dict[str, Any]:
-        shared = str(self.directory / "ranks")
-        return super().settings(index, coordinator=self.address, name=f"worker-{index}", shared=shared, **more)
-
-
-def test_a_coordinators_ranks_go_on_when_any_of_them_is_killed(cluster: Cluster) -> None:
-    """Others take the dead rank's part; newcomers, and it under its name, join in the middle of an epoch.
-
-    The coordinator is killed, too, and started again where it was.
-    """
-    chance, spec = random.Random(SEED), {**MASKS, "epochs": 2 + KILLS // 6}
-    source = Coordinated(cluster, spec)
-    expected = whole_batches(cluster, spec)
-    source.spec["steps"] = len(expected)  # One that joins after the end has no more.
-    live = {index: source.start(index, pause_s=0.02) for index in range(WORKERS)}
-    names = iter(range(WORKERS, 100))
-    for _ in range(KILLS):
-        any_moment(chance, list(live.values()), chance.randrange(1, 12))
-        index = chance.choice(list(live))
-        live[index].kill()
-        again = index if chance.random() < 0.5 else next(names)
-        del live[index]
-        time.sleep(chance.uniform(0.0, 0.3))
-        live[again] = source.start(again, pause_s=0.02)
-    any_moment(chance, list(live.values()), 3)
-    source.coordinator.kill()
-    assert source.coordinator.wait() == -9
-    source.start_coordinator(source.address)
-    wait_for(live.values())
-    lines = list(chain(*map(batches_of, source.processes)))
-    last = {line["step"]: 0 for line in lines}
-    for line in lines:
-        last[line["step"]] = max(last[line["step"]], line["generation"])
-    counted = [line for line in lines if line["generation"] == last[line["step"]]]
-    steps: dict[int, list[Line]] = defaultdict(list)
-    for line in counted:
-        steps[line["step"]].append(line)
-    assert sorted(steps) == list(range(len(expected)))
-    for step, of_ranks in steps.items():
-        assert all(line["of_ranks"] == of_ranks[0]["of_ranks"] for line in of_ranks)  # Of those that live.
-        assert all(line["of_ranks"][line["rank"]] == line["ids"] for line in of_ranks)
-        assert sorted(chain(*of_ranks[0]["of_ranks"])) == expected[step]
-    assert len(set(last.values())) > 1
-    report = ledger("verify", source.directory / "state")
-    assert report["ok"] and report["steps"] == len(expected), report
-
-
 class Brief(Leased):
     """With leases that a killed worker keeps from others only for a moment."""
 
@@ -195,7 +120,9 @@ def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> No
     source.start_scheduler("web", listen=address)
     wait_for(live.values())
     report = source.verify("web")
-    numbers = set(chain(*whole_batches(cluster, MASKS)))
+    alone = Static(cluster, MASKS)
+    alone.num_workers = 1
+    numbers = set(chain(*(batch.sample_ids.tolist() for batch in open_loader(alone.loader(0)))))
     assert report["ok"] and [epoch["samples"] for epoch in report["epochs"]] == [len(numbers)] * num_epochs, report
     given: dict[tuple[int, int], list[tuple[float, str]]] = defaultdict(list)
     for index, process in [*killed, *live.items()]:

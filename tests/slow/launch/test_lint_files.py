@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forebay.launch import KINDS, render, write
+from forebay.launch import render, write
 from support.paths import ROOT
 
 COMMAND = ["python", "train.py", "two words", "$HOME", "it's"]
@@ -132,8 +132,3 @@ def test_workflows_run_what_make_runs() -> None:
         assert made == [path.stem]
         # No text of a commit, branch or tag is part of a script: those come by the environment.
         assert not [step["run"] for step in steps if "${{" in step.get("run", "")]
-
-
-def test_every_kind_is_linted() -> None:
-    text = Path(__file__).read_text()
-    assert all(f'"{kind}"' in text for kind in KINDS)

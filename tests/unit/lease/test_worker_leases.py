@@ -227,23 +227,6 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
     return leases.counts.wasted
 
 
-def test_leases_are_cut() -> None:
-    """The law above is about something: in most worlds idle workers get the ends of others' leases."""
-    cuts = 0
-    for seed in range(5):
-        world = World(seed, [60, 60], epochs=1)
-        slow, fast = Worker("slow", world, 0.2), Worker("fast", world, 0.01)
-        slow.leases._capacity = lambda: 2  # type: ignore[method-assign]
-        for turn in range(4000):
-            worker = slow if turn % 8 == 0 else fast
-            if not worker.leases.closed:
-                worker.work() if world.chance.random() < 0.5 else world.carry(worker)
-        cuts += world.cuts
-        assert slow.leases.done and fast.leases.done
-        assert slow.leases.counts.wasted == fast.leases.counts.wasted == 0
-    assert cuts > 0
-
-
 def test_who_was_cut_does_not_get_it_back_before_the_idle() -> None:
     """The slow one asks first after each cut, for a lease ahead: it must not take what was cut for the fast one."""
     world = World(0, [300, 300, 300], epochs=1)

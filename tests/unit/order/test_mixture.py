@@ -41,18 +41,6 @@ def test_every_prefix_is_within_a_few_samples_of_its_quotas(given_weights: list[
     assert np.abs(counts - start * (quotas / PERIOD)).max() <= (1 + len(quotas)) / 2 + 1e-3  # Of floats near 2**40.
 
 
-@given(weights, st.integers(0, 2**45), st.integers(1, 500))
-def test_a_sources_own_samples_rise_by_one(given_weights: list[float], start: int, length: int) -> None:
-    pattern = Pattern(make_quotas(given_weights))
-    before = pattern.counts(start)
-    sources, own = pattern.locate(np.arange(start, start + length))
-    for source in range(len(before)):
-        mine = own[sources == source]
-        assert mine.tolist() == list(range(int(before[source]), int(before[source]) + len(mine)))
-    alone = pattern.locate(np.array([start + length - 1]))
-    assert (int(alone[0][0]), int(alone[1][0])) == (int(sources[-1]), int(own[-1]))
-
-
 @given(st.lists(st.tuples(st.integers(1, 100_000), weights.filter(lambda w: len(w) > 2)), min_size=1, max_size=3))
 def test_sources_go_on_where_the_change_before_left_them(parts: list[tuple[int, list[float]]]) -> None:
     parts = [(length, (given_weights + [1.0] * 6)[:6]) for length, given_weights in parts]

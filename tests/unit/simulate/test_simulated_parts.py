@@ -22,14 +22,6 @@ def test_events_come_in_order_of_their_moment_then_of_their_making() -> None:
     assert clock.now == 2.0
 
 
-def test_rates_are_max_min_fair() -> None:
-    # One origin of 10 serves three: one of them takes no more than 1, the others share the rest.
-    rates = fair_rates(
-        np.zeros(3, np.int64), np.array([1, 2, 3]), np.array([10.0, 1, 1, 1]), np.array([9.0, 1, 99, 99])
-    )
-    assert rates.tolist() == [1.0, 4.5, 4.5]
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12), st.integers(0, 99))
 def test_no_link_is_overfull_and_every_transfer_has_a_full_one(pairs: list[tuple[int, int]], seed: int) -> None:

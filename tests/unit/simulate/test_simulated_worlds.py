@@ -54,7 +54,7 @@ def test_a_request_that_comes_twice_is_answered_twice(monkeypatch: pytest.Monkey
 
 
 def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
-    results = [simulate(Scenario(**{**_SMALL, "slices": 40, "seed": seed})) for seed in range(3)]
+    results = [simulate(Scenario(**{**_SMALL, "slices": 80, "seed": seed})) for seed in range(5)]
     for result in results:
         assert result.ok
         assert result.usage.wasted == 0
