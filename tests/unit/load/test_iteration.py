@@ -28,22 +28,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("iteration") / "data", 5, SAMPLES // 5, SEQ_LEN)
 
 
-def test_three_loops_give_what_one_of_three_epochs_gives(data: Path) -> None:
-    full = list_ids(Loader(data, epochs=3, **ARGUMENTS))
-    loader = Loader(data, **ARGUMENTS)
-    epochs = []
-    for epoch in range(3):
-        assert (loader.epoch, loader.step, len(loader)) == (epoch, 8 * epoch, 8)
-        epochs.append(list_ids(loader))
-        if epoch == 0:
-            state = loader.state_dict()  # of the last batch: the next epoch begins
-    assert epochs[0] + epochs[1] + epochs[2] == full and len({str(epoch) for epoch in epochs}) == 3
-    other = Loader(data, **ARGUMENTS)
-    other.load_state_dict(state)
-    assert other.epoch == 1 and list_ids(other) == epochs[1]
-    assert loader.steps_per_epoch == 8 and loader.epoch == 3
-
-
 @given(
     epochs=st.integers(1, 3), breaks=st.lists(st.tuples(st.integers(1, 26), st.booleans()), max_size=5),
     owned=st.booleans(), drop_last=st.booleans(),
@@ -68,6 +52,7 @@ def test_any_breaks_and_resumes_give_the_same_batches(
         assert loader.step == len(seen) and loader.epoch == len(seen) // (per_pass // epochs)
     seen += list_ids(loader)
     assert len(seen) % per_pass == 0 and seen[: len(full)] == full[: len(seen)]
+    assert len(loader) == per_pass and loader.steps_per_epoch == per_pass // epochs
 
 
 def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog: pytest.LogCaptureFixture) -> None:

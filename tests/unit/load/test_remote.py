@@ -208,23 +208,6 @@ def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
     assert re.search(pattern, caplog.text)
 
 
-def test_two_loaders_at_once_share_a_cache_smaller_than_the_dataset(
-    data: Path, server: OriginServer, tmp_path: Path
-) -> None:
-    order = {**ONE_BY_ONE, "order": OrderOptions(lanes=2, window_bytes=SLICE_BYTES)}
-    expected = [read_samples(Loader(data, seed=seed, **order), SAMPLES) for seed in (0, 1)]
-    cache = {"cache_dir": tmp_path / "cache", "cache_bytes": 6 * SLICE_BYTES}
-    loaders = [Loader(server.url, seed=seed, **cache, **order) for seed in (0, 1)]
-    result: list[list[int]] = [[], []]
-    for pair in zip(*loaders, strict=True):
-        for ids, batch in zip(result, pair):
-            ids += batch.sample_ids.tolist()
-    assert result == expected
-    for loader in loaders:
-        loader.close()
-    check_cache(tmp_path / "cache")
-
-
 def test_a_cache_that_cannot_be_written_or_is_deleted_under_a_running_loader(
     data: Path, server: OriginServer, tmp_path: Path
 ) -> None:

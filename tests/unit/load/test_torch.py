@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -274,14 +273,6 @@ def test_batches_on_a_gpu(data: Path, workers: int, prefetch: int) -> None:
             assert batch.inputs.device.type == "cuda" and batch.labels.is_cuda
             sums.append((batch.inputs * 3 + batch.labels).sum())  # Queued on the loop's stream; not waited for.
         assert [int(value) for value in sums] == [int((i["inputs"] * 3 + i["labels"]).sum()) for i in expected]
-
-
-def test_a_loader_is_pickled_as_arguments_and_state(data: Path) -> None:
-    with Loader(data, **ARGUMENTS) as loader:
-        seen = ids(islice(loader.to_torch(), 2))
-        copy = pickle.loads(pickle.dumps(loader.to_torch()))
-        assert seen + ids(copy) == [item["ids"] for item in read_plain(data, 1)]
-        assert len(pickle.dumps(loader.to_torch())) < 80_000
 
 
 def test_wrong_arguments_are_refused(data: Path) -> None:
