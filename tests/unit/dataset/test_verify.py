@@ -48,7 +48,8 @@ def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys
 
 def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch: pytest.MonkeyPatch) -> None:
     _, server = served
-    dataset = open_remote(server.url, timeouts=Timeouts(connect_s=60, stall_s=0.05))
+    dataset = open_remote(server.url)
+    monkeypatch.setattr(dataset.origin, "_timeouts", Timeouts(connect_s=60, stall_s=0.05))
     server.faults.black_hole = True
     monkeypatch.setattr("forebay.storage.origins._MAX_WAIT_S", 0.01)
     with pytest.raises(NetworkError, match="broke off"):

@@ -14,6 +14,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.network.pki.identity import Identity
+from forebay.storage import http
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, head_object, read_small
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_origin, open_remote
@@ -110,10 +111,12 @@ def test_faults_that_pass(server: OriginServer, scheme: str) -> None:
         read(silent, NAME, 0, 5)
 
 
-def test_a_drip_is_a_stall(server: OriginServer) -> None:
+def test_a_drip_is_a_stall(server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = http._Response
+    monkeypatch.setattr(http, "_Response", lambda connection, answer, stall_s: response(connection, answer, 0.1))
     server.faults.connection_bytes_per_s = 1e-3
     with pytest.raises(TransientError, match=r"no byte for|stalled"):
-        read(open_origin(f"{server.url}/data", timeouts=QUICK), NAME, 0, 500_000)
+        read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 500_000)
 
 
 def test_other_bytes_than_were_requested(server: OriginServer) -> None:
