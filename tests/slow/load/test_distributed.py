@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import json
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,8 @@ import pytest
 
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
-from forebay.errors import ForebayError, UsageError
-from forebay.network.pki.identity import Identity, create_network, join
-from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
-from forebay.worker.distributed import OptimizerAndPosition, merge_settings, shared_settings
-from forebay.worker.membership_state import CoordinatorUnreachableError
+from forebay.worker import WorkerConfig, create_huggingface_dataset
+from forebay.worker.distributed import OptimizerAndPosition
 from forebay.worker.training import Training
 from support.paths import ROOT
 from support.waiting import until
@@ -114,44 +109,6 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
     assert samples.items() <= expected.items() and {epoch for epoch, _ in samples} >= {0, 1}
 
 
-def alone(config: WorkerConfig, lines: list[str]) -> Any:
-    async def run() -> Any:
-        async with WorkerClient(config, log=lines.append) as worker:
-            return await worker.run_training(use_distributed=True)
-
-    return asyncio.run(run())
-
-
-def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path) -> None:
-    config = {
-        "dataset_name": str(texts(tmp_path)),
-        "tokenizer_name": "bytes",
-        "batch_size": 6,
-        "seq_len": 8,
-        "num_steps": 5,
-    }
-    lines: list[str] = []
-    with Coordinator("127.0.0.1", 0, config=config) as coordinator:
-        settings = WorkerConfig(batch_size=2, seq_len=16, trainer="count", coordinator=coordinator.address)
-        report = alone(settings, lines)
-    assert (report.finished, report.tokens, report.effective_batch_size) == (True, 5 * 6 * 8, 6)
-    assert any("batch_size" in line for line in lines)
-    assert any(line.startswith("seq_len: the run has 8, which overrides 16 of") for line in lines)
-    assert any("effective batch size 6 (6 x 1)" in line for line in lines)
-
-
-def test_only_members_of_the_network_join(tmp_path: Path) -> None:
-    create_network(tmp_path / "net", "ours")
-    for name in ("alice", "bob"):
-        join(tmp_path / "net", tmp_path / name, name=name)
-    rules = Rules(heartbeat_s=1.0, stale_s=3.0)
-    with Coordinator("127.0.0.1", 0, rules=rules, identity=Identity.load(tmp_path / "alice")) as coordinator:
-        config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address)
-        assert alone(replace(config, identity=tmp_path / "bob"), []).finished
-        with pytest.raises(ForebayError):
-            alone(replace(config, timeout_s=0.5), [])
-
-
 def test_control_c_ends_a_worker_after_its_step() -> None:
     command = [sys.executable, "-m", "forebay.worker", "--trainer", "count", "--num-steps", "100_000_000"]
     worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -161,42 +118,6 @@ def test_control_c_ends_a_worker_after_its_step() -> None:
     worker.send_signal(signal.SIGINT)
     _, message = worker.communicate()
     assert worker.returncode == 130 and "stopped: step " in message and message.endswith("interrupted\n")
-
-
-def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinator"):
-        alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", timeout_s=0.3), [])
-    with pytest.raises(UsageError, match="lanes: expected 1 with a coordinator, got 2"):
-        alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", lanes=2), [])
-
-
-def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
-    async def run(address: str) -> Any:
-        lines: list[str] = []
-        worker = WorkerClient(WorkerConfig(trainer="count", coordinator=address), log=lines.append)
-        await worker.start()
-        running = asyncio.create_task(worker.run_training(use_distributed=True))
-        while not any("waiting" in line for line in lines):
-            await asyncio.sleep(0.02)
-        await worker.stop()
-        return await running
-
-    with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as coordinator:
-        report = asyncio.run(run(coordinator.address))
-    assert not report.finished and report.steps == 0
-
-
-def test_settings_that_workers_share() -> None:
-    config = WorkerConfig(dataset_name="pile")
-    shared = shared_settings(config)
-    needed = {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}
-    assert shared == {**needed, "dataset_name": "pile"}
-    assert merge_settings(config, shared) == config and merge_settings(config, shared).resolved_seq_len() == 2048
-    named = merge_settings(
-        WorkerConfig(), {"dataset_type": "dummy", "dataset_name": "fineweb", "batch_size": 2, "other": 1}
-    )
-    assert (named.dataset_type, named.dataset_name, named.resolved_seq_len()) == ("huggingface", "fineweb", 1024)
-    assert merge_settings(config, {**shared, "dataset_type": "dummy"}).dataset_name is None
 
 
 def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
