@@ -18,7 +18,6 @@ import pytest
 from forebay.cli import main
 from forebay.data_node import DataNode
 from forebay.lease.messages import ExchangeRequest
-from forebay.ledger.chain import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from forebay.scheduler import proofs, sessions
@@ -27,6 +26,7 @@ from forebay.scheduler.core import PendingCheck, SchedulerCore
 from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.server import SchedulerService
 from support.attackers import HOST, ask, issue, organisation
+from support.exchanges import ExchangeClient
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
 from support.waiting import until
@@ -159,10 +159,8 @@ def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> No
 
 def _use_of(lease: dict[str, Any], worker: Identity) -> dict[str, Any]:
     """A worker's word that it used a lease to its end."""
-    position = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["stop"]}
-    signature = worker.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], *position.values(), 1)])).hex()
-    use = {"lease_id": lease["lease_id"], **position, "step": 1, "proof": "00" * 6}
-    return {"job_id": lease["job_id"], "uses": [use], "signature": signature}
+    with Client(worker) as client:
+        return ExchangeClient(client, "").receipt(lease, proof="00" * 6)
 
 
 def test_proofs_that_are_checked_at_once_count_each(
