@@ -12,7 +12,6 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,10 @@ from forebay.formats.report import Report
 from forebay.formats.tfrecord import masked
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from support.foreign_datasets import (
+    COLUMNS,
     DOCUMENTS,
     FOREIGN,
+    NUM_ROWS,
     STREAM,
     made_table,
     made_tokens,
@@ -369,36 +370,6 @@ def test_a_header_may_claim_anything(name: str, samples: dict[str, Sample], tmp_
 
 # Round trips.
 
-ROWS = range(60)
-
-
-def column(kind: str) -> np.ndarray:
-    """Integers of the whole range of a type."""
-    limits = np.iinfo(kind)
-    return np.random.default_rng(7).integers(limits.min, limits.max, len(ROWS), kind, endpoint=True)
-
-
-COLUMNS: dict[str, Any] = {
-    "text": [f"row {i} “ä”, with a comma,\nand a line" * (i % 3) for i in ROWS],
-    **{kind: column(kind) for kind in ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")},
-    "uint64": np.uint64((1 << 63) - 1) - np.arange(len(ROWS), dtype=np.uint64),
-    "float16": np.arange(len(ROWS), dtype=np.float16) / 3,
-    "float32": np.arange(len(ROWS), dtype=np.float32) / 7,
-    "float64": np.arange(len(ROWS)) / 7,
-    "flag": [i % 2 == 0 for i in ROWS],
-    "digits": [f"{i:05d}" for i in ROWS],
-    "category": pa.array([f"c{i % 3}" for i in ROWS]).dictionary_encode(),
-    "url": [None if i % 5 == 0 else f"u{i}" for i in ROWS],
-    "gaps": pa.array([None if i % 5 == 0 else i for i in ROWS], pa.int64()),
-    "blob": [bytes([255, i]) * (1 + i % 4) for i in ROWS],
-    "ids": pa.array([list(range(i % 7)) for i in ROWS], pa.list_(pa.uint16())),
-    "some": [None if i % 3 == 0 else [1.5, None][: i % 3] for i in ROWS],
-    "words": [["a", "ä"][: i % 3] for i in ROWS],
-    "nested": [{"a": [i, None], "b": {"c": str(i)}} for i in ROWS],
-    "pixels": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(360, dtype=np.uint8).reshape(60, 2, 3)),
-    "fixed": pa.array([[i, -i] for i in ROWS], pa.list_(pa.int32(), 2)),
-    "time": [datetime(2020, 1, 1, tzinfo=UTC)] * len(ROWS),
-}
 NOT_NUMBERS = dict.fromkeys(
     ("text", "digits", "category", "url", "blob", "words", "nested", "time"),
     "expected columns of numbers, got.*--to parquet.*forebay prepare",
@@ -443,7 +414,7 @@ def test_every_column_comes_back_from_every_format(name: str, compress: str, tmp
     for path in out:
         options = ConvertOptions(slice_bytes=3000 if name == "parquet" else 6000, compress=compress, name="sample")
         report = convert(made_table(columns, 25), path, name, options)
-    assert report.written.num_rows == len(ROWS)
+    assert report.written.num_rows == NUM_ROWS
     assert len(report.written.files) > 1 or compress or name == "webdataset"  # A tar is written by the MiB.
     assert report.num_bytes == sum((out[0] / file).stat().st_size for file in report.written.files)
     assert files_below(out[0]) == files_below(out[-1])
@@ -484,7 +455,9 @@ def test_tokens_come_back_with_their_documents(name: str, source: str, tmp_path:
         files = files_below(out[1])
         assert report.num_bytes == sum(map(len, files.values())) and files_below(out[0]) == files
         if has_documents:
-            assert convert(out[0], tmp_path / f"{compress}.jsonl", "jsonl", ConvertOptions()).written.num_rows == 24
+            assert convert(out[0], tmp_path / f"{compress}.jsonl", "jsonl", ConvertOptions()).written.num_rows == len(
+                DOCUMENTS
+            )
             assert read_tokens(tmp_path / f"{compress}.jsonl") == DOCUMENTS
     with pytest.raises(UsageError, match="--set compress: expected "):
         convert(FOREIGN / source, tmp_path / "other", name, ConvertOptions(compress="lz5"))

@@ -1,10 +1,11 @@
-"""Sources in memory, what was written of them, and datasets as MosaicML Streaming and `datasets` write them."""
+"""Sources in memory with columns of every kind, their reading, and datasets as other libraries write them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,39 @@ _CONTENT = json.loads((FOREIGN / "stream.json").read_text())
 STREAM = np.array(_CONTENT["tokens"], np.int64)
 ENDS = np.cumsum(_CONTENT["lengths"])
 DOCUMENTS = [document.tolist() for document in np.split(STREAM, ENDS[:-1])]
+
+
+NUM_ROWS = 60
+ROWS = range(NUM_ROWS)
+
+
+def column(kind: str) -> np.ndarray:
+    """Integers of the whole range of a type."""
+    limits = np.iinfo(kind)
+    return np.random.default_rng(7).integers(limits.min, limits.max, NUM_ROWS, kind, endpoint=True)
+
+
+COLUMNS: dict[str, Any] = {
+    "text": [f"row {i} “ä”, with a comma,\nand a line" * (i % 3) for i in ROWS],
+    **{kind: column(kind) for kind in ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")},
+    "uint64": np.uint64((1 << 63) - 1) - np.arange(NUM_ROWS, dtype=np.uint64),
+    "float16": np.arange(NUM_ROWS, dtype=np.float16) / 3,
+    "float32": np.arange(NUM_ROWS, dtype=np.float32) / 7,
+    "float64": np.arange(NUM_ROWS) / 7,
+    "flag": [i % 2 == 0 for i in ROWS],
+    "digits": [f"{i:05d}" for i in ROWS],
+    "category": pa.array([f"c{i % 3}" for i in ROWS]).dictionary_encode(),
+    "url": [None if i % 5 == 0 else f"u{i}" for i in ROWS],
+    "gaps": pa.array([None if i % 5 == 0 else i for i in ROWS], pa.int64()),
+    "blob": [bytes([255, i]) * (1 + i % 4) for i in ROWS],
+    "ids": pa.array([list(range(i % 7)) for i in ROWS], pa.list_(pa.uint16())),
+    "some": [None if i % 3 == 0 else [1.5, None][: i % 3] for i in ROWS],
+    "words": [["a", "ä"][: i % 3] for i in ROWS],
+    "nested": [{"a": [i, None], "b": {"c": str(i)}} for i in ROWS],
+    "pixels": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(360, dtype=np.uint8).reshape(60, 2, 3)),
+    "fixed": pa.array([[i, -i] for i in ROWS], pa.list_(pa.int32(), 2)),
+    "time": [datetime(2020, 1, 1, tzinfo=UTC)] * NUM_ROWS,
+}
 
 
 def made_table(columns: Mapping[str, Any], batch_rows: int = 400) -> TableSource:

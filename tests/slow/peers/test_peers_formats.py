@@ -21,7 +21,7 @@ from forebay import prepare_dataset
 from forebay.convert import convert
 from forebay.formats.conversion import ConvertOptions
 from slow.peers.formats_peer import BLOCK
-from support.foreign_datasets import DOCUMENTS, ENDS, STREAM, made_table, made_tokens, read_tokens
+from support.foreign_datasets import COLUMNS, DOCUMENTS, ENDS, STREAM, made_table, made_tokens, read_tokens
 
 PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
 pytestmark = pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no interpreter with others' libraries")
@@ -62,21 +62,6 @@ def read_rows(library: str, folder: Path) -> list[Any]:
     return pytest.skip(f"no interpreter of FOREBAY_FORMAT_PEERS has what reads {library}")
 
 
-def texts() -> pa.Table:
-    """Text with columns of every kind that a preparation or a conversion gives it."""
-    columns: dict[str, Any] = {
-        "text": [f"row {i} “ä”\n" * (i % 3) for i in range(200)],
-        "url": [f"http://a/{i}" for i in range(200)],
-        "language": [None if i % 5 == 0 else "en" for i in range(200)],
-        "score": [i / 7 for i in range(200)],
-        "count": list(range(200)),
-        "flag": [i % 2 == 0 for i in range(200)],
-        "tags": [["a", "ä"][: i % 3] for i in range(200)],
-    }
-    columns["ids"] = pa.array([list(range(1 + i % 7)) for i in range(200)], pa.list_(pa.uint16()))
-    return pa.table(columns)
-
-
 @pytest.mark.parametrize(
     ("to", "library", "compress"),
     [
@@ -89,12 +74,13 @@ def texts() -> pa.Table:
     ],
 )  # fmt: skip
 def test_their_libraries_read_text_with_its_columns(tmp_path: Path, to: str, library: str, compress: str) -> None:
-    table = texts()
+    columns = {"text": COLUMNS["text"]}
+    columns |= {name: COLUMNS[name] for name in ("digits", "url", "float64", "int64", "flag", "words", "uint16", "ids")}
     options = ConvertOptions(slice_bytes=8000, compress=compress)
-    convert(made_table({name: table[name] for name in table.column_names}, 64), tmp_path / "out", to, options)
+    convert(made_table(columns, 25), tmp_path / "out", to, options)
     rows = [{name.removesuffix(".txt").removesuffix(".npy"): value for name, value in row.items()} for row in
             read_rows(library, tmp_path / "out")]  # fmt: skip
-    expected = table.to_pylist()
+    expected = pa.table(columns).to_pylist()
     if library == "webdataset":
         rows = [{"text": row.pop("txt"), **row} for row in rows]
         expected = [{"__key__": f"{i:09d}", **row} for i, row in enumerate(expected)]

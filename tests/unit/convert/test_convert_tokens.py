@@ -109,16 +109,6 @@ def test_plain_safetensors_are_read(tmp_path: Path) -> None:
     assert read_tokens(tmp_path / "rows.safetensors") == STREAM[:608].reshape(-1, 16).tolist()
 
 
-def test_files_of_one_vector(tmp_path: Path) -> None:
-    convert(FOREIGN / "megatron_u16", tmp_path / "a.bin", "bin", ConvertOptions())
-    assert np.fromfile(tmp_path / "a.bin", "<u2").tolist() == STREAM.tolist()
-    convert(FOREIGN / "megatron_u16", tmp_path / "a.ds", "ds", ConvertOptions(dtype="U32"))
-    assert np.fromfile(tmp_path / "a.ds", "<u4").tolist() == STREAM.tolist()
-    convert(tmp_path / "a.ds", tmp_path / "c", "bin", ConvertOptions(input_dtype="u32"))
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["train.bin"]
-    assert read_tokens(tmp_path / "c", input_dtype="u32") == [STREAM.tolist()]
-
-
 @pytest.mark.parametrize("to", ["bin", "forebay", "parquet"])
 def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path: Path) -> None:
     write_shards(open_external(FOREIGN / "templar"), tmp_path / "in", seq_len=512)

@@ -158,7 +158,6 @@ def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     batch = next(iter(Loader(tmp_path / "ds", batch_size=2, shuffle=False)))
     result = dequantize(batch.tensors, tensor_dtypes(dataset))["x"]
     assert result.dtype == np.float32 and np.allclose(result, values, rtol=2**-8)
-    # And once more, as BF16 and as F32 again.
     convert(tmp_path / "ds", tmp_path / "same", "forebay", ConvertOptions())
     assert open_dataset(tmp_path / "same").open_slice(0).dtypes == {"x": "BF16"}
     convert(tmp_path / "ds", tmp_path / "wide", "forebay", ConvertOptions(tensors={"x": "f32"}))

@@ -29,7 +29,6 @@ from forebay.formats.tfrecord import crc32c, masked
 from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
 from support.doctor_cases import EOS, faults, findings, look, only, text_tokens
 from support.foreign_datasets import FOREIGN
-from support.preparing import prepare, stay_in_process
 from support.shared_data import shared_data
 
 CLEAN = ("parquet/data", "tfrecord", "webdataset", "jsonl", "tokenizers/vectors")
@@ -255,15 +254,6 @@ def test_rows(tmp_path: Path) -> None:
     only("vocabulary-overflow", path, vocab_size=1000)
     write_rows_slice(path, {"input_ids": ids[:0]})
     only("empty", path)
-
-
-def test_an_output_of_prepare_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stay_in_process(monkeypatch)
-    sources = [str(Path(os.__file__).parent / name) for name in ("ast.py", "typing.py", "argparse.py", "inspect.py")]
-    out = tmp_path / "out"
-    prepare(sources, out, settings={"read": {"format": "text"}})
-    (report,) = look(out)
-    assert not report.findings and report.metadata["documents"] == 4
 
 
 # Impostors, and the command.

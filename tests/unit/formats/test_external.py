@@ -546,20 +546,6 @@ def assert_read_or_refused(folder: Path, **options: Any) -> None:
 
 
 @FUZZ
-@given(
-    st.lists(st.integers(-5, 40) | st.integers(-(2**31), 2**31 - 1), max_size=6),
-    st.lists(st.integers(-8, 80) | st.integers(-(2**63), 2**63 - 1), min_size=6, max_size=6),
-    st.lists(st.integers(-1, 7) | st.integers(-(2**63), 2**63 - 1), max_size=6),
-    st.integers(0, 80),
-    st.integers(0, 9),
-)
-def test_any_index_stays_inside_its_data(
-    tmp_path: Path, lengths: list[int], pointers: list[int], bounds: list[int], num_bytes: int, code: int
-) -> None:
-    assert_read_or_refused(megatron(tmp_path, lengths, pointers[: len(lengths)], bounds, bytes(range(num_bytes)), code))
-
-
-@FUZZ
 @given(st.data())
 def test_any_mds_index(tmp_path: Path, data: st.DataObject) -> None:
     folder = tmp_path / "mds_raw"

@@ -55,14 +55,11 @@ def test_the_library_reads_it_and_scores_alike(sides: list[Path], tmp_path: Path
         assert dict(zip(model.labels, row.tolist(), strict=True)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_areas_under_the_curves() -> None:
+def test_a_curve_has_areas_and_a_threshold_for_each_share_however_close_the_scores_are() -> None:
     assert _curve(np.array([0.9, 0.8]), np.array([0.1, 0.2]))["roc_auc"] == 1
     result = _curve(np.array([0.9, 0.5, 0.1]), np.array([0.5, 0.3]))
     assert result["roc_auc"] == pytest.approx((2 + 1.5 + 0) / 6)
     assert result["average_precision"] == pytest.approx(1 / 3 * 1 + 1 / 3 * 2 / 3 + 1 / 3 * 3 / 5)
-
-
-def test_the_curve_has_the_threshold_of_each_share_however_close_the_scores_are() -> None:
     points = _curve(0.5 + np.arange(100) / 1e6, 0.5 + np.arange(50, 60) / 1e6)["curve"]
     assert [round(point["recall"], 2) for point in points][:5] == [1, 0.99, 0.98, 0.95, 0.9]
     half = next(point for point in points if point["recall"] == 0.5)
