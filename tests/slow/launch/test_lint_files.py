@@ -123,12 +123,11 @@ def test_files_of_the_forge() -> None:
 def test_workflows_run_what_make_runs() -> None:
     """The steps are targets of Makefile, so that any machine can run them."""
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {"test", "release"} <= set(targets)
     for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
         workflow = yaml.safe_load(path.read_text())
         assert workflow["permissions"] == {"contents": "read"}
         steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
         made = [step["run"].split()[1] for step in steps if step.get("run", "").startswith("make ")]
-        assert made == [path.stem]
+        assert made[0] == path.stem and set(made) <= set(targets)
         # No text of a commit, branch or tag is part of a script: those come by the environment.
         assert not [step["run"] for step in steps if "${{" in step.get("run", "")]
