@@ -81,6 +81,7 @@ class FaultyServer:
         self.requests: Counter[Any] = Counter()
         self.bytes_sent: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
+        self._struck: Counter[tuple[str, str, str]] = Counter()
         self.paths: list[str] = []
         self.authorizations: list[str] = []
         self.ranges: list[tuple[str, int, int]] = []
@@ -137,6 +138,15 @@ class FaultyServer:
         with self.lock:
             return part > 0 and self.chance.random() < part
 
+    def strikes(self, part: float, request: Handler) -> bool:
+        """Return True if a fault hits a request; a part below 1 hits equal ones thrice at most: retries succeed."""
+        if not self.happens(part):
+            return False
+        key = request.command, request.path, request.headers.get("Range", "")
+        with self.lock:
+            self._struck[key] += 1
+        return part >= 1 or self._struck[key] <= 3
+
     def pace(self, num_bytes: int) -> None:
         """Wait until all connections together may have sent so many more bytes."""
         if self.faults.bytes_per_s:
@@ -191,7 +201,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if owner.faults.black_hole:
             owner.stopping.wait()
         owner.stopping.wait(owner.faults.delay_s)
-        if owner.faults.black_hole or owner.happens(owner.faults.drop):
+        if owner.faults.black_hole or owner.strikes(owner.faults.drop, self):
             self.close_connection = True
             return True
         return False
@@ -232,7 +242,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def send_body(self, name: str, source: Any, num_bytes: int, flip: int = -1) -> None:
         """Send bytes of a file or response; the one at `flip` has another bit."""
         owner, faults = self.owner, self.owner.faults
-        cut = int(owner.chance.random() * num_bytes) if owner.happens(faults.truncate) else num_bytes
+        cut = num_bytes
+        if owner.strikes(faults.truncate, self):
+            cut = max(1, int(owner.chance.random() * num_bytes))
         began, sent = time.monotonic(), 0
         while sent < cut and not owner.stopping.is_set():
             data = bytearray(source.read(min(_STEP, cut - sent)))

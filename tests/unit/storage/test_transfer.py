@@ -144,7 +144,7 @@ def test_a_silent_server_is_named(server: OriginServer, tmp_path: Path) -> None:
 def test_an_outage_is_waited_for(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More failures than `tries` are no error before `timeout_s`."""
     failures = iter([True] * 12)
-    monkeypatch.setattr(server, "happens", lambda part: next(failures, False))
+    monkeypatch.setattr(server, "strikes", lambda part, request: next(failures, False))
     with RunFetcher(1, tries=2, **QUICK) as fetcher:
         assert fetch(fetcher, tmp_path / "part", server.url) is None
         assert fetcher.retries == 12
