@@ -223,7 +223,7 @@ def test_a_mirror_into_a_bucket_needs_a_disk_of_two_slices(world: World) -> None
 
 
 def test_what_is_recorded_is_not_read_again(world: World) -> None:
-    url, words = "s3://mine/vectors", ("--to", "forebay")
+    url, words = "s3://mine/vectors", ("--to", "forebay", "--set", "eos_id=7")
     world.local("vectors", *words)
     world.s3.faults.bytes_per_s = 2e6
     process = world.start("hf://datasets/me/vectors", url, *words)
