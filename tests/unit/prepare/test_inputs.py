@@ -19,7 +19,7 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.formats import text as lines
 from forebay.prepare.report import load_report
-from support.preparing import prepare, read_lines, write_jsonl
+from support.preparing import InProcessWorker, prepare, read_lines, write_jsonl
 
 
 @pytest.fixture
@@ -114,6 +114,24 @@ def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match="expected a column 'text', got columns label"):
         prepare(tmp_path / "b.csv", tmp_path / "none")
     assert skipped(tmp_path / "none")["b.csv"][0] == "failed" and load_report(tmp_path / "none")["skipped"]
+
+
+def test_a_document_over_which_the_stages_end_is_rejected_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tests/slow/prepare/test_sandbox.py` has processes that end."""
+
+    class Worker(InProcessWorker):
+        def call(self, run: Any, task: Any, data: Any, limits: tuple[float, int]) -> Any:
+            texts = pa.ipc.open_stream(data).read_all()["text"].to_pylist()
+            return "it ended" if "poison" in texts else super().call(run, task, data, limits)
+
+    monkeypatch.setattr("forebay.prepare.tasks.stages.worker_for", lambda stages, warm: Worker())
+    path = write_jsonl(tmp_path / "a.jsonl", ("poison" if i in (7, 203) else f"text {i}" for i in range(300)))
+    result = prepare(path, tmp_path / "d", settings={"length": {"min_chars": 1}})
+    assert result.documents_out == 298 and result.dropped == {"malformed": 2}
+    rejects = [(reject["where"], reject["reason"]) for reject in read_lines(tmp_path / "d/rejects.jsonl")]
+    assert rejects == [(f"{path}:8", "it ended"), (f"{path}:204", "it ended")]
 
 
 @pytest.fixture
