@@ -1,4 +1,4 @@
-"""What the real libraries write, read by us; and what we write, read by them.
+"""Forebay reads datasets that the real libraries write, and they read those that Forebay writes.
 
 Needs interpreters that have them, one or several: FOREBAY_FORMAT_PEERS=/path/to/python:/path/to/another (pip install
 mosaicml-streaming zstd; litdata webdataset datasets megatron-core zstd).

@@ -20,8 +20,8 @@ from forebay.formats.token_stream import build_stream, slices_of
 DOCUMENTS = st.lists(st.integers(0, 40), max_size=30)
 
 
-def source_of(parts: list[list[int]], has_positions: list[bool]) -> TokenSource:
-    """Parts of whole documents; some tell no position."""
+def made_source(parts: list[list[int]], has_positions: list[bool]) -> TokenSource:
+    """Return a source of whole documents; some parts have no position."""
     ids = iter(range(1 << 16))
 
     def part(lengths: list[int]) -> TokenPart:
@@ -46,7 +46,7 @@ def slices(source: TokenSource, num_written: tuple[int, int]) -> list[tuple[list
 
 @given(st.lists(DOCUMENTS, min_size=1, max_size=8), st.lists(st.booleans(), min_size=1, max_size=4))
 def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_positions: list[bool]) -> None:
-    source = source_of(parts, [True, *has_positions])
+    source = made_source(parts, [True, *has_positions])
     assert source.parts_from is not None
     cursor = Cursor(source.parts_from, lambda part: len(part.tokens), 0, None)
     stream = build_stream(

@@ -85,7 +85,7 @@ def test_every_sink_keeps_every_document(
     ]
 
 
-def test_a_dataset_of_ours_is_whole_and_says_where_it_came_from(tmp_path: Path) -> None:
+def test_a_converted_dataset_is_whole_and_has_its_source_in_its_lineage(tmp_path: Path) -> None:
     convert(FOREIGN / "megatron_u16", tmp_path / "wide", "forebay", replace(SMALL, dtype="U32", eos_id=9, name="n"))
     dataset = open_dataset(tmp_path / "wide")
     assert dataset.verify().ok

@@ -6,22 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.scores.transformers import Onnx, Transformers
-from support.batches import to_batches
+from support.batches import to_batch
 
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(62))]
 TEXTS = ["w1 w2 w3", "w9", "w5 " * 30, "w7 " * 200, "nothing known", *(f"w{i} w{i + 1} w{i * 2}" for i in range(30))]
-
-
-def batch(*texts: str) -> pa.RecordBatch:
-    (result,) = to_batches([Record(index, text=text) for index, text in enumerate(texts)])
-    return result
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -57,17 +50,17 @@ def logits(model: Any, text: str) -> Any:
 def test_a_regression_and_a_label(tmp_path: Path) -> None:
     model = bert(tmp_path / "edu", 1)
     scorer = Transformers(str(tmp_path / "edu"), max_tokens=128)
-    scores = scorer.score(batch(*TEXTS))[""]
+    scores = scorer.score(to_batch(TEXTS))[""]
     assert scores.tolist() == pytest.approx([float(logits(model, text)[0]) for text in TEXTS], abs=1e-5)
     assert scores.std() > 0.01
-    alone = [scorer.score(batch(text))[""][0] for text in TEXTS]
+    alone = [scorer.score(to_batch([text]))[""][0] for text in TEXTS]
     np.testing.assert_array_equal(scores, alone)  # a score does not depend on the documents beside it
     model = bert(tmp_path / "two", 2)
-    high = Transformers(str(tmp_path / "two"), label="high", max_tokens=128).score(batch(*TEXTS))[""]
+    high = Transformers(str(tmp_path / "two"), label="high", max_tokens=128).score(to_batch(TEXTS))[""]
     expected = [np.exp(x[1]) / np.exp(x).sum() for x in (logits(model, text) for text in TEXTS)]
     assert high.tolist() == pytest.approx(expected, abs=1e-5)
     with pytest.raises(UsageError, match="label: expected one of low, high, 0, 1, got 'x'"):
-        Transformers(str(tmp_path / "two"), label="x").score(batch("w1"))
+        Transformers(str(tmp_path / "two"), label="x").score(to_batch(["w1"]))
 
 
 def test_an_onnx_model(tmp_path: Path) -> None:
@@ -96,11 +89,11 @@ def test_an_onnx_model(tmp_path: Path) -> None:
     onnx.save(model, str(tmp_path / "model.onnx"))
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    scores = Onnx(str(tmp_path)).score(batch(*TEXTS))[""]
+    scores = Onnx(str(tmp_path)).score(to_batch(TEXTS))[""]
     expected = [np.mean([weights[WORDS.index(w) if w in WORDS else 1] for w in text.split()]) for text in TEXTS]
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
     (tmp_path / "model.onnx").write_bytes(b"no model")
     other = tmp_path.with_name("other")
     tmp_path.rename(other)
     with pytest.raises(UsageError, match="model: expected an ONNX model"):
-        Onnx(str(other)).score(batch("w1"))
+        Onnx(str(other)).score(to_batch(["w1"]))

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.decontaminate.stage import Decontaminate
 from forebay.prepare.dedup.kernels import character_table, read_words
-from forebay.prepare.documents import SCHEMA, text_buffers
+from forebay.prepare.documents import text_buffers
 from forebay.prepare.report import load_report
+from support.batches import to_batch
 from support.preparing import prepare, read_lines, write_jsonl
 from support.shared_data import shared_data
 
@@ -30,11 +31,6 @@ def passages() -> list[str]:
     texts += (shared_data("neardup") / "articles_1000.train").read_text("utf-8").splitlines()
     pieces = (" ".join(piece.split()) for text in texts for piece in re.split(r"\n\s*\n", text))
     return list(dict.fromkeys(piece for piece in pieces if 20 <= len(piece.split()) <= 120))
-
-
-def batch_of(texts: list[str]) -> pa.RecordBatch:
-    rows = [{"place": i, "id": "", "url": "", "html": False, "text": text} for i, text in enumerate(texts)]
-    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
 def verbatim(question: str, answer: str, around: list[str]) -> str:
@@ -90,7 +86,7 @@ def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str) -
     assert "Contaminated documents" in page and f">{hits[0]['instance']}<" in page
 
 
-def words_of(text: str) -> list[int]:
+def hashed_words(text: str) -> list[int]:
     """The reference's words: their hashes."""
     offsets, data = text_buffers(pa.array([text], pa.large_string()))
     out = pa.array([0]).to_numpy().astype("u8").repeat(len(data) + 2)
@@ -100,10 +96,10 @@ def words_of(text: str) -> list[int]:
 
 def is_contaminated(text: str, fields: list[str], ngram: int, min_ratio: float) -> bool:
     """The definition, without an index."""
-    words = words_of(text)
+    words = hashed_words(text)
     grams = {tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)}
     units = [*fields, " ".join(fields)] if len(fields) > 1 else fields
-    for unit in map(words_of, units):
+    for unit in map(hashed_words, units):
         covered = [False] * len(unit)
         for i in range(len(unit) - ngram + 1):
             if tuple(unit[i : i + ngram]) in grams:
@@ -119,7 +115,7 @@ TEXT = st.lists(st.sampled_from(["a", "b", "c", "d", "東京", "É", "x\u200b", 
 
 
 @given(
-    records=st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_size=4), texts=st.lists(TEXT, max_size=6),
+    records=st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_size=4), texts=st.lists(TEXT, min_size=1, max_size=6),
     ngram=st.integers(1, 5), min_ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0]), start=st.integers(0, 6),
 )  # fmt: skip
 def test_decisions_are_those_of_the_definition(
@@ -135,7 +131,7 @@ def test_decisions_are_those_of_the_definition(
     write_jsonl(path, [row for row in rows if row] or [{"f0": "none"}])
     instances = [[field for field in fields if field] for fields in records if any(fields)] or [["none"]]
     stage = Decontaminate(sets=(str(path),), ngram=ngram, min_ratio=min_ratio)
-    batch = batch_of(texts)
+    batch = to_batch(texts)
     drop = [*stage.apply(batch.slice(0, start)).drop, *stage.apply(batch.slice(start)).drop]
     expected = [any(is_contaminated(text, fields, ngram, min_ratio) for fields in instances) for text in texts]
     assert [code == 0 for code in drop] == expected
@@ -147,7 +143,7 @@ def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
     stage = Decontaminate(sets=sets, action="cut", margin=20, max_pieces=2)
     before, after = "é" * 50, "ü" * 40
     texts = [f"{before} {instance}. {after}", instance, f"{before * 2} {instance} " * 3 + after, "clean text"]
-    result = stage.apply(batch_of(texts))
+    result = stage.apply(to_batch(texts))
     cut = result.batch.column("text").to_pylist()
     assert cut[0] == f"{'é' * 31}\n\n{'ü' * 22}"
     assert result.drop.tolist() == [-1, 0, 0, -1] and cut[3] == "clean text" and dict(result.counts) == {"cut": 1}
@@ -171,7 +167,7 @@ def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     texts = ["alpha beta gamma delta", "one two three four five six", "five six"]
     found = {
-        fields: [code == 0 for code in Decontaminate((path,), fields, ngram=3).apply(batch_of(texts)).drop]
+        fields: [code == 0 for code in Decontaminate((path,), fields, ngram=3).apply(to_batch(texts)).drop]
         for fields in ((), ("q",), ("choices",))
     }
     assert found == {(): [True, True, False], ("q",): [True, False, False], ("choices",): [False, True, False]}

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.scores.fasttext_model import load_model
-from support.batches import to_batches
+from support.batches import to_batch
 from support.paths import GOLDEN as GOLDEN_FILES
 
 GOLDEN = GOLDEN_FILES / "fasttext"
@@ -60,21 +59,16 @@ def test_any_text_scores_as_in_the_library(text: str, name: str) -> None:
         assert np.isnan(row).all()
 
 
-def batch(*texts: str) -> pa.RecordBatch:
-    (result,) = to_batches([Record(index, text=text) for index, text in enumerate(texts)])
-    return result
-
-
 def test_columns_of_the_scorer() -> None:
     path = str(GOLDEN / "0.bin")
     expected = EXPECTED["scores"]["0.bin"]
-    one = FastText(path, label="__label__l0").score(batch(*TEXTS[:2]))
+    one = FastText(path, label="__label__l0").score(to_batch(TEXTS[:2]))
     assert one[""].tolist() == pytest.approx([scores["l0"] for scores in expected[:2]], abs=1e-5)
-    best = FastText(path).score(batch(*TEXTS[:2], " "))
+    best = FastText(path).score(to_batch([*TEXTS[:2], " "]))
     assert best[""].to_pylist() == [max(scores, key=scores.__getitem__) for scores in expected[:2]] + [""]
     assert best["score"].tolist()[:2] == pytest.approx([max(scores.values()) for scores in expected[:2]], abs=1e-5)
     with pytest.raises(UsageError, match=r"label: expected one of the model's labels \(l.*, got 'other'"):
-        FastText(path, label="other").score(batch("w1é"))
+        FastText(path, label="other").score(to_batch(["w1é"]))
 
 
 def test_damaged_files_are_errors(tmp_path: Path) -> None:

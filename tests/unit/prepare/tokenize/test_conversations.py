@@ -32,12 +32,12 @@ from support.trained_tokenizer import trained_bpe
 BARE = Template(prompt_suffix="")
 
 
-def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> EncodeResult:
+def encode_rows(folder: Path, texts: list[str], length: int, **how: Any) -> EncodeResult:
     rendering = Conversations(length, how.pop("template", BARE), **how)
     return encode(EncodeTask(text_part(folder, texts), coder(folder), open_store(folder), rendering=rendering))
 
 
-def dataset_of(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
+def write_dataset(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
     (folder / "out/slices").mkdir(parents=True)
     plans = plan_slices([encoded.part], open_store(folder), slice_bytes=slice_bytes, shape=shape)
     tasks = slice_tasks(plans, [write_plan(plan) for plan in plans], open_store(folder / "out"), shape, 0, 0)
@@ -67,7 +67,7 @@ def test_turns() -> None:
 
 
 def test_a_conversation_becomes_a_row(tmp_path: Path) -> None:
-    dataset = dataset_of(tmp_path, rows_of(tmp_path, [f"{G}ab{L}cd", f"{G}e{L}f"], 7), RowShape(7, "U16", 256))
+    dataset = write_dataset(tmp_path, encode_rows(tmp_path, [f"{G}ab{L}cd", f"{G}e{L}f"], 7), RowShape(7, "U16", 256))
     result = tensors(dataset)
     assert result["input_ids"].tolist() == [[97, 98, 99, 100, 256, 256, 256], [101, 102, 256, 256, 256, 256, 256]]
     assert result["labels"].tolist() == [
@@ -80,9 +80,9 @@ def test_a_conversation_becomes_a_row(tmp_path: Path) -> None:
 
 def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
     texts = [f"{G}ab{L}cdefgh", f"{G}abcdefgh{L}x", "", f"{G}only", "ok"]
-    cut = rows_of(tmp_path / "a", texts, 5)
+    cut = encode_rows(tmp_path / "a", texts, 5)
     assert cut.changed == {"truncated": 1} and cut.dropped == {"empty": 1, "nothing_learnt": 2}
-    dropped = rows_of(tmp_path / "b", texts, 5, too_long="drop")
+    dropped = encode_rows(tmp_path / "b", texts, 5, too_long="drop")
     assert dropped.changed == {} and dropped.dropped == {"empty": 1, "nothing_learnt": 1, "too_long": 2}
     assert cut.documents_out == 2 and dropped.documents_out == 1
     tokens = [np.fromfile(tmp_path / "a" / cut.part.object("tokens"), "<u4")]
@@ -101,9 +101,9 @@ def test_packing_loses_nothing(
     texts = ["".join((L if learnt else G) + words for learnt, words in turns) for turns in conversations]
     texts.append(f"{L}end")
     folder = tmp_path_factory.mktemp("r")
-    encoded = rows_of(folder, texts, 30)
+    encoded = encode_rows(folder, texts, 30)
     shape = RowShape(30, "U16", 0, "I32", packed=True)
-    result = tensors(dataset_of(folder, encoded, shape, 8192))
+    result = tensors(write_dataset(folder, encoded, shape, 8192))
     rows = []
     for ids, labels, mask, places, owner in zip(*(result[n] for n in (
         "input_ids", "labels", "attention_mask", "position_ids", "segment_ids"))):  # fmt: skip
