@@ -115,7 +115,8 @@ TEXT = st.lists(st.sampled_from(["a", "b", "c", "d", "東京", "É", "x\u200b", 
 
 
 @given(
-    records=st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_size=4), texts=st.lists(TEXT, min_size=1, max_size=6),
+    records=st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_size=4),
+    texts=st.lists(TEXT, min_size=1, max_size=6),
     ngram=st.integers(1, 5), min_ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0]), start=st.integers(0, 6),
 )  # fmt: skip
 def test_decisions_are_those_of_the_definition(
