@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -63,6 +63,10 @@ def can_hold(to: str, value: Any) -> bool:
     st.sampled_from([*INTEGERS, "F16", "F32", "F64"]).flatmap(lambda source: hnp.arrays(DTYPES[source], (3,))),
     st.sampled_from([*INTEGERS, *FLOATS]),
 )
+@example(np.array([2.0**63]), "I64")
+@example(np.array([2.0**64]), "U64")
+@example(np.array([2**63 - 1, 65505]), "F64")
+@example(np.array([65504, 65505, 2**24 + 1]), "F16")
 @settings(max_examples=150)
 def test_numbers_are_kept_or_refused(values: np.ndarray, to: str) -> None:
     """Between integers, from integers to floats, and from floats to integers."""

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+import lzma
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from forebay.doctor import examine, kind_of
 from forebay.errors import DatasetError, PrepareError, UsageError
@@ -75,6 +77,8 @@ CASES: dict[str, tuple[bytes, str]] = {
     "one_line": (LINE.strip(), "jsonl"),
     "long_line": (json.dumps({"text": "word " * 2000}).encode(), "jsonl"),
     "lines.gz": (gzip.compress(b"") + gzip.compress(LINE * 3), "jsonl"),
+    "lines.zst": (zstandard.compress(LINE * 3), "jsonl"),
+    "lines.xz": (lzma.compress(LINE * 3), "jsonl"),
     "lines.bz2": (bz2.compress(LINE * 5000), "jsonl"),
     "pretty.json": (json.dumps(ROW, indent=1).encode(), "json"),
     "list": (json.dumps([ROW] * 3).encode(), "json"),

@@ -106,6 +106,8 @@ def test_golden_files_hold_the_documents_that_were_written(
     assert not any(dataset.open_slice(i).tokens.flags.writeable for i in range(slices))
     assert dataset.verify().ok
     assert dataset.describe()["format"] in name
+    dataset.release(0)
+    assert whole(dataset)[0].tolist() == STREAM.tolist()
 
 
 def test_a_fixed_shape_of_mds_is_a_view_and_arrow_batches_are_mapped() -> None:
