@@ -18,7 +18,7 @@ _STEP = 64 << 10
 
 @dataclass
 class Faults:
-    """What goes wrong; change it while the server runs.
+    """Faults of a server; change them while it runs.
 
     Attributes:
         drop: Part of the requests whose connection is closed before an answer.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from support import faulty_server
-from support.hub_tree import File, card_of, entries_at, files, files_at, settings_of
+from support.hub_tree import File, files, find_entries, find_files, read_card, read_settings
 
 
 class _Base(faulty_server.Handler):
@@ -55,7 +55,7 @@ class CdnHandler(_Base):
             return self.refuse(400, "", "Only one auth mechanism allowed")
         if float(query["until"]) < time.time() or self.owner.spend("expired"):
             return self.refuse(403, "", "Request has expired")
-        file = next(file for file in files_at(repo, query["path"]) if file.sha256 == url.path.rpartition("/")[2])
+        file = next(file for file in find_files(repo, query["path"]) if file.sha256 == url.path.rpartition("/")[2])
         self.send_file(repo, file, {})
 
 
@@ -88,7 +88,7 @@ class HubHandler(_Base):
             requested = self._body.decode()
             form = urllib.parse.parse_qs(requested)
             paths = json.loads(requested)["paths"] if requested.startswith("{") else form.get("paths", [])
-            self.reply_json([entry for path in paths for entry in entries_at(repo, path)])
+            self.reply_json([entry for path in paths for entry in find_entries(repo, path)])
         elif verb == "refs":
             self.reply_json(
                 {"branches": [{"name": "main", "ref": "refs/heads/main", "targetCommit": self.owner.commit(repo)}]}
@@ -105,7 +105,7 @@ class HubHandler(_Base):
             self.reply(307, b"", {"Location": self.path.replace(name, self.owner.renamed[name], 1)})
             return None
         repo = self.owner.directory / kind / name
-        hidden = settings_of(repo).get("private") and self._token() not in self.owner.tokens
+        hidden = read_settings(repo).get("private") and self._token() not in self.owner.tokens
         if ".." in name or not repo.is_dir() or hidden or not any(repo.glob("*.*")):
             status = 404 if self._token() in self.owner.tokens else 401
             # The hub tells a stranger the same of what is hidden and of what is not there.
@@ -120,7 +120,7 @@ class HubHandler(_Base):
         return False
 
     def _info(self, kind: str, name: str, repo: Path) -> None:
-        card, settings = card_of(repo), settings_of(repo)
+        card, settings = read_card(repo), read_settings(repo)
         plain: dict[str, Any] = {
             "_id": hashlib.sha1(name.encode()).hexdigest()[:24],
             "id": name,
@@ -162,7 +162,7 @@ class HubHandler(_Base):
             headers["Link"] = f'<{address}>; rel="next"'
         page = result[start : start + size]
         self.reply_json(
-            [entry for one in page for entry in entries_at(repo, one.relative_to(repo).as_posix())], headers
+            [entry for one in page for entry in find_entries(repo, one.relative_to(repo).as_posix())], headers
         )
 
     def _resolve(self, kind: str, parts: list[str]) -> None:
@@ -173,14 +173,14 @@ class HubHandler(_Base):
         repo = self._repo(kind, name)
         if repo is None or not self._known(repo, revision):
             return
-        if settings_of(repo).get("gated") and self._token() not in self.owner.tokens:
+        if read_settings(repo).get("gated") and self._token() not in self.owner.tokens:
             return self.refuse(
                 401,
                 "GatedRepo",
                 f"Access to dataset {name} is restricted. You must have access to it "
                 "and be authenticated to access it. Please log in.",
             )
-        result = files_at(repo, path)
+        result = find_files(repo, path)
         reported = {"X-Repo-Commit": self.owner.commit(repo)}
         if not result:
             return self.refuse(404, "EntryNotFound", "Entry not found", reported)

@@ -22,7 +22,7 @@ from pathlib import Path
 from support import faulty_server
 from support.hub_handlers import CdnHandler, HubHandler
 from support.hub_repos import make_hub
-from support.hub_tree import commit_of
+from support.hub_tree import repo_commit
 
 __all__ = ["TOKEN", "Faults", "HubServer", "make_hub"]
 TOKEN = "hf_test_token"
@@ -76,4 +76,4 @@ class HubServer(faulty_server.FaultyServer):
 
     def commit(self, repo: Path) -> str:
         """The commit that `main` of a repository is at."""
-        return self.commits.get(str(repo.relative_to(self.directory)), "") or commit_of(repo)
+        return self.commits.get(str(repo.relative_to(self.directory)), "") or repo_commit(repo)

@@ -60,29 +60,29 @@ def _hashed(repo: Path, path: str, size: int, changed_ns: int) -> File:
     return File(path, size, sha1.hexdigest(), sha256.hexdigest())
 
 
-def commit_of(repo: Path) -> str:
+def repo_commit(repo: Path) -> str:
     return hashlib.sha1(json.dumps([(file.path, file.oid) for file in files(repo)]).encode()).hexdigest()
 
 
-def card_of(repo: Path) -> dict[str, Any]:
+def read_card(repo: Path) -> dict[str, Any]:
     readme = repo / "README.md"
     text = readme.read_text("utf-8") if readme.is_file() else ""
     return (yaml.safe_load(text.split("---")[1]) or {}) if text.startswith("---") else {}
 
 
-def settings_of(repo: Path) -> dict[str, Any]:
+def read_settings(repo: Path) -> dict[str, Any]:
     reported = repo / ".hub.json"
     return json.loads(reported.read_text()) if reported.is_file() else {}
 
 
-def files_at(repo: Path, path: str) -> list[File]:
+def find_files(repo: Path, path: str) -> list[File]:
     file = repo / path
     if ".." in path or not file.is_file() or file.name == ".hub.json":
         return []
     return [_hashed(repo, path, file.stat().st_size, file.stat().st_mtime_ns)]
 
 
-def entries_at(repo: Path, path: str) -> list[dict[str, Any]]:
+def find_entries(repo: Path, path: str) -> list[dict[str, Any]]:
     if path and (repo / path).is_dir() and ".." not in path:
         return [{"type": "directory", "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0, "path": path}]
-    return [file.entry() for file in files_at(repo, path)]
+    return [file.entry() for file in find_files(repo, path)]

@@ -129,7 +129,7 @@ def samples(batches: Any) -> dict[int, tuple[list[int], list[int]]]:
     return {number: (inputs, labels) for number, inputs, labels in rows}
 
 
-def state_after(created: TextStream, num_batches: int) -> Any:
+def take_state(created: TextStream, num_batches: int) -> Any:
     """The state of a stream after so many batches, as JSON has it."""
     batches = iter(created)
     for _ in range(num_batches):

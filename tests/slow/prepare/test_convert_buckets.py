@@ -88,7 +88,7 @@ class World:
         return err
 
     def local(self, repo: str, *words: str) -> dict[str, Any]:
-        """What a conversion of the same files on this machine gives."""
+        """Convert the same files on this machine; return the report."""
         return self.run(str(self.folder / "hub/datasets/me" / repo), str(self.folder / "local" / repo), *words)
 
     def objects(self, prefix: str) -> dict[str, bytes]:

@@ -27,7 +27,7 @@ from forebay.files import atomic_write
 from support.paths import GOLDEN
 
 
-def manifest_of(table: SliceTable, **changes: Any) -> Manifest:
+def make_manifest(table: SliceTable, **changes: Any) -> Manifest:
     plain: dict[str, Any] = {
         "name": "tiny", "layout": "tokens", "dtype": "U16", "tokenizer": "bytes", "vocab_size": 257, "eos_id": 256,
         "lineage": {"recipe": {"seed": 0}, "inputs": [{"name": "ä.txt", "bytes": 3}]}, "format": 2, "rows": 0,
@@ -54,7 +54,7 @@ def make_dataset(folder: Path, slices: int = 3) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     lineage = {"files": {"tokenizer.json": hash_file(folder / "tokenizer.json")}}
     atomic_write(folder / "slices.parquet", table.to_parquet())
-    atomic_write(folder / "manifest.json", manifest_of(table, lineage=lineage).to_json())
+    atomic_write(folder / "manifest.json", make_manifest(table, lineage=lineage).to_json())
     return folder
 
 
@@ -80,7 +80,7 @@ def test_golden_bytes(tmp_path: Path, number: int) -> None:
     assert {"bytes": written.size, "sha256": written.sha256, **hashes} == expected
     assert len(written.leaves) == (3 if number == 2 else 1) * HASH_BYTES
     assert number == 2 or path.read_bytes() == (folder / "slice.safetensors").read_bytes()
-    manifest = manifest_of(golden_table(chunk_bytes), format=number, table_sha256="cd" * 32)
+    manifest = make_manifest(golden_table(chunk_bytes), format=number, table_sha256="cd" * 32)
     assert manifest.to_json() == (folder / "manifest.json").read_bytes()
     assert dataset_id(manifest.to_json()) == (folder / "dataset_id.txt").read_text().strip()
     read = SliceTable.from_parquet((folder / "slices.parquet").read_bytes(), chunk_bytes)
@@ -208,7 +208,7 @@ def test_garbage_slice(tmp_path: Path, data: bytes) -> None:
 @given(data=st.binary(max_size=300), at=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_garbage_manifest_and_table(data: bytes, at: int, bit: int) -> None:
     table = golden_table().to_parquet()
-    full = manifest_of(golden_table()).to_json()
+    full = make_manifest(golden_table()).to_json()
     for parse, good in ((Manifest.from_json, full), (SliceTable.from_parquet, table)):
         flipped = bytearray(good)
         flipped[at % len(good)] ^= 1 << bit
@@ -263,7 +263,7 @@ def test_manifest_checks() -> None:
         {"rows": 1}, {"layout": "rows"}, {"vocab_size": 1 << 20},
     ):  # fmt: skip
         with pytest.raises(DatasetError, match="expected"):
-            manifest_of(table, **changes)
+            make_manifest(table, **changes)
 
 
 def test_open_and_read(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_files_of_another_dataset(tmp_path: Path) -> None:
     (folder / "slices.parquet").write_bytes(golden_table().to_parquet())
     with pytest.raises(DatasetError, match="sha256"):
         open_dataset(folder)
-    (folder / "manifest.json").write_bytes(manifest_of(golden_table(), tokens=3).to_json())
+    (folder / "manifest.json").write_bytes(make_manifest(golden_table(), tokens=3).to_json())
     with pytest.raises(DatasetError, match="totals"):
         open_dataset(folder)
 

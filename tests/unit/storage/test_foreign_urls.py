@@ -133,7 +133,7 @@ def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer) ->
 # Claims.
 
 
-def claims_of(peer: Identity, *more: Mapping[str, Any], port: int = 1) -> bytes:
+def signed_claims(peer: Identity, *more: Mapping[str, Any], port: int = 1) -> bytes:
     now = time.time()
     base = Claim("corpus", "ab" * 32, 3, peer.peer_id, f"127.0.0.1:{port}", now + 600)
     return http(200, {"claims": [Claim(**{**vars(base), **item}).to_json(peer) for item in more]})
@@ -141,7 +141,7 @@ def claims_of(peer: Identity, *more: Mapping[str, Any], port: int = 1) -> bytes:
 
 def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make) -> None:
     peer = make_identity("data")
-    claims = json.loads(claims_of(peer, {}, *({"url": url} for url in BAD_URLS[:3]), {"url": "https://h.example/d"})
+    claims = json.loads(signed_claims(peer, {}, *({"url": url} for url in BAD_URLS[:3]), {"url": "https://h.example/d"})
                         .partition(b"\r\n\r\n")[2])["claims"]  # fmt: skip
     claims += [5, None, {}, {**claims[0], "signature": "00" * 64}, {**claims[0], "expires_at": "soon"}]
     with RudePeer(peer, lambda asked: http(200, {"claims": claims})) as rude, Client(make_identity("r")) as client:
@@ -215,7 +215,7 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
 
     def answer(asked: Asked) -> bytes:
         if asked.path.startswith("/v1/claims?"):
-            return claims_of(stranger, *({"dataset_id": dataset.id, "num_stored": 0, "url": url} for url in urls))
+            return signed_claims(stranger, *({"dataset_id": dataset.id, "num_stored": 0, "url": url} for url in urls))
         name = asked.path.rpartition("/")[2]
         file = dataset.path / name
         return http(200, file.read_bytes()) if "/v1/datasets/" in asked.path and file.is_file() else http(404, {})
@@ -238,7 +238,7 @@ def test_a_small_file_from_a_url_is_checked_as_one_from_a_peer_is(
 
     def answer(asked: Asked) -> bytes:
         if asked.path.startswith("/v1/claims?"):
-            return claims_of(stranger, {"dataset_id": dataset.id, "num_stored": 0, "url": f"{web.url}/other"})
+            return signed_claims(stranger, {"dataset_id": dataset.id, "num_stored": 0, "url": f"{web.url}/other"})
         return http(404, {})
 
     with RudePeer(stranger, answer) as rude:
@@ -258,7 +258,7 @@ def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(
 
     def answer(asked: Asked) -> bytes:
         if asked.path.startswith("/v1/claims?"):
-            return claims_of(node, {"dataset_id": dataset.id, "url": "https://data.example/d"})
+            return signed_claims(node, {"dataset_id": dataset.id, "url": "https://data.example/d"})
         if refusals:
             return refusals.pop()
         return http(200, (dataset.path / asked.path.rpartition("/")[2]).read_bytes())

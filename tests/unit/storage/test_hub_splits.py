@@ -130,11 +130,11 @@ CARDS: list[tuple[Any, dict[str, list[str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "wanted"), CARDS)
-def test_configurations_of_the_card(hub: HubServer, told: Any, wanted: dict[str, list[str]]) -> None:
-    card = {"configs": [{"config_name": "one", "data_files": told}]}
+@pytest.mark.parametrize(("data_files", "expected"), CARDS)
+def test_configurations_of_the_card(hub: HubServer, data_files: Any, expected: dict[str, list[str]]) -> None:
+    card = {"configs": [{"config_name": "one", "data_files": data_files}]}
     name = repo(hub, ["a/1.csv", "a/2.csv", "b/c/3.csv"], card)
-    for split, files in wanted.items():
+    for split, files in expected.items():
         assert paths(name + split) == paths(f"{name}/one{split}") == files
 
 

@@ -36,11 +36,11 @@ QUICK = {"max_backoff_s": 0.05}
 Pieces = Callable[[int, int], Iterator[memoryview]]
 
 
-def info_of(data: bytes, name: str = "slice") -> SliceInfo:
+def slice_info(data: bytes, name: str = "slice") -> SliceInfo:
     return SliceInfo(0, name, len(data), cached.info_of(data, CHUNK).sha256, 1, 1, CHUNK)
 
 
-INFO, LEAVES = info_of(CONTENT), cached.leaves_of(CONTENT, CHUNK)
+INFO, LEAVES = slice_info(CONTENT), cached.leaves_of(CONTENT, CHUNK)
 
 
 def start(
@@ -94,7 +94,7 @@ def test_slices_of_any_size(server: OriginServer, tmp_path: Path, kind: str) -> 
             (server.directory / "slice").write_bytes(data)
             url = str(server.directory) if kind == "path" else server.url
             part, leaves = tmp_path / f"{size}", cached.leaves_of(data, CHUNK)
-            assert fetch(fetcher, part, url, info=info_of(data), leaves=leaves) is None
+            assert fetch(fetcher, part, url, info=slice_info(data), leaves=leaves) is None
             assert fetcher.stats()["bytes"] == before + size
 
 
@@ -134,7 +134,7 @@ def test_a_silent_server_is_named(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
     data = CONTENT[:1000]
     with RunFetcher(timeout_s=0.0, tries=2, **QUICK) as fetcher:
-        error = fetch(fetcher, tmp_path / "part", server.url, info=info_of(data), timeouts=Timeouts(60.0, 0.1))
+        error = fetch(fetcher, tmp_path / "part", server.url, info=slice_info(data), timeouts=Timeouts(60.0, 0.1))
     assert type(error) is NetworkError
     for word in (f"127.0.0.1:{server.port}", "got 0 of 1000 bytes", "2 failed attempts in", "no answer",
                  "Check the network"):  # fmt: skip
@@ -209,7 +209,7 @@ def test_what_starts_first_is_fetched_first(
         (server.directory / name).write_bytes(CONTENT)
     monkeypatch.setattr(server, "too_many", lambda: not started.wait())
     with RunFetcher(1, **QUICK) as fetcher:
-        transfers = [start(fetcher, tmp_path / name, server.url, info=info_of(CONTENT, name)) for name in names]
+        transfers = [start(fetcher, tmp_path / name, server.url, info=slice_info(CONTENT, name)) for name in names]
         for name, transfer in zip(names, transfers):
             transfer.on_done(lambda _, name=name: ended.append(name))
         started.set()
@@ -220,7 +220,7 @@ def test_what_starts_first_is_fetched_first(
     assert ended == [*names, "late"]
 
 
-def hold_after(server: OriginServer, num_bytes: int) -> None:
+def hold_back(server: OriginServer, num_bytes: int) -> None:
     """The server sends so many bytes, a piece more or less for each connection, then none until it closes."""
     goal = server.bytes_sent["slice"] + num_bytes
 
@@ -237,7 +237,7 @@ def kept_bytes(part: Path) -> int:
 
 def test_cancel_and_resume(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     server, part = make_server(), tmp_path / "part"
-    hold_after(server, 1_600_000)
+    hold_back(server, 1_600_000)
     with RunFetcher(2, **QUICK) as fetcher:
         transfer = start(fetcher, part, server.url)
         until(lambda: transfer.received >= 1_000_000)

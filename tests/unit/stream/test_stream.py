@@ -24,7 +24,7 @@ from forebay.stream.hub import records_of
 from forebay.stream.records import Share
 from forebay.stream.state import LaneState
 from support import streams
-from support.streams import Streamed, facts, state_after
+from support.streams import Streamed, facts, take_state
 
 EOS = 256
 TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
@@ -80,7 +80,7 @@ def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) 
     for stop in range(len(expected) + 1):
         first = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
         second = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
-        second.load_state_dict(state_after(first, stop))
+        second.load_state_dict(take_state(first, stop))
         assert facts(second) == (expected[stop:] or following)
         if stop < len(expected):
             assert counts(second.stats()) == counts(stats)
@@ -147,7 +147,7 @@ def test_packed_tokens_and_texts() -> None:
 
 
 def test_states_of_other_streams_are_refused() -> None:
-    state = state_after(stream(TEXTS), 3)
+    state = take_state(stream(TEXTS), 3)
     for changes in (
         {"seed": 1}, {"seq_len": 8}, {"global_batch_size": 5}, {"shuffle_documents": 9}, {"shuffle": False},
         {"eos": False}, {"drop_last": True}, {"text_key": "body"}, {"shuffle_bytes": 9},
@@ -224,7 +224,7 @@ def test_datasets_of_others_resume(dataset: Any, kind: str) -> None:
         expected = facts(stream(dataset(), **settings))
         for stop in range(0, len(expected), 5):
             second = stream(dataset(), **settings)
-            second.load_state_dict(state_after(stream(dataset(), **settings), stop))
+            second.load_state_dict(take_state(stream(dataset(), **settings), stop))
             assert facts(second) == expected[stop:]
 
 

@@ -13,7 +13,7 @@ import pytest
 from forebay.errors import PrepareError
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from support.streams import ROWS, WRITERS, facts, jsonl, samples, state_after, stream, write_files
+from support.streams import ROWS, WRITERS, facts, jsonl, samples, stream, take_state, write_files
 
 SETTINGS = {"lanes": 1, "global_batch_size": 12, "seq_len": 64}
 
@@ -63,7 +63,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     assert reported[2][0] == "cut.jsonl.gz" and "it ends early" in created.malformed[2].problem
     for stop in range(0, len(expected), 5):
         second = stream(tmp_path, shuffle=False, **SETTINGS)
-        second.load_state_dict(state_after(stream(tmp_path, shuffle=False, **SETTINGS), stop))
+        second.load_state_dict(take_state(stream(tmp_path, shuffle=False, **SETTINGS), stop))
         assert facts(second) == expected[stop:]
         assert second.stats()["malformed"] == 3
 

@@ -16,7 +16,7 @@ from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.prepare.inputs import divide_file, find_inputs, read_split, split_files
 from forebay.stream import records as stream_records
 from forebay.stream.records import Share, find_records, share_files
-from support.streams import ROWS, csv, facts, jsonl, parquet, samples, state_after, stream, write_files
+from support.streams import ROWS, csv, facts, jsonl, parquet, samples, stream, take_state, write_files
 
 KINDS = {
     "parquet": (2, parquet),
@@ -161,7 +161,7 @@ def test_a_state_of_another_world_is_exact(tmp_path: Path, lanes: int, worlds: t
     folder = write(tmp_path / "files", "jsonl")
     common = {"lanes": lanes, "global_batch_size": 8, "steps": 40, "epochs": None}
     expected = samples(stream(folder, **common))
-    states = [state_after(stream(folder, rank=rank, world_size=4, **common), 17) for rank in range(4)]
+    states = [take_state(stream(folder, rank=rank, world_size=4, **common), 17) for rank in range(4)]
     for world_size in worlds:
         rest = {}
         for rank in range(world_size):
@@ -176,7 +176,7 @@ def test_a_state_of_another_world_is_exact(tmp_path: Path, lanes: int, worlds: t
 def test_states_of_too_few_ranks_or_other_lanes_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "files", "jsonl")
     common = {"lanes": 4, "global_batch_size": 8, "steps": 40, "epochs": None}
-    states = [state_after(stream(folder, rank=rank, world_size=4, **common), 5) for rank in range(4)]
+    states = [take_state(stream(folder, rank=rank, world_size=4, **common), 5) for rank in range(4)]
     with pytest.raises(StateError, match=r"expected the lanes \[0, 2\] that this rank reads, got \['0'\].*all ranks"):
         stream(folder, rank=0, world_size=2, **common).load_state_dict(states[0])
     with pytest.raises(StateError, match="expected lanes 2, got 4"):
