@@ -20,6 +20,7 @@ from forebay.order.bijection import (
     subkeys,
 )
 from forebay.order.plan import (
+    MAX_LANES,
     Order,
     SampleSize,
     default_lanes,
@@ -209,6 +210,22 @@ def test_promise_local(num_slices: int, size: int, shape: tuple[int, int], world
         for epoch in (0, 1):
             slices, _ = first_uses(order, epoch, rank, world_size)
             assert len(slices) <= min(num_slices, bound)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 300), st.integers(1000, 10**5))
+def test_any_number_of_ranks_has_lanes_of_its_own_by_default(
+    batch: int, world_size: int, num_slices: int, size: int
+) -> None:
+    """So all ranks together read each slice about once, whatever their number and the batch are."""
+    order = Order(np.full(num_slices, size), 4, batch)
+    assert order.num_lanes % batch == 0 or batch > MAX_LANES
+    if batch > MAX_LANES or world_size > batch:
+        return
+    owners: dict[int, int] = {}
+    for step in range(min(order.num_samples // batch, order.num_lanes // batch + 1)):
+        for rank in {0, world_size // 2, world_size - 1}:
+            for lane in (order.positions(step, rank, world_size) % order.num_lanes).tolist():
+                assert owners.setdefault(lane, rank) == rank
 
 
 @pytest.mark.parametrize("num_bytes", [10**9, 10**11, 3 * 10**13])
