@@ -153,7 +153,8 @@ def check_liar(cluster: Cluster, capsys: pytest.CaptureFixture[str], liar: Liar,
     assert {report["peer_id"] for report in status["bad_providers"]} == {liar.identity.peer_id}
     assert sum(report["reports"] for report in status["bad_providers"]) >= 2
     wrong = [report for end in job.ends.values() for report in end["rejected"] if report["wrong"]]
-    assert {report["peer_id"] for report in wrong} == {liar.identity.peer_id}, wrong
+    names = {Identity.load(home).peer_id: name for name, home in cluster.homes.items()}
+    assert {names[report["peer_id"]] for report in wrong} == {"liar"}
     lies = lies_to_workers(liar)
     assert lies and max(num_bytes for _, num_bytes in lies) <= MIB
     later = lies[job.num_early_lies :]  # The stopped worker has leases from before the ban.
