@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,31 +60,57 @@ def collect(folder: Path, num_rows: int) -> list[Any]:
 
 
 def call(*words: object) -> None:
-    subprocess.run([*FOREBAY, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+    command = [*FOREBAY, *map(str, words)]
+    if status := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(f"forebay {words[0]} ended with status {status}")
 
 
-def start(stack: ExitStack, *words: object) -> str:
-    """A server of Forebay; its address."""
-    server = subprocess.Popen([*FOREBAY, *map(str, words), "--json"], stdout=subprocess.PIPE, text=True)
-    stack.enter_context(server)
-    stack.callback(server.terminate)
-    assert server.stdout is not None
-    return str(json.loads(server.stdout.readline())["address"])
+class Servers(ExitStack):
+    """Servers of Forebay, which end with the `with` block; when one ends before, the command that runs ends, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.servers: dict[object, subprocess.Popen[str]] = {}
+
+    def start(self, *words: object) -> str:
+        """Start a server; its address."""
+        command = [*FOREBAY, *map(str, words), "--json"]
+        self.servers[words[0]] = server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.enter_context(server)
+        self.callback(server.terminate)
+        assert server.stdout is not None
+        if not (line := server.stdout.readline()):
+            sys.exit(f"forebay {words[0]} ended with status {server.wait()}")
+        return str(json.loads(line)["address"])
+
+    def run(self, *words: object, **environment: str) -> int:
+        """Run a command of Forebay to its end; its status."""
+        command = subprocess.Popen([*FOREBAY, *map(str, words)], env=os.environ | environment)
+        while command.poll() is None:
+            for name, server in self.servers.items():
+                if server.poll() is not None:
+                    command.terminate()
+                    with suppress(subprocess.TimeoutExpired):
+                        command.wait(20)
+                    command.kill()
+                    sys.exit(f"forebay {name} ended with status {server.returncode}, so forebay {words[0]} was ended")
+            time.sleep(0.1)
+        return command.returncode
 
 
-def start_network(stack: ExitStack, folder: Path, dataset: Path, *settings: object) -> str:
+def start_network(servers: Servers, folder: Path, dataset: Path, *settings: object) -> str:
     """A network of four members, a data node, and a scheduler with `settings`, whose address is returned."""
-    dht = start(stack, "dht", "--listen", "127.0.0.1:0", "--nodes", 4)
+    dht = servers.start("dht", "--listen", "127.0.0.1:0", "--nodes", 4)
     call("network", "init", folder / "network", "--bootstrap", dht)
     for name, role in (("alice", "data"), ("bob", "scheduler"), ("carol", "worker"), ("dave", "worker")):
         call("network", "join", folder / "network", folder / name, "--name", name, "--role", role)
-    start(stack, "serve", dataset, "--identity", folder / "alice")
+    servers.start("serve", dataset, "--identity", folder / "alice")
     state = ["--state", folder / "state", "--lease-timeout", 5]
-    return start(stack, "scheduler", dataset.name, "--identity", folder / "bob", *state, *settings)
+    return servers.start("scheduler", dataset.name, "--identity", folder / "bob", *state, *settings)
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as directory, Servers() as servers:
         folder = Path(directory)
         prompts = [list(range(index % 13 + 1)) for index in range(INPUTS)]
         lines = "".join(json.dumps({"input_ids": prompt}) + "\n" for prompt in prompts)
@@ -91,22 +118,20 @@ def main() -> None:
         rows = ["--to", "forebay", "--seq-len", 16, "--set", "tensors.input_ids=u16", "--slice-bytes", 2000]
         call("convert", folder / "prompts.jsonl", folder / "prompts", *rows)
 
-        scheduler = start_network(stack, folder, folder / "prompts")
-        codes = []
-        for name, killed_at in (("carol", "3"), ("dave", "-1")):
+        scheduler = start_network(servers, folder, folder / "prompts")
+        for name, killed_at, expected in (("carol", "3", 137), ("dave", "-1", 0)):
             worker = ["worker", "--scheduler", scheduler, "--identity", folder / name, "--batch-size", 4]
             command = ["--cache-dir", folder / f"cache-{name}", "--", sys.executable, __file__, folder / "outputs"]
-            environment = os.environ | {"KILLED_AT_STEP": killed_at}
-            done = subprocess.run(
-                [*FOREBAY, *map(str, [*worker, *command])], env=environment, stdout=subprocess.DEVNULL
-            )
-            codes.append(done.returncode)
+            if (status := servers.run(*worker, *command, KILLED_AT_STEP=killed_at)) != expected:
+                sys.exit(f"inference: the worker {name} ended with status {status}, expected {expected}")
         call("ledger", "verify", folder / "state" / "ledger.jsonl")
         outputs = collect(folder / "outputs", INPUTS)
         written = sum(path.read_bytes().count(b"\n") for path in (folder / "outputs").iterdir())
-        print(f"{len(outputs)} outputs of {INPUTS} rows, {written} were written; statuses of the workers: {codes}")
-        if codes != [137, 0] or outputs != [sum(prompt) for prompt in prompts] or written <= INPUTS:
-            sys.exit("expected one output for each row, in order, of a worker that was killed and one that was not")
+        print(
+            f"{len(outputs)} outputs of {INPUTS} rows, {written} were written, by two workers, one of which was killed"
+        )
+        if outputs != [sum(prompt) for prompt in prompts] or written <= INPUTS:
+            sys.exit("expected one output for each row, in order")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +65,19 @@ def train() -> None:
 
 
 def main() -> None:
-    from inference import FOREBAY, call, start_network
+    from inference import Servers, call, start_network
+    from train_ddp import TORCHRUN
 
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as directory, Servers() as servers:
         folder = Path(directory)
         subprocess.run([*PREPARE, "--out", folder / "text"], check=True, stdout=subprocess.DEVNULL)
-        scheduler = start_network(stack, folder, folder / "text", "--seq-len", 32)
+        scheduler = start_network(servers, folder, folder / "text", "--seq-len", 32)
         worker = ["worker", "--scheduler", scheduler, "--identity", folder / "carol", "--batch-size", 6]
-        torchrun = ["--", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, __file__]
-        words = map(str, [*FOREBAY, *worker, "--cache-dir", folder / "cache", *torchrun])
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(list(words), env=environment, stdout=subprocess.PIPE)
-        print(done.stdout.decode().splitlines()[0])
+        torchrun = ["--", *TORCHRUN, "--nproc-per-node", 2, __file__]
+        status = servers.run(*worker, "--cache-dir", folder / "cache", *torchrun, OMP_NUM_THREADS="1")
+        if status:
+            sys.exit(f"leased_ddp: the worker carol ended with status {status}; torchrun names the rank above")
         call("ledger", "verify", folder / "state" / "ledger.jsonl")
-        if done.returncode:
-            sys.exit("the worker failed")
 
 
 if __name__ == "__main__":

@@ -43,4 +43,7 @@ def main(inputs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except forebay.ForebayError as error:
+        sys.exit(f"numpy_loop: {error}")

@@ -1,15 +1,15 @@
 """Data-parallel training on two ranks with DDP; saved in mid-epoch and gone on with.
 
-    python examples/train_ddp.py                                                  starts two ranks itself
+    python examples/train_ddp.py [DATASET CHECKPOINT.pt]                          starts two ranks itself
     torchrun --nproc-per-node 8 examples/train_ddp.py DATASET CHECKPOINT.pt       or as you start yours
 
 The loader reads rank and world size from the process group. The checkpoint may be loaded on any number of ranks.
+torchrun chooses a free port; when a rank fails, it ends the others and says which one failed and how.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import forebay
 
 PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
-
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 STOP = 7
 
 
@@ -58,30 +58,31 @@ def train(dataset: str, checkpoint: Path) -> None:
     os._exit(0)  # DDP keeps gloo's threads after `destroy_process_group`; they can abort an interpreter that ends.
 
 
-def launch(ranks: int, dataset: Path, checkpoint: Path) -> None:
-    """What torchrun does: as many processes, told by their environment which they are."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(dataset), str(checkpoint)]
-    started = [subprocess.Popen(command, env=os.environ | settings | {"RANK": str(i)}) for i in range(ranks)]
-    if sum(process.wait() for process in started):
-        sys.exit("a rank failed")
+def launch(ranks: int, program: str, *arguments: str) -> None:
+    """Run a program on this machine's ranks by torchrun, and exit with an error if it fails."""
+    command = [*TORCHRUN, "--nproc-per-node", str(ranks), program, *arguments]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        sys.exit(f"{Path(program).stem}: a rank failed; torchrun names it above")
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        dataset, checkpoint = Path(directory) / "dataset", Path(directory) / "checkpoint.pt"
-        subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
-        launch(2, dataset, checkpoint)
-        launch(1, dataset, checkpoint)  # With what is left, on one rank.
+        dataset, checkpoint = arguments or [f"{directory}/dataset", f"{directory}/checkpoint.pt"]
+        if not arguments:
+            subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+        forebay.open_dataset(dataset)  # One that is missing is an error before there are ranks.
+        launch(2, __file__, dataset, checkpoint)
+        launch(1, __file__, dataset, checkpoint)  # With what is left, on one rank.
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        if len(sys.argv) != 3:
-            sys.exit("train_ddp: expected DATASET CHECKPOINT.pt behind the program's name")
-        train(sys.argv[1], Path(sys.argv[2]))
-    else:
-        main()
+    if len(sys.argv) not in (1, 3):
+        sys.exit("train_ddp: expected DATASET CHECKPOINT.pt, or nothing")
+    try:
+        if "RANK" in os.environ:
+            train(sys.argv[1], Path(sys.argv[2]))
+        else:
+            main(sys.argv[1:])
+    except forebay.ForebayError as error:
+        sys.exit(f"train_ddp: {error}")

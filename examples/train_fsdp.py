@@ -1,6 +1,6 @@
 """Sharded training (FSDP2) with PyTorch's distributed checkpoints, which have the loader's state, too.
 
-    python examples/train_fsdp.py                                              starts two ranks itself
+    python examples/train_fsdp.py [DATASET FOLDER]                             starts two ranks itself
     torchrun --nproc-per-node 8 examples/train_fsdp.py DATASET FOLDER          or as you start yours
 
 Parameters, gradients and the optimizer are sharded over the ranks. `torch.distributed.checkpoint` saves anything that
@@ -10,7 +10,6 @@ has `state_dict` and `load_state_dict`, as the loader has. A run that is resumed
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from train_ddp import launch
 
 import forebay
 
@@ -80,22 +80,22 @@ def run_rank(dataset: str, folder: Path) -> None:
     os._exit(0)  # Sharding keeps gloo's threads after `destroy_process_group`; they can abort an interpreter that ends.
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
-        dataset = Path(directory) / "dataset"
-        subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-        free.close()
-        settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, str(dataset), str(Path(directory) / "checkpoint")]
-        ranks = [subprocess.Popen(command, env=os.environ | settings | {"RANK": str(rank)}) for rank in range(2)]
-        if sum(rank.wait() for rank in ranks):
-            sys.exit("a rank failed")
+def main(arguments: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        dataset, folder = arguments or [f"{directory}/dataset", f"{directory}/checkpoint"]
+        if not arguments:
+            subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+        forebay.open_dataset(dataset)  # One that is missing is an error before there are ranks.
+        launch(2, __file__, dataset, folder)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        run_rank(sys.argv[1], Path(sys.argv[2]))
-    else:
-        main()
+    if len(sys.argv) not in (1, 3):
+        sys.exit("train_fsdp: expected DATASET FOLDER, or nothing")
+    try:
+        if "RANK" in os.environ:
+            run_rank(sys.argv[1], Path(sys.argv[2]))
+        else:
+            main(sys.argv[1:])
+    except forebay.ForebayError as error:
+        sys.exit(f"train_fsdp: {error}")

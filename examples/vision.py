@@ -35,7 +35,8 @@ def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         source = Path(inputs[0]) if inputs else draw(Path(directory))
         dataset = Path(directory) / "dataset"
-        subprocess.run([*CONVERT, source, dataset], check=True, stdout=subprocess.DEVNULL)
+        if status := subprocess.run([*CONVERT, source, dataset], stdout=subprocess.DEVNULL).returncode:
+            sys.exit(status)  # It said why.
         weights = np.zeros(())
         accuracies: list[float] = []
         for batch in forebay.Loader(dataset, batch_size=50, seed=1, epochs=2):
