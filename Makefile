@@ -32,6 +32,8 @@ lint: setup
 	$(VENV)/bin/lint-imports
 	$(PY) scripts/check_names.py src benchmarks examples
 	$(PY) scripts/check_size.py
+	$(PY) scripts/check_sources.py
+	$(PY) scripts/check_pages.py
 
 # Before each commit: lint, and every test but tests/slow.
 test: setup lint
