@@ -146,6 +146,9 @@ def test_names_that_nobody_has_are_not_kept(node: DataNode, network_dir: Path) -
     assert swarm(node, evil, {"failed": failed})[0] == 200
     after = node.tracker.status()[node.datasets[0].id]
     assert (after["failed"], after["banned"]) == (0, []) and before[node.datasets[0].id]["failed"] == 0
+    node.tracker._tracked.clear()
+    status, message = swarm(node, evil, {})
+    assert (status, message["error"]) == (404, "unknown_swarm")
 
 
 @pytest.mark.parametrize("ranges", [",".join(str(i) for i in range(0, 300_000, 2)), "0," * 200_000 + "0"])

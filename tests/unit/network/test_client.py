@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import NetworkError
+from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client, ConnectionLostError, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.http import StreamedResponse
 from forebay.network.peer import Scope
@@ -236,6 +236,15 @@ def test_lying_servers(answer: bytes, message: str, client: Client, caplog: pyte
             client.read_range(peer.address, "/x", memoryview(into), 0)
         assert len(peer.asked) == 1 and "no header" not in caplog.text
     assert not isinstance(caught.value, TruncatedBodyError) or into[: caught.value.received] == b"1234"
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"nonsense", b"[" * 100_000])
+def test_an_answer_is_a_json_object(client: Client, body: bytes) -> None:
+    with (
+        RudePeer(None, lambda asked: http(200, body)) as peer,
+        pytest.raises(ProtocolError, match="expected JSON from"),
+    ):
+        client.request_json(peer.address, "GET", "/x")
 
 
 def test_more_than_was_asked_for_is_not_kept(client: Client) -> None:

@@ -239,7 +239,8 @@ def test_slow_readers_and_long_polls_hold_up_nobody(
         stuck = [stack.enter_context(connect(server, client.identity)) for _ in range(12)]
         for number, tls in enumerate(stuck):
             tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            tls.sendall(b"GET /%b HTTP/1.1\r\n\r\n" % (b"file" if number % 2 else b"held"))
+            name, end = (b"file", b"Connection: close\r\n") if number % 2 else (b"held", b"")
+            tls.sendall(b"GET /%b HTTP/1.1\r\n%b\r\n" % (name, end))
         for _ in range(6):
             handler.entered.acquire()
         assert all(is_served(client, server) for _ in range(20))

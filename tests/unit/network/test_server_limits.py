@@ -212,6 +212,15 @@ def test_the_revoked_are_refused_and_cut(start: Start) -> None:
     assert [kind for kind, _ in members.events] == ["refused", "cut"]
 
 
+def test_a_server_that_stops_takes_no_request_and_no_connection(start: Start) -> None:
+    server = start()
+    connection = server.connect("a")
+    server.core.is_draining = True
+    refused = connection.ask("/")
+    assert (refused.status, refused.json()["error"], refused.headers["retry-after"]) == (503, "stopping", "1")
+    assert not server.connect("b").is_open
+
+
 def test_requests_sent_at_once_are_all_answered(start: Start) -> None:
     """In one packet, in packets of a byte, and with a body that ends beside the next head."""
     connection, item = start().connect("a"), b"POST /%d HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"

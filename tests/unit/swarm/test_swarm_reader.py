@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, ProtocolError
+from forebay.network.client import RemoteError
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
 from forebay.storage.base import PermanentError, TransientError
@@ -147,6 +148,15 @@ def test_sharers_are_bounded() -> None:
     trackers.request({}, lambda body: None)
     asked = [peer_id for peer_id, _ in client.requests]
     assert len(asked) == 256 and "99-15" in asked and "99-16" not in asked
+
+
+def test_a_tracker_that_is_busy_is_asked_again_later() -> None:
+    def busy(body: dict[str, Any]) -> Any:
+        raise RemoteError("too many requests", 429, "rate", 7.0)
+
+    client: Any = StubClient({at("t").address: busy})
+    trackers = TrackerClient(client, "ab" * 32, lambda: [at("t")], None)
+    assert trackers.request({}, lambda body: None) == {"wait_s": 7.0} and trackers.current == at("t")
 
 
 RUDE, HONEST = at("rude", True, 2), at("honest", port=3)  # the first is asked first

@@ -164,7 +164,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_p
     ]
     for issuer, extensions, names, message in cases:
         with pytest.raises(ProtocolError, match=message):
-            verify_certificate(forge(issuer, node, *extensions, names=names), root_der)
+            node.peer(forge(issuer, node, *extensions, names=names))
 
 
 def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organisation(
