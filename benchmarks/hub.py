@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from benchmarks.loading.fleet import ROOT, Process, Turns
 from benchmarks.loading.peers import HUB_NAME, TEXT_PEERS, TEXT_SEQ_LEN
 from benchmarks.measure import Figure, show, working_folder
-from benchmarks.prepare.corpus import prose
+from benchmarks.prepare.corpus import data_folder, prose
 from benchmarks.server_process import ServerProcess
 from forebay.prepare.tokenize.encoders import make_encoder
 from forebay.prepare.tokenize.tokenizers import load_tokenizer
@@ -90,7 +90,13 @@ class Subjects:
 
     def __init__(self, hub: ServerProcess, folder: Path) -> None:
         self.hub, self.folder = hub, folder
-        self.tokenizer = str(hub.folder / "models/gpt2")
+        (folder / "gpt2").mkdir(exist_ok=True)
+        try:
+            source = data_folder() / "tokenizers/gpt2"
+        except SystemExit:  # The hub's own, of 1000 tokens.
+            source = hub.folder / "models/gpt2"
+        (folder / "gpt2/tokenizer.json").write_bytes(load_tokenizer(str(source)).data)
+        self.tokenizer = str(folder / "gpt2")
 
     def open(self, name: str, buffer: int = 0, state: Path | None = None, **ask: Any) -> Process:
         """A process whose feed is being opened; `receive` waits for it."""
