@@ -238,7 +238,7 @@ def test_slow_readers_and_long_polls_hold_up_nobody(
     with contextlib.ExitStack() as stack:
         stuck = [stack.enter_context(connect(server, client.identity)) for _ in range(12)]
         for number, tls in enumerate(stuck):
-            tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             name, end = (b"file", b"Connection: close\r\n") if number % 2 else (b"held", b"")
             tls.sendall(b"GET /%b HTTP/1.1\r\n%b\r\n" % (name, end))
         for _ in range(6):
