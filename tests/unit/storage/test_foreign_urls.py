@@ -180,9 +180,15 @@ def web(dataset: Dataset) -> Iterator[OriginServer]:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
-    share: bool, dataset: Dataset, web: OriginServer, make_identity: Make, tmp_path: Path
+    share: bool,
+    dataset: Dataset,
+    web: OriginServer,
+    make_identity: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The data node gives the small files; the slices lie on a web server of this host."""
+    monkeypatch.setattr("forebay.swarm.reader_state._REFUSED_S", 0.01)
     table, url = LocalDiscovery(), "forebay://test-network/corpus"
     served = open_remote(f"{web.url}/corpus")
     with DataNode(make_identity("data"), [served], "127.0.0.1", 0, table):
