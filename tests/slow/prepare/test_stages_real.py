@@ -5,7 +5,6 @@ Of chance remains in the tests of time: a stall of the machine in all of three m
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sysconfig
@@ -32,7 +31,6 @@ from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepeti
 from forebay.prepare.filters.url import Url
 from forebay.prepare.filters.words import split_words
 from support.batches import drop_reasons, to_batch, to_batches
-from support.pii import find_spans
 from support.shared_data import shared_data
 
 PIECES: list[tuple[Callable[[], Stage], str]] = [
@@ -108,51 +106,6 @@ def test_fasttext_model(data: Path) -> None:
     pytest.importorskip("fasttext")
     stage = Toxic(model=str(data / "lid/lid.176.ftz"), label="__label__de", threshold=0.6)
     assert dropped(stage, ["Das ist ein deutscher Satz\nund noch einer.", "This is an English sentence."]) == [1, -1]
-
-
-FLOORS = {  # precision, recall of labelled spans
-    "EMAIL_ADDRESS": (("email",), 0.98, 0.98),
-    "IP_ADDRESS": (("ipv4", "ipv6"), 0.95, 0.95),
-    "IBAN_CODE": (("iban",), 0.95, 0.95),
-    # The one that is missed, 060426070011, begins as no network's cards do.
-    "CREDIT_CARD": (("card",), 0.95, 0.95),
-    "US_SSN": (("us_ssn",), 0.99, 0.99),
-    "US_DRIVER_LICENSE": (("driving_licence",), 0.99, 0.99),
-    # What is missed is a line of an address (`416 60 039`), or no number of its country (930.167.3943). The words that
-    # CONTEXT knows were chosen with these sentences in view: expect less elsewhere.
-    "PHONE_NUMBER": (("phone",), 0.95, 0.88),
-}
-
-
-@pytest.mark.parametrize("entity", FLOORS)
-def test_labelled_spans(entity: str, data: Path) -> None:
-    kinds, precision, recall = FLOORS[entity]
-    labelled = [
-        row
-        for name in ("synth_dataset_v2", "generated_small")
-        for row in json.loads((data / f"pii/{name}.json").read_text())
-    ]
-    hit = missed = false = 0
-    for row, result in zip(labelled, find_spans([row["full_text"] for row in labelled], Pii(public_only=False))):
-        gold = [(s["start_position"], s["end_position"]) for s in row["spans"] if s["entity_type"] == entity]
-        ours = [(start, stop) for start, stop, kind in result if kind in kinds]
-        covered = sum(any(a <= start and stop <= b for a, b in ours) for start, stop in gold)
-        hit, missed = hit + covered, missed + len(gold) - covered
-        false += sum(not any(a < stop and start < b for start, stop in gold) for a, b in ours)
-    assert hit > 5
-    assert hit / (hit + false) >= precision and hit / (hit + missed) >= recall
-
-
-def test_email_spans_of_dolma(data: Path) -> None:
-    documents, expected = (
-        [json.loads(line) for line in gzip.decompress((data / f"jsonl/{name}.json.gz").read_bytes()).splitlines()]
-        for name in ("000", "email-spans")
-    )
-    result = find_spans([document["text"] for document in documents], Pii(kinds=("email",)))
-    theirs = [[(a, b) for a, b, _ in row["attributes"].get("pii", {}).get("email", [])] for row in expected]
-    assert sum(map(len, theirs)) == 4
-    theirs[2].pop()  # `@LearnonScreen`, to which they give a score of 0.1, is a name elsewhere and no address
-    assert [[(a, b) for a, b, _ in row] for row in result] == theirs
 
 
 def test_gate_misses_little_that_ftfy_repairs(data: Path) -> None:
