@@ -13,13 +13,10 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 
 
-def write_tokens(
-    folder: Path, lengths: Sequence[int], name: str = "corpus", dtype: DTypeLike = np.uint16, changed: int = -1
-) -> Dataset:
-    """Write a slice of one document for each length; one token of slice `changed` is another."""
+def write_tokens(folder: Path, lengths: Sequence[int], name: str = "corpus", dtype: DTypeLike = np.uint16) -> Dataset:
+    """Write a slice of one document for each length."""
     folder.mkdir(parents=True, exist_ok=True)
     for index, length in enumerate(lengths):
         tokens = np.random.default_rng(index).integers(0, 60_000, length).astype(dtype)
-        tokens[length // 2] ^= index == changed
         write_token_slice(folder / f"{index}.safetensors", tokens, np.array([length], np.uint64))
     return import_slices(folder, name)

@@ -32,9 +32,9 @@ FORMAT_1 = GOLDEN / "format1" / "dataset"
 TOKENS = [100, 40_000, 3000, 9000]
 
 
-def make(folder: Path, name: str = "d", changed: int = -1) -> Dataset:
+def make(folder: Path) -> Dataset:
     """Slices of 1, 20, 2 and 5 chunks."""
-    return write_tokens(folder, TOKENS, name, changed=changed)
+    return write_tokens(folder, TOKENS)
 
 
 def read_all(folder: Path) -> None:
@@ -66,30 +66,11 @@ def test_the_root_is_that_of_the_definition(data: bytes, chunk_bytes: int, cuts:
     assert list(wrong_chunks(memoryview(data), leaves, chunk_bytes)) == []
 
 
-@given(data=st.binary(min_size=1, max_size=200), chunk_bytes=st.integers(1, 40), at=st.integers(0, 10_000))
-def test_a_flipped_bit_changes_its_chunk_and_the_root(data: bytes, chunk_bytes: int, at: int) -> None:
-    hasher, other, flipped = ChunkHasher(chunk_bytes), ChunkHasher(chunk_bytes), bytearray(data)
-    flipped[at % len(data)] ^= 1
-    hasher.update(data)
-    other.update(bytes(flipped))
-    leaves = hasher.leaves()
-    assert list(wrong_chunks(memoryview(flipped), leaves, chunk_bytes)) == [at % len(data) // chunk_bytes]
-    assert root_of(leaves) != root_of(other.leaves())
-
-
 @given(st.integers(0, 1 << 40))
 def test_chunk_sizes(slice_bytes: int) -> None:
     size = chunk_size(slice_bytes)
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
     assert slice_bytes // size >= 256 or size == MIN_CHUNK_BYTES
-
-
-def test_the_id_depends_on_no_name_and_on_each_token(tmp_path: Path) -> None:
-    first = make(tmp_path / "a", "one")
-    assert make(tmp_path / "b/c", "another").id == first.id
-    assert (tmp_path / "a/manifest.json").read_bytes() != (tmp_path / "b/c/manifest.json").read_bytes()
-    ids = {make(tmp_path / f"changed{index}", changed=index).id for index in range(len(TOKENS))}
-    assert len(ids | {first.id}) == len(TOKENS) + 1
 
 
 def test_every_damage_of_the_hashes_is_named(tmp_path: Path) -> None:
@@ -135,19 +116,6 @@ def test_damage_of_a_slice_is_found_in_its_chunk(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"1\.safetensors"):
         open_dataset(folder).open_slice(1)
     assert verify_dataset(folder).changed == ["1.safetensors"]
-
-
-def test_only_the_hashes_of_a_slice_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = make(tmp_path / "d")
-    reads: list[int] = []
-    read = dataset._read_leaves
-    monkeypatch.setattr(dataset, "_read_leaves", lambda first, count: (reads.append(count), read(first, count))[1])
-    dataset.open_slice(2)
-    dataset.open_slice(0)
-    assert reads == [2]
-    monkeypatch.setattr("forebay.dataset.reader._LEAVES_AT_ONCE", 6)
-    assert b"".join(dataset.all_leaves()) == (dataset.path / CHUNKS_FILE).read_bytes()
-    assert reads[1:] == [1, 20, 2, 5]
 
 
 def test_import_upgrades_a_dataset_of_format_1(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
@@ -100,33 +99,6 @@ def test_a_dataset_of_format_1_opens_and_is_verified(tmp_path: Path) -> None:
         assert (dataset.open_slice(index).tokens == expected).all()
         assert dataset.leaves(index).hex() == dataset.table.row(index).sha256
     assert verify_dataset(folder).ok
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        data = bytearray(path.read_bytes())
-        data[-9] ^= 1
-        path.write_bytes(data)
-        assert verify_dataset(folder).bad == [path.relative_to(folder).as_posix()]
-        with pytest.raises(DatasetError, match=path.name):
-            for index in range(3):
-                open_dataset(folder).open_slice(index)
-        data[-9] ^= 1
-        path.write_bytes(data)
-    assert verify_dataset(folder).ok
-
-
-def test_reference_reader_agrees(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for dtype in (np.uint16, np.uint32):
-        tokens = rng.integers(0, 60_000, 1001).astype(dtype)
-        stops = np.array([1, 500, 1001], np.uint64)
-        written = write_token_slice(tmp_path / "a.safetensors", tokens, stops)
-        data = (tmp_path / "a.safetensors").read_bytes()
-        assert (written.size, written.sha256) == (len(data), hashlib.sha256(data).hexdigest())
-        theirs, ours = load_file(tmp_path / "a.safetensors"), open_slice(tmp_path / "a.safetensors")
-        assert theirs["tokens"].dtype == dtype and (theirs["tokens"] == tokens).all()
-        assert (theirs["document_ends"] == stops).all()
-        assert (ours.tokens == tokens).all() and (ours.document_ends == stops).all()
-        assert ours.tokens.flags.aligned and not ours.tokens.flags.writeable
-        assert not ours.tokens.flags.owndata
 
 
 _DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "?"]
@@ -194,15 +166,6 @@ def test_hostile_header(tmp_path: Path, name: str) -> None:
     header, body, length = _HOSTILE[name]
     with pytest.raises(DatasetError, match="expected"):
         open_slice(raw_slice(tmp_path / "h.safetensors", header, body, length))
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.binary(max_size=200))
-def test_garbage_slice(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "g.safetensors"
-    path.write_bytes(data)
-    with contextlib.suppress(DatasetError):
-        open_slice(path)
 
 
 @given(data=st.binary(max_size=300), at=st.integers(0, 10_000), bit=st.integers(0, 7))
@@ -273,7 +236,9 @@ def test_open_and_read(tmp_path: Path) -> None:
     del plain["check"], plain["name"]
     canonical = json.dumps(plain, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
     assert dataset.id == hashlib.sha256(canonical.encode()).hexdigest()
-    assert dataset.open_slice(2).tokens[0] == 200 and dataset.open_slice(2) is dataset.open_slice(2)
+    tokens = dataset.open_slice(2).tokens
+    assert tokens[0] == 200 and dataset.open_slice(2) is dataset.open_slice(2)
+    assert tokens.flags.aligned and not tokens.flags.writeable and not tokens.flags.owndata
     assert open_dataset(f"file://{tmp_path}/d").describe() == dataset.describe()
     assert dataset.verify().ok and verify_dataset(tmp_path / "d").ok
     with pytest.raises(UsageError):

@@ -54,16 +54,6 @@ def as_dataset(folder: Path, like: Dataset) -> Dataset:
     return Dataset(folder, like.manifest, like.table, like.id)
 
 
-def test_leaves_come_by_range(dataset: Dataset, server: OriginServer) -> None:
-    first = dataset.first_chunks.tolist()
-    for url in (f"{server.url}/corpus", f"{server.s3_url}/corpus"):
-        remote = open_remote(url)
-        server.reset()
-        assert remote.leaves(1) == dataset.leaves(1)
-        assert remote.leaves(0) == dataset.leaves(0)  # one chunk: its hash is the slice's id
-        assert server.ranges == [(f"corpus/{CHUNKS_FILE}", first[1] * HASH_BYTES, first[2] * HASH_BYTES)]
-
-
 def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> None:
     remote = open_remote(f"{server.url}/corpus")
     assert remote.verify().ok
@@ -81,7 +71,10 @@ def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> Non
         remote.leaves(1)
 
 
-def test_members_read_leaves_by_range_from_a_data_node(dataset: Dataset, make_identity: Make) -> None:
+def test_members_read_leaves_by_range_from_a_data_node(
+    dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.dataset.reader._LEAVES_AT_ONCE", 6)
     discovery = LocalDiscovery()
     with DataNode(make_identity("node"), [dataset], HOST, 0, discovery) as node:
         reader = make_identity("reader")

@@ -235,26 +235,6 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
     assert sink.connections == 0
 
 
-def test_a_small_file_from_a_url_is_checked_as_one_from_a_peer_is(
-    dataset: Dataset, web: OriginServer, make_identity: Make, tmp_path: Path
-) -> None:
-    """A node that gives no file itself stands for a web server with another dataset's manifest."""
-    write_tokens(tmp_path / "web" / "other", [5000] * 2)
-    table, stranger = LocalDiscovery(), make_identity("stranger")
-
-    def answer(asked: Asked) -> bytes:
-        if asked.path.startswith("/v1/claims?"):
-            return signed_claims(stranger, {"dataset_id": dataset.id, "num_stored": 0, "url": f"{web.url}/other"})
-        return http(404, {})
-
-    with RudePeer(stranger, answer) as rude:
-        table.announce(record_key(stranger.network_id, "dataset", "corpus"), rude.port)
-        with pytest.raises(NetworkError, match=r"manifest\.json is not that of the dataset"):
-            open_remote(
-                "forebay://test-network/corpus", identity=make_identity("r"), discovery=table, from_urls="any"
-            ).origin.get("manifest.json", 1 << 20)
-
-
 def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(
     dataset: Dataset, make_identity: Make, tmp_path: Path
 ) -> None:

@@ -168,11 +168,3 @@ def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
     assert result.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
     assert [file.path for file in result.files()] == names and hub.requests["tree"] == -(-183 // 50)
     assert result.file(180) is None and source_at(result, 180) is None
-
-
-def test_without_a_card_all_pages_decide(hub: HubServer) -> None:
-    hub.page_size = 10
-    name = repo(hub, [f"a/{number:03d}.jsonl" for number in range(12)] + ["z/test/x.jsonl"])
-    assert paths(f"{name}:test") == ["z/test/x.jsonl"]
-    with pytest.raises(UsageError, match="expected a split among test, got 'train'"):
-        find_split(name)

@@ -13,15 +13,11 @@ from typing import Any
 
 import pytest
 
-from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, NetworkError, UsageError
-from forebay.storage.base import ChangedError, PathOrigin
-from forebay.storage.chunk_file import UNVERIFIED, ChunkFile, create
-from forebay.storage.fetch import RunFetcher
+from forebay.storage.base import ChangedError
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
 from forebay.storage.ranged_download import download_large_file, plan_download
-from forebay.storage.transfers import FileTransfer, map_path_of
 from support.origin_server import OriginServer
 
 MIB = 1 << 20
@@ -59,17 +55,6 @@ def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ra
     for wrong in ({"chunk_size": 1000}, {"max_workers": 0}):
         with pytest.raises(UsageError):
             plan_download(size, **wrong)
-
-
-def test_a_shard_of_215_gb_is_resumed_by_8_mib(tmp_path: Path) -> None:
-    plan, part = plan_download(215_000_000_000, 2 * 1024**3, "all"), tmp_path / "part"
-    info = SliceInfo(0, "big", plan.num_bytes, "", 0, 0, plan.piece_bytes)
-    create(part, map_path_of(part), info)
-    with RunFetcher(plan.workers) as fetcher:
-        assert FileTransfer(fetcher, info, part, [PathOrigin(tmp_path)]).received == 0
-        ChunkFile(part, map_path_of(part), info).marks[12_800:12_802] = UNVERIFIED  # In the middle of a range.
-        again = FileTransfer(fetcher, info, part, [PathOrigin(tmp_path)], run_bytes=plan.chunk_bytes)
-        assert again.received == 16 * MIB
 
 
 def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path: Path) -> None:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 from forebay.network.retry import backoff_s
 from forebay.storage.fetch import SourceStats, choose_source
-
-
-def test_backoff_doubles_and_jitters() -> None:
-    chance = random.Random(1)
-    for times in range(1, 40):
-        waits = [backoff_s(times, 0.2, 15, chance=chance) for _ in range(20)]
-        middle = min(15, 0.2 * 2 ** (times - 1))
-        assert all(0.5 * middle <= wait <= 1.5 * middle for wait in waits)
-        assert len(set(waits)) == 20
 
 
 def test_choice() -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from forebay.errors import PrepareError
-from forebay.formats.inputs import ReadOptions
-from forebay.prepare.inputs import find_inputs, read_split, split_files
 from support.streams import ROWS, WRITERS, facts, jsonl, samples, stream, take_state, write_files
 
 SETTINGS = {"lanes": 1, "global_batch_size": 12, "seq_len": 64}
@@ -32,21 +29,6 @@ def test_each_document_once_and_resume_is_exact(tmp_path: Path, suffix: str) -> 
             second = stream(str(folder / "*"), **settings)
             second.load_state_dict(json.loads(json.dumps(states[stop])))
             assert facts(second) == full[stop:]
-
-
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_the_readers_go_on_at_any_record(tmp_path: Path, suffix: str) -> None:
-    """A piece from the `start` of a record begins with that record: states depend on it."""
-    options = ReadOptions()
-    folder = write_files(tmp_path / "files", suffix, 3)
-    for piece in split_files(find_inputs(folder, options).files, options):
-        records = list(read_split(piece, options))
-        for i, record in list(enumerate(records))[::7]:
-            if record.start >= 0:
-                rest = list(read_split(replace(piece, start=record.start), options))
-                assert [r.text for r in rest] == [r.text for r in records[i:]]
-        if piece.format in ("jsonl", "webdataset", "tfrecord"):
-            assert all(record.start >= 0 for record in records)
 
 
 def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:

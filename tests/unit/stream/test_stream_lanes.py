@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -16,22 +14,11 @@ from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.prepare.inputs import divide_file, find_inputs, read_split, split_files
 from forebay.stream import records as stream_records
 from forebay.stream.records import Share, find_records, share_files
-from support.streams import ROWS, csv, facts, jsonl, parquet, samples, stream, take_state, write_files
-
-KINDS = {
-    "parquet": (2, parquet),
-    "one-group.parquet": (2, lambda rows: parquet(rows, 1000)),
-    "jsonl": (3, jsonl),
-    "jsonl.gz": (9, lambda rows: gzip.compress(jsonl(rows))),
-    "few.jsonl.gz": (2, lambda rows: gzip.compress(jsonl(rows))),
-    "txt": (len(ROWS), lambda rows: rows[0]["text"].encode()),
-    "csv": (2, csv),
-}  # fewer files than lanes where they can be divided
+from support.streams import ROWS, facts, parquet, samples, stream, take_state, write_files
 
 
-def write(folder: Path, kind: str) -> Path:
-    number, form = KINDS[kind]
-    return write_files(folder, kind, number, form)
+def write(folder: Path, suffix: str) -> Path:
+    return write_files(folder, suffix, {"parquet": 2, "jsonl": 3}[suffix])  # fewer files than lanes
 
 
 @given(
@@ -96,81 +83,31 @@ def test_a_damaged_file_is_reported_by_one_lane(tmp_path: Path, monkeypatch: pyt
         assert sum(map(len, shares)) == len(ROWS) + 1
 
 
-@pytest.mark.parametrize("min_share_bytes", [1, 1 << 20])
-@pytest.mark.parametrize("kind", KINDS)
-def test_shares_are_disjoint_and_together_everything(
-    tmp_path: Path, kind: str, min_share_bytes: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("suffix", "lanes", "worlds"), [("jsonl", 1, (3, 5)), ("jsonl", 4, (1, 2, 8)), ("parquet", 4, (2, 8))]
+)
+def test_a_state_of_another_world_is_exact(
+    tmp_path: Path, suffix: str, lanes: int, worlds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
-    records = find_records([write(tmp_path / "files", kind)], ReadOptions())
-    for epoch, lanes in enumerate((1, 2, 4, 7)):
-        key = bytes([epoch] * 16)
-        shares = [
-            [record.text for record, _ in records.open(epoch, key, share=Share(lane, lanes))] for lane in range(lanes)
-        ]
-        assert Counter(text for share in shares for text in share) == Counter(row["text"] for row in ROWS)
-        assert all(shares), (kind, lanes)
-        if kind == "jsonl" and min_share_bytes == 1:
-            assert max(map(len, shares)) < 2 * len(ROWS) / lanes
-
-
-@pytest.mark.parametrize("lanes", [1, 4, 6])
-def test_the_samples_are_the_same_in_every_world(tmp_path: Path, lanes: int) -> None:
-    folder = write(tmp_path / "files", "parquet")
-    settings = {"lanes": lanes, "global_batch_size": 12, "steps": 10, "epochs": None}
-    full = list(stream(folder, **settings))
-    expected = samples(full)
-    assert sorted(expected) == list(range(120)) or lanes == 1
-    for world_size in (5 if lanes == 1 else 2, 12):
-        result = {}
-        for rank in range(world_size):
-            own = list(stream(folder, rank=rank, world_size=world_size, **settings))
-            for batch, whole in zip(own, full, strict=True):
-                ids = whole.sample_ids[rank::world_size]
-                assert batch.sample_ids.tolist() == ids.tolist()
-                assert batch.weight == len(ids) * world_size / len(whole)
-            result.update(samples(own))
-        assert result == expected
-
-
-def test_ranks_have_equally_many_full_batches_beyond_the_end_of_their_lanes(tmp_path: Path) -> None:
-    folder = write(tmp_path / "files", "jsonl")
-    for rank in range(3):
-        batches = list(stream(folder, rank=rank, world_size=3, batch_size=4, steps=60, epochs=None))
-        assert len(batches) == 60 and batches[-1].epoch >= 1
-        assert {(len(batch), batch.weight, batch.inputs.shape) for batch in batches} == {(4, 1.0, (4, 32))}
-        assert [batch.step for batch in batches] == list(range(60))
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "few.jsonl.gz"])
-def test_resume_is_exact_at_every_batch(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
-    folder = write(tmp_path / "files", kind)
-    settings = {"rank": 1, "world_size": 3, "batch_size": 8, "steps": 30, "lanes": 6, "epochs": None}
-    expected, running = facts(stream(folder, **settings)), stream(folder, **settings)
-    states = [running.state_dict(), *(running.state_dict() for _ in running)]
-    assert expected[-1][3] >= 1
-    for stop in range(0, 31, 6):
-        second = stream(folder, **settings)
-        second.load_state_dict(json.loads(json.dumps(states[stop])))
-        assert facts(second) == expected[stop:]
-
-
-@pytest.mark.parametrize(("lanes", "worlds"), [(1, (3, 5)), (4, (1, 2, 8))])
-def test_a_state_of_another_world_is_exact(tmp_path: Path, lanes: int, worlds: tuple[int, ...]) -> None:
-    folder = write(tmp_path / "files", "jsonl")
+    folder = write(tmp_path / "files", suffix)
     common = {"lanes": lanes, "global_batch_size": 8, "steps": 40, "epochs": None}
     expected = samples(stream(folder, **common))
-    states = [take_state(stream(folder, rank=rank, world_size=4, **common), 17) for rank in range(4)]
-    for world_size in worlds:
-        rest = {}
-        for rank in range(world_size):
-            created = stream(folder, rank=rank, world_size=world_size, **common)
-            created.load_state_dict(states if lanes > 1 else states[rank % 4])
-            rest.update(samples(created))
-        first = min(rest)
-        assert rest == {number: row for number, row in expected.items() if number >= first}
-        assert first == 17 * 8 or lanes == 1
+    for stop in (0, 17):
+        states = [take_state(stream(folder, rank=rank, world_size=4, **common), stop) for rank in range(4)]
+        for world_size in worlds:
+            rest = {}
+            for rank in range(world_size):
+                created = stream(folder, rank=rank, world_size=world_size, **common)
+                created.load_state_dict(states if lanes > 1 else states[rank % 4])
+                batches = list(created)
+                for batch in batches:
+                    assert set((batch.sample_ids - 8 * batch.step).tolist()) == set(range(rank, 8, world_size))
+                    assert batch.weight == len(batch) * world_size / 8
+                rest.update(samples(batches))
+            first = min(rest)
+            assert rest == {number: row for number, row in expected.items() if number >= first}
+            assert first == stop * 8 or lanes == 1
 
 
 def test_states_of_too_few_ranks_or_other_lanes_are_refused(tmp_path: Path) -> None:
