@@ -135,11 +135,7 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
             os.dup2(os.open(path, flags, 0o644), number)
         if ns:
             enter(ns)
-        if argv[0] == "relay":
-            from support.relay import relay
-
-            relay(*argv[1:])
-        elif argv[0] == "module":
+        if argv[0] == "module":
             import_module(argv[1]).main(*argv[2:])
             code = 0
         else:

@@ -4,12 +4,11 @@
         a, b = lab.host("a"), lab.host("b")
         node = a.forebay("serve", …)         a real process in a's namespace
         lab.vanish(a); lab.return_(a)         a is cut from all: packets are dropped, without a reply
-        lab.lose(a, 0.02); lab.delay(a, 0.025); a.limit_upload(1_000_000)
         home = lab.nat("home"); c = home.host("c")     c is masqueraded: nothing comes in
 
 Every host is routed to every other through the router's namespace: 10.77.K.2 by 10.77.K.1. Names hold this process's
-id, so that what a killed run left is known and removed by the next. Needs root, iproute2 and the kernel's namespaces;
-outages, loss and NAT need nft, limits tc, delay /dev/net/tun. `lacking` names what is missing here.
+id, so that what a killed run left is known and removed by the next. Needs root, iproute2, nft and the kernel's
+namespaces; `lacking` names what is missing here.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ _NAME = re.compile(r"mr-(\d+)-")
 
 
 @functools.cache
-def lacking(*features: str) -> str:
-    """Why this machine cannot do it, or "". Features beyond namespaces: "nft", "tc", "tun"."""
+def lacking() -> str:
+    """Why this machine cannot do it, or ""."""
     if sys.platform != "linux":
         return "hosts: expected Linux with network namespaces"
     if os.geteuid() != 0:
         return "hosts: expected root, for namespaces are made by root only"
-    for tool in ("ip", *(feature for feature in features if feature in ("nft", "tc"))):
+    for tool in ("ip", "nft"):
         if shutil.which(tool) is None:
             return f"hosts: expected the program {tool} (iproute2, nftables)"
-    if "tun" in features and not Path("/dev/net/tun").exists():
-        return "hosts: expected /dev/net/tun, for delay is made there"
     probe = f"mr-{os.getpid()}-probe"
     try:
         if message := _try(["ip", "netns", "add", probe]):
@@ -49,11 +46,8 @@ def lacking(*features: str) -> str:
         if message := _try(["ip", "-n", probe, "link", "add", "v0", "type", "veth", "peer", "name", "v1"]):
             return f"hosts: expected veth pairs, got: {message}"
         rules = "table inet t { chain c { type nat hook postrouting priority 100; masquerade; }; }"
-        if "nft" in features and (message := _try(["ip", "netns", "exec", probe, "nft", rules])):
+        if message := _try(["ip", "netns", "exec", probe, "nft", rules]):
             return f"hosts: expected nft with NAT, got: {message}"
-        limit = ["tc", "qdisc", "add", "dev", "v0", "root", "tbf", "rate", "1mbit", "burst", "32k", "latency", "50ms"]
-        if "tc" in features and (message := _try(["ip", "netns", "exec", probe, *limit])):
-            return f"hosts: expected tc with tbf, got: {message}"
     finally:
         _try(["ip", "netns", "del", probe])
     return ""
@@ -62,12 +56,11 @@ def lacking(*features: str) -> str:
 class Host:
     """A namespace with one address."""
 
-    def __init__(self, lab: Lab, name: str, address: str, port: str) -> None:
+    def __init__(self, lab: Lab, name: str, address: str) -> None:
         self.lab = lab
         self.name = name
         self.ns = lab.ns(name)
         self.address = address
-        self.port = port  # the device at the router's end of its wire
 
     def forebay(self, *argv: object, log: str = "") -> Process:
         """A node in this host, by the arguments of its command line."""
@@ -76,11 +69,6 @@ class Host:
         path.touch()
         path.with_name(path.name + ".err").touch()
         return self.lab.forks.start(self.ns, words, path)
-
-    def limit_upload(self, bytes_per_s: float) -> None:
-        """Cap what leaves this host."""
-        limit = f"tbf rate {int(bytes_per_s * 8)}bit burst 32k latency 200ms"
-        _run(["ip", "netns", "exec", self.ns, "tc", "qdisc", "replace", "dev", "eth0", "root", *limit.split()])
 
 
 class Nat(Host):
@@ -111,14 +99,11 @@ class Lab:
         self._stack.callback(self.forks.close)
         _batch(self.router, ["link set lo up", "route add blackhole 192.168.0.0/16"])  # a home's address leads nowhere
         _forwarding(self.router)
-        if not lacking("nft"):
-            _nft(
-                self.router,
-                "table inet lab { set gone { type ipv4_addr; };"
-                " chain forward { type filter hook forward priority 0;"
-                ' oifname "tun*" accept;'  # on its way into a delay: it comes by here again
-                " ip saddr @gone drop; ip daddr @gone drop; }; }",
-            )
+        _nft(
+            self.router,
+            "table inet lab { set gone { type ipv4_addr; };"
+            " chain forward { type filter hook forward priority 0; ip saddr @gone drop; ip daddr @gone drop; }; }",
+        )
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -143,7 +128,7 @@ class Lab:
         _forwarding(host.ns)
         chain = 'chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; };'
         _nft(host.ns, f"table inet home {{ {chain} }}")
-        return Nat(self, name, host.address, host.port)
+        return Nat(self, name, host.address)
 
     def wire(self, name: str, router: str, net: str) -> Host:
         """A host with a wire to a router's namespace."""
@@ -153,7 +138,7 @@ class Lab:
                         f"addr add {net}.1/24 dev {port}", f"link set {port} up"])  # fmt: skip
         _batch(ns, ["link set lo up", f"addr add {net}.2/24 dev eth0", "link set eth0 up",
                     f"route add default via {net}.1"])  # fmt: skip
-        return Host(self, name, f"{net}.2", port)
+        return Host(self, name, f"{net}.2")
 
     def vanish(self, host: Host) -> None:
         """Drop every packet from and to a host: no reset, no word."""
@@ -162,23 +147,6 @@ class Lab:
     def return_(self, host: Host) -> None:
         """Undo a vanishing."""
         _nft(self.router, f"delete element inet lab gone {{ {host.address} }}")
-
-    def lose(self, host: Host, share: float) -> None:
-        """Lose a share of the packets that a host sends, by chance, to a thousandth."""
-        per_mille = round(share * 1000)
-        rule = f"ip saddr {host.address} numgen random mod 1000 < {per_mille} drop"
-        _nft(self.router, f"add rule inet lab forward {rule}")
-
-    def delay(self, hosts: list[Host], seconds: float) -> None:
-        """Hold each packet that these hosts send for a time: between two of them a round trip takes twice that."""
-        device, table = f"tun{self._index}", 100 + self.next_index()
-        _batch(self.router, [f"tuntap add dev {device} mode tun", f"link set {device} up",
-                             f"route add default dev {device} table {table}"])  # fmt: skip
-        log = self.directory / f"{device}.log"
-        log.touch()
-        log.with_name(log.name + ".err").touch()
-        self.forks.start(self.router, ["relay", device, str(seconds)], log).ready()
-        _batch(self.router, [f"rule add iif {host.port} lookup {table}" for host in hosts])
 
     def _add(self, name: str) -> str:
         ns = self.ns(name)

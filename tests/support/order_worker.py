@@ -5,11 +5,9 @@ The settings are JSON, so that tests and processes open the same Loaders; see `o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,26 +46,8 @@ def describe(batch: Any, has_content: bool) -> dict[str, Any]:
     return line
 
 
-def digest_of(batch: Any, row: int) -> str:
-    """A hash of a packed row: of its tokens, labels and documents."""
-    digest = hashlib.sha256()
-    for values in (batch.inputs, batch.labels, batch.document_ids, batch.position_ids):
-        digest.update(np.ascontiguousarray(values[row], np.int64).tobytes())
-    return digest.hexdigest()
-
-
-def loss_of(batch: Any, row: int) -> float:
-    """A number that stands for the loss of a row."""
-    return float(batch.labels[row].clip(0).mean())
-
-
 class Worker:
-    """One process. Settings: `loader`, `pause_s`; optional `state`, `has_content`, `has_state`.
-
-    With `gate` it starts to read when that file exists.
-
-    With `has_losses` lines have the rows' digests and their mean loss, and at the end the providers that were rejected.
-    """
+    """One process. Settings: `loader`, `pause_s`; optional `state`, `has_content`, `has_state`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -81,21 +61,13 @@ class Worker:
             if (state := self.settings.get("state")) is not None:
                 loader.load_state_dict(state)
             self.write(ready=True, at=time.monotonic())
-            while (gate := self.settings.get("gate")) is not None and not Path(gate).exists():
-                time.sleep(0.002)
             for batch in loader:
                 line = describe(batch, self.settings.get("has_content", False))
-                if self.settings.get("has_losses"):
-                    rows = range(len(batch))
-                    line["digests"] = [digest_of(batch, row) for row in rows]
-                    line["loss"] = float(np.mean([loss_of(batch, row) for row in rows]))
                 self.write(**line, state=loader.state_dict() if self.settings.get("has_state") else None)
                 time.sleep(self.pause_s)
-            sessions = loader.leases.sessions.open() if loader.leases else []
             loader.close()  # Only then is it known of the last batches whether their use is on record.
-            rejected = [vars(report) for session in sessions for report in session.leases.state.counts.rejected]
             stats = {name: value for name, value in loader.stats().items() if isinstance(value, (int, float))}
-            self.write(done=True, rejected=rejected, stats=stats)
+            self.write(done=True, stats=stats)
 
 
 def main(text: str) -> None:

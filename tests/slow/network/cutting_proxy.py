@@ -7,23 +7,19 @@ scheduler's disk is full for a while (`RLIMIT_FSIZE` 0: every write to a file fa
 every sample was used once, every worker must end with 0, and every cache must have right bytes. A seed decides what is
 done and when; which request is cut depends on time.
 
-`python -m tests.slow.network.cutting_proxy` runs 200 seeds. `--tasks` instead lets each background task that
-`SupervisedThread`, or a server's loop, keeps alive raise once, at its start and while it runs.
+`python -m tests.slow.network.cutting_proxy` runs 200 seeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import json
 import logging
 import multiprocessing
 import os
 import random
-import re
 import resource
 import select
 import signal
@@ -34,7 +30,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,9 +46,7 @@ from forebay.load.options import NetworkOptions
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, verify
-from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
-from forebay.threads import SupervisedThread
 from support.chunk_checks import check_chunks
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset, make_network
@@ -63,8 +57,6 @@ SAMPLES = (SLICES - 1) * TOKENS // SEQ_LEN
 PAUSE_S = 0.015  # of a step
 NODES = ("data", "scheduler", "worker0", "worker1", "worker2")
 FAULTS = ("kill data", "kill scheduler", "kill worker0", "fill scheduler", "fill worker1")
-WHENS = ("start", "running")
-TAKES_WORK = "hash"  # takes work from a queue: what it raises in between loses the work, and no real error is there
 _has_worked = threading.Event()  # this process did what it is for
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["forebay.lease.session", "forebay.scheduler.server", "forebay.data_node"])
@@ -132,61 +124,7 @@ class CuttingProxy:
 # Processes.
 
 
-class InjectedError(Exception):
-    """The exception that a background task is made to raise."""
-
-
-@dataclass
-class Injection:
-    """Has one background task of a process raise once; `entered` counts how often each began.
-
-    Args:
-        task: Its name without digits; "" only counts.
-        when: start or running.
-    """
-
-    task: str = ""
-    when: str = ""
-    entered: Counter[str] = field(default_factory=Counter)
-    raised: bool = False
-
-    def install(self) -> None:
-        begin, supervise = SupervisedThread.__init__, Server._supervise
-
-        def init(thread: SupervisedThread, target: Callable[[], object], name: str, **options: Any) -> None:
-            begin(thread, lambda: self._run(target, name), name, **options)
-
-        async def supervised(server: Server, name: str, body: Callable[[], Awaitable[None]]) -> None:
-            await supervise(server, name, lambda: self._await(body, f"task {name}"))
-
-        SupervisedThread.__init__, Server._supervise = init, supervised  # type: ignore[method-assign,assignment]
-
-    def _is_due(self, name: str) -> bool:
-        kind = re.sub(r"[\s-]*\d+$", "", name)
-        self.entered[kind] += 1
-        is_due = kind == self.task and not self.raised
-        self.raised |= is_due
-        return is_due
-
-    def _run(self, target: Callable[[], object], name: str) -> object:
-        if self._is_due(name):
-            if self.when == "start":
-                raise InjectedError(name)
-            thread_id = ctypes.c_ulong(threading.get_ident())
-            raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
-            threading.Timer(0.5, raise_in_thread, (thread_id, ctypes.py_object(InjectedError))).start()
-        return target()
-
-    async def _await(self, body: Callable[[], Awaitable[None]], name: str) -> None:
-        if not self._is_due(name):
-            return await body()
-        if self.when == "running":
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.ensure_future(body()), 0.5)
-        raise InjectedError(name)
-
-
-def _child(role: Callable[..., Any], log: Path, injection: Injection, pipe: Connection, **settings: Any) -> None:
+def _child(role: Callable[..., Any], log: Path, pipe: Connection, **settings: Any) -> None:
     """Run one process: its log, its signals, its report over the pipe, as its disk may be full."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -194,13 +132,12 @@ def _child(role: Callable[..., Any], log: Path, injection: Injection, pipe: Conn
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    injection.install()
     try:
         report = role(pipe=pipe, stop=stop, **settings)
     except BaseException:  # noqa: BLE001  # reported over the pipe
         pipe.send({"error": traceback.format_exc(), "has_worked": _has_worked.is_set()})
         os._exit(1)
-    pipe.send({"report": report, "entered": dict(injection.entered)})
+    pipe.send({"report": report})
     os._exit(0)  # without the interpreter's end: threads of libraries
 
 
@@ -252,13 +189,11 @@ def _work(
 class Node:
     """A process of a job, and what it reported."""
 
-    def __init__(self, role: Callable[..., Any], log: Path, injection: Injection, **settings: Any) -> None:
+    def __init__(self, role: Callable[..., Any], log: Path, **settings: Any) -> None:
         self.role, self.log, self.settings = role, log, settings
         self._pipe, theirs = _processes.Pipe(duplex=False)
         self._messages: dict[str, Any] = {}
-        self.process = _processes.Process(
-            target=_child, args=(role, log, injection, theirs), kwargs=settings, daemon=True
-        )
+        self.process = _processes.Process(target=_child, args=(role, log, theirs), kwargs=settings, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -281,7 +216,7 @@ class Node:
 
     def again(self) -> Node:
         """Start the same on what it left."""
-        return Node(self.role, self.log, Injection(), **self.settings)
+        return Node(self.role, self.log, **self.settings)
 
     def fill_disk(self, is_full: bool) -> None:
         """From now on let every write to a file fail, or none."""
@@ -327,14 +262,12 @@ class Job:
 
     Attributes:
         faults: What was wrong at its end.
-        entered: How often each background task began, by process.
     """
 
-    def __init__(self, folder: Path, plan: Plan, injections: dict[str, Injection] | None = None, seed: int = 0) -> None:
+    def __init__(self, folder: Path, plan: Plan, seed: int = 0) -> None:
         self.folder, self.plan = folder, plan
         self.cuts, self.faults, self.restarts = Counter[str](), list[str](), 0
-        self.entered: dict[str, dict[str, int]] = {}
-        self._injections, self._chance = injections or {}, random.Random(f"cuts {seed}")
+        self._chance = random.Random(f"cuts {seed}")
         self._nodes: dict[str, Node] = {}
         self._full, self._filled = set[str](), set[str]()  # disks that are full now, that were
         self._homes = make_network(folder, list(NODES), [])
@@ -371,8 +304,7 @@ class Job:
             self._add(name, _work, data_address=data, scheduler=scheduler, cache=cache, share=self.plan.share)
 
     def _add(self, name: str, role: Callable[..., Any], **settings: Any) -> Node:
-        injection = self._injections.get(name, Injection())
-        self._nodes[name] = Node(role, self.folder / f"{name}.log", injection, node=self._homes[name], **settings)
+        self._nodes[name] = Node(role, self.folder / f"{name}.log", node=self._homes[name], **settings)
         return self._nodes[name]
 
     def _watch(self) -> None:
@@ -443,7 +375,6 @@ class Job:
                     node.process.terminate()
                 if not node.receive("report"):
                     self.faults.append(f"{name} ended before the job was done")
-                self.entered[name] = node.receive("entered")
             except (RuntimeError, OSError) as error:
                 self.faults.append(f"{name}: {error}")
 
@@ -461,43 +392,22 @@ def run_seed(folder: Path, seed: int) -> list[str]:
     return Job(folder, Plan.draw(seed), seed=seed).run().faults
 
 
-def run_task(folder: Path, name: str, task: str, when: str) -> list[str]:
-    """Run a job in which a background task of one process raises once; return what was wrong."""
-    job = Job(folder, Plan(), {name: Injection(task, when)}).run()
-    if when == "start" and not job.faults and job.entered[name].get(task, 0) < 2:
-        job.faults.append(f"{task} began {job.entered[name].get(task, 0)} times")
-    return job.faults
-
-
 def main() -> int:
     """Run jobs; print a line for each, and return 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200, help="how many (200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
-    parser.add_argument("--tasks", action="store_true", help="background tasks that raise instead of seeds")
     args = parser.parse_args()
-    run: Callable[..., list[str]] = run_task if args.tasks else run_seed
-    cases: list[tuple[Any, ...]] = [(seed,) for seed in range(args.first, args.first + args.seeds)]
-    failed = dict[str, list[str]]()
+    failed = dict[int, list[str]]()
     with tempfile.TemporaryDirectory() as root:
-        if args.tasks:
-            entered = Job(_make_folder(root, "calm"), Plan()).run().entered
-            cases = [(name, task, when) for name in NODES[:3] for task in sorted(entered[name]) for when in WHENS]
-        for number, case in enumerate(cases):
-            if case[1:] == (TAKES_WORK, "running"):
-                continue
-            began, label = time.monotonic(), " ".join(map(str, case))
-            if faults := run(_make_folder(root, str(number)), *case):
-                failed[label] = faults
-            print(f"{label:44} {time.monotonic() - began:6.2f} s  {'; '.join(faults) or 'ok'}", flush=True)
-    print(json.dumps({"runs": len(cases), "failed": failed}))
+        for seed in range(args.first, args.first + args.seeds):
+            began, folder = time.monotonic(), Path(root, str(seed))
+            folder.mkdir()
+            if faults := run_seed(folder, seed):
+                failed[seed] = faults
+            print(f"{seed:6} {time.monotonic() - began:6.2f} s  {'; '.join(faults) or 'ok'}", flush=True)
+    print(json.dumps({"runs": args.seeds, "failed": failed}))
     return 1 if failed else 0
-
-
-def _make_folder(root: str, name: str) -> Path:
-    path = Path(root, name)
-    path.mkdir()
-    return path
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Each way in which a process of a job can die or fail, in one job; and a background task that raises."""
+"""Each way in which a process of a job can die or fail, in one job."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from slow.network.cutting_proxy import FAULTS, Job, Plan, run_task
+from slow.network.cutting_proxy import FAULTS, Job, Plan
 
 
 def test_a_job_with_cuts_kills_and_full_disks_uses_each_sample_once(tmp_path: Path) -> None:
@@ -12,7 +12,3 @@ def test_a_job_with_cuts_kills_and_full_disks_uses_each_sample_once(tmp_path: Pa
     moments = {fault: 0.3 + 0.5 * number for number, fault in enumerate(FAULTS)}
     job = Job(tmp_path, Plan(workers=3, cut_rate=0.15, data_cut_rate=0.1, moments=moments)).run()
     assert job.faults == [] and sum(job.cuts.values()) > 0
-
-
-def test_the_job_is_done_though_the_schedulers_loop_failed(tmp_path: Path) -> None:
-    assert run_task(tmp_path, "scheduler", "http-server", "running") == []

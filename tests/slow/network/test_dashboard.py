@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -68,7 +67,7 @@ def shown_view(page: Dashboard) -> View:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, SchedulerService, Dashboard]]:
-    """A job of which four workers used a part, and one was killed; its page, which records it."""
+    """A job of which four workers used a part, and one was killed; its page."""
     directory = tmp_path_factory.mktemp("job")
     with ExitStack() as stack:
         network = Network(directory, stack, *WORKERS)
@@ -76,8 +75,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Sch
         network.homes["plain"] = plain.node_dir
         network.serve(make_dataset(directory / "dataset", 40, 20_000))
         service = network.schedule(seq_len=16, lease_s=2.0)
-        record = RunRecord(directory / "record", interval_s=0.5)
-        page = stack.enter_context(Dashboard(source(network, service), record=record).start())
+        page = stack.enter_context(Dashboard(source(network, service)).start())
         words = ["worker", "--scheduler", service.address, "--batch-size", 2, "--listen", f"{HOST}:0"]
         words += ["--cache-bytes", 1 << 20]
         nodes = []
@@ -137,29 +135,6 @@ def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
     assert get(f"{url}v1/views/nan")[0] in (400, 404) and get(f"{url}v1/views/x")[0] == 400
     names = ('forebay_worker_tokens_per_second{worker="worker-2"}', 'forebay_wait_ratio{cause="')
     wait_for(lambda: {"text": get(f"{url}metrics")[2].decode()}, lambda view: all(n in view["text"] for n in names))
-
-
-def test_the_record_replays(
-    job: tuple[Network, SchedulerService, Dashboard], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    network, service, _ = job
-    folder = network.directory / "record"
-    record = RecordSource(folder)
-    times = record.times()
-    assert len(times) > 3 and times == sorted(times)
-    first, last = record.view_at(times[0]), record.view_at(times[-1])
-    assert times[0] <= first["at"] < times[0] + 1  # Views within a second are of one moment.
-    assert first["progress"]["done"] <= last["progress"]["done"]
-    assert main(["top", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert NAME in shown and all(name in shown for name in WORKERS) and "slices of the epoch" in shown
-    node = ["--identity", str(network.homes["scheduler"])]
-    assert main(["top", service.address, *node, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "job"
-    assert main(["top", "--replay", service.address, *node]) == 2
-    assert "expected a folder with the record of a run" in capsys.readouterr().err
-    assert main(["top", str(tmp_path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def check_page(browser: Browser, url: str, name: str, selector: str, act: Callable[[], Collection[str]]) -> None:
@@ -301,36 +276,3 @@ def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         wait_for(view, lambda view: "tokenize" in view.get("advice", ""))
     stream.close()
     assert RecordSource(tmp_path / "record").poll()["title"] == "text stream"
-
-
-def test_a_slow_disk_is_named(tmp_path: Path, stack: ExitStack) -> None:
-    """A process whose disk is throttled by the kernel reads a dataset that is not in the page cache."""
-    group = Path("/sys/fs/cgroup/blkio") / f"forebay-test-{os.getpid()}"
-    device = tmp_path.stat().st_dev
-    try:
-        group.mkdir()
-        stack.callback(group.rmdir)
-        (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} 2000000")
-    except OSError as error:
-        pytest.skip(f"the kernel's throttle of disks cannot be set here: {error}")
-    dataset = make_dataset(tmp_path / "dataset", 8, 4_000_000)
-    program = (
-        "import json, os, time, forebay\n"
-        f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        f"loader = forebay.Loader({str(dataset.path)!r}, seq_len=4096, batch_size=8)\n"
-        "page = forebay.serve_dashboard(loader)\n"
-        "print(json.dumps([page.url]), flush=True)\n"
-        "for batch in loader: time.sleep(0.001)\n"
-    )
-    slices = sorted((tmp_path / "dataset" / "slices").iterdir())
-    subprocess.run(["sync", *slices], check=True)  # Python's own fsync does nothing in these tests.
-    for path in slices:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    process = processes.Process("-c", program)
-    stack.callback(process.end)
-    (url,) = process.ready()
-    view = wait_for(
-        lambda: dict(json.loads(get(f"{url}v1/status")[2])), lambda view: view.get("waits", {}).get("disk", 0) > 0.3
-    )
-    assert "for the disk" in view["advice"]

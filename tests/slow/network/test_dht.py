@@ -82,16 +82,6 @@ def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht
     until_found(nodes[5], 7001)
 
 
-def test_the_first_node_is_found_by_one_who_comes_later(start: Start) -> None:
-    first = start()
-    first.announce(KEY, 7001)
-    until_found(first, 7001)
-    second = start(first)
-    until_found(second, 7001)
-    second.announce(KEY, 7002)
-    until_found(first, 7001, 7002)
-
-
 def test_a_port_in_use_is_said() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as current:
         current.bind((HOST, 0))

@@ -21,18 +21,14 @@ pytest.importorskip("libtorrent")
 
 from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
-from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.lease import fetching
 from forebay.load.samples import ends_reader
-from forebay.network import discovery, reachability
+from forebay.network import discovery
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
-from forebay.network.reachability import ReachabilityChecker
-from forebay.storage.base import Timeouts
-from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
-from forebay.storage.transfers import FileTransfer
 from support.leases_by_hand import FetchingWorker
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery
@@ -102,39 +98,6 @@ def announced(stack: ExitStack, table: LocalDiscovery, identity: Identity, *args
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(
-    ("lie", "about"),
-    [
-        *((lie, "slices") for lie in ("wrong_bytes", "stall", "huge", "garbage", "truncated")),
-        *((lie, "datasets") for lie in ("wrong_bytes", "stall", "huge", "chunked", "wrong_range")),
-    ],
-)
-def test_a_remote_dataset_is_read_from_the_honest_one(
-    lie: str, about: str, dataset: Dataset, make_identity: Make, tmp_path: Path
-) -> None:
-    """What a Loader of forebay://NETWORK/NAME stands on: open_remote and transfers."""
-    table, reader, invalid = LocalDiscovery(), make_identity("reader"), list[str]()
-    patience = Timeouts(stall_s=scaled(STALL_S) if lie in WAITED_FOR else 15.0)
-    with ExitStack() as stack:
-        liars = [announced(stack, table, make_identity(f"liar-{i}"), dataset, lie, about) for i in range(2)]
-        stack.enter_context(DataNode(make_identity("good"), [dataset], HOST, 0, table))
-        url = f"forebay://{reader.network_name}/{NAME}"
-        remote = open_remote(url, identity=reader, discovery=table, timeouts=patience)
-        assert remote.id == dataset.id and remote.table.to_parquet() == dataset.table.to_parquet()
-        transfers = stack.enter_context(RunFetcher())
-        part = tmp_path / "slice.part"
-        moved = FileTransfer(
-            transfers, remote.table.row(0), part, [remote.origin],
-            on_wrong=lambda origin, _: invalid.append(origin.url),
-        ).start()  # fmt: skip
-        assert moved.wait() and moved.error is None
-        assert part.read_bytes() == dataset.slice_path(0).read_bytes()
-    if about == "slices" and lie in BLAMED:
-        named = {url.partition("//")[2].partition("@")[0] for url in invalid}
-        assert named == {liar.identity.peer_id for liar in liars if liar.told}, invalid
-
-
-@pytest.mark.usefixtures("patient")
 def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity: Make) -> None:
     """They decide which samples a packed job has: a scheduler reads them before the first lease."""
     table, reader = LocalDiscovery(), make_identity("reader")
@@ -183,14 +146,6 @@ def test_a_search_hears_the_honest_one_only(
         until(lambda: len(liar.told) == 1)  # The search waits for a silent one for 1.5 s only.
 
 
-def test_the_peer_at_an_address_is_the_one_that_was_named(dataset: Dataset, make_identity: Make) -> None:
-    """A member that took another's address is asked nothing."""
-    with Liar(make_identity("thief"), dataset, "honest") as thief, Client(make_identity("reader")) as client:
-        with pytest.raises(NetworkError, match=r"expected .*, got .*Nothing was sent"):
-            client.get_bytes(thief.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 20, "a" * 32)
-        assert thief.asked == []
-
-
 def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path) -> None:
     with Client(make_identity("reader")) as client, closing(FetchingWorker(client, tmp_path / "cache")) as worker:
         for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
@@ -199,22 +154,3 @@ def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path
             with pytest.raises(ProtocolError, match=r"leases\.0\.sha256: "):
                 worker.lease(name, 10, [])
     assert not (tmp_path / "evil").exists() and not (tmp_path / "evil.part").exists()
-
-
-def test_a_member_is_named_only_where_it_answered(
-    dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reachability, "CHECK_S", 60.0)
-    identity = make_identity("sharer")
-    with (
-        Client(make_identity("reader")) as client,
-        Liar(identity, dataset, "honest") as sharer,
-        closing(ReachabilityChecker(client)) as checker,
-    ):
-        peer, thief = identity.as_peer, replace(identity.as_peer, peer_id="a" * 32)
-        assert not any(checker.check(item, sharer.address, HOST) for item in (peer, thief))
-        assert checker.check(peer, "", HOST) is not True
-        until(lambda: checker.check(peer, sharer.address, HOST) is True)
-        assert checker.check(peer, "127.0.0.1:1", HOST) is None  # its turn comes
-        until(lambda: checker.check(peer, "127.0.0.1:1", HOST) is False)
-        assert checker.check(thief, sharer.address, HOST) is not True

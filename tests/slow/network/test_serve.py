@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,21 +11,15 @@ import pytest
 
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
-from forebay.dataset.manifest import dataset_id
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import NetworkError, ProtocolError
+from forebay.errors import NetworkError
 from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
-from forebay.network.dht import LibtorrentDht
-from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers, parse_claim, record_key
-from forebay.network.peer import Peer
+from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers
 from forebay.network.pki.identity import Identity
-from forebay.storage.fetch import RunFetcher
-from forebay.storage.origins import open_remote
-from forebay.storage.transfers import FileTransfer
 from support.local_discovery import LocalDiscovery
-from support.nodes import HOST, NAME, make_dataset
+from support.nodes import HOST, make_dataset
 from support.waiting import until
 
 Make = Callable[[str], Identity]
@@ -55,46 +45,6 @@ def node(dataset: Dataset, table: LocalDiscovery, make_identity: Make) -> Iterat
 def client(make_identity: Make) -> Iterator[Client]:
     with Client(make_identity("client")) as client:
         yield client
-
-
-def test_from_a_name_to_verified_bytes(
-    node: DataNode, client: Client, dataset: Dataset, table: LocalDiscovery, make_identity: Make
-) -> None:
-    assert client.identity is not None
-    (claim,) = find_providers(table, client, client.identity.network_id, NAME)
-    assert (claim.name, claim.dataset_id, claim.num_slices, claim.peer_id) == (
-        NAME,
-        dataset.id,
-        4,
-        node.identity.peer_id,
-    )
-    address, files = claim.address, f"/v1/datasets/{dataset.id}"
-    assert dataset_id(client.get_bytes(address, f"{files}/manifest.json", 1 << 20)) == dataset.id
-    listed = client.get_bytes(address, f"{files}/slices.parquet", 1 << 20)
-    assert hashlib.sha256(listed).hexdigest() == dataset.manifest.table_sha256
-    rows = [dataset.table.row(index) for index in range(4)]
-    for row in rows:
-        data = bytearray(row.bytes)
-        client.read_range(address, f"/v1/slices/{row.sha256}", memoryview(data), 0, claim.peer_id)
-        assert data == (dataset.path / row.name).read_bytes()
-    until(lambda: node.status()["bytes_sent"] > sum(row.bytes for row in rows))
-    assert list(node.status()["peers"]) == [client.identity.peer_id]
-
-    # Claims are the signer's own.
-    body, peer = client.request_json(address, "GET", "/v1/claims")
-    good, other = body["claims"][0], make_identity("other")
-    assert parse_claim(good, peer).num_slices == 4
-    for invalid in (
-        {**good, "num_slices": 5},
-        {**good, "peer_id": other.peer_id},
-        {},
-        None,
-        {**good, "signature": "zz"},
-    ):
-        with pytest.raises(ProtocolError):
-            parse_claim(invalid, peer)
-    with pytest.raises(ProtocolError):
-        parse_claim(good, Peer(other.peer_id, other.public_key, "other"))
 
 
 def test_names_that_are_not_served_and_paths_that_climb(
@@ -212,50 +162,3 @@ def test_a_node_of_many_datasets_is_found_by_each_name(make_identity: Make, tmp_
         for item in (datasets[0], datasets[199]):
             claims = find_providers(table, client, node.identity.network_id, item.name, 5.0)
             assert [(claim.name, claim.dataset_id) for claim in claims] == [(item.name, item.id)]
-
-
-NODE = """
-import sys
-from forebay.dataset.reader import open_dataset
-from forebay.network.dht import LibtorrentDht
-from forebay.network.pki.identity import Identity
-from forebay.data_node import DataNode
-dht = LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", int(sys.argv[3]))])
-node = DataNode(Identity.load(sys.argv[1]), [open_dataset(sys.argv[2])], "127.0.0.1", 0, dht, ttl_s=3)
-node.start()
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_providers_found_through_the_dht_and_a_killed_one_disappears(
-    dataset: Dataset, make_identity: Make, client: Client, tmp_path: Path
-) -> None:
-    """By its name alone a dataset is found and read, through the network's own DHT."""
-    identities = [make_identity("data-1"), make_identity("data-2")]
-    assert client.identity is not None
-    network_id, running = client.identity.network_id, []
-    with contextlib.ExitStack() as stack:
-        dht = stack.enter_context(contextlib.closing(LibtorrentDht(HOST, 0)))
-        for identity in identities:
-            command = [sys.executable, "-c", NODE, str(identity.node_dir), str(dataset.path), str(dht.port)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            running.append(process)
-
-        def found() -> set[str]:
-            return {claim.peer_id for claim in find_providers(dht, client, network_id, NAME, 2.0)}
-
-        until(lambda: found() == {identity.peer_id for identity in identities})
-        running[0].kill()
-        running[0].wait()
-        until(lambda: found() == {identities[1].peer_id})
-        until(lambda: dht.find(record_key(network_id, "dataset", NAME), 2.0))
-        url = f"forebay://{client.identity.network_name}/{NAME}"
-        remote = open_remote(url, identity=client.identity.node_dir, discovery=dht, dataset_id=dataset.id)
-        with RunFetcher() as transfers:
-            transfer = FileTransfer(transfers, remote.table.row(0), tmp_path / "part", [remote.origin]).start()
-            assert transfer.wait() and transfer.error is None
-    assert (tmp_path / "part").read_bytes() == dataset.slice_path(0).read_bytes()

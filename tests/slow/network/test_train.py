@@ -14,17 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.errors import DatasetError, NetworkError, StateError
+from forebay.errors import DatasetError, StateError
 from forebay.load.batch import TokenBatch
-from forebay.network.client import Client, RemoteError
-from forebay.network.pki.identity import Identity
+from forebay.network.client import RemoteError
 from forebay.scheduler import proofs
 from forebay.scheduler.server import SchedulerService
 from slow.network.cutting_proxy import CuttingProxy
 from support.exchanges import ExchangeClient
-from support.nodes import Network, make_dataset, make_network
+from support.nodes import Network, make_dataset
 from support.proofs import proof_by_hand
-from support.waiting import until
 
 NUM_SLICES, TOKENS, SEQ_LEN = 40, 400, 16
 SAMPLES = (NUM_SLICES - 1) * (TOKENS // SEQ_LEN)
@@ -86,28 +84,7 @@ def test_four_workers_train_once_and_fetch_once(tmp_path: Path, stack: ExitStack
     assert np.array_equal(seen[TOKENS // SEQ_LEN + 2], tokens[2 * SEQ_LEN : 3 * SEQ_LEN])
 
 
-def test_the_scheduler_returns_at_another_address_and_the_lease_lives_on(network: Network) -> None:
-    """The second epoch is then read from the cache."""
-    first = network.schedule(seq_len=SEQ_LEN, epochs=2, lease_s=600.0)
-    second: list[SchedulerService] = []
-
-    def restart() -> None:
-        until(lambda: first.status()["samples_used"] >= 100)
-        first.stop()
-        second.append(network.schedule(seq_len=SEQ_LEN, epochs=2, lease_s=600.0))
-
-    thread = threading.Thread(target=restart)
-    thread.start()
-    pause = lambda batch: time.sleep(0.01)  # noqa: E731
-    report = network.work("w1", first, on_batch=pause, discovery=network.discovery, receipt_s=0.05)
-    thread.join()
-    assert second[0].address != first.address
-    assert report["samples"] == 2 * SAMPLES and report["leases_lost"] == 0
-    assert report["fetched_slices"] == NUM_SLICES - 1
-    network.assert_used_once(SAMPLES, epochs=2)
-
-
-def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerService, tmp_path: Path) -> None:
+def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerService) -> None:
     owner, thief = (ExchangeClient(network.client(name), service.address) for name in ("w1", "w2"))
     first = owner.exchange(want=1)["leases"][0]
     lease_id, step = first["lease_id"], {"start": 0, "stop": 1}
@@ -121,16 +98,9 @@ def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerSer
     assert (refused[0]["code"], refused[0]["offset"]) == ("range", 0)
     accepted = owner.exchange(**owner.receipt(first, **step))["uses"]
     assert accepted == [{"lease_id": lease_id, "offset": 1, "stop": first["stop"]}]
-    for body in (
-        [], {"want": -1}, {"want": 17}, {"want": 1.5}, {"known_leases": [1]}, {"session": "\n"}, {"uses": [{}]},
-        {"more": 1}, {"declared_until": {lease_id: -1}}, {"cached": {"x": "0"}}, {"failed": [7]},
-        {"reports": [{"peer_id": "x", "sha256": "0"}]},
-    ):  # fmt: skip
-        with pytest.raises(RemoteError) as caught:
-            owner.client.request_json(service.address, "POST", "/v2/exchange", body)
-        assert caught.value.status == 400, body
-    with pytest.raises(RemoteError, match="POST /v1/nothing: Not Found"):
-        owner.client.request_json(service.address, "POST", "/v1/nothing", {})
+    with pytest.raises(RemoteError) as caught:
+        owner.exchange(want=-1)
+    assert caught.value.status == 400
     assert service.status()["samples_used"] == 1
     # An exchange that comes late takes nothing back.
     owner.exchange(want=2, known_leases=[lease_id], attempt=2)
@@ -138,12 +108,6 @@ def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerSer
     with pytest.raises(RemoteError, match="attempt 1 is not newer than the last one, 2"):
         owner.exchange(want=2, known_leases=[], attempt=1)
     assert service.status()["slices_leased"] == num_leased > 1
-    # Another network of the same name: all is right but the root key.
-    (tmp_path / "elsewhere").mkdir()
-    with Client(Identity.load(make_network(tmp_path / "elsewhere", ["w1"], [])["w1"])) as stranger:
-        for method, path in (("GET", "/v1/job"), ("GET", "/v1/status"), ("POST", "/v2/exchange")):
-            with pytest.raises(NetworkError, match="certificate of the same network"):
-                stranger.request_json(service.address, method, path, {} if method == "POST" else None)
 
 
 def test_a_use_needs_proof_that_its_slice_was_there(

@@ -23,16 +23,15 @@ from forebay.network.access import AccessPolicy
 from forebay.network.app import make_app
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError, WrongPeerError
-from forebay.network.discovery import find_providers, read_claims, record_key
+from forebay.network.discovery import find_providers, read_claims
 from forebay.network.join import join_by_token
 from forebay.network.pki import revocation
 from forebay.network.pki.files import read_issuer, read_root
-from forebay.network.pki.identity import Identity, create_organisation, join, revoke
+from forebay.network.pki.identity import Identity, revoke
 from forebay.network.pki.revocation import MAX_REVOKED, parse_crl, sign_crl
 from forebay.network.publications import sign_dataset
 from forebay.network.revocation_sync import TrustWatch, send_crl
 from forebay.network.server import Server
-from forebay.peer_id import serial_number_of
 from forebay.scheduler.server import SchedulerService
 from support.attackers import answers, ask, connection, issue, organisation, request
 from support.local_discovery import LocalDiscovery
@@ -172,19 +171,6 @@ def test_a_revocation_spreads_and_cuts_live_connections(
     assert ("crl", created.number) in [(event["kind"], event["facts"].get("number")) for event in decisions]
 
 
-def test_a_revoked_organisation_is_out_with_all_its_nodes(node: DataNode, network_dir: Path, tmp_path: Path) -> None:
-    org = create_organisation(network_dir, tmp_path / "org", "acme")
-    members = [join(tmp_path / "org", tmp_path / name, name) for name in "nm"]
-    with connection(members[0], node.address) as live:
-        assert answers(live, request("GET", "/v1/status"))[0].status == 200
-        revoke(network_dir, org, node.identity.node_dir)
-        live.settimeout(None)
-        assert live.recv(1) == b""
-    for member in members:
-        with Client(member) as client, pytest.raises(NetworkError):
-            client.request_json(node.address, "GET", "/v1/status")
-
-
 def post_crl(member: Identity, address: str, pem: bytes) -> Any:
     with Client(member) as client:
         return client.request_json(address, "POST", "/v1/crls", pem, timeout_s=60.0)[0]
@@ -224,19 +210,6 @@ def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: py
     assert set(read) == {1} and len(read) <= 2  # once more from its file
 
 
-@pytest.mark.usefixtures("changes_at_once")
-def test_an_organisations_crl_takes_nobody_elses_member_out(network_dir: Path) -> None:
-    org, other = organisation(network_dir, "acme"), organisation(network_dir, "other")
-    server, victim = issue(network_dir, "server"), issue(network_dir, "victim", by=other)
-    own = issue(network_dir, "own", by=org)
-    crl = sign_crl(read_issuer(org), [serial_number_of(item.peer_id) for item in (victim, own, server)], 1)
-    with Server(make_app("x"), server, HOST, 0) as running:
-        assert post_crl(own, running.address, crl) == {"new": True}
-        assert ask(victim, running.address, "GET", "/v1/crls")[0] == 200
-        with pytest.raises(OSError):
-            ask(own, running.address, "GET", "/v1/crls")
-
-
 # Data.
 
 
@@ -263,17 +236,6 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
             assert service.status()["dataset_id"] == dataset.id
         finally:
             service.stop()
-
-
-def test_claims_of_another_peer_are_refused(node: DataNode, make_identity: Make, table: LocalDiscovery) -> None:
-    """A data node repeats what an honest one signed, from an address of its own."""
-    liar, key = make_identity("liar"), record_key(node.identity.network_id, "dataset", NAME)
-    with DataNode(liar, [], HOST, 0, None) as false, Client(make_identity("reader")) as reader:
-        false.claims = node.claims  # type: ignore[method-assign]
-        table.announce(key, false.port)
-        assert node.claims(liar.as_peer) and read_claims(reader, false.address, NAME) == []
-        claims = find_providers(table, reader, node.identity.network_id, NAME, 1.0)
-        assert [claim.peer_id for claim in claims] == [node.identity.peer_id]
 
 
 def test_an_observer_sees_no_name_and_no_bytes(node: DataNode, dataset: Dataset, client: Client) -> None:
