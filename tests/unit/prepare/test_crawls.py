@@ -55,17 +55,6 @@ def test_a_damaged_member_costs_itself_alone(tmp_path: Path) -> None:
             assert [r.location[:5] for r in result if r.problem] == ["byte "]
 
 
-def test_a_truncated_archive_gives_what_stands_before(tmp_path: Path) -> None:
-    full = b"".join(gzip.compress(warc_record(f"text {i} ".encode() * 50), mtime=0) for i in range(3))
-    path = tmp_path / "a.warc.gz"
-    for cut in range(len(full) - 60, len(full), 7):
-        path.write_bytes(full[:cut])
-        result = documents(path)
-        assert texts(result)[:2] == ["text 0 " * 50, "text 1 " * 50]
-        assert texts(result)[2:] in ([], ["text 2 " * 50])  # it may be whole when only the checksum is not
-        assert "ends" in result[-1].problem
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [0, 5, 40, 10_000, None])
 def test_wrong_lengths(tmp_path: Path, length: int | None, packed: bool) -> None:
@@ -73,13 +62,6 @@ def test_wrong_lengths(tmp_path: Path, length: int | None, packed: bool) -> None
     path = tmp_path / ("a.warc.gz" if packed else "a.warc")
     path.write_bytes(gzip.compress(data) if packed else data)
     assert texts(documents(path)) == ["the first text", "the second"]
-
-
-def test_garbage_between_records(tmp_path: Path) -> None:
-    path = tmp_path / "a.warc"
-    path.write_bytes(b"\0garbage" * 30_000 + b"\n" + warc_record(b"one") + b"x" * 100_000 + b"\n" + warc_record(b"two"))
-    result = documents(path)
-    assert texts(result) == ["one", "two"] and result[0].problem.endswith("begin no record")
 
 
 def test_caps(tmp_path: Path) -> None:
@@ -202,15 +184,6 @@ def test_files_for_programs_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.warc"
     path.write_bytes(b"".join(response(page, mime, url) for url, mime in retained + remaining))
     assert [record.url for record in documents(path)] == [url for url, _ in retained]
-
-
-def test_an_archive_without_documents_says_what_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "a.warc"
-    parts = [response("x", "image/png", "http://a/"), response("x", "text/html", "http://b/", 404)] * 2
-    path.write_bytes(b"".join([*parts, warc_record(b"GET / HTTP/1.1", "request", "application/http")]))
-    (record,) = documents(path)
-    assert record.failed and record.problem.startswith("expected responses of HTML or plain text, got none: 2 × ")
-    assert all(part in record.problem for part in ("2 × image/png", "2 × HTTP status 404", "1 × request record"))
 
 
 def test_metadata_of_a_crawl_says_what_to_name_in_its_place() -> None:

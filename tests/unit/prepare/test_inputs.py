@@ -92,16 +92,6 @@ def test_strict_stops_at_what_would_be_left_out(everyday: Path, tmp_path: Path) 
     assert prepare(everyday, out, strict=True).skipped == {} and not (out / "skipped.jsonl").exists()
 
 
-def test_links_are_followed_if_asked(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "secret.txt").write_text("elsewhere")
-    (tmp_path / "in/a.txt").write_text("here")
-    (tmp_path / "in/b.txt").symlink_to(tmp_path / "secret.txt")
-    for follow_links in (False, True):
-        out = tmp_path / f"out{follow_links}"
-        assert prepare(tmp_path / "in", out, follow_links=follow_links).documents_out == 1 + follow_links
-
-
 def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["too short", "short"])
     for to in ("dataset", "parquet"):
@@ -110,10 +100,6 @@ def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:
         report = load_report(tmp_path / to)
         assert report["totals"]["documents_in"] == 2 and report["funnel"][1]["documents_out"] == 0
         assert len(report["samples"]) == 2
-    (tmp_path / "b.csv").write_text("label\n1\n")
-    with pytest.raises(PrepareError, match="expected a column 'text', got columns label"):
-        prepare(tmp_path / "b.csv", tmp_path / "none")
-    assert skipped(tmp_path / "none")["b.csv"][0] == "failed" and load_report(tmp_path / "none")["skipped"]
 
 
 def test_a_document_over_which_the_stages_end_is_rejected_alone(

@@ -91,25 +91,6 @@ def test_probabilities_sum_to_one(
         assert sum(10 ** log_probability(model, context, word) for word in words) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("order", [2, 5])
-def test_bytes_do_not_depend_on_the_chunk(tmp_path: Path, order: int) -> None:
-    texts = CORPUS * 3 + ["other words entirely " + "x" * 100]
-    full = trained(tmp_path, texts, order=order).read_bytes()
-    assert trained(tmp_path, iter(texts), order=order, chunk=16).read_bytes() == full  # texts are read once
-    assert [p.name for p in tmp_path.iterdir()] == ["m.arpa"]
-
-
-@pytest.mark.parametrize("order", [2, 4])
-def test_kenlm_agrees(tmp_path: Path, order: int) -> None:
-    kenlm = pytest.importorskip("kenlm")
-    path = trained(tmp_path, CORPUS, order=order)
-    config = kenlm.Config()
-    config.show_progress = False
-    theirs, ours = kenlm.Model(str(path), config), read_arpa(path)
-    for line in ("the cat sat on a mat .", "dog", "", "never seen the words", "and and and a dog ran !"):
-        assert theirs.score(line) == pytest.approx(score(ours, order, line), abs=1e-4)
-
-
 def test_limits_of_vocabulary(tmp_path: Path) -> None:
     summary = train_lm(CORPUS * 2, tmp_path / "m.arpa", order=3, vocab_limit=4)
     model = read_arpa(tmp_path / "m.arpa")

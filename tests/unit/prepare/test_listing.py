@@ -13,7 +13,7 @@ from forebay.errors import PrepareError
 from forebay.formats.detect import find_encoding
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from forebay.storage.listing import LINK, describe_skipped
+from forebay.storage.listing import LINK
 from forebay.stream.text_stream import TextStream
 from support.preparing import good_texts, problems, read_records
 
@@ -68,11 +68,6 @@ def test_what_is_left_out_is_said_once_a_reason(tmp_path: Path) -> None:
         find_inputs(tmp_path, ReadOptions())
     assert "left out 1: hidden" in str(error.value) and "left out 4: binary data of no known format" in str(error.value)
     assert "\x1b" not in str(error.value)
-    (tmp_path / "a.txt").write_text("x")
-    lines = describe_skipped(find_inputs(tmp_path, ReadOptions()).skipped)
-    assert [line.partition(" (")[0] for line in lines] == [
-        "left out 1: an empty file", "left out 4: binary data of no known format", "left out 1: hidden",
-    ]  # fmt: skip
 
 
 def test_a_stream_logs_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,13 +56,6 @@ def test_what_all_members_did_is_counted_once(tmp_path: Path) -> None:
     shown = [(m["member"], m["state"], m["tasks"], m["pid"]) for m in merged["members"]]
     assert shown == [(str(i), "running", 1, os.getpid()) for i in range(3)]
     assert merged["state"] == "running" and merged["num_workers"] == 6
-    # A member that begins again takes up what it did.
-    again = member(tmp_path, "1")
-    report(again, "earlier", 80)
-    report(again, "task", 95)
-    again.write()
-    merged = read_progress(tmp_path)
-    assert merged["stages"][0]["done"] == 95 and merged["steps"][0]["tasks"] == 4
     report(first, "other", 95)  # it reads the results of the others
     report(first, "task", 100)
     first.write()

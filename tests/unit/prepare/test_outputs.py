@@ -15,13 +15,10 @@ import pyarrow as pa
 import pytest
 
 from forebay import open_dataset
-from forebay.cli import make_parser
-from forebay.cli.parser import walk
 from forebay.errors import UsageError
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.sources import open_source, open_table
 from forebay.formats.token_stream import documents
-from forebay.prepare.driver import OUTPUTS
 from forebay.prepare.outputs import megatron
 from forebay.prepare.outputs.text import SUFFIXES
 from forebay.storage.store import FolderStore
@@ -147,9 +144,3 @@ def test_settings_that_an_output_does_not_have_are_refused(corpus: Path, tmp_pat
     ):
         with pytest.raises(UsageError, match=message):
             prepare_output(to, corpus, tmp_path / "out", **options)
-
-
-def test_the_command_line_has_every_output() -> None:
-    prepare_parser = dict(walk(make_parser()))[("prepare",)]
-    (option,) = (action for action in prepare_parser._actions if action.dest == "to")
-    assert list(option.choices) == [output.name for output in OUTPUTS]

@@ -65,12 +65,6 @@ def shout(least: int) -> Recipe:
     return load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}}, allow_code=True)
 
 
-def test_it_runs_as_any_other(source: Path) -> None:
-    result = prepare(source, source.parent / "d", recipe=shout(2))
-    assert result.dropped == {"quiet": 2} and result.documents_out == 1
-    assert [stage["stage"] for stage in result.report["funnel"]] == ["read", "shout", "tokenize"]
-
-
 def test_a_column_of_characters_is_its_own_and_bytes_are_counted_as_bytes(source: Path) -> None:
     write_jsonl(source, ["é" * 40, "é" * 40, "ü" * 30])
     use = {"use": "own_stage:Characters"}
@@ -91,7 +85,6 @@ def test_its_failure_is_reported(source: Path, least: int, message: str) -> None
     [
         ("use = '..a:b'", "mine.use: expected module:Name"),
         ("use = 'os:getcwd'", "mine.use: expected the class of a stage, a dataclass"),
-        ("use = 'json:JSONDecoder'", "mine.use: expected the class of a stage, a dataclass"),
         ("use = 'broken_stage:A'", "mine.use: cannot import 'broken_stage:A': ZeroDivisionError"),
     ],
 )

@@ -19,17 +19,16 @@ from support.preparing import read_records
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("dictionary", [True, False])
-def test_headers_say_what_the_footer_says(tmp_path: Path, version: str, dictionary: bool) -> None:
+def test_headers_say_what_the_footer_says(tmp_path: Path, version: str) -> None:
     path = tmp_path / "x.parquet"
     table = pa.table({"text": [f"{i % 700} " * 40 for i in range(9000)]})
-    pq.write_table(table, path, use_dictionary=dictionary, data_page_version=version, data_page_size=1 << 14)
+    pq.write_table(table, path, data_page_version=version, data_page_size=1 << 14)
     column = pq.ParquetFile(path).metadata.row_group(0).column(0)
-    start = column.dictionary_page_offset if dictionary else column.data_page_offset
+    start = column.dictionary_page_offset
     with path.open("rb") as file:
         result = list(pages(file, start, start + column.total_compressed_size))
     assert sum(page.values for page in result if not page.is_dictionary) == 9000
-    assert [page.is_dictionary for page in result] == [dictionary] + [False] * (len(result) - 1) and len(result) > 1
+    assert [page.is_dictionary for page in result] == [True] + [False] * (len(result) - 1) and len(result) > 1
     assert sum(page.bytes for page in result) <= column.total_uncompressed_size
 
 

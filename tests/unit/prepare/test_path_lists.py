@@ -16,9 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.formats.inputs import ReadOptions
-from forebay.prepare import crawl_index, path_lists
-from forebay.prepare.inputs import find_inputs, sampled
+from forebay.prepare import path_lists
 from forebay.prepare.path_lists import is_path_below, is_path_list, list_paths
 from forebay.storage import remote_file
 from support.crawl import CRAWL, index_lines, write_index, write_mirror
@@ -78,24 +76,6 @@ def test_a_sample_requests_the_sampled_files_only(server: OriginServer, mirror: 
     remote = prepare(WET, tmp_path / "a", name="d", settings=settings)
     assert sum(name.endswith(".wet.gz") for name in server.requests) == 2 and 15 < remote.documents_in < 45
     assert prepare(mirror / LIST, tmp_path / "b", name="d", settings=settings).id == remote.id
-
-
-@given(st.integers(1, 3000), st.floats(0.0005, 1))
-def test_a_sample_of_a_sample_is_the_sample(count: int, fraction: float) -> None:
-    """Files are chosen before splits are, by the same rule."""
-    chosen, share = sampled(list(range(count)), fraction)
-    again, rest = sampled(chosen, share)
-    assert set(again) <= set(chosen) and len(chosen) - len(again) <= 1
-    assert abs(len(again) * rest - count * fraction) < 1e-6 * count + 1e-6 or len(again) == 1
-
-
-def test_sizes_are_requested_over_few_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mirror(tmp_path, num_files=100, num_records=1)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with OriginServer(tmp_path) as server:
-        assert len(find_inputs(f"{server.url}/{LIST}", ReadOptions()).files) == 100
-        assert server.most_at_once <= remote_file.MAX_CONNECTIONS
-        assert server.connections <= remote_file.MAX_CONNECTIONS + 2
 
 
 def test_a_server_in_trouble_is_waited_for(
@@ -184,16 +164,14 @@ def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_pa
     [
         (b"http://10.0.0.1/a.warc.gz\n", "line 1: expected a path below the list's root"),
         (b"crawl-data/a.warc.gz\n../../etc/passwd\n", "line 2: expected a path below"),
-        (b"//10.0.0.1/a.warc.gz", "expected a path below"),
         (b"a/%2e%2e/b.warc.gz", "expected a path below"),
         (b"\xff\x00\x1b[31m", "expected a path below"),
-        (b"a" * 2000, "expected a path below"),
         (b"\n\n", "expected a list of paths, got none"),
         (b"a.warc.gz\n" * 1_000_000, "at most 200,000 paths and 32 MiB, got more"),
         (gzip.compress(bytes(64 << 20), 1), "at most 200,000 paths and 32 MiB, got more"),
         (gzip.compress(random.Random(1).randbytes(1000))[:-30], "expected a complete list, got: damaged gz"),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_hostile_lists_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "x.paths.gz"
@@ -234,15 +212,6 @@ def test_records_are_fetched_by_their_ranges(
     remote = prepare(index, tmp_path / "a/d", settings={"read": {"format": "cdx"}})
     monkeypatch.setenv(path_lists.SERVER_VARIABLE, str(mirror))
     assert prepare(index, tmp_path / "b/d", settings={"read": {"format": "cdx"}}).id == remote.id
-
-
-def test_ranges_of_a_file_are_merged() -> None:
-    def entry(start: int, stop: int, name: str = "a") -> crawl_index._Entry:
-        return crawl_index._Entry(0, "", b"", "", name, start, stop)
-
-    first, near, other = entry(0, 10), entry(10, 20), entry(0, 5, "b")
-    far = entry(21 + crawl_index.MAX_GAP_BYTES, 1 << 20)
-    assert list(crawl_index.merged([far, near, first, other])) == [[first, near], [far], [other]]
 
 
 def test_hostile_lines_of_an_index_are_malformed(server: OriginServer, mirror: Path, tmp_path: Path) -> None:

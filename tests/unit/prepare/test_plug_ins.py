@@ -132,8 +132,6 @@ def test_a_function_becomes_a_filter(tmp_path: Path, own: Any) -> None:
     assert result.open().id == result.id and result.report["totals"]["documents_out"] == 3
     by_name = run(tmp_path, "named", filters=["enough_lines", "my_own:no_shouting"])
     assert by_name.dropped == result.dropped
-    recipe = load_recipe(settings={"enough_lines": {"min_lines": 4}})
-    assert run(tmp_path, "four", recipe=recipe).dropped == {"enough_lines": 3}
     table = {"mine": {"use": "my_own:enough_lines", "min_lines": 4}}
     assert run(tmp_path, "use", recipe=load_recipe(settings=table, allow_code=True)).documents_out == 2
 
@@ -154,7 +152,6 @@ def test_a_method_of_deduplication(tmp_path: Path, own: Any) -> None:
     settings = {"dedup": {"exact": True, "same_start": {"characters": 3}}}
     for name, arguments in (
         ("object", {"dedup": ["exact", own.SameStart(3)]}),
-        ("name", {"dedup": ["exact", "same_start"]}),
         ("recipe", {"recipe": load_recipe(settings=settings)}),
     ):
         result = run(tmp_path, name, **arguments)

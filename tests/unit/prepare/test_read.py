@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import google_crc32c
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
@@ -23,10 +22,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.convert import convert
 from forebay.errors import PrepareError, UsageError
+from forebay.formats.conversion import ConvertOptions
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.inputs import find_inputs, split_files
+from support.foreign_datasets import made_table
 from support.preparing import good_texts, problems, write_jsonl
 from support.preparing import read_records as records
 
@@ -35,32 +37,6 @@ DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), 
 
 def jsonl(documents: list[tuple[str, str]]) -> bytes:
     return b"".join(json.dumps({"id": name, "text": text}).encode() + b"\n" for name, text in documents)
-
-
-def frame(data: bytes) -> bytes:
-    """One TFRecord, by its specification."""
-
-    def masked(part: bytes) -> bytes:
-        crc = google_crc32c.value(part)
-        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-    head = struct.pack("<Q", len(data))
-    return head + masked(head) + data + masked(data)
-
-
-def field(number: int, data: bytes) -> bytes:
-    """A protobuf field of bytes."""
-    size, varint = len(data), b""
-    while size > 127:
-        varint += bytes([size & 127 | 128])
-        size >>= 7
-    return bytes([number << 3 | 2]) + varint + bytes([size]) + data
-
-
-def example(**features: str) -> bytes:
-    """A tf.train.Example of bytes features."""
-    entries = [field(1, field(1, k.encode()) + field(2, field(1, field(1, v.encode())))) for k, v in features.items()]
-    return field(1, b"".join(entries))
 
 
 def tar(members: dict[str, bytes]) -> bytes:
@@ -76,7 +52,6 @@ def tar(members: dict[str, bytes]) -> bytes:
 LINES = jsonl(DOCUMENTS)
 ROWS = [{"id": name, "text": text} for name, text in DOCUMENTS]
 TABLE = pa.Table.from_pylist(ROWS)
-FRAMES = b"".join(frame(example(**row)) for row in ROWS)
 
 
 def packed(pack: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -84,13 +59,12 @@ def packed(pack: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(b"".join(map(pack, LINES.splitlines(keepends=True))))
 
 
-def arrow(path: Path, stream: bool = False) -> None:
-    with path.open("wb") as file, (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, TABLE.schema) as writer:
+def arrow(path: Path) -> None:
+    with path.open("wb") as file, pa.ipc.new_stream(file, TABLE.schema) as writer:
         writer.write_table(TABLE, max_chunksize=2)
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "d.jsonl": lambda p: p.write_bytes(LINES),
     "bom.jsonl": lambda p: p.write_bytes(b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n")),
     "d.jsonl.gz": packed(gzip.compress),
     "d.jsonl.zst": packed(zstandard.compress),
@@ -101,14 +75,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "values.json": lambda p: p.write_text("\n".join(json.dumps(row, indent=1) for row in ROWS)),
     "d.csv": lambda p: p.write_bytes(("id,more,text\n" + "".join(f'{i},1,"{t}"\n' for i, t in DOCUMENTS)).encode()),
     "d.tsv": lambda p: p.write_bytes(("text\tid\n" + "".join(f'"{t}"\t{i}\n' for i, t in DOCUMENTS)).encode()),
-    "d.parquet": lambda p: pq.write_table(TABLE, p, row_group_size=2),
-    "d.arrow": arrow,
-    "stream.arrow": lambda p: arrow(p, True),
-    "d.feather": lambda p: feather.write_feather(TABLE, str(p), compression="zstd"),
-    "d.arrow.gz": lambda p: (arrow(p, True), p.write_bytes(gzip.compress(p.read_bytes()))),
-    "d.tfrecord": lambda p: p.write_bytes(FRAMES),
-    "d.tfrecord.gz": lambda p: p.write_bytes(gzip.compress(FRAMES)),
-    "d.tar": lambda p: p.write_bytes(tar({f"{i}.txt": t.encode() for i, t in DOCUMENTS})),
+    "stream.arrow": arrow,
+    "d.arrow.gz": lambda p: (arrow(p), p.write_bytes(gzip.compress(p.read_bytes()))),
     "d.tgz": lambda p: p.write_bytes(
         gzip.compress(tar({f"{row['id']}.json": json.dumps(row).encode() for row in ROWS}))
     ),
@@ -118,7 +86,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    """By its suffix or without one; nothing in a CSV file says that it is one."""
+    """By its suffix or without one; nothing in a CSV file says that it is one. The contract's samples are the rest."""
     for chosen in (name, *([name.replace(".", "-")] if not name.endswith(("csv", "tsv")) else [])):
         WRITERS[name](tmp_path / chosen)
         assert [(r.id, r.text, r.problem) for r in records(tmp_path / chosen)] == [(i, t, "") for i, t in DOCUMENTS]
@@ -193,12 +161,9 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
     invalid = {
         b'{"text": "\xff"}': "not UTF-8: invalid start byte at byte 10 of the line",
         b'{"text": "a\0b"}': "not JSON: Invalid control character",
-        b"\0\0\0": "not JSON",
         b'{"text": ': "not JSON",
         b"[" * 100_000: "not JSON: nested too deeply",
-        b'{"a":' * 100_000 + b"1" + b"}" * 100_000: "not JSON: nested too deeply",
         b'{"text": 5}': "expected a string under 'text', got int",
-        b'{"text": null}': "expected a string under 'text', got null",
         b"{}": "expected a string under 'text', got nothing",
         b"[1]": "expected an object, got list",
         b'{"text": "\\ud800"}': "half a surrogate pair",
@@ -275,12 +240,6 @@ def test_tables_say_which_columns_there_are(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
     (failed,) = records(tmp_path / "a.parquet")
     assert failed.failed and "expected a text column 'text', got columns body: string, n: int64" in failed.problem
-    pq.write_table(pa.table({"text": [b"ok", None, b"\xff"]}), tmp_path / "b.parquet")
-    assert good_texts(tmp_path / "b.parquet") == ["ok"]
-    assert problems(tmp_path / "b.parquet") == [
-        "expected a string under 'text', got null",
-        "not UTF-8: invalid start byte at byte 0",
-    ]
     raw = pa.StringArray.from_buffers(2, pa.py_buffer(struct.pack("<3i", 0, 1, 3)), pa.py_buffer(b"\xffok"))
     pq.write_table(pa.table({"text": raw}), tmp_path / "c.parquet")
     assert good_texts(tmp_path / "c.parquet") == ["ok"]
@@ -333,31 +292,6 @@ def test_tar_samples(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar"]
 
 
-def test_text_by_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo\n\xff\nthree")
-    assert good_texts(tmp_path / "a.txt", format="lines") == ["one", "two", "three"]
-    assert problems(tmp_path / "a.txt", format="lines") == ["not UTF-8: invalid start byte at byte 0"]
-
-
-def test_any_flipped_byte_of_a_tfrecord_is_noticed(tmp_path: Path) -> None:
-    """One in the data costs its record; one in a length or its checksum, what follows."""
-    frames = [frame(example(id=str(i), text=f"text {i}")) for i in range(4)]
-    data = b"".join(frames)
-    path = tmp_path / "a.tfrecord"
-    for position in range(0, len(data), 3):
-        changed = bytearray(data)
-        changed[position] ^= 0x10
-        path.write_bytes(changed)
-        got = records(path, format="tfrecord")
-        index, within = divmod(position, len(frames[0]))
-        lost = range(index, 4) if within < 12 else [index]
-        assert [r.text for r in got if not r.problem] == [f"text {i}" for i in range(4) if i not in lost]
-        assert ["checksum" in r.problem and r.location for r in got if r.problem] == [f"byte {index * len(frames[0])}"]
-    path.write_bytes(frames[0] + frame(example(id="1", text="x" * 5000)) + frames[2])
-    got = records(path, max_document_bytes=1000)
-    assert [r.problem[:8] for r in got] == ["", "a record", ""]
-
-
 def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path: Path) -> None:
     rows = [
         {"id": "1", "title": "Head", "body": "Body", "url": "http://a.org"},
@@ -371,12 +305,16 @@ def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path: Path) ->
     for name in ("a.jsonl", "a.parquet", "a.arrow"):
         path = tmp_path / name
         assert good_texts(path, text_keys=("title", "body")) == ["Head\n\nBody", "Only"]
-        assert good_texts(path, text_keys=("choices", "body")) == ["one\ntwo\n\nBody", "one\ntwo\n\nOnly"]
         first, second = records(path, text_keys=("*",))
         assert (first.text, second.text) == ("Head\n\nBody\n\none\ntwo", "Only\n\none\ntwo")
         assert (first.fields, first.id, second.id) == (("Head", "Body", "one\ntwo"), "1", "2")
     (tmp_path / "a.csv").write_text("id,title,body,url\n1,Head,Body,http://a.org\n2,,Only,\n")
-    for keys in (("title", "body"), ("*",)):
-        assert good_texts(tmp_path / "a.csv", text_keys=keys) == ["Head\n\nBody", "Only"]
+    assert good_texts(tmp_path / "a.csv", text_keys=("*",)) == ["Head\n\nBody", "Only"]
     assert problems(tmp_path / "a.jsonl", text_keys=("none",)) == ["expected text under none, got none"] * 2
     assert "expected columns with text" in problems(tmp_path / "a.parquet", text_keys=("none",))[0]
+
+
+def test_a_record_that_is_too_large_costs_itself_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    convert(made_table({"text": ["a", "x" * 5000, "b"]}), path, "tfrecord", ConvertOptions())
+    assert [r.problem[:8] for r in records(path, max_document_bytes=1000)] == ["", "a record", ""]

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
-from forebay.convert import convert
-from forebay.formats.conversion import ConvertOptions
 from forebay.formats.records import Record
 from support.preparing import prepare, read_records, write_jsonl
 
 
 def records(path: Path, columns: dict[str, str]) -> list[Record]:
     return read_records(path, columns=columns)
-
-
-@pytest.mark.parametrize("name", ["csv", "tfrecord"])
-def test_fields_of_a_row_are_columns(tmp_path: Path, name: str) -> None:
-    """`test_outputs.py` has other formats."""
-    path = tmp_path / "a.csv"
-    path.write_text("text,source,quality\n" + "".join(f"text {i},s{i},{i / 2}\n" for i in range(3)))
-    if name == "tfrecord":
-        rows = [{"text": f"text {i}", "source": f"s{i}", "quality": i / 2} for i in range(3)]
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "source.parquet")
-        path = tmp_path / "a"
-        convert(tmp_path / "source.parquet", path, name, ConvertOptions())
-    got = records(path, {"source": "text", "quality": "number", "absent": "number"})
-    assert [(r.text, *r.values[:2]) for r in got] == [(f"text {i}", f"s{i}", i / 2) for i in range(3)]
-    assert all(math.isnan(float(record.values[2])) for record in got)
 
 
 def test_fields_of_dumps_are_columns(tmp_path: Path) -> None:

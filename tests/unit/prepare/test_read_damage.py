@@ -55,20 +55,12 @@ def test_cut_off_anywhere(name: str) -> None:
     border = len(PACKERS[name](LINES[:3000]))
     for stop in range(1, len(packed), 3):
         got, damaged = all_before_damage(packed[:stop], name, 1000)
+        if name == "gz":
+            parts = (packed[: min(stop, border)], packed[border:stop])
+            assert got == b"".join(zlib.decompressobj(31).decompress(part) for part in parts)
         assert LINES.startswith(got)
         assert damaged == (stop != border)
     assert all_before_damage(packed, name, 777) == (LINES, False)
-
-
-def test_gzip_gives_every_byte_before_a_damage(tmp_path: Path) -> None:
-    packed = gzip.compress(LINES)
-    for stop in range(20, len(packed), 97):
-        path = tmp_path / "a.jsonl.gz"
-        path.write_bytes(packed[:stop])
-        registered = zlib.decompressobj(31).decompress(packed[:stop])
-        got = records(path, format="jsonl")
-        assert [r.text for r in got if not r.problem] == [json.loads(x)["text"] for x in registered.split(b"\n")[:-1]]
-        assert [r.problem.partition(" after")[0] for r in got if r.problem] == ["damaged gz"]
 
 
 @given(st.sampled_from(["gz", "zst", "lz4", "bz2", "xz"]), st.binary(max_size=300), st.integers(1, 400))
@@ -98,19 +90,11 @@ def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
             info = tarfile.TarInfo(f"{index}.txt")
             info.size = 700
             out.addfile(info, io.BytesIO(b"%d" % index * 700))
-        link = tarfile.TarInfo("link.txt")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        out.addfile(link)
     data = bytearray(archive.getvalue())
     data[3 * 512 + 130] ^= 1
     (tmp_path / "a.tar").write_bytes(data)
     expected = [(name, "" if name else "a damaged header") for name in ("0", "", "2", "3", "4")]
     assert [(r.id, r.problem) for r in records(tmp_path / "a.tar")] == expected
-    for stop in range(1, len(data), 301):
-        (tmp_path / "b.tar").write_bytes(archive.getvalue()[:stop])
-        got = records(tmp_path / "b.tar", format="webdataset")
-        full = sum(stop >= 3 * 512 * i + 512 + 700 for i in range(5))
-        assert [r.id for r in got if not r.problem] == [str(i) for i in range(full)]
 
 
 def test_files_that_vanish_are_reported(tmp_path: Path) -> None:

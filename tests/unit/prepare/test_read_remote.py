@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from forebay.errors import PrepareError
-from forebay.formats.inputs import MAX_INPUT_BYTES, MAX_SPLITS, InputFile, ReadOptions
+from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
 from support.answers import Answer, serve
-from support.preparing import good_texts, read_records
-from support.waiting import until
+from support.preparing import read_records
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
 
@@ -38,12 +33,10 @@ class Origin:
     modified: str = ""  # in place of an ETag
     head: dict[str, str] = field(default_factory=dict)  # headers that lie
     requested: list[str] = field(default_factory=list)
-    before_answer: Callable[[], object] = lambda: None
 
     def answer(self, path: str, headers: Mapping[str, str]) -> Answer:
         requested = headers.get("Range", "")
         self.requested.append(requested)
-        self.before_answer()
         data = self.files.get(path.partition("?")[0])
         if self.failures or data is None:
             self.failures -= bool(self.failures)
@@ -170,27 +163,3 @@ def test_a_public_server_redirects_to_nothing_inside(
     with pytest.raises(PermanentError, match="expected a redirect to a public address"):
         WebOrigin("http://93.184.215.14").get("a.jsonl", 1000)
     assert len(origin.requested) == 2
-
-
-def test_a_huge_file_costs_nothing_to_cut(origin: Origin) -> None:
-    pieces = split_files([InputFile(origin.url, "a.jsonl", "jsonl", "", MAX_INPUT_BYTES, "")], ReadOptions())
-    assert len(pieces) <= MAX_SPLITS and pieces[-1].stop == MAX_INPUT_BYTES
-
-
-def test_parquet_by_url(origin: Origin, tmp_path: Path) -> None:
-    texts, path = [f"t{i}" * 100 for i in range(5000)], tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=500)
-    origin.files["/a.parquet"] = path.read_bytes()
-    origin.drop_after = 400_000
-    assert good_texts(origin.url + "/a.parquet") == texts
-
-
-def test_a_long_wait_for_a_server_is_logged(
-    origin: Origin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
-    monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.01)
-    origin.failures = 4
-    origin.before_answer = lambda: until(lambda: "waiting for the list of inputs" in caplog.text)
-    assert len(find_inputs(f"{origin.url}/a.jsonl", ReadOptions()).files) == 1
-    assert re.search(rf"waiting for the list of inputs.*{origin.url}/a.jsonl", caplog.text)

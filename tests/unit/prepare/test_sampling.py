@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.formats.inputs import InputSplit
-from forebay.prepare.sampling import Sampling, SplitSums, interval
+from forebay.prepare.sampling import Sampling, interval
 
 
 @given(st.integers(1, 400), st.floats(0.001, 1))
@@ -18,23 +17,6 @@ def test_splits_and_documents_make_the_share(number: int, fraction: float) -> No
     assert len(sampling.splits) * sampling.share == pytest.approx(number * fraction)
     assert sampling.scale == pytest.approx(1 / fraction)
     assert sampling.is_whole == (fraction >= 1) or sampling.share == 1.0
-
-
-@pytest.mark.parametrize(("splits", "spread", "taken"), [(40, 0.0, 40), (40, 0.08, 10)])
-def test_intervals_hold_the_rate_nineteen_times_in_twenty(splits: int, spread: float, taken: int) -> None:
-    """Whole splits, whose rates differ by `spread`, and a fifth of their documents."""
-    rng, held, runs, documents = np.random.default_rng(1), 0, 400, 500
-    rates = np.clip(0.12 + spread * rng.standard_normal(splits), 0, 1)
-    dropped = rng.random((splits, documents)) < rates[:, None]
-    for _ in range(runs):
-        sums, total, read = SplitSums(), 0, 0
-        for split in rng.choice(splits, taken, replace=False):
-            chosen = dropped[split][rng.random(documents) < 0.2]
-            sums.add(len(chosen), {"r": int(chosen.sum())})
-            total, read = total + int(chosen.sum()), read + len(chosen)
-        low, high = interval(total, read, sums.error("r"), taken / splits, 0.2)
-        held += low <= dropped.mean() <= high
-    assert 0.90 <= held / runs <= 0.99
 
 
 def test_intervals_at_the_ends() -> None:

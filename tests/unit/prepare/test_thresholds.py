@@ -110,12 +110,3 @@ def test_filters_of_ones_own_report_what_they_measure(tmp_path: Path) -> None:
     assert [example["where"].rpartition(":")[2] for example in rule["nearest"]["kept"]] == ["3", "4", "5"]
     with pytest.raises(PrepareError, match="expected a measure of one of its reasons, a number for each of 8"):
         prepare(path, tmp_path / "e", filters=[WrongMeasure()])
-
-
-def test_thresholds_of_languages_are_apart(tmp_path: Path) -> None:
-    rows = [{"text": "a b c d e f"[: 2 * n], "language": code} for n in range(1, 7) for code in ("en", "de")]
-    length = {"min_words": 3, "language": {"de": {"min_words": 5}}}
-    settings = {"read": {"columns": {"language": "text"}}, "length": length}
-    result = prepare(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "d", settings=settings)
-    rules = [rule for rule in result.report["rules"] if rule["reason"] == "few_words"]
-    assert {rule["threshold"]: (rule["documents"], rule["dropped"]) for rule in rules} == {3: (6, 2), 5: (6, 4)}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,19 +46,6 @@ def run_share(folder: Path, index: int, count: int, pieces: int, run: Any = squa
         tasks = [Piece(number, str(folder)) for number in range(pieces)]
         engine.map(Committing(store, run), tasks, lambda i, output: results.__setitem__(i, output[0]))
     return results
-
-
-def test_each_task_runs_once_and_late_jobs_read_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share, "_MIN_POLL_S", 0.01)
-    results: list[dict[int, int]] = []
-    threads = [threading.Thread(target=lambda i=i: results.append(run_share(tmp_path, i, 3, 12))) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    results.append(run_share(tmp_path, 0, 1, 12))
-    assert results == [{number: number**2 for number in range(12)}] * 4
-    assert [path.read_text() for path in tmp_path.glob("ran-*")] == ["x\n"] * 12
 
 
 def test_claims_of_the_dead_lapse_and_those_of_the_living_do_not(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,46 +16,13 @@ from forebay.prepare.tasks.encode import EncodeTask, encode
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle
 from forebay.prepare.tokenize import encoders as coders
 from forebay.storage.store import FolderStore, open_store
-from support.token_parts import coder, documents, text_part
+from support.token_parts import coder, text_part
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 
 
-@dataclass(frozen=True)
-class Upper:
-    def cut(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
-        return pa.array([f"{first_row + i} {t.as_py().upper()}" for i, t in enumerate(texts)], pa.large_string())
-
-
 def read_objects(folder: Path, part: EncodedPart) -> dict[str, bytes]:
     return {kind: (folder / part.object(kind)).read_bytes() for kind in part.kinds}
-
-
-def test_each_document_once_in_order(tmp_path: Path) -> None:
-    task = EncodeTask(text_part(tmp_path, TEXTS, 70), coder(tmp_path), open_store(tmp_path), with_ids=True)
-    result = encode(pickle.loads(pickle.dumps(task)))
-    part = result.part
-    endings = {path.name.partition(".")[2] for path in (tmp_path / "tokens").iterdir()}
-    assert endings == {"tokens", "ends", "ids", "id_ends", "left"} and not list(tmp_path.glob(".*"))
-    assert documents(tmp_path, [part]) == [[*text.encode(), 256] for text in TEXTS]
-    assert (result.documents_in, result.documents_out, result.dropped) == (300, 300, {})
-    assert part.tokens == result.text_bytes + 300
-    lines = (tmp_path / part.object("ids")).read_bytes().splitlines(keepends=True)
-    assert [json.loads(line) for line in lines] == [[task.part.name, i, f"id{i}", ""] for i in range(300)]
-    stops = np.fromfile(tmp_path / part.object("id_ends"), "<u8")
-    assert stops.tolist() == np.cumsum([len(line) for line in lines]).tolist()
-
-
-def test_duplicates_empties_and_cuts(tmp_path: Path) -> None:
-    texts = ["a", "", "b", "c", "", "d"]
-    (tmp_path / "drop").write_bytes(bytes([0, 0, 2, 0, 1, 0]))
-    store = open_store(tmp_path)
-    task = EncodeTask(text_part(tmp_path, texts, 4), coder(tmp_path), store, drop=Flags(store, "drop", 0, len(texts)))
-    result = encode(task)
-    assert documents(tmp_path, [result.part]) == [[97, 256], [99, 256], [100, 256]]
-    assert result.dropped == {"duplicate": 2, "empty": 1}
-    cut = encode(replace(task, cut=Upper(), dedup_name="x"))
-    assert bytes(t for d in documents(tmp_path, [cut.part]) for t in d[:-1]) == b"0 A1 3 C5 D"
 
 
 @given(st.lists(st.text(max_size=30), max_size=60), st.integers(1, 40), st.booleans(), st.integers(0, 3))
