@@ -135,7 +135,6 @@ def _entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[
 
 
 _HOSTILE: dict[str, tuple[Any, bytes, int | None]] = {
-    "huge length": ({"a": _entry()}, b"1234", 1 << 63),
     "length past end": ({"a": _entry()}, b"1234", 4000),
     "overlap": ({"a": _entry(), "b": _entry(offsets=[2, 6])}, b"123456", None),
     "hole": ({"a": _entry(), "b": _entry(offsets=[6, 10])}, b"1234567890", None),
@@ -150,7 +149,6 @@ _HOSTILE: dict[str, tuple[Any, bytes, int | None]] = {
     "bool": ({"a": _entry(shape=[True], offsets=[0, 1])}, b"1", None),
     "no object": ([1, 2], b"", None),
     "not JSON": (b"{nonsense", b"", None),
-    "not UTF-8": (b'{"\xff": 1}', b"", None),
     "deep": (b'{"a":' * 100_000, b"", None),
     "key twice": (
         b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',

@@ -28,6 +28,10 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict:
 
 def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys, monkeypatch) -> None:
     folder, server = served
+    for where in (str(folder), server.url):
+        assert main(["inspect", where, "--json"]) == 0
+    local, remote = capsys.readouterr().out.splitlines()
+    assert json.loads(local) == json.loads(remote)
     server.faults.drop, server.faults.truncate = 0.2, 0.3
     assert main(["verify", server.url, "--json", "--quiet"]) == 0
     assert printed(capsys) == {"ok": True, "bad": [], "level": "hash", "checks": ["SHA-256 of every file"]}
@@ -54,12 +58,3 @@ def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch: pytest.Monkey
     monkeypatch.setattr("forebay.storage.origins._MAX_WAIT_S", 0.01)
     with pytest.raises(NetworkError, match="broke off"):
         dataset.verify()
-
-
-def test_a_url_is_inspected_as_its_directory(served, tmp_path: Path, capsys) -> None:
-    folder, server = served
-    for where in (str(folder), server.url):
-        assert main(["inspect", where, "--json"]) == 0
-    local, remote = capsys.readouterr().out.splitlines()
-    assert json.loads(local) == json.loads(remote)
-    assert main(["verify", str(tmp_path / "nothing"), "--json", "--quiet"]) == 1

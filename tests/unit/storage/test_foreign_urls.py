@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.data_node import DataNode
@@ -23,10 +24,11 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, read_claims, record_key
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, join
-from forebay.storage.base import Origin, PermanentError, Timeouts
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
-from forebay.storage.peer_source import open_untrusted_origin
+from forebay.storage.peer_dataset import PeerOrigin
+from forebay.storage.peer_source import UnusableOrigin, open_untrusted_origin
 from support.leases_by_hand import FetchingWorker
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
@@ -55,26 +57,18 @@ def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation() -> None:
             open_untrusted_origin(url, "any")
 
 
+@example("s3://bucket/d")
+@example("http://data.example/d")
+@example("az://container/d")
 @given(st.one_of(st.text(max_size=60), st.from_regex(r"(https?|s3|gs|az|file)://[ -~]{0,30}", fullmatch=True)))
 def test_whatever_a_url_is_the_error_is_the_peers(url: str) -> None:
     try:
-        open_untrusted_origin(url, "public")
+        origin = open_untrusted_origin(url, "public")
     except NetworkError:
         return
     parts = check_url(url)
+    assert origin.url == parts.geturl()
     assert parts.scheme in ("https", "s3", "gs") and not parts.query and not parts.username
-
-
-def test_urls_are_opened_where_the_reader_says_so() -> None:
-    url = "https://data.example/d"
-    with pytest.raises(PermanentError, match=r"--from-urls public"):
-        open_untrusted_origin(url, "")
-    assert open_untrusted_origin(url, "public").url == url
-    with pytest.raises(PermanentError, match=r"--from-urls any"):
-        open_untrusted_origin("http://data.example/d", "public")
-    with pytest.raises(PermanentError, match="account"):
-        open_untrusted_origin("az://container/d", "any")
-    assert open_untrusted_origin("s3://bucket/d", "public").url == "s3://bucket/d"
 
 
 PUBLIC = {"8.8.8.8": True, "2606:4700::1111": True, "::ffff:8.8.8.8": True, "64:ff9b::808:808": True} | dict.fromkeys(
@@ -235,25 +229,13 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
     assert sink.connections == 0
 
 
-def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(
-    dataset: Dataset, make_identity: Make, tmp_path: Path
-) -> None:
-    """The node is busy for a moment, and claims a URL besides: it is asked again."""
-    table, node = LocalDiscovery(), make_identity("node")
-    refusals = [http(503, {"error": "busy", "message": "later"}, Retry_After="0.01")] * 2
-
-    def answer(asked: Asked) -> bytes:
-        if asked.path.startswith("/v1/claims?"):
-            return signed_claims(node, {"dataset_id": dataset.id, "url": "https://data.example/d"})
-        if refusals:
-            return refusals.pop()
-        return http(200, (dataset.path / asked.path.rpartition("/")[2]).read_bytes())
-
-    with RudePeer(node, answer) as busy:
-        table.announce(record_key(node.network_id, "dataset", "corpus"), busy.port)
-        url = "forebay://test-network/corpus"
-        assert open_remote(url, identity=make_identity("r"), discovery=table).id == dataset.id
-    assert not refusals
+def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identity: Make) -> None:
+    origin = PeerOrigin(make_identity("r"), "corpus", discovery=LocalDiscovery())
+    busy = UnusableOrigin("peer://a", NetworkError("busy"))
+    busy.get = Mock(side_effect=TransientError("busy"))  # type: ignore[method-assign]
+    origin.sources = lambda: [busy, UnusableOrigin("https://data.example/d", NetworkError("not allowed"))]  # type: ignore[method-assign]
+    with pytest.raises(TransientError, match="busy"):
+        origin.get("manifest.json", 100)
 
 
 # Workers.

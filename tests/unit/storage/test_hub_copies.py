@@ -63,6 +63,10 @@ def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer) ->
         resumed = stream(inputs, **settings)
         resumed.load_state_dict(state)
         assert facts(resumed) == expected[5:] != []
+    write_jsonl(hub.directory / "datasets/a/b/data/train-1.jsonl", ROWS[350:])
+    new = download_hub("hf:a/b")
+    assert new.url != copy.url and new.files[0] == copy.files[0] and new.files[1] != copy.files[1]
+    assert all(path.is_file() for path in (*copy.paths, *new.paths))
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -84,14 +88,6 @@ def test_what_was_fetched_is_used_without_the_hub(
     again.paths[0].unlink()
     with pytest.raises(DownloadError):
         download_hub("hf:a/b")
-
-
-def test_a_new_commit_is_fetched_beside_the_old(hub: HubServer) -> None:
-    old = download_hub("hf:a/b")
-    write_jsonl(hub.directory / "datasets/a/b/data/train-1.jsonl", ROWS[350:])
-    new = download_hub("hf:a/b")
-    assert new.url != old.url and new.files[0] == old.files[0] and new.files[1] != old.files[1]
-    assert all(path.is_file() for path in (*old.paths, *new.paths))
 
 
 @pytest.mark.parametrize("name", ["data/train-0.jsonl", "data/train-1.jsonl"])

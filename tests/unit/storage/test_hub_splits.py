@@ -43,7 +43,6 @@ def paths(name: str) -> list[str]:
         ("owner/name", HubName("owner/name")),
         ("squad", HubName("squad")),
         ("owner/name/en:test", HubName("owner/name", "en", "test")),
-        ("owner/name:test@v1.0", HubName("owner/name", None, "test", "v1.0")),
         ("owner/name@refs%2Fconvert%2Fparquet/en", HubName("owner/name", "en", "train", "refs/convert/parquet")),
         ("owner/name:train@refs/pr/1", HubName("owner/name", None, "train", "refs/pr/1")),
         ("owner/name/data/**/*.parquet", HubName("owner/name", "data/**/*.parquet")),

@@ -85,16 +85,6 @@ def server(make_server: Callable[..., OriginServer]) -> OriginServer:
     return make_server()
 
 
-def test_slices_of_any_size(server: OriginServer, tmp_path: Path) -> None:
-    with RunFetcher(**QUICK) as fetcher:
-        for size in (1, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1_000_000):
-            data, before = CONTENT[:size], fetcher.stats()["bytes"]
-            (server.directory / "slice").write_bytes(data)
-            part, leaves = tmp_path / f"{size}", cached.leaves_of(data, CHUNK)
-            assert fetch(fetcher, part, server.url, info=slice_info(data), leaves=leaves) is None
-            assert fetcher.stats()["bytes"] == before + size
-
-
 @pytest.mark.parametrize(("kind", "drop", "truncate"), [("http", 0.4, 0.4), ("s3", 0.4, 0.4), ("http", 0.0, 0.9)])
 def test_no_byte_is_fetched_twice(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, drop: float, truncate: float
