@@ -40,21 +40,6 @@ def test_a_body_that_raises_once_runs_again(deaths: list[object], caplog: pytest
     assert "name=test once" in caplog.text and "Traceback" in caplog.text and "can't start new thread" in caplog.text
 
 
-def test_the_wait_between_failures_doubles_and_stop_ends_it(deaths: list[object]) -> None:
-    runs = threading.Semaphore(0)
-
-    def body() -> None:
-        runs.release()
-        raise OSError("no space")
-
-    thread = SupervisedThread(body, "test doubling", first_wait_s=0.001).start()
-    for _ in range(5):
-        assert runs.acquire()
-    assert thread.is_alive
-    thread.stop()
-    assert thread.join() and failures()["test doubling"] >= 5
-
-
 def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() -> None:
     assert SupervisedThread(lambda: None, "test never").join(0.0)
     joined: list[bool] = []

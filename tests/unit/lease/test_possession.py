@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.lease.messages import RANGE_BYTES, is_checked, proof_of, prove, range_of
+from forebay.lease.messages import RANGE_BYTES, is_checked, proof_of, range_of
 
 NAMES = st.text("abcdef0123456789", min_size=1, max_size=40)
 
@@ -30,13 +28,6 @@ def test_a_proof_is_of_bytes_a_lease_and_a_worker(lease_id: str, peer_id: str, d
         proof_of(lease_id + "x", peer_id, data),
         proof_of(lease_id, peer_id + "x", data),
     }
-
-
-def test_the_proof_of_a_file_reads_its_range_alone(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 4096
-    (tmp_path / "slice").write_bytes(data)
-    start, stop = range_of("1", "p", len(data))
-    assert prove("1", "p", tmp_path / "slice", len(data)) == proof_of("1", "p", data[start:stop])
 
 
 def test_the_first_leases_are_checked_and_later_one_in_sixteen() -> None:

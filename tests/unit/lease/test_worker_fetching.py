@@ -190,14 +190,6 @@ def test_a_slice_fails_only_if_all_that_sent_it_sent_wrong_bytes(worker: Fetchin
     assert worker.lost(lease(worker, other, away, lease_id="2")) == ""
 
 
-def test_a_web_server_sends_a_slice_by_its_name(worker: FetchingWorker, tmp_path: Path) -> None:
-    (tmp_path / "web" / "slices").mkdir(parents=True)
-    (tmp_path / "web" / "slices" / "3").write_bytes(CONTENT)
-    with OriginServer(tmp_path / "web") as server:
-        current = worker.lease(SHA256, len(CONTENT), [{"address": server.url}])
-        assert worker.fetched(current) == CONTENT and not worker.bad
-
-
 def test_a_wrong_byte_of_a_web_server_costs_a_chunk(make_identity: Make, tmp_path: Path) -> None:
     """Where `chunks.sha256` is beside the slices, the rest of the slice is not fetched again from another server."""
     dataset = open_dataset(make_dataset(tmp_path / "data", 2, 32, 2048))
@@ -266,20 +258,6 @@ def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node
         until(lambda: worker.fetcher.failure is not None)
         worker.close()
     assert isinstance(worker.fetcher.failure, UsageError)
-
-
-def test_a_passing_fault_of_the_machine_costs_one_lease_and_not_the_worker(
-    worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, real = make_node("a"), worker.cache.claim_slice
-
-    def fail_once(*args: Any, **more: Any) -> Any:
-        monkeypatch.setattr(worker.cache, "claim_slice", real)
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(worker.cache, "claim_slice", fail_once)
-    worker.lost(lease(worker, node))
-    assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
 
 
 def test_a_full_disk_ends_the_work_only_once_it_lasts(

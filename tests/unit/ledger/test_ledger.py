@@ -31,19 +31,6 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path, earlier: object) 
         Job.of(entry)
 
 
-def test_whole_epochs_are_ok(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    write(path, [3, 2], [(0, 0, 0, 2), (0, 1, 0, 2), (0, 0, 2, 3), (1, 1, 0, 2), (1, 0, 0, 3)])
-    for arguments in [(), (KEY, check), (None, check)]:
-        report = verify_ledger(path, *arguments)
-        assert report.ok, report.problems
-        assert report.epochs == [
-            {"epoch": 0, "samples": 5, "missing": 0, "repeated": 0},
-            {"epoch": 1, "samples": 5, "missing": 0, "repeated": 0},
-        ]
-    assert not verify_ledger(path, b"x" * 32, check).ok
-
-
 def test_missing_and_repeated_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     write(path, [4, 4], [(0, 0, 0, 3), (0, 0, 2, 3), (0, 1, 1, 2), (2, 1, 0, 4)])
@@ -59,7 +46,7 @@ def test_use_outside_the_dataset_is_a_problem(tmp_path: Path, use: tuple[int, in
     assert not verify_ledger(tmp_path / "l").ok
 
 
-def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_and_a_removed_or_swapped_line_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
     data = path.read_bytes()
@@ -69,19 +56,9 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(data[:position] + bytes([changed]) + data[position + 1 :])
         report = verify_ledger(path)
         assert not report.ok and report.problems, position
-
-
-def test_a_removed_or_swapped_line_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
-    lines = path.read_bytes().splitlines(keepends=True)
-    for changed in (
-        [*lines[:2], *lines[3:]],
-        [lines[0], lines[2], lines[1], lines[3]],
-        lines[1:],
-        lines[:-1],
-    ):
-        path.write_bytes(b"".join(changed))
+    job, worker, first, second = data.splitlines(keepends=True)
+    for lines in ([job, worker, second], [job, first, worker, second], [worker, first, second], [job, worker, first]):
+        path.write_bytes(b"".join(lines))
         assert not verify_ledger(path).ok
 
 
@@ -107,13 +84,6 @@ def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path
     path.write_bytes(path.read_bytes().replace(b'"l",0,0,0,2', b'"l",0,0,0,1'))
     with pytest.raises(LedgerError, match="hash"):
         Ledger.open(path, sign)
-
-
-@given(st.binary(max_size=300))
-def test_garbage_gives_a_report_and_no_other_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.mktemp("g") / "l"
-    path.write_bytes(data)
-    assert not verify_ledger(path, KEY, check).ok
 
 
 @given(st.lists(st.integers(0, 3), max_size=50))

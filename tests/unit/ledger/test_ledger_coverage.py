@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from hypothesis import strategies as st
 
 from forebay.errors import LedgerError
 from forebay.ledger import writer
-from forebay.ledger.chain import Checkpoint, Used, make_entry, read_entries
+from forebay.ledger.chain import Checkpoint, Used, make_entry
 from forebay.ledger.index import open_index
 from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.observe.ledger_queries import replay
 from support.ledgers import KEY, WORKER, check, sign, write_job
 from support.paths import GOLDEN
-from support.waiting import until
 
 
 def append(path: Path, *entries: tuple[str, dict[str, object]]) -> None:
@@ -61,11 +59,6 @@ def test_coverage_equals_counting_points(
     assert result.counts["repeated"] == np.maximum(flat - 1, 0).sum()
     assert result.counts["missing"] == ((flat == 0) & ~remaining).sum()
     assert result.counts.get("set_aside", 0) == ((flat == 0) & remaining).sum()
-    rebuilt = [np.ones(n, np.int64) for n in samples]
-    for i, a, b in result.missing.tolist():
-        rebuilt[i][a:b] -= 1
-    for i in range(4):
-        assert (rebuilt[i] == ((points[i] > 0) | aside[i])).all()
 
 
 # What verify finds and names.
@@ -206,32 +199,10 @@ def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
         assert ledger.append("note", {"n": 3}).seq == 1
 
 
-def test_one_fsync_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 0
-    with Ledger.open(tmp_path / "l", sign) as ledger:
-        ledger.append("job", {"samples_per_slice": [8, 0, 5], "scheduler": KEY.hex()})
-
-        def sync_after_all_have_appended(fd: int) -> None:
-            nonlocal count
-            count += 1
-            until(lambda: ledger.next_seq == 21)
-
-        monkeypatch.setattr(writer.os, "fsync", sync_after_all_have_appended)
-        threads = [threading.Thread(target=ledger.append, args=("paused", {"n": n})) for n in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        # One that began before the last had appended, and one for all the others.
-        assert count <= 2 and ledger.next_seq == 21
-        monkeypatch.undo()
-    assert len(list(read_entries(tmp_path / "l"))) == 21
-
-
 def test_the_form_on_disk(tmp_path: Path) -> None:
     """The bytes of format 1: whoever changes them changes what all ledgers are."""
     path = tmp_path / "l"
     write_job(path, WHOLE)
     golden = GOLDEN / "ledger.jsonl"
     assert path.read_bytes() == golden.read_bytes()
-    assert verify_ledger(golden, KEY, check).ok
+    assert verify_ledger(golden, KEY, check).ok and not verify_ledger(golden, b"x" * 32, check).ok

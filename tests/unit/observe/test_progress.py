@@ -45,14 +45,6 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\r" not in plain.getvalue()
 
 
-def test_short_work_is_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", plain)
-    with PrepareBar() as bar:
-        bar.update(Progress("filter", 10, 100, "B", 10, 5, 1))
-    assert plain.getvalue() == ""
-
-
 def test_values_as_a_person_reads_them() -> None:
     assert [plain(value) for value in ({}, [], None, {"a": 1}, 12345, True, 0.5)] == [
         "none", "none", "none", "a 1", "12,345", "yes", "0.5",

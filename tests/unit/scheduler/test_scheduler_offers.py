@@ -42,26 +42,6 @@ def test_while_no_data_node_is_announced_only_slices_of_workers_are_leased() -> 
     assert len(use_slices(core, "b", 38.0, want=4)) == 4
 
 
-def test_slices_outlive_an_outage_of_all_their_providers() -> None:
-    core = make_core(40)
-    now, used = 0.0, 0
-    while not core.table.done:
-        now += 1.0
-        is_up = now % 100 < 30
-        if is_up:
-            core.add_origins([ORIGIN], now)
-        core.expire(now)
-        for worker in ("a", "b", "c"):
-            for grant in exchange(core, worker, now, want=1, known_leases=()).leases:
-                assert grant.providers
-                if is_up and now % 3:
-                    used += 3
-                    exchange(core, worker, now, uses=(whole(grant),))
-                else:  # the provider is gone, though it was thought to be up
-                    exchange(core, worker, now, release=(grant.lease_id,))
-    assert used == 120 and not core.reasons
-
-
 def grant_to(core: SchedulerCore, worker: str, now: float) -> LeaseGrant:
     (grant,) = exchange(core, worker, now, want=1).leases
     return grant

@@ -1,12 +1,9 @@
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.clean.pii import Pii
 from support.batches import stage_texts, to_batches
-from support.pii import find_spans
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRIVATE KEY-----"
 
@@ -88,16 +85,3 @@ def test_options_and_counts() -> None:
 def test_refuses(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Pii(**options)  # type: ignore[arg-type]
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(
-        st.sampled_from([*"@.:-+( )1234 aF_é\n", "8.8.8.8", "a@b.de", "+49 89 1234567", "::", "GB29"]), max_size=80
-    ).map("".join)
-)
-def test_spans_ascend_within_the_text(text: str) -> None:
-    (result,) = find_spans([text], Pii())
-    edges = [edge for start, stop, _ in result for edge in (start, stop)]
-    assert edges == sorted(edges) and all(0 <= edge <= len(text) for edge in edges)
-    assert all(stop - start >= len("111::") for start, stop, _ in result)  # the shortest address there is

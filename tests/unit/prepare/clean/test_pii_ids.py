@@ -3,8 +3,7 @@
 import pytest
 
 from forebay.formats.records import Record
-from forebay.prepare.clean.pii import DEFAULT_KINDS, IDS, KINDS, Country, Pii
-from forebay.prepare.clean.pii_ids import IDENTIFIERS
+from forebay.prepare.clean.pii import Pii
 from support.batches import stage_texts, to_batches
 
 NUMBERS = {  # as authorities publish them, or computed by their rules; with `~`, a digit that does not check
@@ -56,12 +55,6 @@ def test_numbers(kind: str) -> None:
     masked = stage_texts(stage, [f"See {text}, it says." for text in good])
     assert all(f"<{kind}>, it says." in text for text in masked), masked
     assert stage_texts(stage, bad) == bad
-
-
-def test_all_kinds_have_a_test_and_a_country() -> None:
-    assert set(NUMBERS) == IDS == {item.kind for item in IDENTIFIERS} and set(DEFAULT_KINDS) < set(KINDS)
-    countries = {kind.split("_")[0] for kind in IDS if "_" in kind} - {"driving"}
-    assert set(Country.__args__) == countries
 
 
 def test_kinds_of_a_country_and_those_beside_others() -> None:

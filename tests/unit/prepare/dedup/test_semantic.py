@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forebay import prepare_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
 from forebay.storage.store import open_store
 from support.dedup_bench import Bench, drop_codes
 
@@ -90,34 +85,6 @@ def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path: Path) ->
         )
         contents.append(drop_codes(result))
     assert contents[0] == contents[1] == contents[2] and {0, 1, 2} == set(contents[0])
-
-
-@dataclass(frozen=True)
-class LetterCounts(Stage):
-    """A stand-in for a model: texts of the same letters have the same embedding."""
-
-    name: ClassVar[str] = "letter_counts"
-    version: ClassVar[int] = 1
-
-    def apply(self, batch: pa.RecordBatch) -> StageResult:
-        rows = [[float(text.count(c)) for c in "abcdefghijklmnopqrstuvwxyz"] for text in batch["text"].to_pylist()]
-        added = replace_column(batch, "embedding", pa.array(rows, pa.list_(pa.float32(), 26)))
-        return StageResult(added, keep_all(len(batch)))
-
-
-def test_a_stage_makes_the_embeddings(tmp_path: Path) -> None:
-    texts = ["the cat sat on the mat", "on the mat the cat sat", "a quick brown fox jumps", "xyzzy"]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {"dedup": {"semantic": True, "dimension": 26, "clusters": 2}}
-    result = prepare_dataset(
-        [tmp_path / "in.jsonl"],
-        tmp_path / "out",
-        tokenizer="bytes",
-        filters=[LetterCounts()],
-        settings=settings,
-        workers=1,
-    )
-    assert result.dropped == {"semantic_duplicate": 1}
 
 
 def test_documents_without_an_embedding_stay(bench: Bench) -> None:

@@ -145,45 +145,6 @@ def test_sampled_ngrams_find_copied_paragraphs(bench: Bench) -> None:
     assert remaining == [texts[0], *paragraphs[100:]]
 
 
-def test_a_run_is_cut_wherever_it_begins(bench: Bench) -> None:
-    run = " ".join(f"word{i}" for i in range(60))
-    texts = [
-        f"Before it. {run}. After it.",
-        f"Another text:\n“{run.title()}”\nand its end.",
-        run.replace("word30", "x"),
-    ]
-    remaining = bench.remaining([texts], Dedup(substring=True))
-    assert remaining == [texts[0], "Another text:\n“\nand its end.", texts[2]]
-
-
-def test_substrings_are_the_same_bytes_for_any_memory_scale_and_parts(bench: Bench, tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    texts = []
-    for _ in range(120):
-        words = [f"w{i}" for i in rng.integers(0, 3000, 120)]
-        if texts and rng.random() < 0.5:
-            start = int(rng.integers(0, 60))
-            words[start:start] = texts[int(rng.integers(len(texts)))].split()[start : start + 40]
-        texts.append(" ".join(words))
-    config = Dedup(substring=True, min_words=20, exact=True)
-    whole = bench.remaining([texts], config)
-    assert whole == bench.remaining([texts[i : i + 31] for i in range(0, 120, 31)], config, 1 << 14)
-    assert sum(map(len, whole)) < 0.9 * sum(map(len, texts))
-    part = bench.sign(texts, config)
-    written = []
-    for scale in (0, 2):
-        store = open_store(tmp_path / str(scale))
-        deduplicate(
-            [part],
-            config,
-            store,
-            lambda run, tasks, scale=scale: [run(task, scale) for task in tasks],
-            memory_bytes=1 << 16,
-        )
-        written.append(contents(store))
-    assert written[0] == written[1]
-
-
 def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     texts = [" ".join(f"w{i}" for i in rng.integers(0, 60, 40)) + ".\n" for _ in range(60)]

@@ -1,12 +1,9 @@
 """Rules for source files, from both sides of each threshold."""
 
-from pathlib import Path
-
 import pytest
 
 from forebay.errors import UsageError
 from forebay.formats.records import Record
-from forebay.prepare.config import load_recipe
 from forebay.prepare.filters.code import Code
 from support.batches import to_batches
 
@@ -60,10 +57,3 @@ def test_extension_decides() -> None:
     assert reason("# auto-generated\n", generated=False) == ""
     with pytest.raises(UsageError, match="language: expected settings of code in 'html', got 'max_line'"):
         Code(language=(("html", (("max_line", 2),)),))
-
-
-def test_tables_by_extension(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("[code]\nmax_lines = 5\n[code.language.sql]\nmax_lines = 9\n")
-    (stage,) = load_recipe(None, tmp_path / "mine.toml").stages
-    (batch,) = to_batches([Record(i, id=f"a.{kind}", text=LINE * 7) for i, kind in enumerate(("py", "sql"))])
-    assert stage.apply(batch).drop.tolist() == [0, -1]

@@ -6,8 +6,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.config import load_recipe
 from forebay.prepare.filters.c4 import C4
-from forebay.prepare.filters.languages import all_stop_words, stop_words
-from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
+from forebay.prepare.filters.quality import GopherQuality, GopherRepetition
 from forebay.prepare.filters.words import split_words
 from support.batches import drop_reasons, to_batches
 
@@ -23,17 +22,6 @@ from support.batches import drop_reasons, to_batches
 )
 def test_unspaced_words(cut: str) -> None:
     assert split_words(cut.replace(" ", "")) == cut.split()
-
-
-def test_chinese_goes_through_every_rule() -> None:
-    line = "我们在学校学习中文，老师对我们说：世界上的语言很多，每一种语言都有自己的历史和文化。"
-    others = [line.replace("学校", place).replace("历史", topic) for place, topic in ZH]
-    text = "\n".join([line, *others])
-    for stage in (GopherQuality(), FineWeb(max_duplicate_chars=1), C4(), Length(min_words=100)):
-        assert drop_reasons(stage, [text, text], ["zh", ""]) == ["", ""], stage.name
-
-
-ZH = [("家里", "音乐"), ("大学", "文学"), ("图书馆", "诗歌"), ("公园", "故事"), ("城市", "传统")]
 
 
 def test_c4_keeps_lines_that_end_as_their_script_has_it() -> None:
@@ -52,11 +40,6 @@ def test_stop_words_follow_the_column() -> None:
     assert drop_reasons(GopherQuality(), texts, languages) == expected
     own = GopherQuality(stop_words=("foo", "bar"))
     assert drop_reasons(own, [other, german], ["de", "de"]) == ["", "gopher_stop_words"]
-
-
-def test_stop_words_of_many_languages() -> None:
-    assert len(all_stop_words()) > 300 and {"der", "und"} <= set(stop_words("de")) == set(stop_words("deu_Latn"))
-    assert stop_words("tlh") == ()
 
 
 TABLES = """

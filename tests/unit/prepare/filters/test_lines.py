@@ -2,14 +2,11 @@
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import forebay
 from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.documents import StageResult
-from forebay.prepare.filters.lines import RULES, LineRules
+from forebay.prepare.filters.lines import LineRules
 from support.batches import to_batches
 
 
@@ -110,27 +107,6 @@ def test_counts_and_dropped_documents() -> None:
     result = apply(LineRules(max_removed_words=0.4), *texts)
     assert result.drop.tolist() == [1, 0, -1, -1, -1] and not result.counts
     assert result.batch["text"].to_pylist() == list(texts)
-
-
-def test_report_has_the_counts(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "in.txt").write_text("The first line is long enough.\n3 likes\n*** *** ***\nSHOUTED ALOUD\n" * 3)
-    result = forebay.prepare_dataset(
-        [tmp_path / "in.txt"], tmp_path / "out", tokenizer="bytes", filters=["lines"], workers=1
-    )
-    stage = next(stage for stage in result.report["funnel"] if stage["stage"] == "lines")
-    assert stage["changed"] == {"lines_counter": 3, "lines_symbols": 3, "lines_uppercase": 3}
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([*(line for line, _ in LINES), "", " ", "\t"]) | st.text(max_size=30), max_size=12))
-def test_lines_stand_alone(lines: list[str]) -> None:
-    """A line goes or stays whatever stands around it; order and bytes of the others are as before."""
-    lines = [line.replace("\n", " ") for line in lines]
-    keep = [not apply(LineRules(), f"{line}\nThis is it.").counts for line in lines]
-    result = apply(LineRules(), "\n".join([*lines, "This is it."]))
-    assert result.batch["text"][0].as_py() == "\n".join([*(line for line, k in zip(lines, keep) if k), "This is it."])
-    assert sum(result.counts.values()) == keep.count(False)
-    assert {*result.counts} <= {f"lines_{name}" for name in RULES}
 
 
 def test_a_line_above_the_limit_stays() -> None:

