@@ -243,10 +243,6 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
     return created
 
 
-def test_every_format_has_a_sample() -> None:
-    assert set(format_names()) == {*PLAIN, *OF_ROWS, *WRITTEN, *COPIED}
-
-
 @pytest.mark.parametrize("name", format_names())
 def test_an_unsupported_operation_is_a_usage_error(name: str) -> None:
     entry = get_format(name)

@@ -11,7 +11,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -252,17 +252,13 @@ def test_a_state_of_any_batch_resumes_with_the_next_one(cluster: LocalCluster, n
         return {**spec, "samples": {**spec.get("samples", {}), "prefetch_batches": batches}}
 
     expected = lines_of(open_loader(spec))
-    for stop in {*range(0, len(expected), 3), len(expected) // 2, len(expected)}:
+    for stop in {*range(0, len(expected), 5), len(expected) // 2}:
         with open_loader(ahead(stop % 3)) as loader:
-            batches = iter(loader)
-            assert lines_of(next(batches) for _ in range(stop)) == expected[:stop]
+            assert lines_of(islice(loader, stop)) == expected[:stop]
             state = json.loads(json.dumps(loader.state_dict()))
         with open_loader(ahead((stop + 1) % 3)) as loader:
             loader.load_state_dict(state)
-            rest = expected[stop:] if stop < len(expected) else []
-            assert lines_of(next(batches) for batches in [iter(loader)] for _ in rest[:3]) == rest[:3]
-            if stop % 7 == 0 and len(rest) > 3:
-                assert lines_of(loader) == rest[3:]
+            assert lines_of(loader) == expected[stop:]
 
 
 @pytest.mark.parametrize("case", ["masks", "mixture"])

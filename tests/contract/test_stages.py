@@ -38,14 +38,10 @@ def name(stage: Stage) -> str:
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=name)
-def test_is_plain_data(stage: Stage) -> None:
+def test_is_plain_data_and_adds_no_row(stage: Stage) -> None:
     assert pickle.loads(pickle.dumps(stage)) == stage and hash(stage) == hash(stage)
     assert dataclasses.is_dataclass(stage) and stage.version >= 1
     assert all(Path(file).is_file() for file in stage.files())
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=name)
-def test_nothing_in_nothing_out(stage: Stage) -> None:
     none = pa.record_batch([pa.array([], field.type) for field in SCHEMA], schema=SCHEMA)
     assert len(stage.apply(none).batch) == 0
     (empty,) = to_batches([Record(0), Record(1)])

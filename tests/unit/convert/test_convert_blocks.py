@@ -90,15 +90,6 @@ def stream(part: int) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch([[f"text {i}"], [f"u{i}"], [i / 2 if i else float("nan")]], schema=SCHEMA)
 
 
-@pytest.mark.parametrize("to", ["jsonl", "parquet", "arrow", "webdataset", "mds", "litdata"])
-def test_a_stream_of_documents_is_written_without_a_dataset_between(tmp_path: Path, to: str) -> None:
-    assert get_format(to).write_rows(table_of_stream(SCHEMA, stream(0), to), tmp_path / "a", NONE).num_rows == 2
-    got = read_table(tmp_path / "a").to_pydict()
-    assert (got["text"], got["url"], got["quality"][1]) == (["text 0", "text 1"], ["u0", "u1"], 0.5)
-    missing = got["quality"][0]
-    assert missing is None if to in ("jsonl", "webdataset") else missing != missing
-
-
 @BOTH
 @pytest.mark.parametrize("compress", ["", "zstd"])
 def test_directories_that_were_written_apart_become_one_dataset(tmp_path: Path, to: str, compress: str) -> None:

@@ -6,17 +6,11 @@ That columns come back from every format is in contract/test_formats.py.
 from __future__ import annotations
 
 import json
-import shutil
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.ipc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forebay.cli import main
 from forebay.convert import convert
@@ -27,11 +21,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.sources import open_table, verify_table
-from forebay.formats.tables import TableDigest
-from forebay.formats.tfrecord import integers, varints
-from forebay.load.loader import Loader
-from support.foreign_datasets import DOCUMENTS, FOREIGN, made_table, read_table
-from support.shared_data import shared_data
+from support.foreign_datasets import made_table, read_table
 
 
 def test_a_changed_byte_is_seen_when_reading_again(tmp_path: Path) -> None:
@@ -44,67 +34,7 @@ def test_a_changed_byte_is_seen_when_reading_again(tmp_path: Path) -> None:
         verify_table(out, written)
 
 
-LISTS = st.lists(st.one_of(st.none(), st.lists(st.floats(width=32), max_size=4)), min_size=1, max_size=30)
-
-
-@given(LISTS, st.data())
-def test_the_digest_knows_no_batches_and_no_types(rows: list[Any], data: st.DataObject) -> None:
-    table = pa.table({"x": pa.array(rows, pa.list_(pa.float32())), "i": list(range(len(rows)))})
-    first = TableDigest()
-    for batch in table.to_batches():
-        first.add(batch)
-    cut = data.draw(st.integers(0, len(rows)))
-    wide = table.cast(pa.schema([("x", pa.large_list(pa.float64())), ("i", pa.float64())]))
-    second = TableDigest()
-    for part in (wide.slice(0, cut), wide.slice(cut)):
-        for batch in part.to_batches():
-            second.add(batch)
-    assert first.columns() == second.columns()
-    if any(rows):
-        changed = TableDigest()
-        changed.add(pa.table({"x": pa.array([*rows[:-1], [0.5]], pa.list_(pa.float32()))}).to_batches()[0])
-        assert (changed.columns()["x"] == first.columns()["x"]) == (rows[-1] == [0.5])
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
-def test_varints_there_and_back(numbers: list[int]) -> None:
-    data, stops = varints(np.array(numbers, np.int64))
-    assert integers(data).tolist() == numbers
-    assert (int(stops[-1]) if numbers else 0) == len(data)
-
-
 # To rows.
-
-
-def test_rows_are_the_tensors_that_a_loader_gives(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    pixels = rng.integers(0, 256, (600, 3, 4, 5), dtype=np.uint8)
-    lists = [rng.integers(-(2**62), 2**62, n).tolist() for n in rng.integers(0, 9, 600)]
-    columns = {
-        "text": ["a"] * 600,
-        "label": rng.integers(0, 1000, 600),
-        "ids": pa.array(lists, pa.list_(pa.int64())),
-        "pixels": pa.FixedShapeTensorArray.from_numpy_ndarray(pixels),
-    }
-    tensors = {"label": "u16", "pixels": "f16", "ids": "int64"}
-    options = ConvertOptions(slice_bytes=30_000, name="m", tensors=tensors, seq_len=8)
-    report = convert(made_table(columns), tmp_path / "ds", "forebay", options)
-    dataset = open_dataset(tmp_path / "ds")
-    assert dataset.verify().ok and dataset.manifest.slices > 1 and dataset.manifest.rows == 600
-    assert report.written.notes == ("left out, being no numbers: text; --to parquet or jsonl keeps them",)
-    reported = dataset.manifest.lineage["converted"]
-    assert reported["tensors"]["pixels"] == ["F16", 3, 4, 5]
-    assert reported["changed"] == {"label": ["I64", "U16"], "pixels": ["U8", "F16"]}
-    seen = []
-    for batch in Loader(tmp_path / "ds", batch_size=64, seed=3):
-        seen += batch.sample_ids.tolist()
-        assert batch.tensors["label"].dtype == np.uint16
-        assert (batch.tensors["pixels"] == pixels[batch.sample_ids]).all()
-        for row, index in zip(batch.tensors["ids"], batch.sample_ids.tolist()):
-            assert row.tolist() == lists[index] + [0] * (8 - len(lists[index]))
-    assert sorted(seen) == list(range(600))
-    with pytest.raises(UsageError, match=r"numbers called absent, got label"):
-        convert(made_table({"label": [1]}), tmp_path / "a", "forebay", ConvertOptions(tensors={"absent": "u8"}))
 
 
 def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
@@ -121,19 +51,6 @@ def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
         convert(
             tmp_path / "chat.jsonl", tmp_path / "b", "forebay", ConvertOptions(seq_len=2, tensors={"labels": "i32"})
         )
-
-
-def test_a_slice_made_with_plain_safetensors_code(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("safetensors.numpy")
-    arrays = {"images": np.arange(60, dtype=np.uint8).reshape(5, 1, 3, 4), "labels": np.arange(5)}
-    (tmp_path / "in").mkdir()
-    for index in range(2):
-        numpy.save_file(arrays, tmp_path / "in" / f"part-{index}.safetensors")
-    convert(tmp_path / "in", tmp_path / "t.parquet", "parquet", ConvertOptions())
-    convert(tmp_path / "t.parquet", tmp_path / "ds", "forebay", ConvertOptions())
-    item = open_dataset(tmp_path / "ds").open_slice(0)
-    assert (item.tensors["images"] == np.concatenate([arrays["images"]] * 2)).all()
-    assert numpy.load_file(item.path)["labels"].tolist() == [*range(5), *range(5)]
 
 
 @pytest.mark.parametrize(("name", "start"), [("t.jsonl.gz", b"\x1f\x8b"), ("t.tar.zst", b"\x28\xb5\x2f\xfd")])
@@ -171,18 +88,6 @@ def test_arrays_of_npz_and_npy(tmp_path: Path) -> None:
 
 
 # What others wrote.
-
-
-def test_real_archives_are_tables() -> None:
-    """Of WebDataset and TensorFlow."""
-    paths = [*sorted(shared_data("webdataset").iterdir()), shared_data("tfrecord/example.tfrecord")]
-    assert len(paths) > 2
-    for path in paths:
-        assert path.suffix == ".tgz" or read_table(path).num_rows > 0, path
-
-
-def test_a_dataset_that_hugging_face_saved_is_a_table() -> None:
-    assert read_table(FOREIGN / "arrow")["input_ids"].to_pylist() == DOCUMENTS
 
 
 def test_a_source_is_verified_by_its_hashes(tmp_path: Path) -> None:
@@ -243,44 +148,13 @@ def test_files_of_two_formats_are_two_tables(tmp_path: Path) -> None:
 # No copy is made.
 
 
-def addresses(path: Path) -> list[range]:
-    """Where this process has a file mapped."""
-    result = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith(str(path)):
-            start, stop = line.split()[0].split("-")
-            result.append(range(int(start, 16), int(stop, 16)))
-    return result
-
-
-def test_columns_lie_in_the_map_of_their_file(tmp_path: Path) -> None:
-    values = np.arange(300_000, dtype=np.int64)
-    for to, name in (("arrow", "t.arrow"), ("forebay", "ds")):
-        convert(made_table({"x": values}, 300_000), tmp_path / name, to, ConvertOptions())
-        source = open_table(tmp_path / name)
-        assert source is not None
-        path = tmp_path / name if to == "arrow" else open_dataset(tmp_path / name).slice_path(0)
-        for batch in source.batches():
-            address = batch.column("x").buffers()[1].address
-            assert any(address in item for item in addresses(path))
-    item = open_dataset(tmp_path / "ds").open_slice(0)
-    assert any(item.tensors["x"].ctypes.data in location for location in addresses(item.path))
-
-
 def test_members_of_a_tar_of_others(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("hello")
-    (tmp_path / "a.json").write_text('{"width": 3, "tags": ["x"]}')
-    (tmp_path / "a.cls").write_text("7")
-    np.save(tmp_path / "m.npy", np.eye(2, dtype=np.float32))
-    with tarfile.open(tmp_path / "t.tar", "w") as tar:
-        for name, member in (
-            ("d/a.txt", "a.txt"),
-            ("d/a.json", "a.json"),
-            ("d/a.cls", "a.cls"),
-            ("d/a.m.npy", "m.npy"),
-        ):
-            tar.add(tmp_path / member, name)
-    shutil.copy(tmp_path / "t.tar", tmp_path / "other")
+    (tmp_path / "d").mkdir()
+    for kind, text in {"txt": "hello", "json": '{"width": 3, "tags": ["x"]}', "cls": "7"}.items():
+        (tmp_path / f"d/a.{kind}").write_text(text)
+    np.save(tmp_path / "d/a.m.npy", np.eye(2, dtype=np.float32))
+    with tarfile.open(tmp_path / "other", "w") as tar:
+        tar.add(tmp_path / "d", "d")
     row = read_table(tmp_path / "other").to_pylist()[0]
     assert (row["__key__"], row["text"], row["label"], row["width"], row["tags"]) == ("d/a", "hello", 7, 3, ["x"])
 

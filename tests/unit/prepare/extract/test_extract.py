@@ -9,49 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.formats import warc
 from forebay.formats.html import HtmlError, html_to_text
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.prepare.documents import SCHEMA
 from forebay.prepare.extract import extract_html, layout, model, scan
 from forebay.prepare.extract.stage import Extract
 from support.gold_pages import gold_articles, word_scores
-from support.shared_data import shared_data
 
 PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
 <header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
 <main><article><h1>The title</h1><p>First <b>bold</b> words.</p><ul><li>one</li><li>two</li></ul></article></main>
 <div id=sidebar>Related</div><script>var x = "evil"</script><footer>Copyright</footer></body></html>"""
-EXPECTED = {  # what must, and what must not be in the main text
-    "maria-antoniak.github.io/2023/04/11/paperpile-to-zotero.html": ("Organize your Paperpile files", "Resources /"),
-    "www.cs.washington.edu/people/faculty/weld": ("Professor Emeritus", "Drupal Login"),
-    "www.iana.org/numbers": ("RIPE NCC", "Excellence"),
-    "commoncrawl.org/": ("open repository of web crawl data", "Skip to content"),
-    "an.wikipedia.org/wiki/Escopete": ("d'estilo romanico", "Politica de privacidat"),
-    "0900-hovenier.nl/gelderland/oosterbeek/": ("uw tuinspecialist", "Algemene voorwaarden"),
-    "soldaini.net/": ("Processing scientific PDFs", "Publications / Facts"),
-}
-
-
-def test_main_text() -> None:
-    text = extract_html(PAGE)
-    assert text.startswith("The title")
-    assert "First bold words." in text
-    assert not any(word in text for word in ("Site name", "Home", "cookies", "Related", "evil", "Copyright"))
-    assert "Copyright" in html_to_text(PAGE)
-    assert extract_html("") == extract_html("<html></html>") == ""
-
-
-def test_real_pages() -> None:
-    folder = shared_data("warc")
-    pages: dict[str, str] = {}
-    for name in ("dolma/sample-0000", "pywb/iana", "jwarc/cc", "whirlwind/whirlwind", "fastwarc/warcfile"):
-        source = InputFile(str(folder / f"{name}.warc.gz"), name, "warc", "gz", 0, "")
-        for record in warc.Warc().read_text(InputSplit((source,)), ReadOptions()):
-            pages[record.url.partition("://")[2]] = extract_html(record.text) if record.html else record.text
-    for url, (expected, unwanted) in EXPECTED.items():
-        assert expected in pages[url], url
-        assert unwanted not in pages[url], url
 
 
 HOSTILE = [
@@ -120,28 +87,10 @@ def test_pages_for_which_resiliparse_is_not_linear_are_refused(html: str, messag
         html_to_text(html)
 
 
-def test_limits_leave_honest_pages_alone() -> None:
-    lists = "<ul>" * 30 + "".join(f"<li>item {i}</li>" for i in range(100)) + "</ul>" * 30
-    attributes = "<p " + " ".join(f'a{i}="a b c > d"' for i in range(200)) + ">words</p>"
-    assert "item 99" in extract_html(f"<html><body>{lists * 3}{attributes * 20}")
-
-
-WORDS = "Many words of a real article. " * 40
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        f'<body><form id="aspnetForm"><div><p>{WORDS}</p></div></form></body>',
-        f"<body><div><form><p>{WORDS}</p></form></div></body>",
-        f'<body><div class="content-with-sidebar menu-open"><p>{WORDS}</p></div></body>',
-        f"<body><header><h1>A post</h1><p>{WORDS}</p></header></body>",
-        f'<body><div class="layout-sidebar-left"><p>{WORDS * 3}</p></div><p>{"We use cookies. " * 40}</p></body>',
-    ],
-    ids=["form", "form within", "menu", "header", "sidebar"],
-)
-def test_a_wrapper_that_misleads_does_not_lose_the_page(page: str) -> None:
-    assert WORDS.strip() in extract_html(f"<html>{page}</html>")
+def test_a_wrapper_that_misleads_does_not_lose_the_page() -> None:
+    words = "Many words of a real article. " * 40
+    page = f'<body><form id="aspnetForm"><div class="with-sidebar menu-open"><p>{words}</p></div></form></body>'
+    assert words.strip() in extract_html(f"<html>{page}</html>")
 
 
 def test_stage() -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.prepare.scores.fasttext import FastText
@@ -37,26 +33,6 @@ def test_scores_are_those_of_the_library_whatever_texts_are_beside(name: str) ->
             assert dict(zip(model.labels, row.tolist(), strict=True)) == pytest.approx(expected, abs=2e-5), text
         else:
             assert np.isnan(row).all(), text
-
-
-@cache
-def loaded(name: str) -> tuple[Any, Any]:
-    """A model of ours, and of the library."""
-    return load_model(str(GOLDEN / name)), pytest.importorskip("fasttext").load_model(str(GOLDEN / name))
-
-
-@given(
-    text=st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from("w12é \n")), name=st.sampled_from(MODELS)
-)
-def test_any_text_scores_as_in_the_library(text: str, name: str) -> None:
-    model, theirs = loaded(name)
-    (row,) = model.probabilities(pa.array([text], pa.large_string()))
-    pairs = theirs.f.predict(text.replace("\n", " ") + "\n", -1, 0.0, "replace")
-    expected = {label.removeprefix("__label__"): min(score, 1.0) for score, label in pairs}
-    if expected and text.strip(" \n\r\t\v\f\0"):
-        assert dict(zip(model.labels, row.tolist(), strict=True)) == pytest.approx(expected, abs=2e-5)
-    else:
-        assert np.isnan(row).all()
 
 
 def test_columns_of_the_scorer() -> None:

@@ -23,7 +23,6 @@ from forebay.prepare.tokenize.conversations import (
     TRAINED,
     Conversations,
     Template,
-    split_turns,
 )
 from forebay.storage.store import open_store
 from support.token_parts import coder, text_part
@@ -61,21 +60,13 @@ def tensors(dataset: Dataset) -> dict[str, Any]:
     return {name: np.concatenate([item[name] for item in slices]) for name in slices[0]}
 
 
-def test_turns() -> None:
-    assert split_turns(f"sys{G}a{L}b{G}{L}c") == [(False, "sys"), (False, "a"), (True, "b"), (True, "c")]
-    assert split_turns("plain") == [(True, "plain")] and split_turns("") == []
-
-
 def test_a_conversation_becomes_a_row(tmp_path: Path) -> None:
-    dataset = write_dataset(tmp_path, encode_rows(tmp_path, [f"{G}ab{L}cd", f"{G}e{L}f"], 7), RowShape(7, "U16", 256))
-    result = tensors(dataset)
-    assert result["input_ids"].tolist() == [[97, 98, 99, 100, 256, 256, 256], [101, 102, 256, 256, 256, 256, 256]]
-    assert result["labels"].tolist() == [
-        [-100, -100, 99, 100, 256, -100, -100], [-100, 102, 256, -100, -100, -100, -100]
-    ]  # fmt: skip
-    assert result["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
-    assert [result[name].dtype.str for name in ("input_ids", "labels", "attention_mask")] == ["<u2", "<i8", "|u1"]
-    assert dataset.manifest.rows == 2
+    result = tensors(write_dataset(tmp_path, encode_rows(tmp_path, [f"{G}ab{L}cd"], 6), RowShape(6, "U16", 256)))
+    assert {name: (values.dtype.str, values.tolist()) for name, values in result.items()} == {
+        "input_ids": ("<u2", [[97, 98, 99, 100, 256, 256]]),
+        "labels": ("<i8", [[-100, -100, 99, 100, 256, -100]]),
+        "attention_mask": ("|u1", [[1, 1, 1, 1, 1, 0]]),
+    }
 
 
 def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:

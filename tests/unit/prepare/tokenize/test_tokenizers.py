@@ -69,8 +69,6 @@ def test_fast_ids_are_the_references(name: str) -> None:
     fast = fast_encoder(result.data, reference)
     assert fast is not None
     texts = [run * n for run in ("a", " ", "\n", "1", "!", "世", "ab", " \n", "x ") for n in (1, 2, 3, 8, 17, 33, 700)]
-    rng = np.random.default_rng(0)
-    texts += ["".join(rng.choice(ALPHABET, rng.integers(1, 40))) for _ in range(200)]
     texts += [
         form.format(chr(c)) for c in range(0, 0x30000, 171) if not 0xD800 <= c < 0xE000 for form in ("{}", "a{} b")
     ]
