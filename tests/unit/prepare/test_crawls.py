@@ -111,12 +111,7 @@ def test_character_sets() -> None:
     assert body_text(text.encode(), "iso-8859-1", True) == text  # valid UTF-8 is believed before a header
     assert body_text("café".encode("latin-1"), "iso-8859-1", True) == "café"
     assert body_text(b"\x93quoted\x94", "iso-8859-1", True) == "“quoted”"  # as browsers read it
-    assert body_text(b"\xff\xfe" + "hé".encode("utf-16-le"), "", True) == "hé"
-    assert body_text('<meta charset="shift_jis">日本'.encode("shift_jis"), "", True).endswith("日本")
     assert body_text("日本語".encode("iso-2022-jp"), "iso-2022-jp", False) == "日本語"
-    assert body_text("<html>日本語のテキストです。これは長い文です。".encode("euc-jp"), "no-such", True).endswith(
-        "文です。"
-    )
 
 
 def test_arc_versions(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
@@ -82,14 +81,6 @@ def test_ids_come_from_the_input(tmp_path: Path) -> None:
     assert ids.read_text().split() == ["mine", "7", str(tmp_path / "b.txt")] and result.dropped == {"empty": 1}
 
 
-def test_text_comes_back_out(source: Path, tmp_path: Path) -> None:
-    dataset = prepare(source, tmp_path / "d", tokenizer="train:400").open()
-    codec = Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
-    result = documents(dataset)
-    assert [codec.decode(ids[:-1], skip_special_tokens=False) for ids in result] == TEXTS
-    assert {ids[-1] for ids in result} == {dataset.manifest.eos_id} and dataset.manifest.dtype == "U16"
-
-
 def test_tokenizer_without_eos_and_large_vocabulary(tmp_path: Path) -> None:
     vocab = {f"w{i}": i for i in range(70_000)} | {"<unk>": 70_000}
     plain = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
@@ -146,16 +137,3 @@ def test_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(slicing, "write_token_slice", full)
         prepare(source, tmp_path / "d")
     assert prepare(source, tmp_path / "d").documents_out == 300
-
-
-def test_kept_ids_are_of_what_is_left_when_repeated_lines_are_cut(tmp_path: Path) -> None:
-    line = [f"This is line number {i}, and long enough to be compared." for i in range(3)]
-    first = {"a0": f"{line[0]}\n{line[1]}", "a1": line[0]}
-    second = {"b0": line[1], "b1": line[2], "b2": line[2]}
-    paths = [
-        write_jsonl(tmp_path / f"{i}.jsonl", ({"id": name, "text": text} for name, text in texts.items()))
-        for i, texts in enumerate((first, second))
-    ]
-    result = prepare(paths, tmp_path / "d", dedup=["lines"], write_ids=tmp_path / "ids")
-    assert (tmp_path / "ids").read_text().split() == ["a0", "b1"]
-    assert result.documents_out == 2 and result.dropped == {"empty": 3}

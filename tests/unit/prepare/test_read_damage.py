@@ -79,8 +79,6 @@ def test_damage_in_a_table_costs_its_row_group(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(data)
     assert [r.text for r in records(tmp_path / "a.parquet") if not r.problem] == texts[:10] + texts[20:]
     assert ["crc checksum" in problem.lower() for problem in problems(tmp_path / "a.parquet")] == [True]
-    (tmp_path / "b.parquet").write_bytes(sink.getvalue()[:-20])
-    assert ["damaged Parquet" in problem for problem in problems(tmp_path / "b.parquet")] == [True]
 
 
 def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path) -> None:
         ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
         ('[[mine]]\nuse = "a:B"\n[[mine]]\nuse = 5', " mine.use: cannot import 'a:B'"),
         ("[mine]\n\nuse = 'json:Nothing'", " mine.use: expected module:Name, got 'json:Nothing'"),
+        ("[mine]\nuse = 'os:getcwd'", " mine.use: expected the class of a stage, a dataclass"),
+        ("[mine]\nuse = '..a:b'", " mine.use: expected module:Name"),
         ("[length\n", "1: expected TOML: "),
         ("a = 1\nb = [1,\n\n", "2: expected TOML: "),
         ("a = " + "[" * 100_000, "1: expected TOML: "),
