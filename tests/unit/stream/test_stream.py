@@ -125,6 +125,16 @@ def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, most:
         assert run(-1) == texts
 
 
+def test_any_document_may_come_next() -> None:
+    first = set()
+    for seed in range(100):
+        buffer = ShuffleBuffer(9, 1 << 20, derive_key(seed, "test"))
+        for i in range(10):
+            buffer.push(b"%d" % i)
+        first.add(buffer.pop())
+    assert len(first) == 10
+
+
 def test_packed_tokens_and_texts() -> None:
     texts, tokens = (b"", "ü".encode(), b"x" * 1000), np.array([0, 1, 65535, 1 << 31], np.uint32)
     state = LaneState(buffered=texts, tokens=tokens).to_dict()
