@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import open_dataset
-from forebay.errors import NetworkError, UsageError
+from forebay.errors import UsageError
 from forebay.lease import fetching
 from forebay.lease.fetching import CacheIndex
 from forebay.lease.state import ActiveLease
@@ -238,17 +238,6 @@ def test_a_lost_lease_is_not_fetched_to_the_end(
     slow.gate.set()
     worker.close()
     assert current.path is None
-
-
-def test_no_provider_for_long_is_the_end(worker: FetchingWorker, clock: list[float]) -> None:
-    clock[0] += 1.0  # The worker's patience is 0.2 s.
-    for number in range(5):
-        current = lease(worker, lease_id=str(number))
-        until(lambda: current.ended or worker.fetcher.failure is not None)  # noqa: B023
-        assert current.reason == "" and current.path is None
-        lose_all(worker)
-    until(lambda: worker.leases.state.closed)
-    assert isinstance(worker.fetcher.failure, NetworkError)
 
 
 def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node: Nodes, tmp_path: Path) -> None:

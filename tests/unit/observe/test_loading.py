@@ -17,7 +17,6 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import MissingPackageError
 from forebay.load.loader import Loader
-from forebay.load.sources import Mixture
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
 from forebay.observe.loading import progress, words
 
@@ -115,10 +114,3 @@ def test_callbacks_of_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingPackageError, match="pip install mlflow"):
         forebay.callbacks.mlflow()
-
-
-def test_tokens_of_each_dataset_of_a_mixture(folder: Path) -> None:
-    loader = Loader(Mixture({"a": folder, "b": folder}, {"a": 3, "b": 1}), seq_len=10, batch_size=8, steps=10)
-    list(loader)
-    stats = loader.stats()
-    assert (stats["tokens.a"], stats["tokens.b"], stats["tokens"]) == (600, 200, 800)

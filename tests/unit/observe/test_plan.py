@@ -60,11 +60,6 @@ def test_two_terabytes_need_a_few_hundred_megabytes_of_disk() -> None:
 # --- refusals and warnings
 
 
-def test_lanes_that_do_not_fit_are_refused() -> None:
-    plan = make_plan(job(lanes=512, window=100_000, cache_bytes=7 * GB))
-    assert not plan.ok and "lanes=512, window=100000 samples" in plan.refused[0]
-
-
 def test_a_cache_in_memory_needs_memory() -> None:
     full = make_plan(job(whole_in_memory=True, volume_bytes=2500 * GB, mem_bytes=64 * GB, cache_bytes=2001 * GB))
     assert not full.ok and "cache_dir='ram'" in full.refused[-1] and full.to_json()["fits_memory"] is False
