@@ -75,7 +75,7 @@ class CostPlugin:
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         if not self.costs:
             return
-        if config.cache is not None:
+        if getattr(config, "cache", None) is not None:
             config.cache.set("costs", {name: value for value, name in self.costs})
         folders = Counter[str]()
         for value, test in self.costs:
