@@ -17,7 +17,7 @@ from forebay.errors import UsageError
 from forebay.launch import KINDS, quote_unit, quote_yaml, render
 from forebay.load.arguments import rank_of_world
 from support.containers import without_dollars
-from support.launched import HOSTILE, manifest
+from support.launched import HOSTILE
 from support.paths import ROOT
 
 
@@ -30,15 +30,6 @@ def test_options_of_a_slurm_script_come_before_its_first_command() -> None:
     assert expected <= {lines[number].removeprefix("#SBATCH --") for number in options}
     assert not any("--partition" in line for line in lines)
     assert all(line.startswith("#") for line in lines[: options[-1]])
-
-
-@pytest.mark.parametrize("ranks_per_pod", ["1", "8"])
-def test_a_manifest_is_an_indexed_job(ranks_per_pod: str) -> None:
-    settings = {"pods": "3", "ranks_per_pod": ranks_per_pod, "gpus": "8"}
-    _, container = manifest(settings, ["python", "train.py", *HOSTILE])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    # With several ranks a pod `torchrun` sets it.
-    assert ("WORLD_SIZE" in {entry["name"] for entry in container["env"]}) == (ranks_per_pod == "1")
 
 
 def test_an_indexed_pod_is_a_rank_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

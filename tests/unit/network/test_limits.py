@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.network.app import make_app
-from forebay.network.limits import RequestTable, ServerLimits, TokenBucket
-from forebay.network.peer import Peer
-from forebay.network.server_connections import PeerProtocol, ServerCore
+from forebay.network.limits import ServerLimits, TokenBucket
 
 amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)
 
@@ -55,24 +50,3 @@ def test_bad_limits_are_told() -> None:
     ):
         with pytest.raises(UsageError, match="> 0"):
             invalid()
-
-
-def test_pieces_are_short_where_the_limit_is_slow() -> None:
-    def piece_bytes(limits: ServerLimits) -> int:
-        async def measure() -> int:
-            core = ServerCore(make_app("test"), None, limits, None)
-            core.bind(asyncio.get_running_loop())
-            return PeerProtocol(core, "127.0.0.1").piece_bytes
-
-        return asyncio.run(measure())
-
-    assert piece_bytes(ServerLimits()) == 256 << 10
-    assert piece_bytes(ServerLimits(upload_bytes_per_s=1e6)) == 100_000
-    assert piece_bytes(ServerLimits(upload_bytes_per_s=10)) == 4096
-
-
-def test_the_upload_is_limited_for_all_peers_together() -> None:
-    table = RequestTable(ServerLimits(upload_bytes_per_s=1000))
-    waits = [table.wait_for_bytes(Peer(name, b"", name), 100, 0.0) for name in ("a", "b", "c")]
-    assert waits == pytest.approx([0.05, 0.15, 0.25])  # the bucket saves up 50 bytes
-    assert RequestTable(ServerLimits()).wait_for_bytes(Peer("a", b"", "a"), 1 << 30, 0.0) == 0

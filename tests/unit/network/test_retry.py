@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.utils
 import logging
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.network import retry
-from forebay.network.retry import backoff_s, log_while_waiting, retry_after_s
+from forebay.network.retry import backoff_s, log_while_waiting
 from support.waiting import until
 
 log = logging.getLogger("forebay.test")
@@ -61,17 +60,6 @@ def test_each_wait_is_named_until_it_ends_by_one_thread(caplog: pytest.LogCaptur
     with log_while_waiting(log, lambda: "another"):  # another thread
         until(lambda: "for another" in caplog.text)
     assert looks.num_threads == 2
-
-
-DATES = st.from_regex(
-    r"(Mon, )?[0-9]{1,9} [A-Z][a-z]{2} [0-9]{1,12} [0-9:]{0,12}( GMT| [+-][0-9]{1,9})?", fullmatch=True
-)
-
-
-@given(st.one_of(st.text(max_size=40), DATES, st.datetimes().map(lambda at: email.utils.format_datetime(at))))
-def test_a_wait_that_is_asked_for_is_seconds_or_none(text: str) -> None:
-    wait_s = retry_after_s(text, 1.7e9)
-    assert wait_s is None or 0 <= wait_s < 1e13
 
 
 @given(st.integers(1, 10_000), st.floats(0.01, 5), st.floats(5, 60), st.floats(0, 100))

