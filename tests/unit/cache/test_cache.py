@@ -46,30 +46,7 @@ def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path) -> Non
     other.close()
     cache.evict(())
     assert cache.used_bytes() == 0 == len(list((tmp_path / "chunks").iterdir()))
-    for turn in range(20):  # What was evicted is forgotten.
-        entry = put_chunks(cache, content(turn), CHUNK, [0, 1])
-        cache.unpin([(entry, np.arange(2))])
-        cache.evict(())
-    assert len(cache._used) <= 1
     cache.close()
-
-
-def test_pinned_chunks_stay_and_the_rest_goes(tmp_path: Path) -> None:
-    budget = 2 * SLICE + CHUNK
-    cache, other = ChunkCache(tmp_path, budget), ChunkCache(tmp_path, budget)
-    entry = put_chunks(cache, content(0), CHUNK, [0, 1, 2, 3])
-    everything = np.arange(4)
-    cache.pin([(entry, everything[:2])])
-    cache.unpin([(entry, everything)], [7])
-    put_chunks(other, content(1), CHUNK, [0, 1, 2, 3])
-    put_chunks(other, content(2), CHUNK, [0])
-    assert entry.marks.tolist() == [PRESENT, PRESENT, ABSENT, ABSENT]
-    with pytest.raises(UsageError, match=r"no room for \d+ bytes .* pinned"):
-        put_chunks(other, content(3), CHUNK, [0, 1])
-    cache.unpin([(entry, everything[:2])])
-    put_chunks(other, content(3), CHUNK, [0, 1])
-    assert entry.is_deleted or not entry.marks.any()
-    assert disk_bytes(tmp_path) <= budget
 
 
 def test_chunks_that_are_read_latest_go_first(tmp_path: Path) -> None:
@@ -79,7 +56,7 @@ def test_chunks_that_are_read_latest_go_first(tmp_path: Path) -> None:
         cache.unpin([(entry, np.arange(4))], [next_use])
     put_chunks(cache, content(3), CHUNK, [0])
     kept = [0 if entry.is_deleted else int((entry.marks == PRESENT).sum()) for entry in entries]
-    assert kept[0] == kept[2] == 4 and kept[1] < 4
+    assert kept[0] == kept[2] == 4 and 0 < kept[1] < 4  # Chunks go, not their slice.
 
 
 def test_a_chunk_larger_than_the_budget(tmp_path: Path) -> None:
@@ -89,27 +66,6 @@ def test_a_chunk_larger_than_the_budget(tmp_path: Path) -> None:
         ChunkCache(tmp_path, 0)
     with pytest.raises(UsageError, match="sha256"):
         ChunkCache(tmp_path, 10).get("../../etc/passwd")
-
-
-def test_a_fetch_counts_in_full_until_it_ends(tmp_path: Path) -> None:
-    cache = ChunkCache(tmp_path, SLICE + CHUNK)
-    info = info_of(content(0), CHUNK)
-    entry = cache.open(info)
-    chunks = np.arange(3)
-    cache.pin([(entry, chunks)])
-    claimed, reason = cache.claim(entry, chunks)
-    assert claimed.tolist() == [0, 1, 2] and not reason and cache.used_bytes() == MAP + 3 * CHUNK
-    other = ChunkCache(tmp_path, SLICE + CHUNK)
-    same = other.open(info)
-    other.pin([(same, chunks)])
-    claimed_twice, reason = other.claim(same, chunks)
-    assert not len(claimed_twice) and not reason  # One fetch of a chunk.
-    with pytest.raises(UsageError, match="no room"):
-        put_chunks(other, content(1), CHUNK, [0])
-    entry.marks[0] = PRESENT
-    cache.complete(entry, claimed)  # The others failed.
-    assert cache.used_bytes() == 2 * MAP + CHUNK and same.marks.tolist() == [PRESENT, ABSENT, ABSENT, ABSENT]
-    assert other.claim(same, chunks)[0].tolist() == [1, 2]
 
 
 def test_a_whole_slice_is_claimed_without_waiting(tmp_path: Path) -> None:
@@ -143,37 +99,28 @@ def test_a_whole_slice_is_claimed_without_waiting(tmp_path: Path) -> None:
         cache.claim_slice(info_of(content(4, 40 * CHUNK), CHUNK))
 
 
-@pytest.mark.parametrize("damage", ["copied", "touched", "flipped", "cut", "swapped", "no map"])
+@pytest.mark.parametrize("damage", ["copied", "flipped", "no map"])
 def test_changes_of_files_by_others_are_noticed(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
     names = [put(cache, content(number), CHUNK) for number in range(2)]
     put_chunks(cache, content(2), CHUNK, [1])
     cache.close()
-    path, other = (tmp_path / "cache" / name for name in names)
+    path = tmp_path / "cache" / names[0]
     match damage:
         case "copied":
             shutil.copytree(tmp_path / "cache", tmp_path / "copy")
             shutil.rmtree(tmp_path / "cache")
             (tmp_path / "copy").rename(tmp_path / "cache")
-        case "touched":
-            os.utime(path)
         case "flipped":
             with path.open("r+b") as file:
                 file.seek(5000)
                 file.write(bytes([content(0)[5000] ^ 1]))
-        case "cut":
-            os.truncate(path, 5000)
-        case "swapped":
-            one, two = path.read_bytes(), other.read_bytes()
-            path.write_bytes(two)
-            other.write_bytes(one)
         case "no map":
             (tmp_path / "cache" / "chunks" / names[0]).unlink()
     cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
-    is_right = damage in ("copied", "touched")
-    assert (cache.get(names[0]) is not None) == is_right
-    assert (cache.get(names[1]) is not None) == (damage != "swapped")
-    assert ("got others" in caplog.text) == (damage in ("flipped", "swapped", "cut"))
+    assert (cache.get(names[0]) is not None) == (damage == "copied")
+    assert cache.get(names[1]) is not None
+    assert ("got others" in caplog.text) == (damage == "flipped")
     entry = cache.open(info_of(content(2), CHUNK))
     if damage == "copied":
         assert entry.marks[1] == UNVERIFIED and entry.verify(np.arange(4))
@@ -186,24 +133,6 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     put(cache, content(0), CHUNK)
     put(cache, content(1), CHUNK)
     assert (tmp_path / "notes.txt").exists()
-
-
-def test_the_directory_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UsageError, match="hoose another directory"):
-        ChunkCache(tmp_path / "file" / "cache", 10)
-
-
-def test_a_cache_that_another_process_has_begun_to_make(tmp_path: Path) -> None:
-    """It was stopped, or killed, after its first directory: the next one that opens the cache makes the rest."""
-    (tmp_path / "locks").mkdir()
-    cache = ChunkCache(tmp_path, 1_000_000)
-    assert cache.used_bytes() == 0
-    cache.close()
-    shutil.rmtree(tmp_path / "chunks")
-    (tmp_path / "state").unlink()
-    assert cache.used_bytes() == 0
-    cache.close()
 
 
 def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import DocumentMasks, NumpyTokens, RowBatch, TokenBatch, new_batch
 from forebay.load.batch_planner import make_collator
@@ -61,8 +60,6 @@ def masked(edges: list[int]) -> NumpyTokens:
 def test_document_masks_and_the_names_of_transformers() -> None:
     batch = masked([0, 2, 4, 5, 8])
     assert batch.max_seqlen == 3 and batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8] and batch.num_labels == 2
-    assert batch.document_ids.tolist() == [[0, 0, 1, 1], [0, -1, -1, -1]]
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1], [0, 0, 1, 2]]
     assert batch.as_dict()["max_seqlen"] == 3 and batch.as_dict()["document_ids"] is batch.document_ids
     named = batch.as_dict("transformers")
     assert named.pop("labels").tolist() == [[-100, 1, -100, 3], [-100, -100, -100, -100]]
@@ -110,8 +107,6 @@ def test_stack_all_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> 
     short = {
         "input_ids": np.array([[1, 2]], np.uint16),
         "labels": np.array([[-100, 2]]),
-        "attention_mask": np.ones((1, 2), np.uint8),
-        "position_ids": np.array([[0, 1]], np.int32),
     }
     long = {name: np.concatenate([array, array], axis=1) for name, array in short.items()}
     inputs, labels, tensors, *others = stack_all(tmp_path, [short, long], pad_id=9)
@@ -119,8 +114,6 @@ def test_stack_all_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> 
     assert {name: array.tolist() for name, array in tensors.items()} == {
         "input_ids": [[1, 2, 9, 9], [1, 2, 1, 2]],
         "labels": [[-100, 2, -100, -100], [-100, 2, -100, 2]],
-        "attention_mask": [[1, 1, 0, 0], [1, 1, 1, 1]],
-        "position_ids": [[0, 1, 0, 0], [0, 1, 0, 1]],
     }
     assert all(tensors[name].dtype == array.dtype for name, array in short.items())
 
@@ -146,29 +139,6 @@ def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask
     assert inputs.tolist() == [[1]] and labels.tolist() == [[-100]] and labels.dtype == np.int64
     with pytest.raises(UsageError, match="attention_mask"):
         stack_all(tmp_path / "unmasked", [{"input_ids": np.ones((1, 3), np.uint16)}], trim_padding=True)
-
-
-def test_a_batch_of_no_rows_has_the_shape_of_one_of_some(tmp_path: Path) -> None:
-    save_file({"input_ids": np.ones((3, 4), np.uint16)}, tmp_path / "0.safetensors")
-    dataset = import_slices(tmp_path, "rows")
-    collator = make_collator([plan_samples(dataset, None)])
-    none = np.empty(0, np.int64)
-    assert collator.make(collator.plan(none, none), 0, 0)[0] is None
-    collator.open(0, 0, dataset.open_slice(0))
-    inputs = collator.make(collator.plan(none, none), 0, 0)[0]
-    assert inputs is not None and inputs.shape == (0, 4) and inputs.dtype == np.uint16
-    collator.close(0)
-    with pytest.raises(DatasetError, match="open slice"):
-        collator.plan(np.zeros(1, np.int64), np.zeros(1, np.int64))
-
-
-def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) -> None:
-    save_file({"x": np.ones((3, 4))}, tmp_path / "0.safetensors")
-    view = plan_samples(import_slices(tmp_path, "rows"), None)
-    save_file({"x": np.ones((2, 4))}, tmp_path / "0.safetensors")
-    item: Slice = open_slice(tmp_path / "0.safetensors")
-    with pytest.raises(DatasetError, match="at least 3 samples, got 2"):
-        make_collator([view]).open(0, 0, item)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ def test_a_subset_of_a_file(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.array([3, 17]))
     subsets = [DocumentSubset.from_file(tmp_path / f"ids.{kind}", min_tokens=2) for kind in ("txt", "npy")]
     assert {subset.digest() for subset in subsets} == {DocumentSubset([3, 17], min_tokens=2).digest()}
+    others = [((3,), 2), ((3, 17), 1), ((3, 17), 2, 9)]
+    assert len({subsets[0].digest(), *(DocumentSubset(*other).digest() for other in others)}) == 4
     (tmp_path / "ids.txt").write_text("17 x")
     for wrong in ("ids.txt", "none.txt"):
         with pytest.raises(UsageError, match=f"{wrong}: expected document numbers"):

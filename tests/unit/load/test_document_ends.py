@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import locate_tensors, write_token_slice
+from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError
 from forebay.load.packing import DocumentSubset
 from forebay.load.samples import ends_reader, plan_samples
@@ -65,23 +65,6 @@ def test_a_passing_fault_is_passed_over_and_a_lasting_one_is_named(dataset: Data
         assert dataset.slice_path(0).stat().st_size == size
         with pytest.raises(DatasetError, match=r"0\.safetensors: expected the dataset's bytes, got others"):
             read(0)
-
-
-def test_tensors_are_located_in_a_file() -> None:
-    header = b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'
-    data = len(header).to_bytes(8, "little") + header + b"abc"
-    at = 0
-
-    def read(count: int) -> bytes:
-        nonlocal at
-        at += count
-        return data[at - count : at]
-
-    (kind, shape, start, stop), *others = locate_tensors(read, len(data)).values()
-    assert (kind, shape, data[start:stop], others) == ("U8", (3,), b"abc", [])
-    at = 0
-    with pytest.raises(DatasetError, match="expected 3 bytes of data"):
-        locate_tensors(read, len(data) + 1)
 
 
 @pytest.mark.parametrize("settings", [{"packing": "best_fit"}, {"documents": DocumentSubset([7])}])

@@ -46,13 +46,3 @@ def test_shards_stay_and_their_insides_are_shuffled_anew(data: Path) -> None:
             inside = [[n for n in epoch if n // SAMPLES == shard] for epoch in (first, second)]
             assert len(inside[0]) == SAMPLES and sorted(inside[0]) == sorted(inside[1]) and inside[0] != inside[1]
     assert len(homes) == SLICES
-
-
-def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
-    """Named workers: whoever stays keeps its shards but for what the new one takes."""
-    names = ["north", "east", "south", "west"]
-    before = [set(read_epochs(owned(data, rank, 3, worker_names=names[:3]))[0]) for rank in range(3)]
-    after = [set(read_epochs(owned(data, rank, 4, worker_names=names))[0]) for rank in range(4)]
-    retained = sum(len(old & new) for old, new in zip(before, after))
-    assert retained >= (1 - 1 / 4 - 0.1) * SLICES * SAMPLES  # 24 shards: a hundredth is not a shard.
-    assert sum(map(len, after)) == len(set().union(*after)) == SLICES * SAMPLES

@@ -130,22 +130,6 @@ def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None
         assert cached_slices(tmp_path / "cache")  # Their bytes are what they should be.
 
 
-@pytest.mark.parametrize("kind", ["flipped", "cut", "swapped"])
-def test_a_cached_file_that_was_written_to_is_fetched_again(
-    server: OriginServer, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", **ONE_BY_ONE}
-    expected = read_samples(Loader(**arguments), SAMPLES)
-    server.reset()
-    assert read_samples(Loader(**arguments), SAMPLES) == expected and not fetched_names(server)
-    first, second = cached_slices(tmp_path / "cache")[:2]
-    damage(kind, first, second)
-    assert read_samples(Loader(**arguments), SAMPLES) == expected
-    assert len(fetched_names(server)) == 1 + (kind == "swapped")
-    assert f"{first}: expected bytes of that id, got others" in caplog.text
-    check_cache(tmp_path / "cache")
-
-
 def test_silent_changes_are_found_by_hashing(own: Path, server: OriginServer, tmp_path: Path) -> None:
     arguments = {"cache_dir": tmp_path / "cache", "dataset": server.url, **ONE_BY_ONE}
     expected = read_samples(Loader(**arguments), SAMPLES)
@@ -162,20 +146,6 @@ def test_silent_changes_are_found_by_hashing(own: Path, server: OriginServer, tm
     assert read_samples(local, SAMPLES, 8) == expected[:32]
     with pytest.raises(DatasetError, match=rf"{second.name}: expected the dataset's bytes in .* again"):
         read_samples(local, SAMPLES)
-
-
-def test_the_first_batch_also_of_a_resumed_run_needs_its_own_slices_only(
-    data: Path, server: OriginServer, tmp_path: Path
-) -> None:
-    arguments = {**ONE_BY_ONE, "batch_size": 2, "order": OrderOptions(lanes=2, window_bytes=SLICE_BYTES)}
-    local = Loader(data, **arguments)
-    expected = list_ids(local)
-    for step in (0, 40):
-        paths = slice_paths(data, expected[step])
-        server.faults.missing = {path.name for path in data.glob("*.safetensors")} - {path.name for path in paths}
-        with Loader(server.url, cache_dir=tmp_path / str(step), **arguments) as loader:
-            loader.load_state_dict(local.state_at(step))
-            assert next(iter(loader)).sample_ids.tolist() == expected[step]
 
 
 def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(

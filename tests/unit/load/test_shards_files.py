@@ -68,9 +68,6 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
     dataset = open_external(tmp_path, dtype=None if header else dtype)
     assert dataset is not None and dataset.num_tokens == 100 * L
     assert dataset.verify().ok
-    again = write_shards(dataset, tmp_path / "again", seq_len=2 * L, dtype="uint32", generation="bin")
-    assert [path.tokens.name for path in again] == ["train_000000.npy"]
-    assert np.load(again[0].tokens).tolist() == tokens[: 100 * L].tolist()
 
 
 def test_wrong_arguments_of_the_writer_are_refused(tmp_path: Path) -> None:
@@ -161,24 +158,6 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     ids.write_bytes(full)
     tokens.write_bytes(b"\x93NUMPY")
     refused("NumPy header")
-
-
-def test_a_header_of_any_length_is_read_and_no_more(tmp_path: Path) -> None:
-    tokens, _ = shard(tmp_path)
-    full, reads = tokens.read_bytes(), list[tuple[int, int]]()
-    head = full[10:128].rstrip().ljust(1013) + b"\n"
-    tokens.write_bytes(full[:8] + len(head).to_bytes(2, "little") + head + full[128:])
-
-    class Recorded(PathOrigin):
-        def read(self, name: str, start: int, stop: int, etag: str = "") -> Any:
-            if name == tokens.name:
-                reads.append((start, stop))
-            return super().read(name, start, stop, etag)
-
-    origin = Recorded(tmp_path)
-    found = read_layout(origin, find_shard(origin, 0), L)
-    assert len(found.tokens.header) == 1024 and reads == [(0, 128), (0, 1024)]
-    assert verified(tmp_path)[299].tolist() == make_tokens(300 * L)[299 * L :].tolist()
 
 
 def test_shards_are_counted_and_named(tmp_path: Path) -> None:
