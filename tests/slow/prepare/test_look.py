@@ -8,12 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forebay.prepare.report import load_report
-from support.outputs import content
 from support.shared_data import shared_data
 
 pytest.importorskip("numba")
@@ -40,11 +38,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measured(report: dict[str, Any]) -> dict[str, Any]:
-    """A report without what is another in each run."""
-    return {key: value for key, value in report.items() if key != "cost"}
-
-
 def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path) -> None:
     arguments = ("prepare", pages / "in", "--recipe", "fineweb", "--tokenizer", "bytes", "--workers", 1)
     shown = run(*arguments, "--sample", "60%", cwd=tmp_path)
@@ -65,33 +58,6 @@ def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path
     # Again, with other settings: the earlier report is replaced.
     run(*arguments, "--sample", "60%", "--set", "gopher_quality.min_words=5", cwd=tmp_path)
     assert {r["threshold"] for r in load_report(folder)["rules"] if r["reason"] == "gopher_short"} == {5}
-
-
-def test_the_same_report_for_any_number_of_processes(pages: Path, tmp_path: Path) -> None:
-    reports = []
-    for workers in (1, 3):
-        arguments = ("--recipe", "fineweb", "--tokenizer", "bytes", "--sample", "70%", "--to", "report", "--name", "s")
-        run("prepare", pages / "in", *arguments, "--out", tmp_path / f"r{workers}", "--workers", workers, cwd=tmp_path)
-        report = load_report(tmp_path / f"r{workers}")
-        assert report == load_report(tmp_path / f"r{workers}" / "report.json")
-        reports.append(json.dumps(measured(report)))
-    assert len(set(reports)) == 1
-    whole = []
-    for workers in (1, 2):
-        out = tmp_path / f"d{workers}" / "web"
-        arguments = ("--recipe", "gopher", "--tokenizer", "bytes")
-        run("prepare", pages / "in", *arguments, "--out", out, "--workers", workers, cwd=tmp_path)
-        whole.append(content(out / "report.html"))
-    assert whole[0] == whole[1] and "cost" not in load_report(out) and load_report(out)["rules"]
-
-
-def test_a_tokenizer_that_is_not_there_does_not_stop_a_look(pages: Path, tmp_path: Path) -> None:
-    (tmp_path / "broken.json").write_text("{")
-    arguments = ("prepare", pages / "in", "--tokenizer", "broken.json", "--filter", "length")
-    shown = run(*arguments, "--sample", "50%", cwd=tmp_path)
-    assert "documents kept" in shown
-    assert load_report(tmp_path / "sample-report")["recipe"]["tokenize"]["tokenizer"] == "bytes"
-    assert "broken.json" in run(*arguments, "--out", "d", cwd=tmp_path, code=1)
 
 
 def test_two_reports_are_compared(pages: Path, tmp_path: Path) -> None:

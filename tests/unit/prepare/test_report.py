@@ -86,15 +86,6 @@ def test_it_shows_the_figures() -> None:
     assert [figures.short(n) for n in (9_999, 12_345, 999_600, 1.5e12)] == ["9,999", "12.3 k", "1.00 M", "1.50 T"]
 
 
-def test_histograms_and_reports_of_little() -> None:
-    data = {"edges": [0, 1, 2, 3, 4], "read": [0, 4, 2, 0], "kept": [0, 1, 2, 0]}
-    text = page_text(render({"histograms": {"n": data}})).split()
-    assert text[text.index("Kept") + 1 :][:10] == ["1", "to", "2", "4", "1", "2", "to", "3", "2", "2"]
-    for data in ({}, {"edges": [1], "read": []}, {"edges": [1, 2], "read": [0]}, {"edges": [1, 2], "read": [1, 2]}):
-        assert "Distribution" not in render({"histograms": {"n": data}})
-    assert "documents: 0 of 0 kept" in render_text({}) and "</html>" in render({})
-
-
 def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     write_report(open_store(tmp_path), example(HOSTILE))
     written = (tmp_path / "report.html").read_text("utf-8")

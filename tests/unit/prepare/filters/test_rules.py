@@ -48,7 +48,6 @@ QUALITY = [
     (STOPS + "word " * 77 + "1234 " * 21, "gopher_alpha_words"),
     ("the The AND the " + "word " * 60, "gopher_stop_words"),
     ("", "gopher_short"),
-    ("word", "gopher_short"),
 ]
 
 
@@ -134,7 +133,6 @@ FINEWEB = [
     ("\n".join(["w w w w w.", "a " * 244 + "a.", "b " * 244 + "b.", "w w w w w."]), ""),
     ("\n".join(["w w w w w.", "a " * 244 + "a.", "b " * 243 + "bc.", "w w w w w."]), "fineweb_duplicate_chars"),
     ("\n \n\t", "fineweb_empty"),
-    ("", "fineweb_empty"),
     ("one two three\nfour five six\nseven eight\nnine.", ""),
     ("one two three\nfour five six\nseven eight\n\nnine.", "fineweb_newlines"),
 ]
