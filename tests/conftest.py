@@ -5,6 +5,7 @@ A thread that dies fails the test in which it dies: pytest warns of it, and warn
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -97,14 +98,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.line(f"{number:5d}  {reason}")
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's caches."""
-    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path_factory.getbasetemp() / "user-cache"))
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "user-hub-cache")
-    )
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path_factory.getbasetemp() / "no-token"))
+    """No test reads or writes the user's caches, or those of another test."""
+    home = tmp_path_factory.getbasetemp() / f"user-{next(_numbers)}"
+    monkeypatch.setenv("FOREBAY_CACHE", str(home / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
 
 

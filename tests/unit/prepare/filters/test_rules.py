@@ -47,7 +47,6 @@ QUALITY = [
     (STOPS + "word " * 78 + "1234 " * 20, ""),
     (STOPS + "word " * 77 + "1234 " * 21, "gopher_alpha_words"),
     ("the The AND the " + "word " * 60, "gopher_stop_words"),
-    ("", "gopher_short"),
 ]
 
 
