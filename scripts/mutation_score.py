@@ -124,7 +124,15 @@ class Tests:
         return selected
 
 
-def run(root: Path, mutant: Mutant, tests: list[str]) -> str:
+def hash_sources(root: Path) -> str:
+    """Return the name under which compiled kernels of these sources are kept."""
+    return subprocess.run(
+        [sys.executable, "-c", "from forebay.prepare.compiled import _hash_of_sources as h; print(h())"],
+        env=os.environ | {"PYTHONPATH": str(root / "src")}, capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+
+
+def run(root: Path, mutant: Mutant, tests: list[str], sources: str) -> str:
     """Return "killed", "survived" or "not covered"."""
     if not tests:
         return "not covered"
@@ -133,12 +141,9 @@ def run(root: Path, mutant: Mutant, tests: list[str]) -> str:
         path = Path(folder, f"src/forebay/{mutant.module}.py")
         text = path.read_text()
         path.write_text(text[: mutant.start] + mutant.text + text[mutant.stop :])
+        # Kernels that were compiled for the unchanged sources serve here, too.
         compiled = Path(folder, "src/forebay/prepare/compiled.py")
-        name = subprocess.run(
-            [sys.executable, "-c", "from forebay.prepare.compiled import _hash_of_sources as h; print(h())"],
-            env=os.environ | {"PYTHONPATH": str(root / "src")}, capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
-        compiled.write_text(compiled.read_text() + f"\n\ndef _hash_of_sources() -> str:\n    return {name!r}\n")
+        compiled.write_text(compiled.read_text() + f"\n\ndef _hash_of_sources() -> str:\n    return {sources!r}\n")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", *tests]
         env = os.environ | {"PYTHONPATH": f"{folder}/src", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": folder}
         try:
@@ -166,9 +171,10 @@ def main() -> int:
         num = arguments.mutants * (index + 1) // len(MODULES) - arguments.mutants * index // len(MODULES)
         chosen += chance.sample(mutants, min(num, len(mutants)))
     results: dict[str, Counter[str]] = defaultdict(Counter)
+    sources = hash_sources(arguments.root)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for mutant, result in zip(
-            chosen, pool.map(lambda mutant: run(arguments.root, mutant, tests.select(mutant)), chosen)
+            chosen, pool.map(lambda mutant: run(arguments.root, mutant, tests.select(mutant), sources), chosen)
         ):
             results[mutant.module][result] += 1
             if result != "killed":
