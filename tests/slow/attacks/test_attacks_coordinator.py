@@ -12,18 +12,11 @@ from typing import Any
 import pytest
 
 from forebay.coordinator.membership import MAX_SEATS
-from forebay.coordinator.messages import (
-    Heartbeat,
-    Leave,
-    PollChange,
-    Rules,
-    Stepped,
-    Tick,
-)
+from forebay.coordinator.messages import Leave, PollChange, Rules, Stepped, Tick
 from forebay.coordinator.server import Coordinator
 from forebay.network.pki.identity import Identity
 from support.attackers import answers, ask, connection, issue, request
-from unit.coordinator.test_membership import CoordinatorHarness
+from support.memberships import CoordinatorHarness
 
 LIE = 2**61
 
@@ -36,8 +29,8 @@ def coordinator(network_dir: Path, tmp_path: Path) -> Iterator[Coordinator]:
         yield created
 
 
-def post_as(coordinator: Coordinator, member: Identity, verb: str, **facts: Any) -> tuple[int, Any]:
-    body = {"worker_id": member.name, "session": f"{member.name}-session", **facts}
+def post_as(coordinator: Coordinator, member: Identity, verb: str, **fields: Any) -> tuple[int, Any]:
+    body = {"worker_id": member.name, "session": f"{member.name}-session", **fields}
     return ask(member, coordinator.address, "POST", f"/v1/members/{verb}", body)
 
 
@@ -49,12 +42,8 @@ class Run(CoordinatorHarness):
         for name in names:
             self.join(name)
 
-    def join(self, worker_id: str, session: str = "", **facts: Any) -> list[Any]:
-        return super().join(worker_id, session, **{"peer_id": f"peer {worker_id}", **facts})
-
-    def beat(self, names: str, step: int, after_s: float = 0.0) -> None:
-        number = self.generation.number
-        self.send(*(Heartbeat(name, f"{name}/1", number, step) for name in names), after_s=after_s)
+    def join(self, worker_id: str, session: str = "", **fields: Any) -> list[Any]:
+        return super().join(worker_id, session, **{"peer_id": f"peer {worker_id}", **fields})
 
 
 def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
@@ -64,8 +53,8 @@ def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
     honest, evil = issue(network_dir, "honest", "worker"), issue(network_dir, "evil", "worker")
     with connection(honest, coordinator.address) as first, connection(evil, coordinator.address) as second:
 
-        def post(sock: ssl.SSLSocket, name: str, verb: str, **facts: Any) -> int:
-            body = {"worker_id": name, "session": f"{name}-session", **facts}
+        def post(sock: ssl.SSLSocket, name: str, verb: str, **fields: Any) -> int:
+            body = {"worker_id": name, "session": f"{name}-session", **fields}
             return answers(sock, request("POST", f"/v1/members/{verb}", body))[0].status
 
         assert post(first, "honest", "join") == post(second, "evil", "join") == 200
@@ -128,7 +117,7 @@ def test_the_last_of_two_ends_the_run_though_the_other_died() -> None:
 
 
 def test_seats_of_who_never_finished_a_step_are_forgotten() -> None:
-    """Names that join and leave make no state that grows, nor ranks that nobody has."""
+    """Names that join and leave make no state that grows, nor ranks that no member has."""
     run = Run("a", "b")
     for number in range(20):
         run.join(f"evil{number}")
