@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,12 @@ def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path) 
 
 def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
     async def run(address: str) -> Any:
-        lines: list[str] = []
-        worker = WorkerClient(WorkerConfig(trainer="count", coordinator=address), log=lines.append)
+        waits = threading.Event()
+        config = WorkerConfig(trainer="count", coordinator=address)
+        worker = WorkerClient(config, log=lambda line: waits.set() if "waiting" in line else None)
         await worker.start()
         running = asyncio.create_task(worker.run_training(use_distributed=True))
-        while not any("waiting" in line for line in lines):
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(waits.wait)
         await worker.stop()
         return await running
 
