@@ -30,7 +30,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(PY) scripts/check_names.py src benchmarks examples
+	$(PY) scripts/check_names.py src benchmarks examples tests
 	$(PY) scripts/check_size.py
 	$(PY) scripts/check_sources.py
 	$(PY) scripts/check_pages.py

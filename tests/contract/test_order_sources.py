@@ -162,8 +162,8 @@ def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: LocalClu
         once = {"samples": len(counts) // num_epochs, "missing": 0, "repeated": 0}
         assert report["ok"] and report["epochs"] == [{"epoch": epoch, **once} for epoch in range(num_epochs)], report
         used = [(use["name"], sample) for use in source.uses(CASES[case]["dataset"]) for sample in use["samples"]]
-        given = [(f"worker-{i}", number) for i, of in enumerate(workers) for line in of for number in line["ids"]]
-        assert sorted(used) == sorted(given)
+        delivered = [(f"worker-{i}", number) for i, of in enumerate(workers) for line in of for number in line["ids"]]
+        assert sorted(used) == sorted(delivered)
 
 
 def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int, int]]) -> None:
@@ -248,15 +248,15 @@ def test_a_state_of_any_batch_resumes_with_the_next_one(cluster: LocalCluster, n
     """Over the end of an epoch, with batches made ahead by a thread, too."""
     spec = {**make(cluster, name, case).loader(1), "epochs": 2}
 
-    def ahead(batches: int) -> dict[str, Any]:
+    def with_prefetch(batches: int) -> dict[str, Any]:
         return {**spec, "samples": {**spec.get("samples", {}), "prefetch_batches": batches}}
 
     expected = lines_of(open_loader(spec))
     for stop in {*range(0, len(expected), 5), len(expected) // 2}:
-        with open_loader(ahead(stop % 3)) as loader:
+        with open_loader(with_prefetch(stop % 3)) as loader:
             assert lines_of(islice(loader, stop)) == expected[:stop]
             state = json.loads(json.dumps(loader.state_dict()))
-        with open_loader(ahead((stop + 1) % 3)) as loader:
+        with open_loader(with_prefetch((stop + 1) % 3)) as loader:
             loader.load_state_dict(state)
             assert lines_of(loader) == expected[stop:]
 

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.xdist_group("docs")  # The pages share their servers.
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
     result = Corpora(tmp_path_factory.mktemp("corpora"))
     yield result
     result.close()
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_every_block_runs(name: str, made: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(name, made, tmp_path, monkeypatch)
+def test_every_block_runs(name: str, corpora: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(name, corpora, tmp_path, monkeypatch)

@@ -75,5 +75,5 @@ def test_members_read_and_strangers_and_the_revoked_are_refused(
         assert live.recv(1) == b""  # an open connection is cut, without a restart
     capsys.readouterr()
     assert "certificate of the same network" in status("thief")
-    facts = status("reader")
-    assert facts["peers"].keys() == {members["reader"].peer_id} and facts["refused_connections"] >= 2
+    report = status("reader")
+    assert report["peers"].keys() == {members["reader"].peer_id} and report["refused_connections"] >= 2

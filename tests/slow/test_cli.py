@@ -135,7 +135,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory of a network with a DHT node, and of its members alice and bob."""
     base = tmp_path_factory.mktemp("net")
     dht = Bootstrap(1)
-    assert forebay("network", "init", base / "net", "--bootstrap", "{}:{}".format(*dht.at[0])).returncode == 0
+    assert forebay("network", "init", base / "net", "--bootstrap", "{}:{}".format(*dht.addresses[0])).returncode == 0
     for name in ("alice", "bob"):
         joined = forebay("network", "join", base / "net", base / name, "--name", name, "--role", "all")
         assert joined.returncode == 0, joined.stderr

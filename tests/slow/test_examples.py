@@ -92,14 +92,14 @@ def test_an_example_ends_when_a_process_of_it_is_killed(
 
         victims: list[psutil.Process] = []
 
-        def look() -> list[psutil.Process]:
+        def find_victims() -> list[psutil.Process]:
             time.sleep(0.05)  # A look at all processes is dear.
             for child in parent.children(recursive=True):
                 with contextlib.suppress(psutil.Error):  # It has ended.
                     victims.extend([child] if select(child) else [])
             return victims
 
-        until(look)
+        until(find_victims)
         others = parent.children(recursive=True)
         victims[0].kill()
         status = example.wait(scaled(30))

@@ -20,10 +20,10 @@ def serve(answer: Callable[[str, Mapping[str, str]], Answer | None]) -> Iterator
             pass
 
         def do_GET(self) -> None:
-            given = answer(self.path, self.headers)
-            if given is None:
+            reply = answer(self.path, self.headers)
+            if reply is None:
                 return
-            status, headers, body, sent = given
+            status, headers, body, sent = reply
             self.send_response(status)
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)

@@ -52,10 +52,10 @@ class Browser:
         self.page.set_viewport_size({"width": width, "height": 844 if width < 600 else 900})
         self.page.emulate_media(color_scheme=theme)
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
+    def screenshot(self, path: Path, *, full_page: bool = True) -> None:
         """Write a PNG of the whole page, or of the window."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=str(path), full_page=whole)
+        self.page.screenshot(path=str(path), full_page=full_page)
 
     def violations(self, *impacts: str) -> list[str]:
         """Return the findings of axe-core, by default serious and critical: rule, impact, help and the elements."""
@@ -66,7 +66,7 @@ class Browser:
         return [f"{rule['id']} ({rule['impact']}): {rule['help']}: {e}" for rule, e in zip(rules, elements)]
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than its window: 0 where nobody has to scroll sideways."""
+        """Pixels by which the page is wider than its window: 0 where no reader has to scroll sideways."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
 
     def focusable(self) -> list[str]:

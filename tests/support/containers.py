@@ -35,7 +35,7 @@ class Machine:
         self._containers: list[Container] = []
 
     def port(self, service: str, port: str) -> int:
-        """A free port for a port of a service, below those that the kernel gives to whoever asks for any."""
+        """A free port for a port of a service, below those that the kernel gives to a process that asks for any."""
         name = f"{service}:{port}"
         while name not in self._ports:
             if (number := free_port()) not in self._ports.values():

@@ -91,14 +91,14 @@ class Corpora:
         """Addresses of DHT nodes to start from."""
         bootstrap = nodes.Bootstrap(5)
         self._servers.callback(bootstrap.close)
-        return bootstrap.at
+        return bootstrap.addresses
 
     @functools.cached_property
     def quiet_dht(self) -> list[tuple[str, int]]:
         """The same, for a client that asks each node once: in `dht` pages leave nodes that are dead."""
         bootstrap = nodes.Bootstrap(5)
         self._servers.callback(bootstrap.close)
-        return bootstrap.at
+        return bootstrap.addresses
 
     @functools.cached_property
     def web(self) -> str:

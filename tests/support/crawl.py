@@ -44,8 +44,8 @@ def index_lines(root: Path, path: str) -> list[dict[str, Any]]:
         member = zlib.decompressobj(31)
         url = member.decompress(data[offset:]).split(b"Target-URI: ")[1].split(b"\r\n")[0].decode()
         length = len(data) - offset - len(member.unused_data)
-        place = {"filename": path, "offset": str(offset), "length": str(length)}
-        lines.append({"urlkey": "example", "timestamp": "20260701000000", "url": url, **place})
+        location = {"filename": path, "offset": str(offset), "length": str(length)}
+        lines.append({"urlkey": "example", "timestamp": "20260701000000", "url": url, **location})
         offset += length
     return lines
 

@@ -48,8 +48,8 @@ class Descent:
         self.state = reported["state"]
 
 
-def write(**facts: Any) -> None:
-    os.write(1, json.dumps(facts).encode() + b"\n")  # one write: lines of several processes do not mix
+def write(**fields: Any) -> None:
+    os.write(1, json.dumps(fields).encode() + b"\n")  # one write: lines of several processes do not mix
 
 
 class Layer:

@@ -24,20 +24,20 @@ def text_tokens(
     return ids.astype(dtype)
 
 
-def look(*paths: Path, **known: Any) -> list[Report]:
-    return examine(list(paths), CheckOptions(**known))
+def reports(*paths: Path, **options: Any) -> list[Report]:
+    return examine(list(paths), CheckOptions(**options))
 
 
-def findings(*paths: Path, **known: Any) -> list[Finding]:
-    return [item for report in look(*paths, **known) for item in report.findings]
+def findings(*paths: Path, **options: Any) -> list[Finding]:
+    return [item for report in reports(*paths, **options) for item in report.findings]
 
 
-def faults(*paths: Path, **known: Any) -> set[str]:
-    return {item.fault for item in findings(*paths, **known)}
+def faults(*paths: Path, **options: Any) -> set[str]:
+    return {item.fault for item in findings(*paths, **options)}
 
 
-def only(fault: str, *paths: Path, **known: Any) -> Finding:
+def only(fault: str, *paths: Path, **options: Any) -> Finding:
     """The one finding, which is of this fault."""
-    result = findings(*paths, **known)
+    result = findings(*paths, **options)
     assert {item.fault for item in result} == {fault}, result
     return result[0]

@@ -230,7 +230,7 @@ class Rank:
         self.group, self._stands = None, True
 
         def joined(generation: Generation) -> None:
-            self._drive(self.membership.heartbeats(), lambda _: self._look())
+            self._drive(self.membership.heartbeats(), lambda _: self._check())
             self._enter(generation)
 
         self._drive(self.membership.join(), joined)
@@ -280,7 +280,7 @@ class Rank:
                 return self.join()
             except DuplicateWorkerError:
                 return self.world.clock.call_later(RESTART_S, self.join)
-            self._look()
+            self._check()
             if isinstance(effect, Pause):
                 self.world.clock.call_later(effect.seconds, resume)
             else:
@@ -288,7 +288,7 @@ class Rank:
 
         resume()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Give up a group that cannot meet, or a step that cannot end, by another rank's report."""
         group = self.group
         if group is None or self._stands:
@@ -378,7 +378,7 @@ class World:
         self.schedule = draw(settings, self.about_s)
         self.ranks: dict[str, Rank] = {}  # those that live, by worker id
         self.groups: list[Group] = []
-        self.ends: list[Weights] = []
+        self.finals: list[Weights] = []
         self._order: list[str] = []  # worker ids of the last generation, by rank
         self._chance = self.chance("answers")
         first = sum(machine.joins_at == 0.0 < 1.0 < machine.dies_at for machine in self.schedule.machines)
@@ -393,8 +393,8 @@ class World:
     def run_to_end(self) -> list[str]:
         """Run until all who live have done the last step; return what was wrong."""
         is_done = self.clock.run(self._is_over, 20 * self.about_s + 1000.0)
-        end = max(self.ends or [rank.weights for rank in self.ranks.values()], key=lambda weights: weights.step)
-        faults = sorted(self.faults) + ["the workers ended with different weights"] * (len(set(self.ends)) > 1)
+        end = max(self.finals or [rank.weights for rank in self.ranks.values()], key=lambda weights: weights.step)
+        faults = sorted(self.faults) + ["the workers ended with different weights"] * (len(set(self.finals)) > 1)
         if not is_done:
             faults.append(f"after {self.clock.now:,.0f} virtual seconds the run is at step {end.step}")
         epochs = self.run.progress_table(0, self.num_steps)[0]
@@ -433,14 +433,14 @@ class World:
     def end(self, rank: Rank) -> None:
         """Note that a rank has done all steps."""
         if rank.weights.step == self.num_steps:
-            self.ends.append(rank.weights)
+            self.finals.append(rank.weights)
 
     def _is_over(self) -> bool:
         """All who live know that the run has ended, but for those that come when all others have left."""
-        return bool(self.ends) and all(rank.done or rank.group is None for rank in self.ranks.values())
+        return bool(self.finals) and all(rank.done or rank.group is None for rank in self.ranks.values())
 
     def _form(self, generation: RankGeneration) -> None:
-        order = [place.worker_id for place in generation.places]
+        order = [position.worker_id for position in generation.places]
         if [name for name in order if name in self._order] != [name for name in self._order if name in order]:
             self.faults.add("workers that stayed changed their order among the ranks")
         self._order = order

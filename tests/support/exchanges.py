@@ -34,7 +34,7 @@ class ExchangeClient:
         """
         keys = ("epoch", "slice", "start", "stop")
         positions = [{key: lease[key] for key in keys} | {"step": 1} | position for lease in leases]
-        uses = [Used(lease["lease_id"], **place) for lease, place in zip(leases, positions)]
+        uses = [Used(lease["lease_id"], **fields) for lease, fields in zip(leases, positions)]
         proofs = [proof_by_hand(self.client, lease) if proof is None else proof for lease in leases]
         signature = (by or self.identity).sign(receipt_message(leases[0]["job_id"], uses)).hex()
         rows = [{**vars(use), "proof": shown} for use, shown in zip(uses, proofs)]

@@ -138,7 +138,7 @@ def own_memory() -> dict[str, int]:
 def check_cache(directory: Path) -> int:
     """Check that every chunk that a map calls present has the bytes of its hash, and that nothing is locked.
 
-    Nobody may write to the cache meanwhile. Returns the number of complete slices.
+    No process may write to the cache meanwhile. Returns the number of complete slices.
     """
     complete, problems = check_chunks(directory)
     assert not problems

@@ -20,8 +20,8 @@ from support.paths import GOLDEN
 FOREIGN = GOLDEN / "foreign"  # A folder for each dataset of another library, all of the same documents:
 _CONTENT = json.loads((FOREIGN / "stream.json").read_text())
 STREAM = np.array(_CONTENT["tokens"], np.int64)
-ENDS = np.cumsum(_CONTENT["lengths"])
-DOCUMENTS = [document.tolist() for document in np.split(STREAM, ENDS[:-1])]
+STOPS = np.cumsum(_CONTENT["lengths"])
+DOCUMENTS = [document.tolist() for document in np.split(STREAM, STOPS[:-1])]
 
 
 NUM_ROWS = 60
@@ -69,10 +69,10 @@ def read_table(path: Path) -> pa.Table:
     return pa.Table.from_batches(list(source.batches()), source.schema)
 
 
-def made_tokens(tokens: Sequence[int] | np.ndarray, ends: Sequence[int], dtype: str = "U16") -> TokenSource:
+def made_tokens(tokens: Sequence[int] | np.ndarray, stops: Sequence[int], dtype: str = "U16") -> TokenSource:
     """Return a stream of tokens in memory with the ends of its documents."""
-    part = TokenPart(np.asarray(tokens, {"U16": np.uint16, "U32": np.uint32}[dtype]), np.array(ends, np.uint64))
-    return TokenSource("made", dtype, len(tokens), len(ends), lambda: iter([part]))
+    part = TokenPart(np.asarray(tokens, {"U16": np.uint16, "U32": np.uint32}[dtype]), np.array(stops, np.uint64))
+    return TokenSource("made", dtype, len(tokens), len(stops), lambda: iter([part]))
 
 
 def read_tokens(path: Path, **options: Any) -> list[list[int]]:

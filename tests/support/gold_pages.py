@@ -27,6 +27,6 @@ def gold_articles(names: set[str]) -> dict[str, tuple[str, str]]:
 
 def word_scores(text: str, gold: str) -> tuple[float, float]:
     """Return F1 and precision over words."""
-    found, expected = (Counter(re.findall(r"\w+", part.lower())) for part in (text, gold))
-    common = (found & expected).total()
-    return 2 * common / (found.total() + expected.total()), common / max(1, found.total())
+    actual, expected = (Counter(re.findall(r"\w+", part.lower())) for part in (text, gold))
+    common = (actual & expected).total()
+    return 2 * common / (actual.total() + expected.total()), common / max(1, actual.total())

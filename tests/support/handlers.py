@@ -63,7 +63,7 @@ def application(handle: Handler) -> FastAPI:
 
 
 def patient(**limits: Any) -> ServerLimits:
-    """Limits of a server that cuts nobody for being slow."""
+    """Limits of a server that cuts no peer for being slow."""
     names = ("idle_s", "handshake_s", "head_s", "body_s", "send_s")
     return ServerLimits(**{**dict.fromkeys(names, 3600.0), **limits})
 

@@ -72,7 +72,7 @@ class Host:
 
 
 class Nat(Host):
-    """A router at home: its hosts reach everybody, and nobody reaches them."""
+    """A router at home: its hosts reach all others, and no other host reaches them."""
 
     def host(self, name: str) -> Host:
         """A host behind it, at 192.168.K.2."""
@@ -89,7 +89,7 @@ class Lab:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._index = 0
-        self._made: list[str] = []
+        self._namespaces: list[str] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Lab:
@@ -108,7 +108,7 @@ class Lab:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()  # the forks die first
-        for ns in self._made:
+        for ns in self._namespaces:
             _remove(ns)
 
     def ns(self, name: str) -> str:
@@ -151,7 +151,7 @@ class Lab:
     def _add(self, name: str) -> str:
         ns = self.ns(name)
         _run(["ip", "netns", "add", ns])
-        self._made.append(ns)
+        self._namespaces.append(ns)
         return ns
 
 

@@ -30,7 +30,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 
 class Mutual(HTTPAdapter):
-    """Connections with a node's certificate, to whoever has one of the same network."""
+    """Connections with a node's certificate, to a node that has one of the same network."""
 
     def __init__(self, node_dir: Path) -> None:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

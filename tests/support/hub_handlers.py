@@ -43,7 +43,7 @@ class _Base(faulty_server.Handler):
 
 
 class CdnHandler(_Base):
-    """`/REPO-DIRECTORY/SHA256?path=...`: bytes for whoever has the address, for 60 s."""
+    """`/REPO-DIRECTORY/SHA256?path=...`: bytes for a client that has the address, for 60 s."""
 
     def answer(self) -> None:
         if not self.is_served("cdn"):
@@ -80,7 +80,7 @@ class HubHandler(_Base):
         if not self.is_served("info" if verb == "revision" else verb):
             return
         repo = self._repo(kind, name)
-        if repo is None or (verb != "refs" and not self._known(repo, rest[0] if rest else "main")):
+        if repo is None or (verb != "refs" and not self._has_revision(repo, rest[0] if rest else "main")):
             return
         if verb == "tree":
             self._tree(repo, "/".join(rest[1:]))
@@ -113,7 +113,7 @@ class HubHandler(_Base):
             return None
         return repo
 
-    def _known(self, repo: Path, revision: str) -> bool:
+    def _has_revision(self, repo: Path, revision: str) -> bool:
         if revision in {"main", "refs/heads/main", self.owner.commit(repo), *self.owner.revisions}:
             return True
         self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
@@ -151,8 +151,8 @@ class HubHandler(_Base):
         if ".." in path or not below.is_dir():
             return self.refuse(404, "EntryNotFound", f"{path} does not exist on main")
         deep = self._query.get("recursive", "").lower() in ("true", "1")
-        result = [one for one in (below.rglob("*") if deep else below.iterdir()) if one.name != ".hub.json"]
-        result.sort(key=lambda one: (len(one.parts), one.is_file(), str(one)))  # level by level, folders first
+        result = [child for child in (below.rglob("*") if deep else below.iterdir()) if child.name != ".hub.json"]
+        result.sort(key=lambda child: (len(child.parts), child.is_file(), str(child)))  # level by level, folders first
         start = int(self._query.get("cursor") or 0)
         size = min(self.owner.page_size, int(self._query.get("limit") or self.owner.page_size))
         headers = {}
@@ -162,7 +162,7 @@ class HubHandler(_Base):
             headers["Link"] = f'<{address}>; rel="next"'
         page = result[start : start + size]
         self.reply_json(
-            [entry for one in page for entry in find_entries(repo, one.relative_to(repo).as_posix())], headers
+            [entry for child in page for entry in find_entries(repo, child.relative_to(repo).as_posix())], headers
         )
 
     def _resolve(self, kind: str, parts: list[str]) -> None:
@@ -171,7 +171,7 @@ class HubHandler(_Base):
         index = parts.index("resolve")
         name, revision, path = "/".join(parts[:index]), parts[index + 1], "/".join(parts[index + 2 :])
         repo = self._repo(kind, name)
-        if repo is None or not self._known(repo, revision):
+        if repo is None or not self._has_revision(repo, revision):
             return
         if read_settings(repo).get("gated") and self._token() not in self.owner.tokens:
             return self.refuse(

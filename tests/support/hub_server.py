@@ -8,10 +8,10 @@
 
 The directory holds `datasets/OWNER/NAME/...` and `models/[OWNER/]NAME/...`; the card is the YAML at the head of a
 repository's README.md; `.hub.json` beside it may say `{"gated": "manual", "private": true}`. A large or binary file is
-"LFS": `resolve` sends it on (302) to another port, the CDN, with an address that runs out; the CDN refuses whoever
-shows it a token. `huggingface_hub` and `datasets` read it too: api/{datasets,models}/NAME[/revision/REV], tree (with
-Link pages), paths-info, refs, resolve with HEAD and ranges. One commit, that of the content; any other revision than
-`main`, that commit or one of `revisions` is 404 RevisionNotFound.
+"LFS": `resolve` sends it on (302) to another port, the CDN, with an address that runs out; the CDN refuses a client
+that shows it a token. `huggingface_hub` and `datasets` read it too: api/{datasets,models}/NAME[/revision/REV], tree
+(with Link pages), paths-info, refs, resolve with HEAD and ranges. One commit, that of the content; any other revision
+than `main`, that commit or one of `revisions` is 404 RevisionNotFound.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class FetchingWorker:
         return lease.reason
 
     @property
-    def bad(self) -> list[tuple[str, bool]]:
+    def rejected(self) -> list[tuple[str, bool]]:
         """The providers that were rejected; True for wrong bytes."""
         return [(invalid.peer_id, invalid.wrong) for invalid in self.leases.state.counts.rejected]
 

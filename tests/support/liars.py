@@ -1,6 +1,6 @@
 """Hostile peers as real servers: a certificate of the network, a true list of claims, and a lie where it counts.
 
-with Liar(identity, dataset, "endless", about="slices") as liar: …     liar.address, liar.told
+with Liar(identity, dataset, "endless", about="slices") as liar: …     liar.address, liar.requests
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class Liar(RudePeer):
         claims: Its claims, if they are not the truth.
 
     Attributes:
-        told: Of each lie the name of who asked, and the bytes asked for.
+        requests: Of each lie the name of who asked, and the bytes asked for.
     """
 
     def __init__(
         self, identity: Identity, dataset: Dataset, lie: str, about: str = "slices", claims: Any = None
     ) -> None:
         super().__init__(identity, self._reply, lambda asked: self._kind(asked.path) == about)
-        self.dataset, self.about, self.told = dataset, about, list[tuple[str, int]]()
+        self.dataset, self.about, self.requests = dataset, about, list[tuple[str, int]]()
         self.identity: Identity = identity
         self._lie, self._claims = LIES.get(lie), claims
         self._slices = {dataset.table.row(i).sha256: dataset.slice_path(i) for i in range(dataset.num_slices)}
@@ -126,7 +126,7 @@ class Liar(RudePeer):
         start, stop = (int(span[1]), min(len(body), int(span[2]) + 1)) if span else (0, len(body))
         answer = Honest(body[start:stop], start, stop, len(body) if span else -1)
         if self._kind(asked.path) == self.about:
-            self.told.append((self.identity.peer(asked.certificate).name, stop - start))
+            self.requests.append((self.identity.peer(asked.certificate).name, stop - start))
             if self._lie is not None:
                 return self._lie(answer)
         return answer.head() + answer.body

@@ -9,11 +9,11 @@ from forebay.network.addresses import HostPort
 
 
 class LocalDiscovery:
-    """Discovery without a network: one table, shared by whoever holds this object, or addresses known before."""
+    """Discovery without a network: one table, shared by all that hold this object, or addresses known before."""
 
-    def __init__(self, host: str = "127.0.0.1", known: Iterable[HostPort] = ()) -> None:
+    def __init__(self, host: str = "127.0.0.1", addresses: Iterable[HostPort] = ()) -> None:
         self._host = host
-        self._known = list(known)
+        self._addresses = list(addresses)
         self._table: dict[bytes, list[HostPort]] = {}
         self._lock = threading.Lock()
 
@@ -27,7 +27,7 @@ class LocalDiscovery:
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Answers at once."""
         with self._lock:
-            return list(dict.fromkeys(self._table.get(key, []) + self._known))
+            return list(dict.fromkeys(self._table.get(key, []) + self._addresses))
 
     def close(self) -> None:
         """See Discovery. There is nothing to close."""

@@ -63,17 +63,17 @@ def with_wandb(source: Any, folder: Path) -> Steps:
 
 def _records(data: bytes) -> Iterator[bytes]:
     """The records of LevelDB's log format, in blocks of 32 KiB, after W&B's 7 bytes."""
-    offset, whole = 7, b""
+    offset, record = 7, b""
     while offset + 7 <= len(data):
         length, kind = struct.unpack_from("<HB", data, offset + 4)
         if 32768 - offset % 32768 < 7 or kind == 0:
             offset += 32768 - offset % 32768
             continue
-        whole += data[offset + 7 : offset + 7 + length]
+        record += data[offset + 7 : offset + 7 + length]
         offset += 7 + length
         if kind in (1, 4):  # The whole record, or its last part.
-            yield whole
-            whole = b""
+            yield record
+            record = b""
 
 
 def with_tensorboard(source: Any, folder: Path) -> Steps:
@@ -107,7 +107,7 @@ def with_mlflow(source: Any, folder: Path) -> Steps:
 if __name__ == "__main__":
     logger, root = globals()[f"with_{sys.argv[1]}"], Path(sys.argv[2])
     result = {}
-    for kind, made in sources(root).items():
+    for kind, source in sources(root).items():
         (root / kind).mkdir()
-        result[kind] = logger(made, root / kind)
+        result[kind] = logger(source, root / kind)
     print(json.dumps(result))

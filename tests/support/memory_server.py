@@ -1,7 +1,7 @@
 """A server without sockets, threads or real time: a test passes it bytes, and its clock moves when the test says so.
 
 It has the connections, limits, sweeps and tasks of a real `Server`; only the listener, the handshake and the transport
-are replaced. `settle` runs what is ready; a wait, however long, costs nothing.
+are replaced. `run_ready` runs what is ready; a wait, however long, costs nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             done.set_exception(error)
         return done
 
-    def settle(self) -> None:
+    def run_ready(self) -> None:
         """Run what is ready, and what that makes ready; no time passes."""
         while self._ready:  # type: ignore[attr-defined]
             self.call_soon(self.stop)
@@ -52,7 +52,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Let time pass."""
         self.call_at(self.now + seconds, self.stop)
         self.run_forever()
-        self.settle()
+        self.run_ready()
 
 
 class SimpleSelector(selectors.DefaultSelector):
@@ -82,8 +82,8 @@ class Members:
     def refusal(self, peer: Peer) -> str | None:
         return self.refusals.get(peer.peer_id)
 
-    def record_event(self, kind: str, **facts: Any) -> None:
-        self.events.append((kind, facts))
+    def record_event(self, kind: str, **fields: Any) -> None:
+        self.events.append((kind, fields))
 
 
 class MemoryServer:
@@ -116,7 +116,7 @@ class MemoryServer:
     def __exit__(self, *exc: object) -> None:
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
-        self.loop.settle()
+        self.loop.run_ready()
         self.loop.close()
 
     def add_task(self, name: str, body: Callable[[], Any]) -> None:
@@ -129,7 +129,7 @@ class MemoryServer:
             return None
         task = self.loop.create_task(asyncio.sleep(float("inf")))
         self.core.connections.add_handshake(task, address, self.core.time())
-        self.loop.settle()
+        self.loop.run_ready()
         return task
 
     def connect(self, member: str = "", address: str = "127.0.0.1") -> MemoryConnection:
@@ -178,7 +178,7 @@ class MemoryConnection(asyncio.Transport):
         self.is_open = True
         self.protocol = PeerProtocol(self.server.core, self.address)
         self.protocol.connection_made(self)
-        self.loop.settle()
+        self.loop.run_ready()
 
     # The client's side.
 
@@ -187,7 +187,7 @@ class MemoryConnection(asyncio.Transport):
         for piece in pieces:
             self._unsent += piece
             self._feed()
-            self.loop.settle()
+            self.loop.run_ready()
 
     def answers(self) -> list[Answer]:
         """The whole responses that came since the last call."""
@@ -203,11 +203,11 @@ class MemoryConnection(asyncio.Transport):
 
     def read(self) -> int:
         """Read what was kept back; return its length."""
-        kept, self._unread = b"".join(self._unread), []
-        self.received += kept
+        data, self._unread = b"".join(self._unread), []
+        self.received += data
         self.protocol.resume_writing()
-        self.loop.settle()
-        return len(kept)
+        self.loop.run_ready()
+        return len(data)
 
     @property
     def num_unread(self) -> int:
@@ -217,7 +217,7 @@ class MemoryConnection(asyncio.Transport):
     def hang_up(self) -> None:
         """Close the connection."""
         self.abort()
-        self.loop.settle()
+        self.loop.run_ready()
 
     def _feed(self) -> None:
         while self._unsent and self.is_open and not self._is_paused:
@@ -231,10 +231,10 @@ class MemoryConnection(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """See asyncio.BaseTransport."""
         tls = self.server.core.identity is not None
-        known = {"peername": (self.address, 1), "sockname": ("127.0.0.1", 2), "sslcontext": tls or None}
+        info = {"peername": (self.address, 1), "sockname": ("127.0.0.1", 2), "sslcontext": tls or None}
         if tls:
-            known["ssl_object"] = SimpleNamespace(getpeercert=lambda binary_form: self.member.encode())
-        return known.get(name, default)
+            info["ssl_object"] = SimpleNamespace(getpeercert=lambda binary_form: self.member.encode())
+        return info.get(name, default)
 
     def is_closing(self) -> bool:
         return not self.is_open

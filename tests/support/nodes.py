@@ -51,8 +51,8 @@ class Bootstrap:
 
     def __init__(self, num_nodes: int = 6) -> None:
         first = LibtorrentDht(HOST, 0, [])
-        self.at = [(HOST, first.port)]
-        self._nodes = [first, *(LibtorrentDht(HOST, 0, self.at) for _ in range(num_nodes - 1))]
+        self.addresses = [(HOST, first.port)]
+        self._nodes = [first, *(LibtorrentDht(HOST, 0, self.addresses) for _ in range(num_nodes - 1))]
 
     def close(self) -> None:
         for node in self._nodes:
@@ -75,7 +75,7 @@ class Network:
         if dht_nodes:
             dht = Bootstrap(dht_nodes)
             stack.callback(dht.close)
-            bootstrap = dht.at
+            bootstrap = dht.addresses
             self.discovery = LibtorrentDht(HOST, 0, bootstrap)
             stack.callback(self.discovery.close)
         self.homes = make_network(directory, ["data", "scheduler", *members], bootstrap)

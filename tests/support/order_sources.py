@@ -39,9 +39,9 @@ def make_slices(num_slices: int, first: int) -> Slices:
     chance = np.random.default_rng(first)
     slices, token = [], first
     for index in range(num_slices):
-        ends = np.cumsum(chance.integers(1, 60, 7)).tolist()
-        size = ends[-1] + (int(chance.integers(1, 30)) if index % 2 and index < num_slices - 1 else 0)
-        slices.append((list(range(token, token + size)), ends))
+        stops = np.cumsum(chance.integers(1, 60, 7)).tolist()
+        size = stops[-1] + (int(chance.integers(1, 30)) if index % 2 and index < num_slices - 1 else 0)
+        slices.append((list(range(token, token + size)), stops))
         token += size
     return slices
 
@@ -64,9 +64,9 @@ class Datasets:
         self.directory, self._numbers = directory, itertools.count()
         self.tokens, self.rows = tokens, rows
         for name, slices in self.tokens.items():
-            for index, (numbers, ends) in enumerate(slices):
+            for index, (numbers, stops) in enumerate(slices):
                 path = self._slice_path(name, index)
-                write_token_slice(path, np.array(numbers, np.uint16), np.array(ends, np.uint64))
+                write_token_slice(path, np.array(numbers, np.uint16), np.array(stops, np.uint64))
         for index, tensors in enumerate(self.rows):
             write_rows_slice(self._slice_path("rows", index), tensors)
         self.datasets = {name: str(directory / name) for name in (*tokens, *(["rows"] if rows else []))}
@@ -122,7 +122,7 @@ class Cluster(Datasets):
         stack.callback(self.forks.close)
         self.bootstrap = Bootstrap(3)
         stack.callback(self.bootstrap.close)
-        return self.bootstrap.at
+        return self.bootstrap.addresses
 
     def start_data_node(self, stack: contextlib.ExitStack) -> None:
         self.node("serve", "data", *self.datasets.values())
@@ -234,10 +234,10 @@ class Leased(Source):
         self.schedulers = {name: self.start_scheduler(name) for name in jobs}
         addresses = {name: address for name, (_, address) in self.schedulers.items()}
         urls = {name: f"forebay://test/{name}" for name in jobs}
-        where: Any = (urls, addresses) if isinstance(names, list) else (urls[names], addresses[names])
+        locations: Any = (urls, addresses) if isinstance(names, list) else (urls[names], addresses[names])
         size = None if names == "rows" else self.seq_len
         of_loader = {name: value for name, value in spec.items() if name != "epochs"}  # The job decides this.
-        return {"seq_len": size, **of_loader, "dataset": where[0], "scheduler": where[1]}
+        return {"seq_len": size, **of_loader, "dataset": locations[0], "scheduler": locations[1]}
 
     def start_scheduler(self, name: str, **more: Any) -> tuple[Any, str]:
         size = {} if name == "rows" else {"seq_len": self.seq_len}

@@ -6,7 +6,7 @@
         open_remote(server.s3_url)         # s3://bucket/...; see `s3_environment`
 
 GET and HEAD with one range. Under `/bucket/` a request must carry a valid AWS signature (version 4), and objects may
-be put there, whole or in parts that nobody sees before the last.
+be put there, whole or in parts that no reader sees before the last.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Handler(faulty_server.Handler):
         etag = {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}
         head = f"<Bucket>bucket</Bucket><Key>{name}</Key>"
         upload = query.get("uploadId", "")
-        known, part = uploads.parts.get(upload), query.get("partNumber")
+        pending, part = uploads.parts.get(upload), query.get("partNumber")
         match self.command:
             case "PUT" if not upload:
                 self._commit(name, body, meta)
@@ -117,11 +117,11 @@ class _Handler(faulty_server.Handler):
                 uploads.parts[upload] = (name, meta, {})
                 text = f"{head}<UploadId>{upload}</UploadId>"
                 return 200, f"<InitiateMultipartUploadResult>{text}</InitiateMultipartUploadResult>".encode(), {}
-            case "PUT" if known and part:
-                known[2][int(part)] = body
+            case "PUT" if pending and part:
+                pending[2][int(part)] = body
                 return 200, b"", etag
-            case "POST" if known:
-                name, meta, parts = known
+            case "POST" if pending:
+                name, meta, parts = pending
                 numbers = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
                 if numbers != sorted(parts) or any(len(parts[n]) < 5 << 20 for n in numbers[:-1]):
                     return 400, b"", {}

@@ -21,10 +21,10 @@ def consume(*_: Any) -> None:
     """Replaces a training step of the reader."""
 
 
-def readme(page: Page, made: Corpora) -> None:
+def readme(page: Page, servers: Corpora) -> None:
     corpora.write_texts(page.directory)
     corpora.write_rows(page.directory)
-    page.environment |= made.hub_environment | made.s3_environment
+    page.environment |= servers.hub_environment | servers.s3_environment
     page.names |= {"step": consume}
     page.replace |= {
         r"--num-steps 100": "--num-steps 2 --trainer count",
@@ -33,19 +33,19 @@ def readme(page: Page, made: Corpora) -> None:
     }
 
 
-def getting_started(page: Page, made: Corpora) -> None:
+def getting_started(page: Page, servers: Corpora) -> None:
     shutil.copytree(ROOT / "docs", page.directory / "docs")
 
 
-def loading(page: Page, made: Corpora) -> None:
-    made.copy(page.directory / "wiki", page.directory / "books")
-    page.environment |= made.s3_environment
+def loading(page: Page, servers: Corpora) -> None:
+    servers.copy(page.directory / "wiki", page.directory / "books")
+    page.environment |= servers.s3_environment
     page.names |= {"step": lambda inputs, labels: float(inputs.shape[0]), "evaluate": list, "device": "cpu"}
-    page.replace |= {r"https://data.example": made.web, r"examples/": f"{ROOT}/examples/"}
+    page.replace |= {r"https://data.example": servers.web, r"examples/": f"{ROOT}/examples/"}
 
 
-def dataset_guide(page: Page, made: Corpora) -> None:
-    page.environment |= made.hub_environment | {"FOREBAY_COORDINATOR": made.coordinator}
+def dataset_guide(page: Page, servers: Corpora) -> None:
+    page.environment |= servers.hub_environment | {"FOREBAY_COORDINATOR": servers.coordinator}
     page.names |= {"train": consume}
     page.replace |= {
         r"num_steps=[\d_]+": "num_steps=2",
@@ -56,87 +56,87 @@ def dataset_guide(page: Page, made: Corpora) -> None:
     }
 
 
-def shared_shards(page: Page, made: Corpora) -> None:
-    made.copy(page.directory / "my-dataset")
-    page.environment |= made.s3_environment
+def shared_shards(page: Page, servers: Corpora) -> None:
+    servers.copy(page.directory / "my-dataset")
+    page.environment |= servers.s3_environment
     page.names |= {"rank": 0, "world_size": 1, "step": 0, "num_steps": 2, "steps": 2, "batch_size": 8, "train": consume}
     page.names |= {"uid": 7, "window": 1, "sample_ids": np.arange(64, dtype=np.uint64)}
     page.replace |= {r"/data/": "data/", r"inner_steps=30": "inner_steps=2", r"batch_size=1024": "batch_size=8"}
 
 
-def streaming(page: Page, made: Corpora) -> None:
+def streaming(page: Page, servers: Corpora) -> None:
     (page.directory / "corpus").mkdir()
     text = b"".join(b'{"text": "%d %s"}\n' % (i, b"mill race " * 500) for i in range(40))
     (page.directory / "corpus" / "a.jsonl").write_bytes(text)
-    page.environment |= made.hub_environment
+    page.environment |= servers.hub_environment
     page.names |= {"step": consume}
 
 
-def preparing(page: Page, made: Corpora) -> None:
+def preparing(page: Page, servers: Corpora) -> None:
     corpora.write_texts(page.directory)
-    page.environment |= made.hub_environment
+    page.environment |= servers.hub_environment
 
 
-def programming(page: Page, made: Corpora) -> None:
+def programming(page: Page, servers: Corpora) -> None:
     for folder in ("src/forebay/formats", "LICENSE"):
         target = page.directory / "projects" / "forebay" / folder
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / folder).is_dir() else shutil.copy)(ROOT / folder, target)
 
 
-def crawling(page: Page, made: Corpora) -> None:
+def crawling(page: Page, servers: Corpora) -> None:
     mirror = page.directory / "mirror"
     paths = crawl.write_mirror(mirror)
     crawl.write_index(page.directory / "hits.jsonl", crawl.index_lines(mirror, paths[0])[:5])
-    page.environment |= made.hub_environment | {"FOREBAY_COMMONCRAWL_URL": str(mirror)}
+    page.environment |= servers.hub_environment | {"FOREBAY_COMMONCRAWL_URL": str(mirror)}
     page.replace |= {r"https://data\.commoncrawl\.org": str(mirror)}
 
 
-def rows(page: Page, made: Corpora) -> None:
+def rows(page: Page, servers: Corpora) -> None:
     corpora.write_rows(page.directory)
-    page.environment |= made.s3_environment | made.hub_environment
+    page.environment |= servers.s3_environment | servers.hub_environment
 
 
-def formats(page: Page, made: Corpora) -> None:
-    made.copy(page.directory / "wiki")
+def formats(page: Page, servers: Corpora) -> None:
+    servers.copy(page.directory / "wiki")
     page.shell("forebay convert wiki megatron --to megatron", "formats")
     for path in (page.directory / "megatron").glob("*_text_document.*"):
         path.rename(path.with_name("my_corpus_text_document" + path.suffix))
 
 
-def doctor(page: Page, made: Corpora) -> None:
+def doctor(page: Page, servers: Corpora) -> None:
     corpora.write_rows(page.directory)
 
 
-def mirroring(page: Page, made: Corpora) -> None:
-    page.environment |= made.s3_environment | made.hub_environment
-    page.replace |= {r"https://host": made.web, r"/data/": "data/", r"0:1000": "0:10"}
+def mirroring(page: Page, servers: Corpora) -> None:
+    page.environment |= servers.s3_environment | servers.hub_environment
+    page.replace |= {r"https://host": servers.web, r"/data/": "data/", r"0:1000": "0:10"}
 
 
-def loader_explained(page: Page, made: Corpora) -> None:
-    made.copy(page.directory / "wiki")
+def loader_explained(page: Page, servers: Corpora) -> None:
+    servers.copy(page.directory / "wiki")
 
 
-def planning(page: Page, made: Corpora) -> None:
-    page.environment |= made.s3_environment
+def planning(page: Page, servers: Corpora) -> None:
+    page.environment |= servers.s3_environment
 
 
-def members(page: Page, made: Corpora, *names: str) -> None:
+def members(page: Page, servers: Corpora, *names: str) -> None:
     """Create directories of members in a network with a DHT in this process; serve datasets `books`, `code`, `web`."""
-    nodes.make_network(page.directory, ["data-node", *names], made.dht)
-    made.copy(*(page.directory / name for name in ("books", "code", "web")))
+    nodes.make_network(page.directory, ["data-node", *names], servers.dht)
+    servers.copy(*(page.directory / name for name in ("books", "code", "web")))
     page.shell("forebay serve books code web --identity data-node &", "setup")
 
 
-def leasing(page: Page, made: Corpora) -> None:
-    members(page, made, "scheduler", "worker-1", "worker-2", "admin")
+def leasing(page: Page, servers: Corpora) -> None:
+    members(page, servers, "scheduler", "worker-1", "worker-2", "admin")
     page.replace |= {r"(forebay worker .*(worker-\d))": r"\1 --cache-dir cache-\2"}
     (page.directory / "train.py").write_text("import forebay\nfor batch in forebay.Loader():\n    pass\n")
 
 
-def observing(page: Page, made: Corpora) -> None:
-    operating(page, made)
-    made.copy(page.directory / "wiki")
+def observing(page: Page, servers: Corpora) -> None:
+    operating(page, servers)
+    servers.copy(page.directory / "wiki")
     page.names |= {"step": consume}
     page.replace |= {"--record run &": f"--record run --listen {page.address('127.0.0.1:7480')} &"}
 
@@ -144,15 +144,15 @@ def observing(page: Page, made: Corpora) -> None:
 FOREIGN = ROOT / "tests" / "golden" / "foreign"  # Written by the other projects' own libraries.
 
 
-def migrating(page: Page, made: Corpora) -> None:
+def migrating(page: Page, servers: Corpora) -> None:
     for name, copy in {"mds_raw": "mds-train", "litdata": "chunks", "arrow": "hf-tokens"}.items():
         shutil.copytree(FOREIGN / name, page.directory / copy)
     corpora.write_archives(page.directory)
-    page.environment |= made.hub_environment | made.s3_environment
+    page.environment |= servers.hub_environment | servers.s3_environment
     page.names |= {"step": consume}
 
 
-def migrating_pipelines(page: Page, made: Corpora) -> None:
+def migrating_pipelines(page: Page, servers: Corpora) -> None:
     corpora.write_texts(page.directory)
     for name in ("corpus", "code"):
         for suffix in (".bin", ".idx"):
@@ -161,36 +161,36 @@ def migrating_pipelines(page: Page, made: Corpora) -> None:
     (page.directory / "dt-output").mkdir()
     (page.directory / "more.jsonl.zst").rename(page.directory / "dt-output" / "00000.jsonl.zst")
     np.arange(20_000, dtype=np.uint16).__mod__(257).tofile(page.directory / "tokens.ds")
-    page.environment |= made.hub_environment
+    page.environment |= servers.hub_environment
     page.names |= {"step": consume}
     page.replace |= {"seq_len=128": "seq_len=16"}
 
 
-def operating(page: Page, made: Corpora) -> None:
-    members(page, made, "leases", "node")
+def operating(page: Page, servers: Corpora) -> None:
+    members(page, servers, "leases", "node")
     page.shell(f"forebay scheduler books --identity leases --listen {page.address('10.0.0.2:7420')} &", "setup")
-    made.copy(page.directory / "acme-web")
+    servers.copy(page.directory / "acme-web")
     page.replace |= {"PEER_ID": "$(forebay network join net lost --name lost --role data | grep -o '[a-z2-7]\\{32\\}')"}
 
 
-def monitoring(page: Page, made: Corpora) -> None:
-    made.copy(page.directory / "wiki")
-    operating(page, made)
+def monitoring(page: Page, servers: Corpora) -> None:
+    servers.copy(page.directory / "wiki")
+    operating(page, servers)
 
 
-def http_api(page: Page, made: Corpora) -> None:
-    members(page, made, "scheduler")
+def http_api(page: Page, servers: Corpora) -> None:
+    members(page, servers, "scheduler")
     page.shell(f"forebay scheduler books --identity scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
 
 
-def routes(page: Page, made: Corpora) -> None:
-    nodes.make_network(page.directory, ["data-node", "worker-1"], made.quiet_dht)
-    made.copy(page.directory / "books")
+def routes(page: Page, servers: Corpora) -> None:
+    nodes.make_network(page.directory, ["data-node", "worker-1"], servers.quiet_dht)
+    servers.copy(page.directory / "books")
     page.shell("forebay serve books --identity data-node &", "setup")
 
 
-def ledger(page: Page, made: Corpora) -> None:
-    members(page, made, "scheduler", "gpu-3")
+def ledger(page: Page, servers: Corpora) -> None:
+    members(page, servers, "scheduler", "gpu-3")
     page.shell(
         "forebay scheduler web --identity scheduler --state state --seq-len 512 &\n"
         "forebay worker web --identity gpu-3\n"
@@ -199,10 +199,10 @@ def ledger(page: Page, made: Corpora) -> None:
     )
 
 
-def readers(page: Page, made: Corpora) -> None:
+def readers(page: Page, servers: Corpora) -> None:
     """Datasets in several slices, whose documents go on from one slice to the next."""
     corpora.write_texts(page.directory)
-    nodes.make_network(page.directory, ["data-node", "scheduler", "worker-1"], made.dht)
+    nodes.make_network(page.directory, ["data-node", "scheduler", "worker-1"], servers.dht)
     page.shell(
         "forebay prepare texts books --out web --tokenizer train:400 --slice-bytes 4KiB --document-ids\n"
         "forebay serve web --identity data-node &\n"
@@ -258,16 +258,16 @@ def page_names() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in pages() if blocks(path)]
 
 
-def run_page(name: str, made: Corpora, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_page(name: str, servers: Corpora, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all blocks of a page in a directory."""
     environment = {
-        "PATH": f"{made.root / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{servers.root / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "src", ROOT / "compat/src", ROOT / "tests/support/unflushed"])),
         "HF_HOME": str(directory / ".hf"),
     }
     page = Page(ROOT / name, directory, environment=environment)
     if setting := SETTINGS.get(name):
-        setting(page, made)
+        setting(page, servers)
     for variable, value in page.environment.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.chdir(directory)

@@ -10,9 +10,9 @@ PROCESS = Path("/proc/self")
 
 
 def _mib(name: str) -> int:
-    found = re.search(rf"{name}:\s*(\d+) kB", (PROCESS / "status").read_text())
-    assert found is not None
-    return int(found[1]) >> 10
+    match = re.search(rf"{name}:\s*(\d+) kB", (PROCESS / "status").read_text())
+    assert match is not None
+    return int(match[1]) >> 10
 
 
 def peak_growth_mib(run: Callable[[], object]) -> int:

@@ -8,7 +8,7 @@ import socket
 
 
 def free_port() -> int:
-    """A port that nobody has, of TCP and UDP, below those that the kernel gives to whoever asks for any."""
+    """A port that no process has, of TCP and UDP, below those that the kernel gives to any that asks for one."""
     chance = random.SystemRandom()  # The other one has the same seed in several processes of tests.
     while True:
         address = "127.0.0.1", chance.randrange(20_000, 32_000)

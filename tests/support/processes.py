@@ -53,12 +53,12 @@ class Process:
     def ready(self, key: str = "") -> Any:
         """Wait for its first line of JSON, or the first that has `key`."""
 
-        def found() -> list[Any]:
+        def matches() -> list[Any]:
             return [line for line in self.lines if key in line or not key]
 
-        until(lambda: found() or self.popen.poll() is not None)
-        assert found(), (self.popen.args, self.errors)
-        return found()[0]
+        until(lambda: matches() or self.popen.poll() is not None)
+        assert matches(), (self.popen.args, self.errors)
+        return matches()[0]
 
     def wait(self) -> int:
         """Return its status once it has ended and all its output was read."""

@@ -37,8 +37,8 @@ def to_lists(slices: Sizes, first: int = 0) -> Slices:
 
 def write_slices(folder: Path, slices: Sizes, dtype: Any = np.uint16, first: int = 0) -> Dataset:
     folder.mkdir()
-    for i, (tokens, ends) in enumerate(to_lists(slices, first)):
-        tensors = {"tokens": np.array(tokens, dtype), "document_ends": np.array(ends, np.uint64)}
+    for i, (tokens, stops) in enumerate(to_lists(slices, first)):
+        tensors = {"tokens": np.array(tokens, dtype), "document_ends": np.array(stops, np.uint64)}
         save_file(tensors, folder / f"{i}.safetensors")
     return import_slices(folder, folder.name)
 
@@ -62,9 +62,9 @@ class _Part(NamedTuple):
 def _split(slices: Slices) -> list[list[_Part]]:
     """The parts of documents in each slice. A document without an end in its slice goes on in the next."""
     parts, document = [], 0
-    for tokens, ends in slices:
+    for tokens, stops in slices:
         parts.append([])
-        for start, stop in zip([0, *ends], [*ends, len(tokens)]):
+        for start, stop in zip([0, *stops], [*stops, len(tokens)]):
             if stop > start:
                 parts[-1].append(_Part(document, tokens[start:stop]))
             document += 1
@@ -79,8 +79,8 @@ def _chosen(
     for part in [part for item in parts for part in item]:
         sizes[part.document] = sizes.get(part.document, 0) + len(part.tokens)
     high = max(sizes.values()) if max_tokens is None else max_tokens
-    kept = {document for document, size in sizes.items() if document not in exclude and min_tokens <= size <= high}
-    return [[part for part in item if part.document in kept] for item in parts]
+    selected = {document for document, size in sizes.items() if document not in exclude and min_tokens <= size <= high}
+    return [[part for part in item if part.document in selected] for item in parts]
 
 
 def samples_of(
@@ -108,17 +108,17 @@ def _consecutive(parts: list[_Part], seq_len: int, masks: bool) -> Iterator[Samp
 
 
 def _fitted(parts: list[_Part], seq_len: int, pad_id: int) -> list[Sample]:
-    """Best fit, longest first, of the parts' remainders after whole rows; ordered by the place of the first token."""
-    rows: list[list[tuple[int, list[int], int]]] = []  # Of each row (place, tokens, label after them).
-    short, place = [], 0
+    """Best fit, longest first, of the parts' remainders after whole rows; ordered by the offset of the first token."""
+    rows: list[list[tuple[int, list[int], int]]] = []  # Of each row (offset, tokens, label after them).
+    short, offset = [], 0
     for part in parts:
         tokens = part.tokens
         while len(tokens) >= seq_len:
-            rows.append([(place, tokens[:seq_len], tokens[seq_len] if len(tokens) > seq_len else IGNORED)])
-            tokens, place = tokens[seq_len:], place + seq_len
+            rows.append([(offset, tokens[:seq_len], tokens[seq_len] if len(tokens) > seq_len else IGNORED)])
+            tokens, offset = tokens[seq_len:], offset + seq_len
         if tokens:
-            short.append((place, tokens, IGNORED))
-            place += len(tokens)
+            short.append((offset, tokens, IGNORED))
+            offset += len(tokens)
     fitted: list[list[tuple[int, list[int], int]]] = []
     for item in sorted(short, key=lambda item: (-len(item[1]), item[0])):
         free = [seq_len - sum(len(tokens) for _, tokens, _ in row) for row in fitted]

@@ -117,7 +117,7 @@ class Page:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(session, signal.SIGKILL)
 
-    def shell(self, script: str, where: str, codes: tuple[int, ...] = (0,)) -> str:
+    def shell(self, script: str, location: str, codes: tuple[int, ...] = (0,)) -> str:
         """Run a script and return its output; its exit status must be one of `codes`."""
         number = len(self._sessions)
         log = self.directory / f".output-{number}"
@@ -126,8 +126,8 @@ class Page:
         def background(result: re.Match[str]) -> str:
             output = f".server-{number}-{next(servers)}"
             # Our servers print when they are up, however long a busy machine takes; others get some seconds.
-            most = -1 if re.match(r"(\w+=\S+ )*forebay ", result[1]) else 250
-            return f"{{ {result[1]}; }} > {output} 2>&1 & is_up {output} $! {most}"
+            max_tries = -1 if re.match(r"(\w+=\S+ )*forebay ", result[1]) else 250
+            return f"{{ {result[1]}; }} > {output} 2>&1 & is_up {output} $! {max_tries}"
 
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -138,13 +138,13 @@ class Page:
         self._sessions.append(process.pid)
         code = process.wait()
         printed = log.read_text("utf-8", "replace")
-        assert code in codes, f"{where}: exit status {code}\n{script}\n{printed[-4000:]}"
+        assert code in codes, f"{location}: exit status {code}\n{script}\n{printed[-4000:]}"
         return printed
 
-    def _run_sh(self, code: str, where: str) -> str:
-        return self.shell(code, where)
+    def _run_sh(self, code: str, location: str) -> str:
+        return self.shell(code, location)
 
-    def _run_console(self, code: str, where: str) -> str:
+    def _run_console(self, code: str, location: str) -> str:
         printed = ""
         for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
             command, _, expected = part.partition("\n")
@@ -152,14 +152,14 @@ class Page:
                 line, _, expected = expected.partition("\n")
                 command += "\n" + line
             # A command whose output is shown may say that something is wrong.
-            output = self.shell(command, where, (0, 1) if expected.strip() else (0,))
+            output = self.shell(command, location, (0, 1) if expected.strip() else (0,))
             pattern = r"\s+".join(re.escape(word).replace("…", ".*?") for word in expected.split())
-            assert re.search(pattern, output, re.DOTALL), f"{where}: expected\n{expected}\ngot\n{output}"
+            assert re.search(pattern, output, re.DOTALL), f"{location}: expected\n{expected}\ngot\n{output}"
             printed += output
         return printed
 
-    def _run_python(self, code: str, where: str) -> str:
-        line = int(where.rpartition(":")[2])
+    def _run_python(self, code: str, location: str) -> str:
+        line = int(location.rpartition(":")[2])
         compiled = compile("\n" * line + code, str(self.path), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -168,24 +168,24 @@ class Page:
                 asyncio.run(result)
         return printed.getvalue()
 
-    def _run_text(self, code: str, where: str) -> None:
+    def _run_text(self, code: str, location: str) -> None:
         if code.startswith("#!"):
             checked = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)
-            assert checked.returncode == 0, f"{where}: {checked.stderr}"
+            assert checked.returncode == 0, f"{location}: {checked.stderr}"
 
-    def _run_output(self, code: str, where: str) -> None:
+    def _run_output(self, code: str, location: str) -> None:
         printed, expected = self.printed[-1].split(), code.split()
         pattern = r"\s+".join(re.escape(word).replace("…", ".*?") for word in expected)
-        assert re.search(pattern, " ".join(printed), re.DOTALL), f"{where}: got {self.printed[-1]}"
+        assert re.search(pattern, " ".join(printed), re.DOTALL), f"{location}: got {self.printed[-1]}"
 
-    def _run_toml(self, code: str, where: str) -> None:
+    def _run_toml(self, code: str, location: str) -> None:
         tomllib.loads(code)
         self._keep(code)
 
-    def _run_json(self, code: str, where: str) -> None:
+    def _run_json(self, code: str, location: str) -> None:
         json.loads(code)
 
-    def _run_yaml(self, code: str, where: str) -> None:
+    def _run_yaml(self, code: str, location: str) -> None:
         import yaml
 
         list(yaml.safe_load_all(code))

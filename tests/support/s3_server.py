@@ -5,7 +5,7 @@
         monkeypatch.setenv(...) for server.environment().items()
 
 rclone accepts on a socket that it inherits, as of systemd, so that its port is taken before it starts. The proxy passes
-requests through as they are, so that rclone checks their signatures. It mends two things: rclone answers a range with
+requests through as they are, so that rclone checks their signatures. It fixes two things: rclone answers a range with
 200 where S3 says 206, and ignores the conditions `If-None-Match: *` of a PUT and `If-Match` of a GET, which the proxy
 checks for it.
 """
@@ -108,7 +108,7 @@ class _Handler(faulty_server.Handler):
                 self.send_body(self.path, response, size, size // 2 if is_wrong else -1)
 
     def _without_young(self, listing: bytes) -> bytes:
-        young = {name for name, at in self.owner.written.items() if time.monotonic() - at < self.owner.faults.stale}
+        young = {name for name, t in self.owner.written.items() if time.monotonic() - t < self.owner.faults.stale}
         entries = re.split(rb"(<Contents>.*?</Contents>)", listing, flags=re.DOTALL)
         return b"".join(e for e in entries if not any(f"/{name}</Key>".encode() in e for name in young))
 

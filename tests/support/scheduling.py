@@ -22,7 +22,7 @@ def exchange(core: SchedulerCore, worker: str, now: float = 0.0, **fields: Any) 
     return core.exchange(worker, ExchangeRequest(**fields), now)[0]
 
 
-def whole(grant: LeaseGrant) -> Used:
+def full_use(grant: LeaseGrant) -> Used:
     """Return the use of all samples of a lease."""
     return Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
 
@@ -65,4 +65,4 @@ def finish(journal: Journal) -> None:
         now += 1e3
         journal.wait(journal.put(journal.core.expire(now)))
         for grant in record(journal, "last", now, want=1).leases:
-            record(journal, "last", now, uses=(whole(grant),), signature="ab")
+            record(journal, "last", now, uses=(full_use(grant),), signature="ab")

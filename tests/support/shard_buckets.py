@@ -48,7 +48,7 @@ def await_shard(shard: ShardFetch | None) -> None:
 
 def read_chunks(folder: Path) -> dict[str, list[int]]:
     """The state of each chunk of the objects in a cache, which are `ids N` or `tokens N`; checks their bytes."""
-    found: dict[str, list[int]] = {}
+    chunks: dict[str, list[int]] = {}
     for path in folder.iterdir() if folder.exists() else ():
         if SHA256.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
@@ -59,14 +59,14 @@ def read_chunks(folder: Path) -> dict[str, list[int]]:
                 entry = ChunkFile(path, folder / "chunks" / path.name, info)
                 marks, data = entry.marks.copy(), path.read_bytes()
                 marks[entry.marks != marks] = ABSENT  # Stored or removed meanwhile.
-                found |= _compare(data, info, marks)
-    return found
+                chunks |= _compare(data, info, marks)
+    return chunks
 
 
 def complete_shards(folder: Path) -> list[int]:
     """The shards of which a cache has all samples and ids."""
-    found = {name for name, marks in read_chunks(folder).items() if set(marks) == {PRESENT}}
-    return [index for index in range(SHARDS) if {f"tokens {index}", f"ids {index}"} <= found]
+    complete = {name for name, marks in read_chunks(folder).items() if set(marks) == {PRESENT}}
+    return [index for index in range(SHARDS) if {f"tokens {index}", f"ids {index}"} <= complete]
 
 
 @functools.cache

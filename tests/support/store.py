@@ -13,7 +13,7 @@ VARIABLE = "FOREBAY_TEST_STORE"
 
 
 def stored(make: Callable[..., object], *args: object) -> Path:
-    """Return the folder that `make(folder, *args)` filled, once per run; nobody may write to it.
+    """Return the folder that `make(folder, *args)` filled, once per run; no test may write to it.
 
     Args:
         make: A function of a module; its name and the `repr` of `args` are the address of the folder.

@@ -116,7 +116,7 @@ def stream(inputs: Any, **changes: Any) -> TextStream:
     return TextStream(inputs, options=StreamOptions(**options), **arguments)
 
 
-def facts(batches: Any) -> list[Any]:
+def as_tuples(batches: Any) -> list[Any]:
     return [
         (b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.epoch_step, b.step) for b in batches
     ]
@@ -143,18 +143,18 @@ class Streamed:
     __module__ = "datasets.fake"
 
     def __init__(self, texts: list[str]) -> None:
-        self._texts, self._at, self._epoch = texts, 0, 0
+        self._texts, self._position, self._epoch = texts, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        return {"at": self._at, "epoch": self._epoch}
+        return {"at": self._position, "epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._at = state["at"]
+        self._position = state["at"]
 
     def __iter__(self) -> Iterator[dict[str, str]]:
-        for text in self._texts[self._at :]:
-            self._at += 1
+        for text in self._texts[self._position :]:
+            self._position += 1
             yield {"text": f"{self._epoch}{text}"}

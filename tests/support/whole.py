@@ -196,16 +196,16 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     model = Path(inputs).parent / MODEL
     settings = recipe(model if model.exists() else None)
 
-    def tell(message: object) -> None:
+    def report(message: object) -> None:
         print(message, file=sys.stderr, flush=True)
 
     try:
         created = prepare_dataset(
             [inputs], out, recipe=load_recipe(settings=settings), workers=int(workers), engine=engine,
-            write_ids=Path(f"{out}.ids"), on_message=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
+            write_ids=Path(f"{out}.ids"), on_message=report, on_progress=lambda p: report(f"{p.stage} {p.done}"),
         )  # fmt: skip
     except ForebayError as error:
-        tell(f"forebay: {error}")
+        report(f"forebay: {error}")
         return 1
     print(created.id)
     return 0

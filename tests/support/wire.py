@@ -22,9 +22,9 @@ def connect(server: Server, identity: Identity | None) -> socket.socket:
 def request_bytes(method: str, path: str, body: Any = None, **headers: str) -> bytes:
     """A request; a body that is not bytes is sent as JSON."""
     data = b"" if body is None else body if isinstance(body, bytes) else orjson.dumps(body)
-    known = {"Host": "x", "Content-Length": f"{len(data)}", "Content-Type": "application/json"}
+    defaults = {"Host": "x", "Content-Length": f"{len(data)}", "Content-Type": "application/json"}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in {**known, **named}.items())]
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in {**defaults, **named}.items())]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
 

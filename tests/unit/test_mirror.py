@@ -39,8 +39,8 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield server
 
 
-def copy(source: Path | str, target: str | Path, **given):
-    return mirror(open_remote(str(source)), target, **given)
+def copy(source: Path | str, target: str | Path, **options):
+    return mirror(open_remote(str(source)), target, **options)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -103,7 +103,7 @@ def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: Schedu
     """Each would be a row of the journal, and memory for as long as the job lasts."""
     evil = issue(network_dir, "evil", "worker")
     (lease, *_) = exchange(scheduler, evil, {"want": 1})[1]["leases"]
-    invalid = [{"peer_id": f"nobody{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
+    invalid = [{"peer_id": f"absent{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
     for _ in range(3):
         assert exchange(scheduler, evil, {"reports": invalid})[0] == 200
     assert core(scheduler).reports == {}
@@ -190,10 +190,10 @@ def test_checks_that_hang_hold_up_no_other_worker(
 ) -> None:
     """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
     evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
-    begun, gate = threading.Event(), threading.Event()
+    started, gate = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
-        begun.set()
+        started.set()
         gate.wait()
 
     async def limit_threads() -> None:
@@ -206,7 +206,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
     with ThreadPoolExecutor(1) as pool:
         try:
             waiting = pool.submit(exchange, scheduler, evil, message)
-            begun.wait()
+            started.wait()
             assert len(exchange(scheduler, honest, {"want": 1})[1]["leases"]) == 1
             assert not waiting.done()
         finally:

@@ -124,18 +124,18 @@ def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> No
     alone.num_workers = 1
     numbers = set(chain(*(batch.sample_ids.tolist() for batch in open_loader(alone.loader(0)))))
     assert report["ok"] and [epoch["samples"] for epoch in report["epochs"]] == [len(numbers)] * num_epochs, report
-    given: dict[tuple[int, int], list[tuple[float, str]]] = defaultdict(list)
+    delivered: dict[tuple[int, int], list[tuple[float, str]]] = defaultdict(list)
     for index, process in [*killed, *live.items()]:
         for line in batches_of(process):
             for number in line["ids"]:
-                given[line["epoch"], number].append((line["at"], f"worker-{index}"))
-    assert given.keys() == {(epoch, number) for epoch in range(num_epochs) for number in numbers}
+                delivered[line["epoch"], number].append((line["at"], f"worker-{index}"))
+    assert delivered.keys() == {(epoch, number) for epoch in range(num_epochs) for number in numbers}
     used = {(use["epoch"], number): use["name"] for use in source.uses("web") for number in use["samples"]}
-    assert used == {sample: max(times)[1] for sample, times in given.items()}
-    repeated = sum(len(times) - 1 for times in given.values())
+    assert used == {sample: max(times)[1] for sample, times in delivered.items()}
+    repeated = sum(len(times) - 1 for times in delivered.values())
     wasted = sum(process.lines()[-1]["stats"]["wasted_samples"] for process in live.values())
     lines = list(chain(*(batches_of(process) for _, process in killed)))
     of_killed = [(line["epoch"], number) for line in lines for number in line["ids"]]
-    assert repeated - wasted <= sum(len(given[sample]) > 1 for sample in of_killed)
+    assert repeated - wasted <= sum(len(delivered[sample]) > 1 for sample in of_killed)
     # Of each killed worker: what it used in one `receipt_s` of 0.2 s, and two steps.
     assert repeated - wasted <= KILLS * SAMPLES_PER_WORKER * (2 + scaled(0.2) / pause_s)

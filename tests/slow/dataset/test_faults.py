@@ -122,14 +122,14 @@ class Disk:
 class Scenario:
     """An operation on a folder: `begin` makes its input; `act` may be repeated.
 
-    Each value that `look` returns is at any time as before or as after `act`.
+    Each value that `inspect` returns is at any time as before or as after `act`.
     """
 
     refuses_its_output = False  # `act` fails where an earlier one made the new state
 
     def begin(self, folder: Path) -> None: ...
     def act(self, folder: Path) -> None: ...
-    def look(self, folder: Path) -> State: ...
+    def inspect(self, folder: Path) -> State: ...
 
 
 def content(path: Path) -> str | None:
@@ -152,10 +152,10 @@ class Prepare(Scenario):
             document_ids=self.to == "dataset",
         )  # fmt: skip
 
-    def look(self, folder: Path) -> State:
-        found = hashes(folder / "out") if (folder / "out" / self.last).exists() else {}
+    def inspect(self, folder: Path) -> State:
+        files = hashes(folder / "out") if (folder / "out" / self.last).exists() else {}
         aside = (".work/", ".inputs.json")  # The second has times and inodes of the inputs.
-        out = {name: digest for name, digest in found.items() if not name.startswith(aside)}
+        out = {name: digest for name, digest in files.items() if not name.startswith(aside)}
         return {"ids": content(folder / "ids"), "out": out or None}
 
 
@@ -178,7 +178,7 @@ class Convert(Scenario):
         if code:
             raise OSError(errors.getvalue())
 
-    def look(self, folder: Path) -> State:
+    def inspect(self, folder: Path) -> State:
         replaced = [path for path in folder.glob("out.replaced-*") if not (folder / "out").exists()]
         return {"out": hashes(*replaced[:1] or [folder / "out"]) or None}
 
@@ -197,7 +197,7 @@ class Import(Scenario):
         import_slices(folder, "name")
         download_large_file(folder, "0.safetensors", folder / "copy")
 
-    def look(self, folder: Path) -> State:
+    def inspect(self, folder: Path) -> State:
         return {name: content(folder / name) for name in self.names}
 
 
@@ -210,7 +210,7 @@ class Upgrade(Scenario):
     def act(self, folder: Path) -> None:
         import_slices(folder)
 
-    def look(self, folder: Path) -> State:
+    def inspect(self, folder: Path) -> State:
         with contextlib.suppress(DatasetError):
             report = verify_dataset(folder)
             return {"id": open_dataset(folder).id, "sound": report.ok}
@@ -228,7 +228,7 @@ class LedgerEntries(Scenario):
                 seq = ledger.append("note" if ledger.next_seq else "job", {"n": ledger.next_seq}).seq
                 Path(f"{folder}.acknowledged").write_text(str(seq))
 
-    def look(self, folder: Path) -> State:
+    def inspect(self, folder: Path) -> State:
         path, acknowledged = folder / "ledger.jsonl", Path(f"{folder}.acknowledged")
         count = path.read_bytes().count(b"\n") if path.exists() else 0
         for entry, number in zip(read_entries(path) if count else (), range(count)):
@@ -294,9 +294,9 @@ def find_problems(name: str, points: int, home: Path) -> list[str]:
     reset()
     scenario.act(folder)  # Compiles kernels for all that follow.
     reset()
-    old = scenario.look(folder)
+    old = scenario.inspect(folder)
     assert forked(lambda: act(scenario, folder, None, report)) == 0
-    new = scenario.look(folder)
+    new = scenario.inspect(folder)
     assert new != old
     lines = report.read_text().splitlines()
     problems = lines[len(KINDS) :]
@@ -312,18 +312,18 @@ def find_problems(name: str, points: int, home: Path) -> list[str]:
         if code not in (0, FAILED, -signal.SIGKILL):
             problems.append(f"{fault}: ended with {code}")
         try:
-            found = scenario.look(folder)
+            state = scenario.inspect(folder)
         except Exception as error:  # noqa: BLE001 - whatever a reader would meet
             problems.append(f"{fault}: neither old nor new: {type(error).__name__}: {error}")
             continue
-        if wrong := [key for key in found if found[key] not in (old.get(key), new.get(key))]:
+        if wrong := [key for key in state if state[key] not in (old.get(key), new.get(key))]:
             problems.append(f"{fault}: neither old nor new: {wrong}")
-        if code == 0 and found != new:
+        if code == 0 and state != new:
             problems.append(f"{fault}: reported success, but the state is not the new one")
         again = forked(lambda: act(scenario, folder, None))
-        if again and not (again == FAILED and found == new and scenario.refuses_its_output):
+        if again and not (again == FAILED and state == new and scenario.refuses_its_output):
             problems.append(f"{fault}: the next run ended with {again}")
-        elif scenario.look(folder) != new:
+        elif scenario.inspect(folder) != new:
             problems.append(f"{fault}: the next run made other bytes")
         remaining = [path.name for path in folder.rglob("*") if path.name.endswith((".tmp", ".part", ".converting"))]
         if remaining and not again:  # A run that refuses begins nothing, and so cleans nothing.

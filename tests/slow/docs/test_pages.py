@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("docs")  # The pages share their servers.
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
     result = Corpora(tmp_path_factory.mktemp("corpora"))
     make_commands(result.root / "bin")
     yield result
@@ -26,5 +26,5 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
 
 
 @pytest.mark.parametrize("name", [name for name in page_names() if name not in IN_PROCESS])
-def test_every_block_runs(name: str, made: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(name, made, tmp_path, monkeypatch)
+def test_every_block_runs(name: str, corpora: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(name, corpora, tmp_path, monkeypatch)

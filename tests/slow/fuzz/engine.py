@@ -83,7 +83,7 @@ def fuzz(target: Target, seconds: float, chance: random.Random) -> Round:
 
 
 def mutate(data: bytes, corpus: Sequence[bytes], chance: random.Random) -> bytes:
-    """Another input near this one: bits, runs, words, pieces of others; or, of JSON, a value that nobody expects."""
+    """Another input near this one: bits, runs, words, pieces of others; or, of JSON, a value that no reader expects."""
     if data[:1] in (b"{", b"[") and chance.random() < 0.6:
         try:
             return json.dumps(_twist(json.loads(data), chance)).encode()[:MAX_INPUT]

@@ -74,11 +74,11 @@ def test_manifests(tmp_path: Path, version: str) -> None:
     files += [file for file in launched(tmp_path / "network", "kubernetes-network", dataset="1e3", gpus="1")
               if file.name == "network.yaml"]  # fmt: skip
     objects = [item for file in files for item in yaml.safe_load_all(file.read_text())]
-    said = run("kubernetes-validate", "--strict", "--kubernetes-version", version, *files)
+    output = run("kubernetes-validate", "--strict", "--kubernetes-version", version, *files)
     assert len(objects) >= 12
     for item in objects:
         assert (
-            f"passed for resource {item['kind'].lower()}/{item['metadata']['name']} against version {version}" in said
+            f"passed for resource {item['kind'].lower()}/{item['metadata']['name']} against version {version}" in output
         )
 
 
@@ -103,8 +103,8 @@ def test_a_kustomization_is_built(tmp_path: Path) -> None:
 
 def test_units(tmp_path: Path) -> None:
     files = launched(tmp_path, "systemd", program=sys.executable, data="/srv/100% $x")
-    said = run("systemd-analyze", "verify", "--man=no", *(file for file in files if file.suffix == ".service"))
-    assert not [line for line in said.splitlines() if "forebay-" in line]
+    output = run("systemd-analyze", "verify", "--man=no", *(file for file in files if file.suffix == ".service"))
+    assert not [line for line in output.splitlines() if "forebay-" in line]
 
 
 def test_files_of_the_forge() -> None:
@@ -127,7 +127,7 @@ def test_workflows_run_what_make_runs() -> None:
         workflow = yaml.safe_load(path.read_text())
         assert workflow["permissions"] == {"contents": "read"}
         steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-        made = [step["run"].split()[1] for step in steps if step.get("run", "").startswith("make ")]
-        assert made[0] == path.stem and set(made) <= set(targets)
+        invoked = [step["run"].split()[1] for step in steps if step.get("run", "").startswith("make ")]
+        assert invoked[0] == path.stem and set(invoked) <= set(targets)
         # No text of a commit, branch or tag is part of a script: those come by the environment.
         assert not [step["run"] for step in steps if "${{" in step.get("run", "")]

@@ -93,8 +93,8 @@ def test_memory_keeps_slices_between_loaders(server: OriginServer, memory: Path)
     assert sum(server.bytes_sent.values()) - sent < 64 << 10  # The manifest and the table.
 
 
-@pytest.mark.parametrize("held", [6, 20])
-def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path: Path, held: int) -> None:
+@pytest.mark.parametrize("num_cached", [6, 20])
+def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path: Path, num_cached: int) -> None:
     """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more.
 
     No cache can do better: each epoch reads all once. Room for the maps of the slices, and half a slice for what is
@@ -103,19 +103,19 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
     item, maps = max(path.stat().st_size for path in slice_paths(server)), SLICES * MapLayout(131_236, 4096).disk_bytes
     with Loader(
         server.url, seq_len=SEQ_LEN, batch_size=4, epochs=5, cache=CacheOptions(readahead_bytes=0),
-        cache_dir=tmp_path, cache_bytes=int((held + 0.5) * item) + maps,
+        cache_dir=tmp_path, cache_bytes=int((num_cached + 0.5) * item) + maps,
     ) as loader:  # fmt: skip
         for _ in loader:
             pass
         fetched = loader.stats()["fetched_bytes"] / sum(path.stat().st_size for path in slice_paths(server))
-    assert 1 - (fetched - 1) / 4 >= held / SLICES - 1e-9
+    assert 1 - (fetched - 1) / 4 >= num_cached / SLICES - 1e-9
 
 
 def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_path: Path) -> None:
-    """keep="window" needs little disk and fetches each epoch anew; "all" fetches once, and is refused a small cache."""
+    """keep="window" needs little disk and fetches in each epoch; "all" fetches once, and is refused a small cache."""
     total = sum(path.stat().st_size for path in slice_paths(server))
     arguments: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 4, "epochs": 2}
-    seen, most = [], 0
+    seen, max_bytes = [], 0
     with Loader(
         server.url, cache=CacheOptions(keep="window", readahead_bytes=total // 16), cache_dir=tmp_path / "window",
         cache_bytes=2 * total, **arguments,
@@ -123,9 +123,9 @@ def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_
         assert f"dataset='{server.url}'" in repr(loader)
         for batch in loader:
             seen.append(batch.sample_ids.tolist())
-            most = max(most, loader.stats()["cached_bytes"])
+            max_bytes = max(max_bytes, loader.stats()["cached_bytes"])
         assert 2 * total * 0.95 < loader.stats()["fetched_bytes"] < 2 * total * 1.05
-    assert most < total / 2
+    assert max_bytes < total / 2
     with Loader(server.url, cache=CacheOptions(keep="all"), cache_dir=tmp_path / "all", **arguments) as loader:
         assert [batch.sample_ids.tolist() for batch in loader] == seen
         stats = loader.stats()

@@ -34,9 +34,9 @@ def make_dataset(folder: Path, num_slices: int) -> Dataset:
     (folder / "slices").mkdir(parents=True)
     chance = np.random.default_rng(0)
     for index in range(num_slices):
-        ends = np.cumsum(chance.integers(5, 40, 20)).astype(np.uint64)
-        tokens = (1000 * index + np.arange(int(ends[-1]))).astype(np.uint16)
-        write_token_slice(folder / "slices" / f"{index:03d}.safetensors", tokens, ends)
+        stops = np.cumsum(chance.integers(5, 40, 20)).astype(np.uint64)
+        tokens = (1000 * index + np.arange(int(stops[-1]))).astype(np.uint16)
+        write_token_slice(folder / "slices" / f"{index:03d}.safetensors", tokens, stops)
     return import_slices(folder)
 
 
@@ -95,7 +95,7 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
     books, web = (network.schedule(name, steal_s=1000.0) for name in ("books", "web"))
     names = {"books": "forebay://test/books", "web": "forebay://test/web"}
     expected = sorted(static_samples(network.dataset))
-    given: list[tuple[int, int]] = []
+    delivered: list[tuple[int, int]] = []
 
     def loader(dataset: Any, scheduler: Any, node: Path, cache: str, batch_size: int) -> Loader[Any]:
         return Loader(
@@ -110,7 +110,7 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
 
     def use_mixture() -> None:
         for batch in mixture:
-            given.extend(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()))
+            delivered.extend(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()))
 
     addresses = {"books": books.address, "web": web.address}
     with (
@@ -127,13 +127,13 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
         reading = threading.Thread(target=read, args=(other, len(expected) - 8, seen))
         reading.start()
         reading.join()
-        assert not given
+        assert not delivered
         other.close()
         holder.close()
         waiting.join()
         assert mixture.stats()["leases_lost"] == mixture.stats()["wasted_samples"] == 0
-    from_books = [sample for source, sample in given if source == 0]
-    from_web = seen + [sample for source, sample in given if source == 1]
+    from_books = [sample for source, sample in delivered if source == 0]
+    from_web = seen + [sample for source, sample in delivered if source == 1]
     assert sorted(from_web) == expected and len({*first, *from_books}) == 1 + len(from_books) >= 8
 
 
@@ -149,9 +149,9 @@ def test_proofs_are_not_judged_by_a_data_node_that_lies(network: Network, monkey
             for batch in loader:
                 if batch.epoch == 1 and 1 not in epochs:
                     network.data.stop()
-                    liar.told.clear()
+                    liar.requests.clear()
                 epochs += [batch.epoch] * len(batch)
-        assert any(name == "scheduler" for name, _ in liar.told)
+        assert any(name == "scheduler" for name, _ in liar.requests)
     num_samples = len(static_samples(network.dataset))
     assert [epochs.count(epoch) for epoch in range(4)] == [num_samples] * 4
     report = verify_ledger(service.ledger_path, service.identity.public_key, verify)

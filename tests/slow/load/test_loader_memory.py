@@ -80,8 +80,8 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> 
 def test_memory_is_the_batch_not_the_dataset(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "large", 12, 2048, 1024)  # 96 MiB; a batch is 128 KiB.
     with Loader(folder, seq_len=1024, batch_size=16) as loader:
-        most = before = own_memory()["anon"]
+        peak = before = own_memory()["anon"]
         for batch in loader:
             if batch.step % 64 == 0:
-                most = max(most, own_memory()["anon"])
-    assert most - before < 8 << 20
+                peak = max(peak, own_memory()["anon"])
+    assert peak - before < 8 << 20

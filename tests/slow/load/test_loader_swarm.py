@@ -51,7 +51,7 @@ def node(world: Path) -> Iterator[DataNode]:
 
 
 def remote(world: Path, name: str, address: str) -> RemoteDataset:
-    registered = LocalDiscovery(known=[parse_address(address)])
+    registered = LocalDiscovery(addresses=[parse_address(address)])
     return open_remote("forebay://net/c4", identity=world / name, discovery=registered)
 
 

@@ -149,7 +149,7 @@ def _serve(pipe: Connection, stop: threading.Event, node: Path, data: Path, port
 def _schedule(pipe: Connection, stop: threading.Event, node: Path, state: Path, data_address: str, port: int) -> bool:
     identity = Identity.load(node)
     service = SchedulerService(
-        identity, NAME, LocalDiscovery(known=[parse_address(data_address)]), Client(identity), state, HOST, port,
+        identity, NAME, LocalDiscovery(addresses=[parse_address(data_address)]), Client(identity), state, HOST, port,
         seq_len=SEQ_LEN, epochs=EPOCHS, lease_s=1.0, steal_s=0.2, rediscover_s=0.5,
     )  # fmt: skip
     service.start()
@@ -174,7 +174,7 @@ def _work(
 ) -> bool:
     network = NetworkOptions(
         Identity.load(node), receipt_s=0.2, patience_s=DEADLINE_S, listen=f"{HOST}:0" if share else None,
-        discovery=LocalDiscovery(known=[parse_address(data_address)]),
+        discovery=LocalDiscovery(addresses=[parse_address(data_address)]),
     )  # fmt: skip
     with Loader(
         f"forebay://test/{NAME}", seq_len=SEQ_LEN, batch_size=BATCH, scheduler=scheduler, cache_dir=cache,

@@ -249,7 +249,7 @@ def endless(a: Attacker) -> None:
 
 
 def garbage(a: Attacker) -> None:
-    """Line ends in paths and keys; a megabyte of JSON of the wrong form; CRLs of nobody and of another network."""
+    """Line ends in paths and keys; a megabyte of JSON of the wrong form; CRLs of no issuer and of another network."""
     injected = "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
     paths = (f"/v1/datasets/{a.dataset_id}/{injected}", f"/v1/slices/{injected}", "/../../etc/passwd", "/v1/..%2f")
     crl = sign_crl(read_issuer(a.stranger()[0]), range(1, 15_000), 9)

@@ -45,7 +45,7 @@ def test_one_bootstrap_node_that_answers_is_enough(stack: ExitStack) -> None:
     bootstrap = Bootstrap(1)
     stack.callback(bootstrap.close)
     others = [(HOST, free_port()), ("no-such-host.invalid", 1)]
-    wait_for_bootstrap([*others, *bootstrap.at], 60)
+    wait_for_bootstrap([*others, *bootstrap.addresses], 60)
     with pytest.raises(NetworkError, match="No bootstrap node answered"):
         wait_for_bootstrap(others, 0.5)
 

@@ -1,7 +1,7 @@
-"""The DHT on loopback, over real UDP: found from everywhere, whoever dies or lies.
+"""The DHT on loopback, over real UDP: found from everywhere, although nodes die and lie.
 
 FOREBAY_DHT_NODES=200 and FOREBAY_DHT_FORGED=1000 make the crowd and the flood larger. Chance remains: a search of the
-DHT that is answered by nobody in its seconds finds nothing; it is repeated.
+DHT that no node answers in its seconds finds nothing; it is repeated.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def test_a_name_is_found_by_fifty_nodes(start: Start) -> None:
     nodes = [first, *(start(first) for _ in range(CROWD - 1))]
     nodes[7].announce(KEY, 7001)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda node: node.find(KEY, scaled(20)), nodes))
-    assert found == [[(HOST, 7001)]] * CROWD
+        results = list(pool.map(lambda node: node.find(KEY, scaled(20)), nodes))
+    assert results == [[(HOST, 7001)]] * CROWD
 
 
 @pytest.mark.skipif(host_towards(("192.0.2.1", 9)) in ("0.0.0.0", HOST), reason="only loopback here")
@@ -113,9 +113,9 @@ def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
     monkeypatch.setattr(LibtorrentDht, "_handle", handle)
     first = start(host="0.0.0.0")
     first.announce(KEY, 7001)
-    found = first.find(KEY, scaled(30))  # Four seconds, of which the late alerts take two.
-    assert found and {port for _, port in found} == {7001}
-    hosts = {host for host, _ in found}
+    addresses = first.find(KEY, scaled(30))  # Four seconds, of which the late alerts take two.
+    assert addresses and {port for _, port in addresses} == {7001}
+    hosts = {host for host, _ in addresses}
     assert not hosts & {"0.0.0.0", HOST}, "an address that others may reach"
     host = min(hosts)
     with contextlib.closing(LibtorrentDht("", 0, [(host, first.port)])) as second:
@@ -140,14 +140,14 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
             began = time.time()
             claims = find_providers(other, client, seeker.network_id, NAME)
             assert all(began < claim.expires_at <= time.time() + ttl_s for claim in claims)
-            found = {claim.peer_id for claim in claims}
-            assert found <= expected
-            return found == expected
+            peers = {claim.peer_id for claim in claims}
+            assert peers <= expected
+            return peers == expected
 
         until(is_found)
         time.sleep(1.7 * ttl_s)
         until(is_found)
-        nodes[0]._server.close()  # its address stays in the DHT: nobody takes it back for the dead
+        nodes[0]._server.close()  # its address stays in the DHT: no node takes it back for the dead
         expected.remove(nodes[0].identity.peer_id)
         until(is_found)
 
@@ -179,16 +179,16 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
             for trap in traps:
                 node.announce(key, trap.getsockname()[1])
         provider = stack.enter_context(DataNode(make_identity("data"), [dataset], HOST, 0, nodes[2], ttl_s=3.0))
-        times, found = list[float](), set[str]()
+        times, peers = list[float](), set[str]()
 
         def is_found() -> bool:  # an answer holds 100 addresses by chance, so that a search may miss the true one
             began = time.monotonic()
-            found.update(claim.peer_id for claim in find_providers(nodes[5], client, seeker.network_id, NAME))
+            peers.update(claim.peer_id for claim in find_providers(nodes[5], client, seeker.network_id, NAME))
             times.append(time.monotonic() - began)
-            return bool(found)
+            return bool(peers)
 
         until(is_found)
-        assert found == {provider.identity.peer_id} and times[-1] < scaled(8.0)
+        assert peers == {provider.identity.peer_id} and times[-1] < scaled(8.0)
 
 
 def test_many_addresses_of_which_none_accepts_are_no_answer() -> None:

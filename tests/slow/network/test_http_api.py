@@ -79,8 +79,8 @@ def test_servers_answer_as_their_documents_say(
                 assert path.endswith(("/pause", "/resume", "/pardon")), path
             is_json = route["responses"]["200"]["content"].keys() == {"application/json"}
             for body in BODIES if method == "post" else [None]:
-                place = path.replace("{", "").replace("}", "")
-                answered = request_status(client, address, method.upper(), place, body, is_json)
+                target = path.replace("{", "").replace("}", "")
+                answered = request_status(client, address, method.upper(), target, body, is_json)
                 assert str(answered) in route["responses"] and answered != 500, (method, path, body)
     assert len(messages) == num_messages
     expected = (WORKERS | ADMINS) & set(document["paths"])

@@ -79,9 +79,9 @@ def test_a_leased_slice_comes_from_the_honest_one(
         stack.callback(worker.close)
         current = worker.lease(row.sha256, row.bytes, providers, chunk_bytes=row.chunk_bytes)
         assert worker.fetched(current) == dataset.slice_path(0).read_bytes()
-        assert liar.told
-        blamed = [who for who, wrong in worker.bad if wrong]
-        assert blamed == ([liar.identity.peer_id] if lie in BLAMED else []), (lie, worker.bad)
+        assert liar.requests
+        blamed = [who for who, wrong in worker.rejected if wrong]
+        assert blamed == ([liar.identity.peer_id] if lie in BLAMED else []), (lie, worker.rejected)
         # From the liar alone there is none; only wrong bytes speak against the slice.
         size = alone.chunk_bytes
         reason = worker.lost(worker.lease(alone.sha256, alone.bytes, providers[:1], lease_id="2", chunk_bytes=size))
@@ -108,7 +108,7 @@ def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identi
         read = ends_reader(open_remote(f"forebay://{reader.network_name}/{NAME}", identity=reader, discovery=table))
         for index in range(dataset.num_slices):
             assert read(index).tolist() == dataset.open_slice(index).document_ends.tolist()
-        assert any(liar.told for liar in liars)
+        assert any(liar.requests for liar in liars)
 
 
 def _claim(identity: Identity, **changed: Any) -> Any:
@@ -143,7 +143,7 @@ def test_a_search_hears_the_honest_one_only(
         liar = announced(stack, table, identity, dataset, lie, about="claims", claims=claims)
         result = find_providers(table, client, reader.network_id, NAME)
         assert [(claim.peer_id, claim.dataset_id) for claim in result] == [(good.identity.peer_id, dataset.id)]
-        until(lambda: len(liar.told) == 1)  # The search waits for a silent one for 1.5 s only.
+        until(lambda: len(liar.requests) == 1)  # The search waits for a silent one for 1.5 s only.
 
 
 def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Processes:
 
     def expositions(self) -> dict[str, str]:
         with Client(Identity.load(self.directory / "monitor")) as client:
-            texts = {kind: client.get_bytes(at, "/metrics", 1 << 22).decode() for kind, at in self.nodes.items()}
+            texts = {kind: client.get_bytes(node, "/metrics", 1 << 22).decode() for kind, node in self.nodes.items()}
         for kind, address in self.pages.items():
             with urllib.request.urlopen(f"http://{address}/metrics") as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain")
@@ -128,8 +128,8 @@ def start(result: Processes, directory: Path, stack: ExitStack) -> None:
     result.pages["coordinator"] = coordinator.address
     workers = lambda: list(scheduler.status()["workers"].values())  # noqa: E731
     until(lambda: len(workers()) > len(WORKERS) and all(w["samples"] and w["processes"] for w in workers()))
-    wanted = ("forebay_worker_wait_ratio", "forebay_run_step", "forebay_prepare_elapsed_seconds")
-    until(lambda: all(name in "".join(result.expositions().values()) for name in wanted))
+    names = ("forebay_worker_wait_ratio", "forebay_run_step", "forebay_prepare_elapsed_seconds")
+    until(lambda: all(name in "".join(result.expositions().values()) for name in names))
 
 
 def loaders(network: Network, scheduler: str) -> dict[str, Any]:
@@ -145,16 +145,16 @@ def loaders(network: Network, scheduler: str) -> dict[str, Any]:
         "seq_len": 16, "batch_size": 8, "cache_bytes": 1 << 20,
     }  # fmt: skip
     url, text = f"forebay://test/{NAME}", directory / "text.jsonl"
-    made = {
+    result = {
         "a mixture": forebay.Loader(Mixture(tokens, {"c": 3, "d": 1}), seq_len=16, batch_size=8),
         "a mixture of rows": forebay.Loader(Mixture(rows, {"a": 3, "b": 1}), batch_size=8),
         "a cache": forebay.Loader(url, steps=100_000, cache_dir=directory / "cache", **remote),
         "leases": forebay.Loader(url, scheduler=scheduler, cache_dir=directory / "cache-leases", **remote),
         "a text stream": forebay.TextStream(text, tokenizer="bytes", seq_len=64, batch_size=2, epochs=None),
     }
-    for loader in made.values():
+    for loader in result.values():
         network.stack.callback(loader.close)
-    return made
+    return result
 
 
 def consume(loader: Any, stop: threading.Event) -> None:

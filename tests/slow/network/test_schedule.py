@@ -39,19 +39,19 @@ def test_a_standby_goes_on_where_a_killed_scheduler_was(
     worker = ExchangeClient(network.client("worker"), first.ready("ready")["address"])
     second = start(*words)
     second.ready("standby")
-    begun, waiting = worker.exchange(want=2)["leases"]
-    ids = [begun["lease_id"], waiting["lease_id"]]
+    started, waiting = worker.exchange(want=2)["leases"]
+    ids = [started["lease_id"], waiting["lease_id"]]
     first.popen.send_signal(signal.SIGSTOP)
     time.sleep(LEASE_S + 2.0)
     first.popen.send_signal(signal.SIGCONT)
     time.sleep(0.5)  # It looks at the leases before the next message.
     assert list(worker.exchange(known_leases=ids)["active"]) == ids
-    worker.exchange(begun, known_leases=ids)
+    worker.exchange(started, known_leases=ids)
     first.end()
     worker.address = second.ready("ready")["address"]
     # The other lease lives on; the receipt whose answer might have been lost is answered as recorded.
-    answer = worker.exchange(begun, known_leases=ids[1:])
-    assert answer["uses"][0]["offset"] == begun["stop"] and list(answer["active"]) == ids[1:]
+    answer = worker.exchange(started, known_leases=ids[1:])
+    assert answer["uses"][0]["offset"] == started["stop"] and list(answer["active"]) == ids[1:]
     use_all(worker, [waiting])
     assert second.end(signal.SIGTERM) == 0
     network.assert_used_once(SAMPLES)

@@ -133,7 +133,7 @@ def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make) -> N
         def announce(self, key: bytes, port: int) -> None:
             self.calls += 1
             if self.away:
-                raise NetworkError("the network is away for a moment")
+                raise NetworkError("the network went away for a moment")
             super().announce(key, port)
 
     table = Counting()

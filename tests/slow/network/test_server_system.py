@@ -37,7 +37,7 @@ def client(make_identity: Make) -> Iterator[Client]:
 
 
 def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Client) -> None:
-    """It would take connections in that nobody answers, once the parent is gone."""
+    """It would take connections in that no process answers, once the parent is gone."""
     client.request_json(server.address, "GET", "/")
     mine, its = socket.socketpair()
     child = os.fork()

@@ -31,7 +31,7 @@ SLICES = 4
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("doors")
+    folder = tmp_path_factory.mktemp("swarm")
     make_dataset(folder / "one", SLICES, 1000)
     make_network(folder, ["node", "a", "b", "c"], [])
     return folder
@@ -44,8 +44,8 @@ def node(world: Path) -> Iterator[DataNode]:
 
 
 def remote(world: Path, name: str, *addresses: str, query: str = "") -> RemoteDataset:
-    known = LocalDiscovery(known=[parse_address(address) for address in addresses])
-    return open_remote(f"forebay://test/{NAME}{query}", identity=world / name, discovery=known)
+    discovery = LocalDiscovery(addresses=[parse_address(address) for address in addresses])
+    return open_remote(f"forebay://test/{NAME}{query}", identity=world / name, discovery=discovery)
 
 
 def member(world: Path, name: str, node: DataNode, folder: dict[str, Path], share: bool) -> SwarmMember:
@@ -54,10 +54,10 @@ def member(world: Path, name: str, node: DataNode, folder: dict[str, Path], shar
     return SwarmMember(dataset, folder, lambda: np.array([folder.get(h) is not None for h in hashes]), share=share)
 
 
-def take_all(one: SwarmMember, folder: dict[str, Path], out: Path) -> None:
+def take_all(swarm_member: SwarmMember, folder: dict[str, Path], out: Path) -> None:
     out.mkdir()
     for index in range(SLICES):
-        transfer = one.reader.fetch(index, out / f"{index}.part")
+        transfer = swarm_member.reader.fetch(index, out / f"{index}.part")
         transfer.on_done(lambda done: folder.__setitem__(done.info.sha256, done.part))
         assert transfer.wait() and transfer.error is None
 
@@ -130,9 +130,9 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
             remote(world, "a", node.address)
         for item in both:
             assert remote(world, "a", node.address, query=f"?id={item.id}").num_slices == item.num_slices
-        known = LocalDiscovery(known=[parse_address(node.address)])
+        discovery = LocalDiscovery(addresses=[parse_address(node.address)])
         settings = {"seq_len": 8, "wait_s": 2.0}
-        scheduler = SchedulerService(client.identity, NAME, known, client, tmp_path / "state", **settings)  # type: ignore[arg-type]
+        scheduler = SchedulerService(client.identity, NAME, discovery, client, tmp_path / "state", **settings)  # type: ignore[arg-type]
         with pytest.raises(DatasetError, match="stands for 2 datasets") as refused:
             scheduler.start()
         scheduler.stop()

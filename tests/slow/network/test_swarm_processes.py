@@ -40,8 +40,8 @@ def wait_for_others(num_bytes):
         began.append(True)
         print('{"began": true}', flush=True)
         sys.stdin.readline()
-known = LocalDiscovery(known=[parse_address(address)])
-dataset = open_remote("forebay://test/tiny", identity=folder, discovery=known, from_urls="any")
+discovery = LocalDiscovery(addresses=[parse_address(address)])
+dataset = open_remote("forebay://test/tiny", identity=folder, discovery=discovery, from_urls="any")
 report, figures = mirror_by_swarm(dataset, out, share=True, on_progress=wait_for_others, linger_s=30.0)
 verified = report.complete and open_dataset(out).verify(workers=1).ok
 print(json.dumps({"verified": verified, **figures}), flush=True)

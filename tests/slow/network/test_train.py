@@ -50,11 +50,11 @@ def test_four_workers_train_once_and_fetch_once(tmp_path: Path, stack: ExitStack
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0, steal_s=600.0)
     seen: dict[int, np.ndarray[Any, Any]] = {}
     reports: dict[str, dict[str, float]] = {}
-    all_began, begun = threading.Barrier(4), set[threading.Thread]()
+    all_began, started = threading.Barrier(4), set[threading.Thread]()
 
     def remember(batch: TokenBatch[Any]) -> None:
-        if threading.current_thread() not in begun:  # Else one that starts late finds nothing left.
-            begun.add(threading.current_thread())
+        if threading.current_thread() not in started:  # Else one that starts late finds nothing left.
+            started.add(threading.current_thread())
             all_began.wait()
         time.sleep(0.002)
         for sample_id, inputs in zip(batch.sample_ids.tolist(), batch.inputs):

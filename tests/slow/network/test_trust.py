@@ -203,7 +203,7 @@ def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: py
     assert parse_crl(crls[0], roots, lambda *what: bool(seen.append(what))) is None and seen == [(org_id, 1)]
     read: list[int] = []
     entries = revocation.Crl
-    monkeypatch.setattr(revocation, "Crl", lambda *facts: read.append(facts[1]) or entries(*facts))
+    monkeypatch.setattr(revocation, "Crl", lambda *arguments: read.append(arguments[1]) or entries(*arguments))
     with Server(make_app("x"), server, HOST, 0) as running:
         accepted = [post_crl(evil, running.address, pem)["new"] for pem in crls * 3]
     assert accepted == [True] + [False] * 5 and server.revocations.numbers() == {org_id: 1}

@@ -56,7 +56,7 @@ def test_the_gpt_trains_on_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("environment", "expected"),
     [
         ({}, ["PASSIVE", None]),
         ({"LOCAL_WORLD_SIZE": "1000"}, ["PASSIVE", "1"]),
@@ -64,7 +64,7 @@ def test_the_gpt_trains_on_text(tmp_path: Path) -> None:
     ],
 )
 def test_workers_of_one_machine_do_not_spin_for_each_other(
-    given: dict[str, str], expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
     code = f"""if True:
@@ -75,7 +75,7 @@ def test_workers_of_one_machine_do_not_spin_for_each_other(
         print(json.dumps([*map(os.environ.get, ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")), torch.get_num_threads()]))"""
     for name in [name for name in os.environ if name.startswith("OMP_")]:
         monkeypatch.delenv(name)
-    program = Process("-c", code, **given)
+    program = Process("-c", code, **environment)
     *variables, threads = program.ready()
     assert program.wait() == 0
     assert variables == expected and (expected[1] is None or threads == int(expected[1]))

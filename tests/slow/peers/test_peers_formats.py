@@ -21,13 +21,13 @@ from forebay import prepare_dataset
 from forebay.convert import convert
 from forebay.formats.conversion import ConvertOptions
 from slow.peers.formats_peer import BLOCK
-from support.foreign_datasets import COLUMNS, DOCUMENTS, ENDS, STREAM, made_table, made_tokens, read_tokens
+from support.foreign_datasets import COLUMNS, DOCUMENTS, STOPS, STREAM, made_table, made_tokens, read_tokens
 
-PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
+PEERS = [path for path in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if path]
 pytestmark = pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no interpreter with others' libraries")
 
 
-TOKENS = made_tokens(STREAM, ENDS.tolist())
+TOKENS = made_tokens(STREAM, STOPS.tolist())
 
 
 def answer(peer: str, *words: str) -> Any:

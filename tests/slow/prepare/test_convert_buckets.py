@@ -166,11 +166,11 @@ CASES = [
 def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, ...]) -> None:
     expected, source = world.local(repo, *words), f"hf://datasets/me/{repo}"
     files = contents(world.folder / "local" / repo)
-    most = 2 * (1.3 * max(SLICE, *map(len, files.values())) + 8192)
+    max_bytes = 2 * (1.3 * max(SLICE, *map(len, files.values())) + 8192)
     with Peak(world) as peak:
         result = world.run(source, f"s3://mine/calm/{repo}", *words)
     assert all(result.get(name) == expected.get(name) for name in ("id", "tokens", "documents", "bytes"))
-    assert world.objects(f"calm/{repo}") == files and len(files) > 2 and 0 < peak.bytes <= most
+    assert world.objects(f"calm/{repo}") == files and len(files) > 2 and 0 < peak.bytes <= max_bytes
     assert not [path for path in (world.folder / "tmp").rglob("*") if path.is_file()]
     num_requests, calm_bytes = world.s3.requests.total(), world.hub.bytes_sent.total()
     world.hub.reset()
@@ -184,7 +184,7 @@ def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, 
             process.kill()
             process.communicate()
         kills += process.returncode == -signal.SIGKILL
-        assert peak.bytes <= most
+        assert peak.bytes <= max_bytes
         shutil.rmtree(world.folder / "tmp")  # As on another machine.
         (world.folder / "tmp").mkdir()
         if process.returncode == 0:

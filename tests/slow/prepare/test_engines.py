@@ -28,7 +28,7 @@ class Piece:
     folder: str = ""
 
 
-class Odd(Exception):
+class OddError(Exception):
     """An error that cannot be unpickled: its arguments are not those of its constructor."""
 
     def __init__(self, a: int, b: int) -> None:
@@ -64,7 +64,7 @@ def alone_when_smaller(piece: Piece, scale: int) -> tuple[float, float, int]:
 
 def fail_by_label(piece: Piece, scale: int) -> int:
     if piece.label == "odd":
-        raise Odd(1, 2)
+        raise OddError(1, 2)
     if piece.label == "key":
         raise KeyError("text")
     raise DatasetError("corpus.jsonl: line 7 is not JSON.")
@@ -77,8 +77,8 @@ def mark_and_wait(piece: Piece, scale: int) -> int:
     return scale
 
 
-def pieces(n: int, label: str = "", at: int = -1) -> list[Piece]:
-    return [Piece(i, label if at in (i, -1) else "") for i in range(n)]
+def pieces(n: int, label: str = "", index: int = -1) -> list[Piece]:
+    return [Piece(i, label if index in (i, -1) else "") for i in range(n)]
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> No
 
 @pytest.mark.parametrize(("label", "message"), [("kill", r"SIGKILL \(out of memory\?\)"), ("exit", "exit code 7")])
 def test_a_death_blames_its_task_alone(two: Engine, messages: list[str], label: str, message: str) -> None:
-    assert collect(two, die_by_label, pieces(8, label, at=3)) == [(i, int(i == 3)) for i in range(8)]
+    assert collect(two, die_by_label, pieces(8, label, index=3)) == [(i, int(i == 3)) for i in range(8)]
     (shown,) = messages
     expected = rf"task 3 \({label}\) died with {message}: retried alone with smaller batches \(scale 1 of 3\)"
     assert re.fullmatch(expected, shown)
@@ -145,7 +145,7 @@ def test_errors_keep_their_type(two: Engine) -> None:
     with pytest.raises(KeyError, match="text") as caught:
         collect(two, fail_by_label, pieces(9, "key"))
     assert "in fail_by_label" in caught.value.__notes__[0]  # where it was raised, in the other process
-    with pytest.raises(PrepareError, match="Odd: 1 is not 2"):  # it cannot be sent to this process
+    with pytest.raises(PrepareError, match="OddError: 1 is not 2"):  # it cannot be sent to this process
         collect(two, fail_by_label, pieces(3, "odd"))
 
 

@@ -63,8 +63,8 @@ def test_a_killed_download_continues_at_its_last_byte(server: OriginServer, tmp_
         ranges = [(start, stop) for name, start, stop in server.ranges if name.endswith(path.name)]
         assert ranges == [(0, 1), (saved.get(path.name, 0), path.stat().st_size)], "its size, and what was missing"
     clean, environment = command(server, tmp_path / "clean", 3 - workers)
-    whole = subprocess.run(clean, env=environment, capture_output=True, text=True)
-    assert whole.stdout == again.stdout
+    completed = subprocess.run(clean, env=environment, capture_output=True, text=True)
+    assert completed.stdout == again.stdout
     assert not (tmp_path / "d/.work").exists()
 
 

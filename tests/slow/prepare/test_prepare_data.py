@@ -67,7 +67,7 @@ DAMAGED_WARCS = {
 
 
 @dataclass
-class Told:
+class Reported:
     """What an independent reader says of a file: the ids of its documents in order.
 
     None: it gives none, so that the pipeline says where in the file it was. "": there is one that was not looked at.
@@ -93,7 +93,7 @@ def files(kind: str) -> list[Path]:
     return [p for p in all_files(root) if any(fnmatch(p.relative_to(root).as_posix(), name) for name in names)]
 
 
-def check(out: Path, reported: dict[Path, Told], **settings: Any) -> None:
+def check(out: Path, reported: dict[Path, Reported], **settings: Any) -> None:
     """Prepare these files in one run; all that the run says of them is what the independent readers say."""
     recipe: Recipe = load_recipe(settings={"max_error_rate": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
     ids = out.parent / f"{out.name}.ids"
@@ -121,9 +121,9 @@ def check(out: Path, reported: dict[Path, Told], **settings: Any) -> None:
     assert dataset.verify().ok and dataset.manifest.documents == summary.documents_out
 
 
-def lines_told(path: Path, values: list[Any], key: str) -> Told:
+def lines_told(path: Path, values: list[Any], key: str) -> Reported:
     """Of a file with a value a line: what has no text is malformed, an empty text is empty."""
-    reported = Told()
+    reported = Reported()
     for number, value in enumerate(values, 1):
         text = value.get(key) if isinstance(value, dict) else None
         if not isinstance(text, str):
@@ -135,11 +135,11 @@ def lines_told(path: Path, values: list[Any], key: str) -> Told:
     return reported
 
 
-def warc_told(path: Path) -> Told:
+def warc_told(path: Path) -> Reported:
     """Of an archive that warcio reads: its pages and plain texts, answered with 200."""
     from warcio.archiveiterator import ArchiveIterator
 
-    reported = Told()
+    reported = Reported()
     with path.open("rb") as file:
         for record in ArchiveIterator(file):
             headers, http = record.rec_headers, record.http_headers
@@ -163,13 +163,13 @@ def warc_told(path: Path) -> Told:
 
 def test_crawls(tmp_path: Path) -> None:
     pytest.importorskip("warcio")
-    reported: dict[Path, Told] = {}
+    reported: dict[Path, Reported] = {}
     for path in files("warc"):
         name = path.relative_to(shared_data()).as_posix()
         if name in DAMAGED_WARCS:
             documents, malformed = DAMAGED_WARCS[name]
             malformed = malformed or int(not documents and path.name != "badexample.arc.gz")
-            reported[path] = Told([""] * documents, malformed, empty=int(path.name == "badexample.arc.gz"))
+            reported[path] = Reported([""] * documents, malformed, empty=int(path.name == "badexample.arc.gz"))
         else:
             reported[path] = warc_told(path)
     check(tmp_path / "d", reported)
@@ -178,7 +178,7 @@ def test_crawls(tmp_path: Path) -> None:
 def test_plain_text(tmp_path: Path) -> None:
     reported = {}
     for path in files("text"):
-        reported[path] = Told([str(path)])
+        reported[path] = Reported([str(path)])
     check(tmp_path / "d", reported)
 
 
@@ -210,7 +210,7 @@ def test_lines(tmp_path: Path) -> None:
     reported = {}
     for path in files("lines"):
         with path.open(encoding="utf-8", newline="\n") as file:
-            reported[path] = Told([f"{path}:{number}" for number, line in enumerate(file, 1) if line.strip()])
+            reported[path] = Reported([f"{path}:{number}" for number, line in enumerate(file, 1) if line.strip()])
     assert [len(message.ids) for message in reported.values()] == [100, 1000]
     check(tmp_path / "d", reported, read={"format": "lines"})
 
@@ -219,14 +219,14 @@ def test_columns(tmp_path: Path) -> None:
     (path,) = files("csv")
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file, delimiter="\t"))
-    reported = Told([None for row in rows if row[0]], empty=sum(not row[0] for row in rows))
+    reported = Reported([None for row in rows if row[0]], empty=sum(not row[0] for row in rows))
     check(tmp_path / "d", {path: reported}, read={"format": "csv", "text_key": "0", "id_key": ""})
 
 
 def test_wikipedia(tmp_path: Path) -> None:
     reported = {}
     for path in files("wikipedia"):
-        reported[path] = Told()
+        reported[path] = Reported()
         for _, element in ElementTree.iterparse(io.BytesIO(unpacked(path))):
             if element.tag.rpartition("}")[2] != "page":
                 continue
@@ -242,7 +242,7 @@ def test_wikipedia(tmp_path: Path) -> None:
 def test_stackexchange(tmp_path: Path) -> None:
     (path,) = files("stackexchange")
     rows = ElementTree.parse(path).getroot()
-    reported = Told([row.get("Id") for row in rows if row.get("PostTypeId") in ("1", "2") and row.get("Body")])
+    reported = Reported([row.get("Id") for row in rows if row.get("PostTypeId") in ("1", "2") and row.get("Body")])
     assert len(reported.ids) == 552
     check(tmp_path / "d", {path: reported})
 
@@ -264,7 +264,7 @@ def samples(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
 def test_webdataset(tmp_path: Path) -> None:
     reported = {}
     for path in files("webdataset"):
-        reported[path] = Told()
+        reported[path] = Reported()
         for key, members in samples(path):
             if members.keys() & {"txt", "txt.gz"} or ("json" in members and "text" in json.loads(members["json"])):
                 reported[path].ids.append(key)
@@ -287,7 +287,7 @@ def test_tfrecord(tmp_path: Path) -> None:
             index += 16 + size
 
     for key in ("x_byte", "x_byte_seq"):
-        reported = {path: Told() for path in files("tfrecord")}
+        reported = {path: Reported() for path in files("tfrecord")}
         for path, message in reported.items():
             for position, content in frames(path):
                 result = re.search(
@@ -304,14 +304,14 @@ def text_columns(schema: pa.Schema) -> list[str]:
     return [f.name for f in schema if any(test(f.type) for test in tests) and schema.names.count(f.name) == 1]
 
 
-def parquet_told(path: Path, key: str) -> Told:
+def parquet_told(path: Path, key: str) -> Reported:
     """By pyarrow's whole-table reader. What it cannot read is one malformed group; what is no UTF-8 a malformed row."""
     try:
         table = pq.read_table(path, columns=[key], page_checksum_verification=True, use_threads=False)
         values = [v if isinstance(v, bytes | None) else v.encode() for v in table[key].to_pylist()]
     except (OSError, pa.ArrowException):
-        return Told(malformed=1)
-    reported = Told()
+        return Reported(malformed=1)
+    reported = Reported()
     for value in values:
         try:
             if value is None:
@@ -326,13 +326,13 @@ def parquet_told(path: Path, key: str) -> Told:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    groups: dict[str, dict[Path, Told]] = {}
+    groups: dict[str, dict[Path, Reported]] = {}
     refused, invalid = [], {}
     for path in files("parquet"):
         try:
             keys = text_columns(pq.read_schema(path))
         except (OSError, pa.ArrowException):
-            invalid[path] = Told(malformed=1)
+            invalid[path] = Reported(malformed=1)
             continue
         if keys:
             groups.setdefault(keys[0], {})[path] = parquet_told(path, keys[0])

@@ -127,7 +127,7 @@ def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | Fore
         return error
 
 
-def kept(out: Path) -> set[str]:
+def output_ids(out: Path) -> set[str]:
     return set(Path(f"{out}.ids").read_text().splitlines())
 
 
@@ -157,7 +157,7 @@ def test_random_damage(tmp_path: Path) -> None:
             print(f"FOREBAY_FUZZ_SEED={seed}: {name}{packed}")
             raise
         reported = isinstance(result, ForebayError) and name in str(result)
-        assert reported or {f"good-{i}" for i in range(5)} <= kept(tmp_path / f"{seed}.d"), f"{seed}: {result}"
+        assert reported or {f"good-{i}" for i in range(5)} <= output_ids(tmp_path / f"{seed}.d"), f"{seed}: {result}"
         done += 1
         if done > 20 and time.monotonic() > deadline:
             break
@@ -203,6 +203,6 @@ def test_a_bomb_and_a_long_line(tmp_path: Path) -> None:
     (folder / "bomb.jsonl.zst").write_bytes(zstandard.compress(good % b"in" + b" " * (1200 << 20)))
     result = attempt(folder, tmp_path / "d", dedup={})
     assert isinstance(result, PrepareResult)
-    assert {"before", "after", "in"} <= kept(tmp_path / "d") and "long" not in kept(tmp_path / "d")
+    assert {"before", "after", "in"} <= output_ids(tmp_path / "d") and "long" not in output_ids(tmp_path / "d")
     reported = (tmp_path / "d/rejects.jsonl").read_text()
     assert "a bomb" in reported and "max_document_bytes" in reported and len(reported) < 100_000

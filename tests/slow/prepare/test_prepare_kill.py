@@ -34,19 +34,19 @@ if __name__ == "__main__":
 """
 
 # Half of the tasks stay undone until the kill, however late it comes.
-_HELD = """
+_PAUSED = """
 import time
 from pathlib import Path
 
 original = text.process_split
 
 @functools.wraps(original)
-def held(task, scale):
+def paused(task, scale):
     if len(list(Path(sys.argv[2], ".work/done/process_split").glob("*.json"))) >= 40:
         time.sleep(3600)
     return original(task, scale)
 
-text.process_split = pipeline.process_split = held
+text.process_split = pipeline.process_split = paused
 """
 
 
@@ -64,7 +64,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("script") / "run.py"
-    path.write_text(_SCRIPT.replace("if __name__ ==", f"{_HELD}if __name__ =="))
+    path.write_text(_SCRIPT.replace("if __name__ ==", f"{_PAUSED}if __name__ =="))
     return path
 
 

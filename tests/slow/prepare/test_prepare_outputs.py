@@ -21,7 +21,7 @@ from support.store import stored
 
 
 @pytest.fixture
-def made() -> Path:
+def outputs() -> Path:
     return stored(make_outputs)
 
 
@@ -43,23 +43,23 @@ def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("to", ["jsonl", "litdata", "megatron"])
-def test_the_bytes_do_not_depend_on_the_processes(made: Path, tmp_path: Path, to: str) -> None:
+def test_the_bytes_do_not_depend_on_the_processes(outputs: Path, tmp_path: Path, to: str) -> None:
     """Without deduplication, whose kernels each process would load."""
     for workers in (1, 3):
         folder = tmp_path / str(workers)
-        prepare_output(to, made / "in", folder / "out", {"dedup": {}}, write_ids=folder / "ids", workers=workers)
+        prepare_output(to, outputs / "in", folder / "out", {"dedup": {}}, write_ids=folder / "ids", workers=workers)
     assert hashes(tmp_path / "3") == hashes(tmp_path / "1")
 
 
 @pytest.mark.parametrize("to", OUTPUTS[:-1])
 def test_a_bucket_has_what_a_directory_has(
-    made: Path, tmp_path: Path, to: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
+    outputs: Path, tmp_path: Path, to: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    result = prepare_output(to, made / "in", f"s3://bucket/{to}")
-    assert output(bucket / to) == output(made / to)
+    result = prepare_output(to, outputs / "in", f"s3://bucket/{to}")
+    assert output(bucket / to) == output(outputs / to)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    again = prepare_output(to, made / "in", f"s3://bucket/{to}")
+    again = prepare_output(to, outputs / "in", f"s3://bucket/{to}")
     assert again.already_exists and (again.id, again.documents_out) == (result.id, result.documents_out)
 
 

@@ -1,4 +1,4 @@
-"""Whole preparations with everything on: the same bytes whoever makes them and whatever befalls them."""
+"""Whole preparations with everything on: the same bytes whatever makes them or befalls them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(base: Path) -> tuple[str, dict[str, str]]:
+def expected(base: Path) -> tuple[str, dict[str, str]]:
     """The dataset id and the files that one process makes."""
     result = whole.run(base / "in", base / "one", 1)
     created = hashes(base / "one")
@@ -45,35 +45,35 @@ def wanted(base: Path) -> tuple[str, dict[str, str]]:
     return result, created | {".ids": hashes(base)["one.ids"]}
 
 
-def check(out: Path, result: str, wanted: tuple[str, dict[str, str]]) -> None:
+def check(out: Path, result: str, expected: tuple[str, dict[str, str]]) -> None:
     created = hashes(out) | {".ids": hashes(out.parent)[f"{out.name}.ids"]}
-    assert {name for name in wanted[1] | created if created.get(name) != wanted[1].get(name)} == set()
-    assert result == wanted[0]
+    assert {name for name in expected[1] | created if created.get(name) != expected[1].get(name)} == set()
+    assert result == expected[0]
 
 
-def test_another_number_of_processes(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
-    check(base / "by3", whole.run(base / "in", base / "by3", 3, PYTHONHASHSEED="3"), wanted)
+def test_another_number_of_processes(base: Path, expected: tuple[str, dict[str, str]]) -> None:
+    check(base / "by3", whole.run(base / "in", base / "by3", 3, PYTHONHASHSEED="3"), expected)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
+def test_ray(base: Path, expected: tuple[str, dict[str, str]]) -> None:
     out = base / "ray"
-    check(out, whole.run(base / "in", out, 2, "ray", RAY_USAGE_STATS_ENABLED="0"), wanted)
+    check(out, whole.run(base / "in", out, 2, "ray", RAY_USAGE_STATS_ENABLED="0"), expected)
 
 
-def test_another_place_of_the_same_input(base: Path, wanted: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_another_place_of_the_same_input(base: Path, expected: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     shutil.copytree(base / "in", tmp_path / "in")
     if (base / whole.MODEL).exists():
         shutil.copy(base / whole.MODEL, tmp_path)
     result = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, FOREBAY_CODER="reference")
     created = hashes(tmp_path / "elsewhere")
-    assert result == wanted[0]
-    assert {name for name in created if created[name] != wanted[1][name]} <= set(NAMED_BY_PATH)
+    assert result == expected[0]
+    assert {name for name in created if created[name] != expected[1][name]} <= set(NAMED_BY_PATH)
     for path in (tmp_path / "elsewhere").rglob("[!.]*.json"):
         assert str(tmp_path) not in path.read_text()
 
 
-def test_workers_that_die(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
+def test_workers_that_die(base: Path, expected: tuple[str, dict[str, str]]) -> None:
     out = base / "unlucky"
     done = subprocess.run(
         whole.command(base / "in", out, 2), capture_output=True, text=True,
@@ -81,7 +81,7 @@ def test_workers_that_die(base: Path, wanted: tuple[str, dict[str, str]]) -> Non
     )  # fmt: skip
     assert "died with SIGKILL" in done.stderr and "ran out of memory" in done.stderr
     assert "retried alone with smaller batches (scale 1 of 3)" in done.stderr
-    check(out, done.stdout.strip(), wanted)
+    check(out, done.stdout.strip(), expected)
 
 
 def kill_in(phase: str, command: list[str], how: signal.Signals, rng: random.Random) -> bool:
@@ -110,14 +110,14 @@ def kill_in(phase: str, command: list[str], how: signal.Signals, rng: random.Ran
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds left-over processes in /proc")
-def test_killed_in_every_phase(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
+def test_killed_in_every_phase(base: Path, expected: tuple[str, dict[str, str]]) -> None:
     out, rng, kills = base / "killed", random.Random(KILLS), 0
     phases = [*PHASES] * (KILLS // len(PHASES) + 1)
     for phase in sorted(rng.sample(phases, KILLS), key=PHASES.index):
         how = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT])
         kills += kill_in(phase, whole.command(base / "in", out, rng.choice([1, 2])), how, rng)
     assert kills > KILLS // 2, "killed too late to tell"
-    check(out, whole.run(base / "in", out, 2), wanted)
+    check(out, whole.run(base / "in", out, 2), expected)
     assert not (out / ".work").exists()
 
 
@@ -132,7 +132,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", small], check=True)
 
 
-def test_a_disk_that_is_full_again_and_again(base: Path, wanted: tuple[str, dict[str, str]], small_disk: Path) -> None:
+def test_a_disk_that_is_full_again_and_again(
+    base: Path, expected: tuple[str, dict[str, str]], small_disk: Path
+) -> None:
     out, reached = small_disk / "d", []
     for kilobytes in (600, 2300, 2550, 2800, 3400, 3700, 64_000):
         subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", small_disk], check=True)
@@ -144,4 +146,4 @@ def test_a_disk_that_is_full_again_and_again(base: Path, wanted: tuple[str, dict
         assert not (out / "manifest.json").exists()
         reached += [line.partition(" ")[0] for line in reported if line.partition(" ")[0] in PHASES][-1:]
     assert len(set(reached)) >= 3, f"the disk was full only in {set(reached)}"
-    check(out, done.stdout.strip(), wanted)
+    check(out, done.stdout.strip(), expected)

@@ -57,8 +57,8 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Length, "apply", apply)
 
 
-def write_corpus(path: Path, bad: dict[int, str]) -> Path:
-    return write_jsonl(path, (bad.get(i, f"an honest document, number {i}") for i in range(DOCUMENTS)))
+def write_corpus(path: Path, texts: dict[int, str]) -> Path:
+    return write_jsonl(path, (texts.get(i, f"an honest document, number {i}") for i in range(DOCUMENTS)))
 
 
 def children() -> set[str]:

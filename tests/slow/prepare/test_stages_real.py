@@ -144,7 +144,9 @@ def test_the_standard_library_stays() -> None:
     dropped = {}
     for batch in to_batches(records):
         dropped |= {
-            batch["id"][row].as_py(): Code.reasons[why] for row, why in enumerate(Code().apply(batch).drop) if why >= 0
+            batch["id"][row].as_py(): Code.reasons[code]
+            for row, code in enumerate(Code().apply(batch).drop)
+            if code >= 0
         }
     assert len(files) > 100 and set(dropped.values()) <= {"code_generated"} and len(dropped) < 6
 
@@ -202,4 +204,4 @@ def test_addresses_of_real_pages_stay() -> None:
     with tarfile.open(shared_data("html/wcxb_dev.tar.xz")) as files:
         truths = [json.load(files.extractfile(m)) for m in files if m.name.endswith(".json")]  # type: ignore[arg-type]
     urls = [truth["url"] for truth in truths if truth.get("url")]
-    assert len(urls) > 1400 and [url for url, why in zip(urls, drop_reasons(Url(), urls)) if why] == []
+    assert len(urls) > 1400 and [url for url, reason in zip(urls, drop_reasons(Url(), urls)) if reason] == []

@@ -55,8 +55,8 @@ def test_chunks_that_are_read_latest_go_first(tmp_path: Path) -> None:
     for entry, next_use in zip(entries, (50, 90, 10)):
         cache.unpin([(entry, np.arange(4))], [next_use])
     put_chunks(cache, content(3), CHUNK, [0])
-    kept = [0 if entry.is_deleted else int((entry.marks == PRESENT).sum()) for entry in entries]
-    assert kept[0] == kept[2] == 4 and 0 < kept[1] < 4  # Chunks go, not their slice.
+    present = [0 if entry.is_deleted else int((entry.marks == PRESENT).sum()) for entry in entries]
+    assert present[0] == present[2] == 4 and 0 < present[1] < 4  # Chunks go, not their slice.
 
 
 def test_a_chunk_larger_than_the_budget(tmp_path: Path) -> None:

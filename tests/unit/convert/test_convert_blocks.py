@@ -16,7 +16,7 @@ from forebay.formats.base import get_format
 from forebay.formats.blocks import merge_indexes
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.sources import open_table, table_of_stream
-from support.doctor_cases import look
+from support.doctor_cases import reports
 from support.foreign_datasets import made_table, read_table, read_tokens
 
 BOTH = pytest.mark.parametrize("to", ["mds", "litdata"])
@@ -107,7 +107,7 @@ def test_directories_that_were_written_apart_become_one_dataset(tmp_path: Path, 
     parts = {f"{i}.": written(str(i), table_of_stream(SCHEMA, stream(i), to)) for i in range(3)}
     (merged / "index.json").write_bytes(merge_indexes(parts))
     assert read_table(merged)["text"].to_pylist() == [f"text {i}" for i in range(6)]
-    (report,) = look(merged)
+    (report,) = reports(merged)
     assert report.ok and report.metadata["rows"] == 6
     if to == "litdata":  # Its readers keep what they have by this number.
         numbers = {json.loads(merge_indexes({"0.": index}))["updated_at"] for index in parts.values()}

@@ -35,7 +35,7 @@ from support.foreign_datasets import DOCUMENTS, FOREIGN, STREAM, read_tokens
 SMALL = ConvertOptions(slice_bytes=4096)
 
 
-def held(tokens: list[int], stops: list[int], cuts: list[int], dtype: str = "U16") -> TokenSource:
+def token_source(tokens: list[int], stops: list[int], cuts: list[int], dtype: str = "U16") -> TokenSource:
     """Tokens and ends cut at places; an end at a cut goes to the part before it."""
     array = np.array(tokens, np.uint16 if dtype == "U16" else np.uint32)
     parts, last = [], 0
@@ -52,7 +52,7 @@ def streams(draw: st.DrawFn) -> TokenSource:
     tokens = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=80))
     n = len(tokens)
     stops = sorted(draw(st.lists(st.integers(0, n), max_size=12)))
-    return held(tokens, stops, draw(st.lists(st.integers(0, n), max_size=5)))
+    return token_source(tokens, stops, draw(st.lists(st.integers(0, n), max_size=5)))
 
 
 @given(streams(), st.integers(1, 40))
@@ -105,10 +105,10 @@ def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to
 
 
 def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> None:
-    source = held([1, 2, 3, 70_000, 5, 80_000], [2, 6], [3], "U32")
+    source = token_source([1, 2, 3, 70_000, 5, 80_000], [2, 6], [3], "U32")
     with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):
         convert(source, tmp_path / "out", "bin", ConvertOptions(dtype="U16"))
-    high = held([1, 1 << 31], [2], [], "U32")
+    high = token_source([1, 1 << 31], [2], [], "U32")
     with pytest.raises(UsageError, match="2147483648 at token 1"):
         convert(high, tmp_path / "out", "megatron", ConvertOptions())
     assert convert(high, tmp_path / "out", "forebay", ConvertOptions()).num_bytes
@@ -116,14 +116,14 @@ def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> No
 
 
 def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
-    source = held([5, 6, 9, 7, 9, 9, 8], [], [3])
+    source = token_source([5, 6, 9, 7, 9, 9, 8], [], [3])
     with pytest.raises(UsageError, match=r"--set eos_id=N.*--seq-len N"):
         convert(source, tmp_path / "out", "megatron", ConvertOptions())
     convert(source, tmp_path / "eos", "megatron", ConvertOptions(eos_id=9))
     assert read_tokens(tmp_path / "eos") == [[5, 6, 9], [7, 9], [9], [8]]
     convert(source, tmp_path / "three", "megatron", ConvertOptions(seq_len=3))
     assert read_tokens(tmp_path / "three") == [[5, 6, 9], [7, 9, 9], [8]]
-    open_end = held([1, 2, 3, 4], [3], [])
+    open_end = token_source([1, 2, 3, 4], [3], [])
     report = convert(open_end, tmp_path / "end", "megatron", ConvertOptions())
     assert read_tokens(tmp_path / "end") == [[1, 2, 3], [4]]
     assert report.written.notes == ("the last 1 tokens end no document of the source: they were given an end",)

@@ -83,8 +83,8 @@ def test_every_damage_of_the_hashes_is_named(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         assert verify_dataset(folder).changed == [CHUNKS_FILE]
     for index in range(1, len(TOKENS)):  # the first has one chunk: its hash is the id
-        at = first[index] * HASH_BYTES + 5
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        offset = first[index] * HASH_BYTES + 5
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
         with pytest.raises(DatasetError, match=f"expected the hashes of {index}.safetensors, got others"):
             open_dataset(folder).open_slice(index)
         open_dataset(folder).open_slice(0)

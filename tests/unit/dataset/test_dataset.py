@@ -166,14 +166,14 @@ def test_hostile_header(tmp_path: Path, name: str) -> None:
         open_slice(raw_slice(tmp_path / "h.safetensors", header, body, length))
 
 
-@given(data=st.binary(max_size=300), at=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_garbage_manifest_and_table(data: bytes, at: int, bit: int) -> None:
+@given(data=st.binary(max_size=300), offset=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_garbage_manifest_and_table(data: bytes, offset: int, bit: int) -> None:
     table = golden_table().to_parquet()
     full = make_manifest(golden_table()).to_json()
     for parse, good in ((Manifest.from_json, full), (SliceTable.from_parquet, table)):
         flipped = bytearray(good)
-        flipped[at % len(good)] ^= 1 << bit
-        for invalid in (data, bytes(flipped), good[: at % len(good)]):
+        flipped[offset % len(good)] ^= 1 << bit
+        for invalid in (data, bytes(flipped), good[: offset % len(good)]):
             try:
                 parse(invalid)
             except DatasetError:
@@ -209,8 +209,8 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
 def test_path_escape(name: str) -> None:
     with pytest.raises(DatasetError, match="inside"):
         SliceTable.from_rows([SliceInfo(0, name, 1, "00" * 32, 1, 1)])
-    one = np.ones(1, np.int64)
-    hidden = SliceTable(pa.array([name]), one, np.zeros((1, 32), np.uint8), one, one)
+    ones = np.ones(1, np.int64)
+    hidden = SliceTable(pa.array([name]), ones, np.zeros((1, 32), np.uint8), ones, ones)
     with pytest.raises(DatasetError, match="inside"):
         SliceTable.from_parquet(hidden.to_parquet())
 

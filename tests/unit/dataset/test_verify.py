@@ -1,4 +1,4 @@
-"""Inspecting and verifying datasets wherever they lie and whoever wrote them."""
+"""Inspecting and verifying datasets in any location and by any writer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict:
 
 def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys, monkeypatch) -> None:
     folder, server = served
-    for where in (str(folder), server.url):
-        assert main(["inspect", where, "--json"]) == 0
+    for source in (str(folder), server.url):
+        assert main(["inspect", source, "--json"]) == 0
     local, remote = capsys.readouterr().out.splitlines()
     assert json.loads(local) == json.loads(remote)
     server.faults.drop, server.faults.truncate = 0.2, 0.3

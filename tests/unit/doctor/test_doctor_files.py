@@ -26,7 +26,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError
 from forebay.formats.tfrecord import crc32c, masked
-from support.doctor_cases import EOS, faults, findings, look, only, text_tokens
+from support.doctor_cases import EOS, faults, findings, only, reports, text_tokens
 from support.foreign_datasets import FOREIGN
 
 
@@ -35,9 +35,9 @@ def cut(path: Path, num_bytes: int) -> Path:
     return path
 
 
-def flip(path: Path, at: int) -> Path:
+def flip(path: Path, offset: int) -> Path:
     data = bytearray(path.read_bytes())
-    data[at] ^= 0xFF
+    data[offset] ^= 0xFF
     path.write_bytes(data)
     return path
 
@@ -56,19 +56,19 @@ def tar(path: Path, samples: int = 4) -> Path:
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
 def test_a_truncated_tar(tmp_path: Path, name: str) -> None:
     path = tar(tmp_path / name)
-    (report,) = look(path)
+    (report,) = reports(path)
     assert report.ok and report.kind == "webdataset"
     assert (report.metadata["samples"], report.metadata["members"]) == (4, 8)
     size = 512 * 3 * 7 + 700 if name == "a.tar" else path.stat().st_size - 60  # Within the last member.
     os.truncate(path, size)
     assert faults(path) == {"truncated"}
-    assert look(path)[0].metadata["samples"] >= 2
+    assert reports(path)[0].metadata["samples"] >= 2
 
 
 def test_a_damaged_header_in_a_tar(tmp_path: Path) -> None:
     path = flip(tar(tmp_path / "a.tar"), 512 * 3 * 2 + 10)
     assert only("damaged", path).location == f"byte {512 * 3 * 2}"
-    assert look(path)[0].metadata["members"] == 7
+    assert reports(path)[0].metadata["members"] == 7
 
 
 def records(path: Path, num: int = 5) -> Path:
@@ -82,12 +82,12 @@ def records(path: Path, num: int = 5) -> Path:
 
 def test_tfrecord(tmp_path: Path) -> None:
     path = records(tmp_path / "a.tfrecord")
-    assert look(path)[0].metadata["records"] == 5 and not findings(path)
+    assert reports(path)[0].metadata["records"] == 5 and not findings(path)
     assert only("damaged", flip(path, 116 * 2 + 50)).location == f"byte {116 * 2}"
-    assert look(path)[0].metadata["records"] == 4
+    assert reports(path)[0].metadata["records"] == 4
     path = cut(records(tmp_path / "b.tfrecord"), 9)
     assert only("truncated", path).location == f"byte {116 * 4}"
-    assert look(path)[0].metadata["records"] == 4
+    assert reports(path)[0].metadata["records"] == 4
 
 
 def lines(num: int = 50) -> bytes:
@@ -100,10 +100,10 @@ def lines(num: int = 50) -> bytes:
 def test_truncated_jsonl(tmp_path: Path, suffix: str, pack: Any) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(pack(lines(2000)))
-    assert not findings(path) and look(path)[0].metadata["lines"] == 2000
+    assert not findings(path) and reports(path)[0].metadata["lines"] == 2000
     cut(path, 10)
     assert "truncated" in faults(path)
-    assert 0 < look(path)[0].metadata["lines"] <= 2000
+    assert 0 < reports(path)[0].metadata["lines"] <= 2000
 
 
 def test_damaged_lines(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def table(rows: int = 3000) -> pa.Table:
 def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=1000, write_page_checksum=True)
-    (report,) = look(path)
+    (report,) = reports(path)
     assert report.ok and report.metadata["rows"] == 3000 and report.metadata["tokens_read"] == 24_000
     assert faults(path, vocab_size=1000) == {"vocabulary-overflow"}
     group = pq.ParquetFile(path).metadata.row_group(1).column(0)
@@ -137,11 +137,11 @@ def test_arrow(tmp_path: Path, make: Any) -> None:
     path = tmp_path / "a.arrow"
     with make(str(path), table().schema) as writer:
         writer.write_table(table(), max_chunksize=1000)
-    assert not findings(path) and look(path)[0].metadata["rows"] == 3000
+    assert not findings(path) and reports(path)[0].metadata["rows"] == 3000
     cut(path, 40_000)
     assert faults(path) == {"damaged"}
     if make is pa.ipc.new_stream:
-        assert look(path)[0].metadata["rows"] == 2000
+        assert reports(path)[0].metadata["rows"] == 2000
 
 
 # Datasets with an index.
@@ -191,7 +191,7 @@ def ours(folder: Path) -> Path:
 
 def test_a_dataset_of_ours(tmp_path: Path) -> None:
     folder = ours(tmp_path / "d")
-    (report,) = look(folder, vocab_size=50_257)
+    (report,) = reports(folder, vocab_size=50_257)
     assert report.ok and report.kind == "forebay" and report.metadata["tokens"] == 10_000
     flip(folder / "s1.safetensors", -100)
     assert only("damaged", folder).location == "s1.safetensors"
@@ -251,7 +251,7 @@ def test_files_that_are_not_the_data(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_bytes(b"")
     assert findings(tmp_path / "d.parquet")
     with pytest.raises(DatasetError, match="nothing there"):
-        look(tmp_path / "e.bin")
+        reports(tmp_path / "e.bin")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

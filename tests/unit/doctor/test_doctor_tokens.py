@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.cli import main
 from forebay.formats import open_external
 from forebay.formats.vectors import sample_id
-from support.doctor_cases import EOS, faults, findings, look, only, text_tokens
+from support.doctor_cases import EOS, faults, findings, only, reports, text_tokens
 from support.token_shards import write_shard
 
 N = 20_000
@@ -55,7 +55,7 @@ def test_truncated_files(tmp_path: Path, lost: int) -> None:
     path = saved(tmp_path / "a.npy", tokens)
     os.truncate(path, path.stat().st_size - lost)
     assert f"got {path.stat().st_size}" in only("truncated", path).evidence
-    assert look(path)[0].metadata["tokens"] == N - (lost + 1) // 2
+    assert reports(path)[0].metadata["tokens"] == N - (lost + 1) // 2
 
 
 def test_bytes_after_a_npy(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_the_other_byte_order(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "assumed"),
     [("<u4", "<u2"), ("<i8", "<u2"), ("<i8", "<u4"), ("<u2", "<u4")],
 )
-def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str) -> None:
+def test_one_type_read_as_another(tmp_path: Path, kind: str, assumed: str) -> None:
     tokens = text_tokens(N, dtype=kind)
     path = raw(tmp_path / "a.bin", tokens)
-    result = only("wrong-dtype", path, dtype=np.dtype(told))
+    result = only("wrong-dtype", path, dtype=np.dtype(assumed))
     assert f"The tokens are {np.dtype(kind)}" in result.evidence
     out = tmp_path / "out.bin"
     assert main(["convert", str(path), str(out), "--to", "bin", "--set", f"input_dtype={np.dtype(kind).name}"]) == 0
@@ -123,7 +123,7 @@ def test_sample_ids(tmp_path: Path) -> None:
     """Sound ones; of the tokens in another type; all equal; one too many or too few; none."""
     tokens = text_tokens(40 * 256)
     sound = sample_ids(tokens)
-    (report,) = look(pair(tmp_path / "s", tokens, sound))
+    (report,) = reports(pair(tmp_path / "s", tokens, sound))
     assert report.ok and report.metadata["sample_tokens"] == 256 and report.metadata["sample_ids"] == 40
     invalid = sample_ids(tokens.astype(np.uint32)), np.full(40, 7), np.append(sound, 5), sound[:-3], sound[:0]
     for number, ids in enumerate(invalid):
@@ -138,8 +138,8 @@ def test_sample_ids(tmp_path: Path) -> None:
 
 def test_a_large_file_is_read_in_part(tmp_path: Path) -> None:
     path = raw(tmp_path / "a.bin", text_tokens(3 << 20))
-    (part,) = look(path, max_bytes=1 << 20)
-    (full,) = look(path, max_bytes=1 << 20, full=True)
+    (part,) = reports(path, max_bytes=1 << 20)
+    (full,) = reports(path, max_bytes=1 << 20, full=True)
     assert part.kind == "raw tokens" and part.metadata["dtype"] == "uint16 (guessed)"
     assert part.ok and part.read_bytes < part.total_bytes and full.read_bytes == full.total_bytes
 

@@ -25,7 +25,7 @@ from forebay.formats import ExternalDataset, open_external
 from forebay.formats.external import MAX_TOKENS, fingerprint
 from forebay.formats.vectors import npy_header, sample_id
 from forebay.load.loader import Loader
-from support.foreign_datasets import ENDS, FOREIGN, STREAM
+from support.foreign_datasets import FOREIGN, STOPS, STREAM
 from support.token_shards import write_shard
 
 
@@ -35,7 +35,7 @@ def opened(path: Path | str, **options: Any) -> ExternalDataset:
     return result
 
 
-def whole(dataset: ExternalDataset) -> tuple[np.ndarray, np.ndarray]:
+def read_all(dataset: ExternalDataset) -> tuple[np.ndarray, np.ndarray]:
     """All tokens, and the document ends counted over all slices."""
     slices = [dataset.open_slice(i) for i in range(dataset.num_slices)]
     bases = np.cumsum([0, *(len(item.tokens) for item in slices)])
@@ -44,13 +44,13 @@ def whole(dataset: ExternalDataset) -> tuple[np.ndarray, np.ndarray]:
     return tokens.astype(np.int64), stops
 
 
-def is_view(one: Slice, dataset: ExternalDataset) -> bool:
+def is_view(item: Slice, dataset: ExternalDataset) -> bool:
     """Return whether a slice's tokens are in the map of its file."""
-    memory = dataset._maps.get(one.path)
+    memory = dataset._maps.get(item.path)
     if memory is None:
         return False
     first, last = memory.ctypes.data, memory.ctypes.data + memory.nbytes
-    return first <= one.tokens.ctypes.data and one.tokens.ctypes.data + one.tokens.nbytes <= last
+    return first <= item.tokens.ctypes.data and item.tokens.ctypes.data + item.tokens.nbytes <= last
 
 
 def copied(tmp_path: Path, name: str) -> Path:
@@ -92,22 +92,22 @@ def test_golden_files_hold_the_documents_that_were_written(
     name: str, options: dict[str, Any], dtype: str, view: bool, slices: int
 ) -> None:
     dataset = opened(FOREIGN / name, **options)
-    tokens, stops = whole(dataset)
+    tokens, stops = read_all(dataset)
     assert tokens.tolist() == STREAM.tolist()
-    assert stops.tolist() == ENDS.tolist()
-    assert (dataset.manifest.dtype, dataset.num_tokens, dataset.manifest.documents) == (dtype, len(STREAM), len(ENDS))
+    assert stops.tolist() == STOPS.tolist()
+    assert (dataset.manifest.dtype, dataset.num_tokens, dataset.manifest.documents) == (dtype, len(STREAM), len(STOPS))
     assert (dataset.num_slices, dataset.table.count.sum()) == (slices, len(STREAM))
     assert all(is_view(dataset.open_slice(i), dataset) is view for i in range(slices))
     assert not any(dataset.open_slice(i).tokens.flags.writeable for i in range(slices))
     assert dataset.verify().ok
     assert dataset.describe()["format"] in name
     dataset.release(0)
-    assert whole(dataset)[0].tolist() == STREAM.tolist()
+    assert read_all(dataset)[0].tolist() == STREAM.tolist()
 
 
 def test_a_fixed_shape_of_mds_is_a_view_and_arrow_batches_are_mapped() -> None:
     dataset = opened(FOREIGN / "mds_fixed")
-    tokens, stops = whole(dataset)
+    tokens, stops = read_all(dataset)
     assert tokens.tolist() == STREAM[: len(STREAM) // 16 * 16].tolist() and set(np.diff(stops)) == {16}
     assert all(is_view(dataset.open_slice(i), dataset) for i in range(dataset.num_slices))
     rows = opened(FOREIGN / "arrow")
@@ -150,7 +150,7 @@ def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path: Path
     with changed_index(folder) as index:
         index["chunks"][1] |= change
     with pytest.raises(DatasetError):
-        whole(opened(folder))
+        read_all(opened(folder))
     assert examine([folder], CheckOptions())[0].findings
 
 
@@ -175,7 +175,7 @@ def test_other_compressions_of_mds(tmp_path: Path) -> None:
         with changed_index(folder) as index:
             for shard in index["shards"]:
                 pack_shard(folder, shard, name, pack)
-        assert whole(opened(folder))[0].tolist() == STREAM.tolist()
+        assert read_all(opened(folder))[0].tolist() == STREAM.tolist()
 
 
 @pytest.mark.parametrize("extra", [b"x", b"x" * 4096])
@@ -209,7 +209,7 @@ def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path: Path) ->
     shutil.copy(outside, folder / "sub" / "x.mds")  # As merged datasets have it.
     with changed_index(folder) as index:
         index["shards"][0]["raw_data"]["basename"] = "sub/x.mds"
-    assert whole(opened(folder))[0].tolist() == STREAM.tolist()
+    assert read_all(opened(folder))[0].tolist() == STREAM.tolist()
 
 
 def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path: Path) -> No
     raw = bytearray(zstandard.ZstdDecompressor().decompress(packed.read_bytes()))
     packed.unlink()
     path.write_bytes(raw)
-    assert whole(opened(folder))[0].tolist() == STREAM.tolist()
+    assert read_all(opened(folder))[0].tolist() == STREAM.tolist()
     position = int.from_bytes(raw[4:8], "little") + 4  # The size of `tokens` in sample 0, after that of `source`.
     size = int.from_bytes(raw[position : position + 4], "little")
     raw[position : position + 4] = (size + 4).to_bytes(4, "little")  # One token more: still well inside the shard.
@@ -241,7 +241,7 @@ def test_nothing_known_is_none_and_ours_is_not_theirs(tmp_path: Path) -> None:
 
 def test_the_names_of_a_pair_of_files() -> None:
     for name in ("text_document.idx", "text_document.bin", "text_document"):
-        assert whole(opened(FOREIGN / "megatron_u16" / name))[0].tolist() == STREAM.tolist()
+        assert read_all(opened(FOREIGN / "megatron_u16" / name))[0].tolist() == STREAM.tolist()
 
 
 # Vectors: .npy, headerless, llm.c, Templar.
@@ -254,7 +254,7 @@ def test_the_sample_ids_of_templar() -> None:
     dataset = opened(FOREIGN / "templar")
     ids = dataset.sample_ids(dataset.parts[0])  # type: ignore[attr-defined]
     assert ids is not None and ids[0] == 9727674481869147956 and dataset.seq_len == 2048  # type: ignore[attr-defined]
-    assert whole(dataset)[0].tolist() == list(range(4096))
+    assert read_all(dataset)[0].tolist() == list(range(4096))
     assert is_view(dataset.open_slice(0), dataset) and dataset.verify().ok
 
 
@@ -274,7 +274,7 @@ def test_shards_with_and_without_a_header(tmp_path: Path, kind: Any, header: boo
     for location in (tmp_path, tmp_path / "train_*.npy"):
         dataset = opened(location)
         assert dataset.seq_len == 64  # type: ignore[attr-defined]
-        assert whole(dataset)[0].tolist() == np.concatenate(streams).tolist()
+        assert read_all(dataset)[0].tolist() == np.concatenate(streams).tolist()
         assert all(is_view(dataset.open_slice(i), dataset) for i in range(3))
 
 
@@ -282,7 +282,7 @@ def test_the_older_pair_of_files(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 50000, 256).astype("<u2")
     tokens.tofile(tmp_path / "tokens.bin")
     np.array([sample_id(row) for row in tokens.reshape(-1, 32)], "<u8").tofile(tmp_path / "sample_ids.bin")
-    assert whole(opened(tmp_path))[0].tolist() == tokens.tolist()
+    assert read_all(opened(tmp_path))[0].tolist() == tokens.tolist()
 
 
 def test_headerless_tokens_need_their_type_said(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_headerless_tokens_need_their_type_said(tmp_path: Path) -> None:
         open_external(tmp_path / "train.bin")
     assert open_external(tmp_path) is None
     for message in ("uint16", "U16", np.uint16, np.dtype("<u2")):
-        assert whole(opened(tmp_path / "train.bin", dtype=message))[0].tolist() == tokens.tolist()
+        assert read_all(opened(tmp_path / "train.bin", dtype=message))[0].tolist() == tokens.tolist()
     assert opened(tmp_path, dtype="uint32").num_tokens == 500
     for wrong in ("float32", "text", ">u2", "uint8", 7):
         with pytest.raises(UsageError, match="dtype of tokens"):
@@ -310,7 +310,7 @@ def test_the_files_of_llm_c(tmp_path: Path) -> None:
         data = header.tobytes() + np.arange(300).astype(kind).tobytes()
         (tmp_path / "x_train_000001.bin").write_bytes(data)
         dataset = opened(tmp_path)
-        assert whole(dataset)[0].tolist() == list(range(300)) and is_view(dataset.open_slice(0), dataset)
+        assert read_all(dataset)[0].tolist() == list(range(300)) and is_view(dataset.open_slice(0), dataset)
     (tmp_path / "x_train_000001.bin").write_bytes(data[:-1])
     with pytest.raises(DatasetError, match="as its header says"):
         open_external(tmp_path)
@@ -459,7 +459,7 @@ def test_a_long_file_is_cut_at_document_ends(tmp_path: Path, monkeypatch: pytest
     pointers = (2 * np.cumsum([0, *lengths[:-1]])).tolist()
     folder = megatron(tmp_path, lengths, pointers, list(range(len(lengths) + 1)), tokens.tobytes())
     dataset = opened(folder)
-    result, stops = whole(dataset)
+    result, stops = read_all(dataset)
     assert result.tolist() == tokens.tolist()
     assert stops.tolist() == np.cumsum(lengths).tolist()
     counts = dataset.table.count.tolist()
@@ -506,7 +506,7 @@ def test_an_mds_index_that_lies(tmp_path: Path, change: dict[str, Any], shards: 
         for shard in index["shards"][:shards]:
             shard |= change
     with pytest.raises(DatasetError, match=match):
-        whole(opened(folder))
+        read_all(opened(folder))
 
 
 # Sizes: sparse files, 64-bit arithmetic.

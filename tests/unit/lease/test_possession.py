@@ -18,10 +18,10 @@ def test_a_range_lies_in_its_slice(lease_id: str, peer_id: str, num_bytes: int) 
 
 
 @given(NAMES, NAMES, st.binary(min_size=1, max_size=2000), st.integers(0, 10**6))
-def test_a_proof_is_of_bytes_a_lease_and_a_worker(lease_id: str, peer_id: str, data: bytes, at: int) -> None:
+def test_a_proof_is_of_bytes_a_lease_and_a_worker(lease_id: str, peer_id: str, data: bytes, offset: int) -> None:
     proof = proof_of(lease_id, peer_id, data)
     other = bytearray(data)
-    other[at % len(data)] ^= 1
+    other[offset % len(data)] ^= 1
     assert len(proof) == 12 and proof_of(lease_id, peer_id, data) == proof
     assert proof not in {
         proof_of(lease_id, peer_id, bytes(other)),

@@ -172,7 +172,7 @@ def test_a_faulty_provider_is_passed_over_and_reported(
     faulty, honest = make_node("faulty", origin=False), make_node("honest")
     fault(faulty)
     assert worker.fetched(lease(worker, faulty, honest)) == CONTENT
-    assert worker.bad == ([] if is_wrong is None else [(faulty.peer_id, is_wrong)])
+    assert worker.rejected == ([] if is_wrong is None else [(faulty.peer_id, is_wrong)])
     num_requests = len(faulty.ranges)
     assert num_requests == (fault not in (impostor, gone))
     worker.cache.discard(SHA256)
@@ -183,7 +183,7 @@ def test_a_faulty_provider_is_passed_over_and_reported(
 def test_a_slice_fails_only_if_all_that_sent_it_sent_wrong_bytes(worker: FetchingWorker, make_node: Nodes) -> None:
     liars = [make_node("a", b"x" * len(CONTENT), origin=False), make_node("b", b"y" * len(CONTENT))]
     assert "expected" in worker.lost(lease(worker, *liars))
-    assert {peer_id for peer_id, _ in worker.bad} == {liar.peer_id for liar in liars}
+    assert {peer_id for peer_id, _ in worker.rejected} == {liar.peer_id for liar in liars}
     assert worker.cache.get(SHA256) is None
     other, away = make_node("c", b"x" * len(CONTENT), origin=False), make_node("d")
     away.server.close()
@@ -208,7 +208,7 @@ def test_a_wrong_byte_of_a_web_server_costs_a_chunk(make_identity: Make, tmp_pat
             )
             assert worker.fetched(current) == (dataset.path / row.name).read_bytes()
             assert honest.bytes_sent[row.name] == row.bytes - 2 * row.chunk_bytes
-            assert worker.bad[0] == (liar.url, True)
+            assert worker.rejected[0] == (liar.url, True)
         finally:
             worker.close()
 
@@ -221,7 +221,7 @@ def test_a_provider_that_sends_nothing_for_ten_seconds_is_rejected(
     current = lease(worker, silent, honest)
     until(lambda: silent.ranges)
     clock[0] += 11.0
-    assert worker.fetched(current) == CONTENT and worker.bad == [(silent.peer_id, False)]
+    assert worker.fetched(current) == CONTENT and worker.rejected == [(silent.peer_id, False)]
 
 
 def test_a_lost_lease_is_not_fetched_to_the_end(

@@ -30,7 +30,7 @@ def append(path: Path, *entries: tuple[str, dict[str, object]]) -> None:
             ledger.append(kind, body, sync=False)
 
 
-WHOLE = [Used("a", 0, 0, 0, 4, 2), Used("a", 0, 0, 4, 8, 4), Used("b", 0, 2, 0, 5, 7)]
+USES = [Used("a", 0, 0, 0, 4, 2), Used("a", 0, 0, 4, 8, 4), Used("b", 0, 2, 0, 5, 7)]
 
 
 # Coverage.
@@ -66,7 +66,7 @@ def test_coverage_equals_counting_points(
 
 def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path) -> None:
     path = tmp_path / "l"
-    write_job(path, WHOLE)
+    write_job(path, USES)
     append(path, ("epoch", {"epoch": 0, "samples": 13}))
     assert verify_ledger(path, KEY, check).ok
     late = Used("c", 0, 2, 0, 5, 9)
@@ -78,7 +78,7 @@ def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path) -> None:
 
 def test_set_aside_is_told_from_missing(tmp_path: Path) -> None:
     path = tmp_path / "l"
-    write_job(path, WHOLE[:2])
+    write_job(path, USES[:2])
     assert verify_ledger(path).missing == [{"epoch": 0, "slice": 2, "start": 0, "stop": 5}]
     append(path, ("set_aside", {"epoch": 0, "slice": 2, "start": 1, "stop": 5, "reason": "unreadable"}))
     (epoch,) = verify_ledger(path).epochs
@@ -88,26 +88,26 @@ def test_set_aside_is_told_from_missing(tmp_path: Path) -> None:
 
 
 def test_forged_repeated_and_moved_receipts_are_named(tmp_path: Path) -> None:
-    write_job(tmp_path / "forged", WHOLE, forge=0)
+    write_job(tmp_path / "forged", USES, forge=0)
     report = verify_ledger(tmp_path / "forged", KEY, check)
     assert not report.intact and report.problems[0].startswith("entry 2 (uses)")
-    write_job(tmp_path / "twice", [*WHOLE, WHOLE[1]])
+    write_job(tmp_path / "twice", [*USES, USES[1]])
     report = verify_ledger(tmp_path / "twice", KEY, check)
     assert report.repeated == [{"epoch": 0, "slice": 0, "start": 4, "stop": 8, "entry": 3}]
-    write_job(tmp_path / "moved", [WHOLE[1], WHOLE[0], WHOLE[2]])
+    write_job(tmp_path / "moved", [USES[1], USES[0], USES[2]])
     assert "out of order: lease a of slice 0" in verify_ledger(tmp_path / "moved", KEY, check).problems[0]
-    write_job(tmp_path / "skipped", [WHOLE[0], Used("a", 0, 0, 6, 8, 4)])
+    write_job(tmp_path / "skipped", [USES[0], Used("a", 0, 0, 6, 8, 4)])
     report = verify_ledger(tmp_path / "skipped", KEY, check)
     assert "expected 4" in report.problems[0] and report.missing[0] == {"epoch": 0, "slice": 0, "start": 4, "stop": 6}
 
 
 def test_receipts_by_sample_ids(tmp_path: Path) -> None:
-    write_job(tmp_path / "plain", WHOLE)
+    write_job(tmp_path / "plain", USES)
     job = open_index(tmp_path / "plain").job
-    signed = [Used(*use.to_row(), replay(job, use.epoch, use.slice, use.start, use.stop)[1]) for use in WHOLE]
+    signed = [Used(*use.to_row(), replay(job, use.epoch, use.slice, use.start, use.stop)[1]) for use in USES]
     write_job(tmp_path / "right", signed)
     assert verify_ledger(tmp_path / "right", KEY, check, replay).ok
-    other = Used(*WHOLE[1].to_row(), signed[0].digest)
+    other = Used(*USES[1].to_row(), signed[0].digest)
     write_job(tmp_path / "wrong", [signed[0], other, signed[2]])
     assert verify_ledger(tmp_path / "wrong", KEY, check).ok
     assert "it read other samples" in verify_ledger(tmp_path / "wrong", KEY, check, replay).problems[0]
@@ -118,7 +118,7 @@ def test_receipts_by_sample_ids(tmp_path: Path) -> None:
 
 def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "l"
-    write_job(path, WHOLE)
+    write_job(path, USES)
     with Ledger.open(path, sign) as ledger:
         mark = Checkpoint.from_json(json.loads(json.dumps(asdict(ledger.checkpoint()))))
         assert mark is not None and list(ledger.entries(mark.seq, mark)) == []
@@ -142,7 +142,7 @@ def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(
 
 def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path) -> None:
     path = tmp_path / "l"
-    write_job(path, WHOLE)
+    write_job(path, USES)
     with Ledger.open(path, sign) as ledger:
         pass
     forged = make_entry(ledger.next_seq, ledger._prev, 7.0, "paused", {}, lambda message: b"mine")
@@ -200,9 +200,9 @@ def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
 
 
 def test_the_form_on_disk(tmp_path: Path) -> None:
-    """The bytes of format 1: whoever changes them changes what all ledgers are."""
+    """The bytes of format 1: a change of them changes what all ledgers are."""
     path = tmp_path / "l"
-    write_job(path, WHOLE)
+    write_job(path, USES)
     golden = GOLDEN / "ledger.jsonl"
     assert path.read_bytes() == golden.read_bytes()
     assert verify_ledger(golden, KEY, check).ok and not verify_ledger(golden, b"x" * 32, check).ok

@@ -87,8 +87,8 @@ def test_the_documents_of_a_batch(
             assert len(documents) == ids.max() + 1
             for index, document in enumerate(documents):
                 tokens = row[ids == index].tolist()
-                whole = document.tokens.tolist()
-                assert any(whole[i : i + len(tokens)] == tokens for i in range(len(whole)))
+                full = document.tokens.tolist()
+                assert any(full[i : i + len(tokens)] == tokens for i in range(len(full)))
                 assert document.text.startswith("<b>document</b>")
                 numbers.add(document.index)
     assert not numbers & {3, 4, 11} and len(numbers) > 10

@@ -45,9 +45,9 @@ def prepare(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def datasets() -> list[Dataset]:
-    made = [open_dataset(stored(prepare) / str(number)) for number in range(3)]
-    assert [dataset.num_slices for dataset in made] == [8, 10, 14]
-    return made
+    result = [open_dataset(stored(prepare) / str(number)) for number in range(3)]
+    assert [dataset.num_slices for dataset in result] == [8, 10, 14]
+    return result
 
 
 class Training:
@@ -115,8 +115,8 @@ def test_a_state_of_an_ancestor_finishes_its_epoch_then_has_all_and_resumes_exac
         assert child.finish_epoch() == youngest.finish_epoch() == parent.finish_epoch()
         epoch += 1
     assert child.state()["epoch"] == epoch and child.state()["samples_taken"] == 0
-    whole = [child.finish_epoch(), child.finish_epoch()]
-    assert [sorted(samples) for samples in whole] == [child.all_samples()] * 2 and whole[0] != whole[1]
+    epochs = [child.finish_epoch(), child.finish_epoch()]
+    assert [sorted(samples) for samples in epochs] == [child.all_samples()] * 2 and epochs[0] != epochs[1]
     assert child.state()["epoch"] == epoch + 2 and sorted(youngest.finish_epoch()) == youngest.all_samples()
     child.load(state).take(second)
     grown = child.state()
@@ -265,9 +265,9 @@ def test_malformed_states_of_grown_mixtures_are_refused(datasets: list[Dataset])
         {"growth": 3}, {"growth": {**growth, "c": None}}, {"growth": {"a": 3}}, {"lanes": [1]}, {"lanes": "x"},
         {"window": ["x", 1]}, {"dataset_id": {"a": [], "b": 3}}, {"dataset_id": "a"}, {"step": -1}, {"step": "3"},
     ):  # fmt: skip
-        for whole in (state, grown):
+        for valid in (state, grown):
             with pytest.raises(StateError, match="loader state: expected"):
-                mixed(datasets[1:]).load_state_dict({**whole, **change})
+                mixed(datasets[1:]).load_state_dict({**valid, **change})
     with pytest.raises(StateError, match="expected dataset_id"):
         child.load_state_dict({**state, "dataset_id": {**state["dataset_id"], "b": "ab" * 32}})
     with pytest.raises(StateError, match="expected growth from a dataset in"):
@@ -296,8 +296,8 @@ def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(data
     assert finish_epoch(children) == finish_epoch(parents)
     for loader, child in zip(again, children):
         loader.load_state_dict(json.loads(json.dumps(child.state_dict())))
-    whole = finish_epoch(children)
-    assert sorted(whole) == list(range(plan_samples(datasets[1], SEQ_LEN).num_samples)) and finish_epoch(again) == whole
+    ids = finish_epoch(children)
+    assert sorted(ids) == list(range(plan_samples(datasets[1], SEQ_LEN).num_samples)) and finish_epoch(again) == ids
 
 
 def test_steps_before_a_second_growth_are_unknown(datasets: list[Dataset]) -> None:

@@ -94,16 +94,16 @@ def test_ranks_of_a_process_group(data: Path, monkeypatch: pytest.MonkeyPatch) -
             Loader(data, **wrong, **sizes)
 
 
-def _numbers(count: int, made: list[int]) -> Iterator[int]:
+def _numbers(count: int, produced: list[int]) -> Iterator[int]:
     for i in range(count):
-        made.append(i)
+        produced.append(i)
         yield i
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
-    made: list[int] = []
-    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, made)), depth, lambda n: 10 * n)
+    produced: list[int] = []
+    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, produced)), depth, lambda n: 10 * n)
     got = []
     for item in prefetcher:
         got.append(item)
@@ -114,9 +114,9 @@ def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
 
 
 def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
-    made: list[int] = []
-    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, made)), 3)
+    produced: list[int] = []
+    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, produced)), 3)
     assert next(prefetcher) == 0
     until(lambda: prefetcher._is_full and len(prefetcher._ready) >= 3)
-    assert made == [0, 1, 2, 3] and [next(prefetcher) for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert produced == [0, 1, 2, 3] and [next(prefetcher) for _ in range(5)] == [1, 2, 3, 4, 5]
     prefetcher.close()

@@ -23,7 +23,7 @@ SEQ_LEN = 8
 LENGTHS = (83, 160, 7, 64, 131)  # Samples 10, 20, 0, 8, 16; only slices 1 and 3 end with a sample's last token.
 
 
-def ahead(batches: int) -> SampleOptions:
+def prefetch_options(batches: int) -> SampleOptions:
     return SampleOptions(prefetch_batches=batches)
 
 
@@ -163,7 +163,7 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
         save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")
     import_slices(tmp_path, "three")
     before = loader_threads()
-    loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, samples=ahead(prefetch))
+    loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, samples=prefetch_options(prefetch))
     data = (tmp_path / "1.safetensors").read_bytes()
     (tmp_path / "1.safetensors").write_bytes(data[:-9])
     with pytest.raises(DatasetError, match=r"1\.safetensors"):

@@ -95,7 +95,7 @@ def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
     "wrong",
     [
         {"datasets": {}, "weights": {}},
-        {"weights": {"nobody": 1.0}},
+        {"weights": {"absent": 1.0}},
         {"weights": {"web": 0.0}},
         {"weights": {"web": -1.0}},
         {"weights": [(1, {"web": 1.0})]},
@@ -123,7 +123,7 @@ def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]) -> None:
     assert not tokens & set(range(74)) and tokens >= set(range(100_000, 100_074))
     with pytest.raises(StateError, match="documents"):
         Loader(**arguments).load_state_dict(loader.state_dict())
-    for wrong in (gone, {"nobody": gone}):
+    for wrong in (gone, {"absent": gone}):
         with pytest.raises(UsageError, match="documents"):
             Loader(**arguments, samples=SampleOptions(documents=wrong))
     with pytest.raises(UsageError, match="documents"):

@@ -1,4 +1,4 @@
-"""Slices that a worker owns: they stay with it, whole, and are shuffled inside anew each epoch."""
+"""Slices that a worker owns: they stay with it, whole, and are shuffled inside again each epoch."""
 
 from __future__ import annotations
 

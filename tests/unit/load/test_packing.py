@@ -33,10 +33,10 @@ def test_rows_of_a_section_are_those_of_a_golden_case(monkeypatch: pytest.Monkey
     assert count_sections(result, 30, 8).tolist() == [1, 0, 0, 0, 3]  # A document is of the section in which it ends.
 
 
-@pytest.mark.parametrize("ends", [[3, 2], [9], [1 << 63]])
-def test_damaged_ends_are_named(ends: list[int]) -> None:
+@pytest.mark.parametrize("stops", [[3, 2], [9], [1 << 63]])
+def test_damaged_ends_are_named(stops: list[int]) -> None:
     with pytest.raises(DatasetError, match="document_ends"):
-        document_spans(np.array(ends, np.uint64), 8)
+        document_spans(np.array(stops, np.uint64), 8)
 
 
 @pytest.mark.parametrize(

@@ -106,17 +106,17 @@ def test_samples_are_those_of_the_reference(
 def test_sections_of_a_fit_have_every_kept_token_once(
     dataset: Dataset, documents: DocumentSubset | None, size: int
 ) -> None:
-    kept = reference(SLICES, documents, 1)
+    expected = reference(SLICES, documents, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SECTION_ROWS", 0)
         patch.setattr(packing, "_MIN_SECTION_TOKENS", size)
         try:
             index = plan_samples(dataset, SEQ_LEN, packing="best_fit", documents=documents)
         except UsageError:
-            assert not kept
+            assert not expected
             return
         inputs, _, _, numbers, _, _ = everything(dataset, index)
-    assert sorted(inputs[numbers >= 0].tolist()) == [token for row in kept for token in row.inputs]
+    assert sorted(inputs[numbers >= 0].tolist()) == [token for row in expected for token in row.inputs]
     assert len(index.sections) == sum(-(-len(tokens) // size) for tokens, _ in to_lists(SLICES))
     assert index.sections.sum() == index.num_samples == len(inputs)
 

@@ -81,7 +81,7 @@ def sample(index: int, number: int) -> list[int]:
 
 def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path) -> None:
     """Two passes: order of shards, samples, disk."""
-    trace, most = [], 0
+    trace, max_chunks = [], 0
     with open_shards(server, folder) as shards:
         assert shards.num_shards == SHARDS
         for batch in shards.batches(0, 2 * 3 * SHARDS, batch_size=8):
@@ -93,11 +93,11 @@ def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path)
             if batch.step % 3 == 2:
                 await_shard(shards.upcoming_dataset)
             chunks = read_chunks(folder)
-            most = max(most, len([name for name in chunks if name.startswith("tokens")]))
+            max_chunks = max(max_chunks, len([name for name in chunks if name.startswith("tokens")]))
             assert {int(name[-1]) for name in chunks if "nothing" not in name} <= {index, (index + 1) % SHARDS}
         stats = shards.stats()
     assert trace == [i for _ in range(2) for i in range(SHARDS) for _ in range(3)]
-    assert most == 2 and stats["swaps"] == 2 * SHARDS - 1
+    assert max_chunks == 2 and stats["swaps"] == 2 * SHARDS - 1
     assert all(sent_bytes(server, index) >= 2 * TOKEN_BYTES for index in range(SHARDS))  # each fetched anew
 
 
@@ -233,15 +233,15 @@ def test_variables_of_a_bucket_come_from_the_environment_or_a_file_and_no_secret
 ) -> None:
     caplog.set_level("DEBUG")
     monkeypatch.chdir(tmp_path)
-    variables, path, wrong_secret = environment(server), tmp_path / "run.env", "a-secret-of-nobody"
+    variables, path, wrong_secret = environment(server), tmp_path / "run.env", "a-secret-of-none"
     for name in variables:
         monkeypatch.setenv(name, "")  # Restored afterwards.
 
-    def use(text: str, **given: str) -> list[int]:
+    def use(text: str, **settings: str) -> list[int]:
         path.write_text(text)
         for name in variables:
             monkeypatch.delenv(name, raising=False)
-        for name, value in given.items():
+        for name, value in settings.items():
             monkeypatch.setenv(name, value)
         with SharedShardedDatasetManager(**SETTINGS, env_file=path) as shards:
             assert SECRET_KEY not in repr(shards.stats())

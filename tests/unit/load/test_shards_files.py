@@ -116,7 +116,7 @@ def test_a_whole_shard_is_judged_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @given(st.data())
 def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    folder = tmp_path_factory.mktemp("judge")
+    folder = tmp_path_factory.mktemp("flipped")
     tokens, _ = shard(folder, 2500)
     raw = bytearray(tokens.read_bytes()[data.draw(st.sampled_from([0, 128])) :])
     offset = len(raw) % 1000

@@ -145,9 +145,9 @@ def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client: Client,
         for _ in range(2):
             client.request_json(peer.address, "POST", "/x", {})
         assert peer.connections == 1
-        (kept,) = client._pool._idle[peer.address]
+        (connection,) = client._pool._idle[peer.address]
         peer.cut()
-        until(lambda: not kept.is_connected)
+        until(lambda: not connection.is_connected)
         client.request_json(peer.address, "POST", "/x", {})
         assert len(peer.asked) == 3 and peer.connections == 2  # not sent on the dead one first
         clock.now += 200.0  # nor is one that is older than servers keep them
@@ -247,7 +247,7 @@ def test_more_than_was_asked_for_is_not_kept(client: Client) -> None:
 
 @pytest.mark.parametrize(("num_bytes", "is_slow"), [(4095, True), (4096, False)])
 def test_a_body_below_the_least_rate_is_a_stall(clock: Clock, num_bytes: int, is_slow: bool) -> None:
-    """So a peer that gives a byte now and then holds up nobody, whatever each of its reads takes."""
+    """So a peer that gives a byte now and then holds up no other, whatever each of its reads takes."""
 
     def readinto(view: memoryview) -> int:
         clock.now += 1.0

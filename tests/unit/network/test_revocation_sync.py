@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_node_renews_itself_while_it_runs(
     network_dir: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the last third of its validity; while the issuer is away it says so and tries again."""
+    """In the last third of its validity; while the issuer is unreachable it says so and tries again."""
     with contextlib.closing(AdmissionServer(Admissions(network_dir)).start()) as admission:
         issuer = read_issuer(network_dir)
         names, days = (issuer.peer_id, issuer.peer_id, admission.address), 30.0
@@ -113,13 +113,13 @@ def test_trust_goes_on_after_any_fault_of_a_peer_or_of_the_node(
     faults, changes = [RuntimeError("a fault of ours")], list[str]()
     with Server(make_app("x"), node, "127.0.0.1", 0, limits=patient()) as server, PatientClient(reader) as client:
 
-        def known() -> list[str]:
+        def peers() -> list[str]:
             if faults:
                 raise faults.pop()
             return ["a..b:1", "nonsense", server.address]
 
         watch = TrustWatch(
-            reader, client, peers=known, ask_every_s=0.01, look_every_s=0.01, on_change=lambda: changes.append("cut")
+            reader, client, peers=peers, ask_every_s=0.01, look_every_s=0.01, on_change=lambda: changes.append("cut")
         ).start()
         until(lambda: changes)
         watch.close()

@@ -33,8 +33,8 @@ def server() -> Iterator[MemoryServer]:
 
     @app.post("/v1/item/{name}", response_model=Result, summary="Take one.", openapi_extra=role("worker"))
     async def take(request: HttpRequest, name: str, message: Item) -> Response:
-        if name == "nobody":
-            raise ApiError(404, "unknown", "there is nobody", 2.4)
+        if name == "absent":
+            raise ApiError(404, "unknown", "there is no such item", 2.4)
         return JsonResponse({"n": message.n, "name": name})
 
     @app.get("/v1/log", response_model=Result)
@@ -68,9 +68,9 @@ def test_messages_and_queries_are_strict(server: MemoryServer) -> None:
     for query in ("?step=-1", "?step=x", "?step=", "?step=1e400"):
         refused = server.ask("GET", f"/v1/log{query}")
         assert (refused.status, refused.json()["error"]) == (400, "bad_request") and b"step" in refused.body
-    unknown = server.ask("POST", "/v1/item/nobody", {"n": 3})
+    unknown = server.ask("POST", "/v1/item/absent", {"n": 3})
     assert (unknown.status, unknown.headers["retry-after"]) == (404, "2")
-    assert unknown.json() == {"error": "unknown", "message": "there is nobody"}
+    assert unknown.json() == {"error": "unknown", "message": "there is no such item"}
     assert b"n: Input should be less than or equal to 9" in server.ask("POST", "/v1/item/a", {"n": 10}).body
 
 

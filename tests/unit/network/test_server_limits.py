@@ -17,7 +17,7 @@ from support.handlers import Request
 from support.memory_server import Members, MemoryConnection, MemoryServer
 
 Start = Callable[..., MemoryServer]
-HELD = b"GET /held HTTP/1.1\r\n\r\n"
+WAIT_REQUEST = b"GET /held HTTP/1.1\r\n\r\n"
 LARGE = 1 << 20
 
 
@@ -72,13 +72,13 @@ def is_served(server: MemoryServer, member: str) -> bool:
 def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Handler) -> None:
     server = start(connections=4)
     idle, other = [server.connect("many") for _ in range(3)], server.connect("other")
-    idle[0].send(HELD)  # the oldest, but it has a request in progress
+    idle[0].send(WAIT_REQUEST)  # the oldest, but it has a request in progress
     server.loop.advance(1.0)
     assert idle[1].ask("/").status == 200  # so that the third has been idle for longest
     assert is_served(server, "third") and [c.is_open for c in idle] == [True, True, False]
     assert other.ask("/").status == idle[1].ask("/").status == 200
     handler.gate.set()
-    server.loop.settle()
+    server.loop.run_ready()
     assert idle[0].answers()[0].status == 200
 
 
@@ -97,10 +97,10 @@ def test_connections_of_a_peer(start: Start, handler: Handler) -> None:
     server = start(connections_per_peer=2)
     busy = [server.connect("many") for _ in range(2)]
     for connection in busy:
-        connection.send(HELD)
+        connection.send(WAIT_REQUEST)
     assert not server.connect("many").is_open and is_served(server, "other")
     handler.gate.set()
-    server.loop.settle()
+    server.loop.run_ready()
     assert is_served(server, "many")  # an idle one of its own makes room
     assert [connection.is_open for connection in busy] == [False, True]
 
@@ -135,7 +135,7 @@ def test_requests_in_flight(start: Start, handler: Handler, own: bool) -> None:
     server = start(**{"requests_per_peer" if own else "requests_per_organisation": 2})
     connections = [server.connect(f"acme/{'a' if own else name}") for name in "abc"]
     for connection in connections[:2]:
-        connection.send(HELD)
+        connection.send(WAIT_REQUEST)
     refused = connections[2].ask("/")
     assert (refused.status, refused.json()["error"], refused.headers["retry-after"]) == (429, "busy", "1")
     assert f"{'peer a' if own else 'organisation acme'}: expected at most 2 requests" in refused.json()["message"]

@@ -33,10 +33,10 @@ WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 
 class Clock:
     def __init__(self) -> None:
-        self.at = time.time()
+        self.now = time.time()
 
     def __call__(self) -> float:
-        return self.at
+        return self.now
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def server(
 def make_token(server: AdmissionServer, clock: Clock, **changes: object) -> str:
     issuer = server.admissions.issuer
     names = read_network(server.admissions.directory).network_id, issuer.peer_id, server.address
-    token = JoinToken("ab" * 16, *names, ("worker",), (), 1, clock.at + 3600, 30.0)
+    token = JoinToken("ab" * 16, *names, ("worker",), (), 1, clock.now + 3600, 30.0)
     return sign_token(issuer, replace(token, **changes))  # type: ignore[arg-type]
 
 
@@ -100,17 +100,17 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network
     public_key = server.admissions.issuer.key.public_key().public_bytes_raw()
     token, signed, signature = read_token(good)
     for invalid, reason in [
-        (make_token(server, clock, expires_at=clock.at - 1), "expired"),
+        (make_token(server, clock, expires_at=clock.now - 1), "expired"),
         (sign_token(other, replace(token, issuer=other.peer_id)), "not of this one"),
         (good[:-6] + ("AAAAAA" if not good.endswith("AAAAAA") else "BBBBBB"), "forged"),
         ("forebay1.e30.AA", "token: expected"),
         (good.replace(good[20:24], "AAAA"), "token"),
     ]:
         with pytest.raises(ProtocolError, match=reason):
-            check_token(invalid, public_key, clock.at)
+            check_token(invalid, public_key, clock.now)
         with pytest.raises(ProtocolError):
             admit(server.admissions, invalid, network_dir / "root-key.pem", "n")
-    assert check_token(good, public_key, clock.at).uses == 1 and signed and len(signature) == 64
+    assert check_token(good, public_key, clock.now).uses == 1 and signed and len(signature) == 64
     with pytest.raises(UsageError, match="may give worker, got data"):
         make_token(server, clock, roles=("data",))
     with pytest.raises(UsageError, match="at least one use"):
@@ -128,7 +128,7 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
     with pytest.raises(NetworkError, match="used up"):
         join_by_token(text, tmp_path / "c", "c")
     assert not (tmp_path / "c" / "node-cert.pem").exists()
-    clock.at += 7200
+    clock.now += 7200
     with pytest.raises(NetworkError, match="expired"):
         join_by_token(text, tmp_path / "c", "c")
     assert kinds(tmp_path) == ["admitted", "admitted", "renewed", "refused"]
@@ -172,10 +172,10 @@ def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Cloc
     for request, handshake in [(thief, shown), (thief, b""), (own, b""), (own, der_of(server.admissions.issuer.cert))]:
         with pytest.raises(ProtocolError, match="another key"):
             server.admissions.renew(RenewRequest(request=request), "x", handshake)
-    clock.at += 3 * 86400
+    clock.now += 3 * 86400
     with pytest.raises(NetworkError, match="Join again"):
         renew_at(server.address, node.node_dir)
-    clock.at -= 3 * 86400
+    clock.now -= 3 * 86400
     revoke(tmp_path / "org", node.peer_id)
     with pytest.raises(NetworkError, match="revoked"):
         renew_at(server.address, node.node_dir)

@@ -43,10 +43,10 @@ def dataset(tmp_path: Path) -> Dataset:
     return import_slices(tmp_path / "data", "tiny")
 
 
-def train(path: Path, dataset: Dataset, epochs: int = 2, one: bool = False) -> dict[tuple[str, int], list[int]]:
+def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = False) -> dict[tuple[str, int], list[int]]:
     """A ledger as two workers make it, receipts now and then; (worker, step) to the global samples it used.
 
-    `one`: as two sessions of one worker.
+    `one_worker`: as two sessions of one worker.
     """
     samples = dataset.table.count // SEQ_LEN
     base = np.cumsum(samples) - samples
@@ -68,8 +68,8 @@ def train(path: Path, dataset: Dataset, epochs: int = 2, one: bool = False) -> d
                     position = min(count, position + BATCH)
                     if position == count or chance.random() < 0.5:
                         use = Used(f"{epoch}-{index}", epoch, index, acked, position, steps[name])
-                        row = {"worker": PEERS["w0" if one else name], "uses": [use.to_row()], "receipt": ""}
-                        row |= {"session": name} if one else {}
+                        row = {"worker": PEERS["w0" if one_worker else name], "uses": [use.to_row()], "receipt": ""}
+                        row |= {"session": name} if one_worker else {}
                         ledger.append("uses", row, sync=False)
                         acked = position
     return seen
@@ -94,13 +94,13 @@ def test_every_step_of_every_worker_is_found(
         full = dataset.open_slice(part.slice).tokens
         assert tokens == [t for first in firsts for t in full[first : first + SEQ_LEN].tolist()]
     assert {p.name for p in blame_step(index, 1)} == {"w0", "w1"}
-    for step, worker in ((0, ""), (10_000, ""), (1, "nobody")):
+    for step, worker in ((0, ""), (10_000, ""), (1, "absent")):
         with pytest.raises(UsageError, match="blame"):
             blame_step(index, step, worker=worker)
 
 
 def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path: Path, dataset: Dataset) -> None:
-    seen = train(tmp_path / "ledger.jsonl", dataset, one=True)
+    seen = train(tmp_path / "ledger.jsonl", dataset, one_worker=True)
     index = open_index(tmp_path / "ledger.jsonl")
     assert len(index.workers) == 1
     for (session, step), samples in seen.items():

@@ -25,9 +25,9 @@ from support.origin_server import OriginServer
 GB = 10**9
 
 
-def job(num_slices: int = 10, size: int = 200 * GB, seq_len: int = 2048, batch: int = 512, **given) -> RunSpec:
+def job(num_slices: int = 10, size: int = 200 * GB, seq_len: int = 2048, batch: int = 512, **settings) -> RunSpec:
     sizes = np.full(num_slices, size)
-    return RunSpec(sizes, sizes // 2 // seq_len, batch, seq_len, **given)
+    return RunSpec(sizes, sizes // 2 // seq_len, batch, seq_len, **settings)
 
 
 # --- figures that were published
@@ -72,7 +72,7 @@ def test_a_volume_smaller_than_the_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "warned"),
+    ("settings", "warned"),
     [
         ({"bandwidth": 60e6}, "1 Gb/s or more"),
         ({"volume_bytes": 500 << 20}, "disk: 524 MB"),
@@ -80,9 +80,9 @@ def test_a_volume_smaller_than_the_cache_is_refused() -> None:
         ({"mem_bytes": 110 << 20}, "the loader takes"),
     ],
 )
-def test_what_is_below_what_such_runs_have_is_said(given: dict, warned: str) -> None:
+def test_what_is_below_what_such_runs_have_is_said(settings: dict, warned: str) -> None:
     assert not any(warned in text for text in make_plan(job()).warnings)
-    assert any(warned in text for text in make_plan(job(**given)).warnings)
+    assert any(warned in text for text in make_plan(job(**settings)).warnings)
 
 
 def test_a_batch_that_cannot_be_is_refused() -> None:
@@ -163,12 +163,12 @@ def run_it(
     max_value = 0
 
     def sizes() -> dict[str, int]:
-        found = {}
+        result = {}
         for file in [*cache.iterdir(), *(cache / "chunks").iterdir()]:
             with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
                 if file.is_file() and file.name != "state":
-                    found[str(file)] = file.stat().st_blocks * 512
-        return found
+                    result[str(file)] = file.stat().st_blocks * 512
+        return result
 
     position = {"cache_dir": cache, "cache_bytes": budget, "rank": 0, "world_size": 1, "global_batch_size": 8}
     order = OrderOptions(lanes=lanes, window_bytes=None if window is None else window * seq_len * 2, max_fetch_ratio=0)

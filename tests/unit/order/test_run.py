@@ -58,7 +58,7 @@ def batch_lists(steps: Steps) -> list[list[Sample]]:
     return [taken[a:b] for a, b in itertools.pairwise(steps.bounds.tolist())]
 
 
-def whole(run: Run, stop: int | None = None) -> list[list[Sample]]:
+def all_batches(run: Run, stop: int | None = None) -> list[list[Sample]]:
     end = run.num_steps if stop is None else stop
     assert end is not None
     return batch_lists(run.steps(0, end, 0, 1))
@@ -76,7 +76,7 @@ def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) ->
     assert run.num_steps is not None
     by_epoch: dict[int, list[Sample]] = {}
     epochs, in_epoch, taken = run.progress_table(0, run.num_steps)
-    for step, batch in enumerate(whole(run)):
+    for step, batch in enumerate(all_batches(run)):
         position = run.progress(step)
         assert (position.epoch, position.step_in_epoch, position.samples_taken) == (
             epochs[step],
@@ -99,9 +99,9 @@ def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) ->
 def test_drop_last_leaves_out_what_makes_no_batch() -> None:
     order = Order(np.array([23]), 3, 9)
     run = Run([order], BatchSizes.of([(0, 2), (10, 5)]), epochs=2, drop_last=True)  # 10 x 2, and 3 of 23 dropped.
-    assert [len(batch) for batch in whole(run)] == [2] * 10 + [5] * 4
+    assert [len(batch) for batch in all_batches(run)] == [2] * 10 + [5] * 4
     assert run.progress(10).epoch == 1 and run.epoch_stop(3) == 10
-    assert sum(map(len, whole(Run([order], run.batches, epochs=3)))) == 3 * 23  # None is left out otherwise.
+    assert sum(map(len, all_batches(Run([order], run.batches, epochs=3)))) == 3 * 23  # None is left out otherwise.
     short = Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=1, drop_last=True)
     assert short.num_steps == 10
     for epochs in (2, None):
@@ -128,7 +128,7 @@ def test_steps_read_alone_by_any_world_are_those_of_the_run(run: Run, start: int
     start %= end
     stop = min(end, start + 3)
     shares = [batch_lists(run.steps(start, stop, rank, world_size)) for rank in range(world_size)]
-    for i, batch in enumerate(whole(run, end)[start:stop]):
+    for i, batch in enumerate(all_batches(run, end)[start:stop]):
         lengths = {len(share[i]) for share in shares}
         assert max(lengths) - min(lengths) <= 1
         assert list(itertools.chain(*(share[i] for share in shares))) == batch
@@ -161,7 +161,7 @@ def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size:
 
 @given(mixed_runs())
 def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run) -> None:
-    flat = [sample for batch in whole(run, 50) for sample in batch]
+    flat = [sample for batch in all_batches(run, 50) for sample in batch]
     assert len(flat) == run.progress(50).samples_taken
     for source, order in enumerate(run.orders):
         read = [sample for sample in flat if sample[0] == source]
@@ -177,7 +177,7 @@ def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run) -> N
 def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source: int) -> None:
     end = 60 if run.num_steps is None else run.num_steps
     source, step = source % len(run.orders), step % end
-    read = [[sample for sample in batch if sample[0] == source] for batch in whole(run, end)]
+    read = [[sample for sample in batch if sample[0] == source] for batch in all_batches(run, end)]
     before = sum(map(len, read[:step]))
     epochs = {position // run.orders[source].num_samples for position in range(before, before + len(read[step]))}
     if run.weights is None:
@@ -189,11 +189,11 @@ def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source
 
 def test_a_node_of_a_mixture_reads_few_lanes_beside_its_own() -> None:
     chance, orders = np.random.default_rng(5), [Order(np.full(300, 4000), seed, 512) for seed in range(3)]
-    for nodes, most in ((2, 1.1), (64, 4.0)):
+    for nodes, max_ratio in ((2, 1.1), (64, 4.0)):
         for _ in range(2):
             weights = Weights(((0, tuple(chance.dirichlet(np.ones(3)).tolist())),))
             run = Run(orders, BatchSizes.of(512), weights=weights, epochs=None)
-            assert 1 <= np.mean(lanes_of_nodes(run, 8 * nodes, 8)) * nodes <= most
+            assert 1 <= np.mean(lanes_of_nodes(run, 8 * nodes, 8)) * nodes <= max_ratio
 
 
 # Size, and the rest.

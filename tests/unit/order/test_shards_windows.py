@@ -19,7 +19,7 @@ from forebay.order.shard_windows import (
 
 
 @pytest.mark.parametrize(
-    ("step", "shards", "reset", "remap", "wanted"),
+    ("step", "shards", "reset", "remap", "expected"),
     [
         (454, 14, None, {}, 0),
         (455, 14, None, {}, 1),  # swapped exactly here
@@ -30,8 +30,8 @@ from forebay.order.shard_windows import (
         (455 * 7, 14, None, {7: 13}, 13),
     ],
 )
-def test_the_shard_of_a_step(step: int, shards: int, reset: int | None, remap: dict[int, int], wanted: int) -> None:
-    assert shard_of_step(step, shards, 455, reset, remap) == wanted
+def test_the_shard_of_a_step(step: int, shards: int, reset: int | None, remap: dict[int, int], expected: int) -> None:
+    assert shard_of_step(step, shards, 455, reset, remap) == expected
 
 
 @given(st.integers(0, 3000), st.integers(1, 50), st.none() | st.integers(0, 2000))
@@ -72,9 +72,9 @@ def test_the_published_receipt() -> None:
 @given(st.integers(1, 100), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4), st.integers(0, 9))
 def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: int, world: int, first: int) -> None:
     count = steps * batch
-    given = {"mode": "forebay", "first_window": first}
+    settings = {"mode": "forebay", "first_window": first}
     windows = range(first, first - (-2 * size // count))
-    ids = [[window_sample_ids(3, w, size, steps, batch, r, world, **given) for r in range(world)] for w in windows]  # type: ignore[arg-type]
+    ids = [[window_sample_ids(3, w, size, steps, batch, r, world, **settings) for r in range(world)] for w in windows]  # type: ignore[arg-type]
     full = []
     for ranks in ids:
         item = np.empty(count, np.int64)

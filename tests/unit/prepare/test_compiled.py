@@ -1,4 +1,4 @@
-"""Compiled code is kept where nobody else may write. `tests/slow/prepare/test_compiled.py` compiles some."""
+"""Compiled code is kept where no other user may write. `tests/slow/prepare/test_compiled.py` compiles some."""
 
 from __future__ import annotations
 

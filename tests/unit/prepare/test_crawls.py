@@ -120,8 +120,8 @@ def test_arc_versions(tmp_path: Path) -> None:
     item = b"http://a.b/with a blank 1.2.3.4 20080430204825 text/html %d\n%s\n" % (len(body), body)
     two = b"http://a.b/2 1.2.3.4 20080430204825 text/html 200 - - 99 a.arc %d\n%s\n" % (len(body), body)
     path = tmp_path / "a.arc"
-    whole = body.replace(b"\r\n\r\n", b"\r\nContent-Length: 11\r\n\r\n")
-    last = b"http://a.b/3 1.2.3.4 20080430204825 text/html 9999\n" + whole  # as much as HTTP says
+    with_length = body.replace(b"\r\n\r\n", b"\r\nContent-Length: 11\r\n\r\n")
+    last = b"http://a.b/3 1.2.3.4 20080430204825 text/html 9999\n" + with_length  # as much as HTTP says
     without = b"http://a.b/4 1.2.3.4 20080430204825 text/html -1\n" + body + b"\n"
     path.write_bytes(head + item + without + two + last)
     result = documents(path)
@@ -134,11 +134,11 @@ def test_arc_versions(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=400), st.integers(0, 3), st.booleans())
-def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) -> None:
+def test_no_garbage_hides_what_follows(garbage: bytes, index: int, packed: bool) -> None:
     if b"WARC/" in garbage or b"\x1f\x8b" in garbage:
         return
     parts = [gzip.compress(warc_record(b"text %d" % i)) if packed else warc_record(b"text %d" % i) for i in range(3)]
-    parts.insert(at, garbage if packed else garbage + b"\n")
+    parts.insert(index, garbage if packed else garbage + b"\n")
     given_source = InputFile("memory", "memory", "warc", "gz" if packed else "", 0, "")
     data = io.BytesIO(b"".join(parts))
     with mock.patch("forebay.formats.warc.open_input", lambda *_: data), mock.patch("forebay.formats.warc._TRIM", 100):

@@ -120,9 +120,9 @@ def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Pat
     shutil.copy(tmp_path / "first/00007.txt", tmp_path / "first/z.txt")
     parent = grow(tmp_path / "first", tmp_path / "old", **dedup).open()
     child = grow(tmp_path / "second", tmp_path / "new", parent.path, **dedup).open()
-    whole = np.load(child.path / "signatures-000000.npz")
-    assert (whole["documents"], len(whole["exact"])) == (40, 40)
-    assert len(whole["units"]) == whole["counts"].sum() == 200
+    signatures = np.load(child.path / "signatures-000000.npz")
+    assert (signatures["documents"], len(signatures["exact"])) == (40, 40)
+    assert len(signatures["units"]) == signatures["counts"].sum() == 200
     third = tmp_path / "third"
     third.mkdir()
     for name in ("first/00011.txt", "second/00035.txt"):
@@ -143,8 +143,8 @@ def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Pat
 
 
 def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Path, tmp_path: Path) -> None:
-    known = open_dataset(old).document(4).text.splitlines()[2]
-    path = write_jsonl(tmp_path / "in.jsonl", [f"{name * 30}\n{known}\n{name * 31}" for name in "ab"])
+    line = open_dataset(old).document(4).text.splitlines()[2]
+    path = write_jsonl(tmp_path / "in.jsonl", [f"{name * 30}\n{line}\n{name * 31}" for name in "ab"])
     result = grow(path, tmp_path / "new", old, dedup={"lines": True})
     assert all_texts(result.open())[40:] == [f"{name * 30}\n{name * 31}" for name in "ab"]
     (funnel,) = [stage for stage in result.report["funnel"] if stage["stage"] == "dedup"]

@@ -117,14 +117,14 @@ def test_every_message_is_in_one_part_wherever_the_borders_are(
     path.write_bytes(data.replace(b"\r\n", b"\n").replace(b"\n", newline))
     file = local_file(path, path.name)
     size, options = path.stat().st_size, ReadOptions()
-    whole = list(Mbox().read_text(InputSplit((file,)), options))
-    assert [record.id for record in whole] == [str(i) for i in range(len(texts))]
+    full = list(Mbox().read_text(InputSplit((file,)), options))
+    assert [record.id for record in full] == [str(i) for i in range(len(texts))]
     borders = [*range(0, size, step), size]
     parts = [InputSplit((file,), a, b, b - a) for a, b in pairwise(borders)]
     read = [record for part in parts for record in Mbox().read_text(part, options)]
-    assert [(r.start, r.text) for r in read] == [(r.start, r.text) for r in whole]
-    again = list(Mbox().read_text(InputSplit((file,), whole[-1].start, size), options))
-    assert [(r.start, r.text) for r in again] == [(whole[-1].start, whole[-1].text)]
+    assert [(r.start, r.text) for r in read] == [(r.start, r.text) for r in full]
+    again = list(Mbox().read_text(InputSplit((file,), full[-1].start, size), options))
+    assert [(r.start, r.text) for r in again] == [(full[-1].start, full[-1].text)]
 
 
 def test_damaged_messages_are_malformed_with_a_reason(tmp_path: Path) -> None:

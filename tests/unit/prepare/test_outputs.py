@@ -30,13 +30,13 @@ SUBSETS = {"subset": [{"subset": "good", "column": "quality", "min": 1}]}
 
 
 @pytest.fixture
-def made() -> Path:
+def outputs() -> Path:
     return stored(make_outputs)
 
 
 @pytest.fixture
-def corpus(made: Path) -> Path:
-    return made / "in"
+def corpus(outputs: Path) -> Path:
+    return outputs / "in"
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -48,9 +48,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("to", sorted(SUFFIXES))
-def test_a_format_reads_its_directory_with_all_columns(made: Path, corpus: Path, to: str) -> None:
-    got = rows(made / to / "text")
-    assert [row["id"] for row in got] == (made / f"{to}.ids").read_text().split()
+def test_a_format_reads_its_directory_with_all_columns(outputs: Path, corpus: Path, to: str) -> None:
+    got = rows(outputs / to / "text")
+    assert [row["id"] for row in got] == (outputs / f"{to}.ids").read_text().split()
     by_id = {row["id"]: row for path in corpus.iterdir() for row in read_lines(path)}
     assert len(got) == len(by_id) == 121
     for row in got:
@@ -62,24 +62,24 @@ def test_a_format_reads_its_directory_with_all_columns(made: Path, corpus: Path,
 
 
 @pytest.mark.parametrize("to", ["jsonl", "arrow", "parquet", "webdataset"])
-def test_a_later_preparation_reads_the_same_documents_and_columns(made: Path, tmp_path: Path, to: str) -> None:
-    prepare(made / to / "text", tmp_path / "again", to="parquet", settings={"read": RECIPE["read"]})
-    assert rows(tmp_path / "again/text") == rows(made / "parquet/text")
+def test_a_later_preparation_reads_the_same_documents_and_columns(outputs: Path, tmp_path: Path, to: str) -> None:
+    prepare(outputs / to / "text", tmp_path / "again", to="parquet", settings={"read": RECIPE["read"]})
+    assert rows(tmp_path / "again/text") == rows(outputs / "parquet/text")
 
 
 def test_tokens_are_those_of_the_dataset_in_its_order(
-    made: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outputs: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_source(made / "megatron/tokens", ConvertOptions(), "megatron")
-    dataset = open_dataset(made / "dataset")
+    source = open_source(outputs / "megatron/tokens", ConvertOptions(), "megatron")
+    dataset = open_dataset(outputs / "dataset")
     expected = [dataset.document(index).tokens.tolist() for index in range(len(dataset))]
     assert [document.tolist() for document in documents(source.parts())] == expected and len(expected) == 121
     for name in ("tokenizer.json", "../dataset.ids"):
-        assert (made / "megatron" / name).read_bytes() == (made / "dataset" / name).read_bytes()
+        assert (outputs / "megatron" / name).read_bytes() == (outputs / "dataset" / name).read_bytes()
     # Pieces that begin and end inside documents and at their ends.
     monkeypatch.setattr(megatron, "MAX_TOKENS", 13)
     prepare_output("megatron", corpus, tmp_path / "out")
-    assert output(tmp_path / "out") == output(made / "megatron")
+    assert output(tmp_path / "out") == output(outputs / "megatron")
 
 
 class Killed(BaseException):
@@ -88,7 +88,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("to", ["parquet", "megatron"])
 def test_a_run_that_ended_between_its_files_goes_on(
-    made: Path, corpus: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+    outputs: Path, corpus: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished files are not written again; `tests/slow/dataset/test_faults.py` ends runs at every write."""
     puts: list[str] = []
@@ -105,23 +105,23 @@ def test_a_run_that_ended_between_its_files_goes_on(
         prepare_output(to, corpus, tmp_path / "out")
     assert not [path for path in (tmp_path / "out").glob("t*.json") if path.name != "tokenizer.json"]
     prepare_output(to, corpus, tmp_path / "out")
-    assert output(tmp_path / "out") == output(made / to)
+    assert output(tmp_path / "out") == output(outputs / to)
     is_one_task = to == "megatron"
     assert puts.count(puts[0]) == 1 + is_one_task and puts.count(puts[1]) == 2
 
 
-def test_another_output_is_refused_and_an_unfinished_one_removed(made: Path, corpus: Path, tmp_path: Path) -> None:
+def test_another_output_is_refused_and_an_unfinished_one_removed(outputs: Path, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "mds"
-    shutil.copytree(made / "mds", out)
+    shutil.copytree(outputs / "mds", out)
     again = prepare_output("mds", corpus, out)
     assert again.already_exists and again.documents_out == 121
     for to in ("litdata", "megatron", "dataset", "lm"):
         with pytest.raises(UsageError, match="which holds mds 'd'"):
             prepare_output(to, corpus, out)
-    assert output(out) == output(made / "mds")
+    assert output(out) == output(outputs / "mds")
     (out / "text.json").unlink()
     prepare_output("jsonl", corpus, out)
-    assert output(out) == output(made / "jsonl")
+    assert output(out) == output(outputs / "jsonl")
 
 
 @pytest.mark.parametrize("to", ["parquet", "litdata"])

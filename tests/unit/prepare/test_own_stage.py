@@ -22,7 +22,7 @@ from forebay.prepare.documents import StageResult
 
 @dataclass(frozen=True)
 class Shout:
-    least: int = 1
+    minimum: int = 1
     name: ClassVar[str] = "shout"
     version: ClassVar[int] = 1
     reasons = ("quiet",)
@@ -32,8 +32,8 @@ class Shout:
 
     def apply(self, batch):
         texts = batch.column("text").to_pylist()
-        marks = [-1 if 10 // self.least and sum(map(str.isupper, text)) >= self.least else 0 for text in texts]
-        return StageResult(batch, np.array(marks[: 100 - self.least], np.int16))
+        marks = [-1 if 10 // self.minimum and sum(map(str.isupper, text)) >= self.minimum else 0 for text in texts]
+        return StageResult(batch, np.array(marks[: 100 - self.minimum], np.int16))
 
 """
 
@@ -45,14 +45,14 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_jsonl(tmp_path / "a.jsonl", ["LOUD", "quiet", "Half"])
 
 
-def shout(least: int) -> Recipe:
-    return load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}}, allow_code=True)
+def shout(minimum: int) -> Recipe:
+    return load_recipe(settings={"shout": {"use": "own_stage:Shout", "minimum": minimum}}, allow_code=True)
 
 
-@pytest.mark.parametrize(("least", "message"), [(0, "ZeroDivisionError"), (98, "expected a result for each of 3")])
-def test_its_failure_is_reported(source: Path, least: int, message: str) -> None:
+@pytest.mark.parametrize(("minimum", "message"), [(0, "ZeroDivisionError"), (98, "expected a result for each of 3")])
+def test_its_failure_is_reported(source: Path, minimum: int, message: str) -> None:
     with pytest.raises(PrepareError, match=rf"a\.jsonl:1: stage shout.*{message}"):
-        prepare(source, source.parent / "d", recipe=shout(least))
+        prepare(source, source.parent / "d", recipe=shout(minimum))
 
 
 def test_a_recipe_runs_no_code_unless_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

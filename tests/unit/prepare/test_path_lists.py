@@ -50,7 +50,7 @@ def test_any_way_to_the_same_files_gives_the_same_dataset(server: OriginServer, 
     copied = tmp_path / "wet.paths"
     copied.write_bytes(gzip.decompress((mirror / LIST).read_bytes()))
     ways = {"name": WET, "url": f"{server.url}/{LIST}", "local": mirror / LIST, "copy": copied}
-    results = {way: prepare(given, tmp_path / way, name="d") for way, given in ways.items()}
+    results = {way: prepare(source, tmp_path / way, name="d") for way, source in ways.items()}
     assert results["name"].documents_out == 100 and len({result.id for result in results.values()}) == 1
     assert not (tmp_path / "name" / ".work").exists()
     prepare([mirror / name for name in FILES], tmp_path / "files")

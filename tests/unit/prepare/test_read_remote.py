@@ -44,10 +44,10 @@ class Origin:
         is_part = bool(requested) and self.ranges
         first, _, last = requested.removeprefix("bytes=").partition("-")
         start, stop = (int(first), int(last) + 1) if is_part else (0, len(data))
-        found = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
-        found |= {"Last-Modified": self.modified} if self.modified else {"ETag": self.version}
+        response = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+        response |= {"Last-Modified": self.modified} if self.modified else {"ETag": self.version}
         status = 302 if "Location" in self.head else 206 if is_part else 200
-        return status, found | self.head, data[start:stop], self.drop_after
+        return status, response | self.head, data[start:stop], self.drop_after
 
 
 @pytest.fixture
@@ -63,17 +63,17 @@ def ids(url: str) -> list[str]:
     return [record.id for record in read_records(url) if not record.problem]
 
 
-WANTED = [str(i) for i in range(3000)]
+EXPECTED = [str(i) for i in range(3000)]
 
 
 def test_urls_are_read_like_files(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ids(origin.url + "/a.jsonl") == WANTED
-    assert ids(origin.url + "/b.jsonl.gz?signed=x/y.z") == WANTED
+    assert ids(origin.url + "/a.jsonl") == EXPECTED
+    assert ids(origin.url + "/b.jsonl.gz?signed=x/y.z") == EXPECTED
     source = find_inputs([origin.url + "/b.jsonl.gz?signed=x"], ReadOptions()).files[0]
     assert (source.name, source.format, source.compression) == ("b.jsonl.gz", "jsonl", "gz")
     assert (source.bytes, source.sha256) == (len(origin.files["/b.jsonl.gz"]), "etag:1")
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", 100_000)
-    assert ids(origin.url + "/a.jsonl") == WANTED
+    assert ids(origin.url + "/a.jsonl") == EXPECTED
     assert any(origin.requested)
 
 
@@ -83,7 +83,7 @@ def test_a_dropped_connection_is_resumed(origin: Origin, ranges: bool) -> None:
     origin.drop_after = 300_000 if ranges else None
     if not ranges:
         origin.failures = 2
-    assert ids(origin.url + "/a.jsonl") == WANTED
+    assert ids(origin.url + "/a.jsonl") == EXPECTED
     assert len(origin.requested) > 3
 
 

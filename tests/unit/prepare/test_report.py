@@ -30,10 +30,10 @@ def example(text: str = "") -> dict[str, Any]:
         ("pii", {}, {text or "email": 48_121}),
         (text or "minhash_dedup", {text or "near_duplicate": 785_577}, {}),
     ):
-        kept = documents - sum(dropped.values())
-        counts = {"documents_in": documents, "documents_out": kept, "bytes_in": size, "bytes_out": size // 2}
+        retained = documents - sum(dropped.values())
+        counts = {"documents_in": documents, "documents_out": retained, "bytes_in": size, "bytes_out": size // 2}
         stages.append({"stage": stage, **counts, "dropped": dropped, "changed": changed})
-        documents, size = kept, size // 2
+        documents, size = retained, size // 2
     samples = [
         {"stage": stage["stage"], "reason": reason, "where": text, "url": text or "https://a/5", "text": text}
         for stage in stages

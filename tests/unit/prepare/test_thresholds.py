@@ -44,10 +44,10 @@ def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
     values: list[float], data: Any, low: float, high: float
 ) -> None:
     cut = data.draw(st.integers(0, len(values)))
-    whole, parts = table(values, 0, len(values), low, high), ThresholdTable()
+    full, parts = table(values, 0, len(values), low, high), ThresholdTable()
     for start, stop in ((cut, len(values)), (0, cut)):
         parts.add(ThresholdTable.from_json(json.loads(json.dumps(table(values, start, stop, low, high).to_json()))))
-    report = whole.report(["stage"])
+    report = full.report(["stage"])
     assert report == parts.report(["stage"])
     reached = [v for row, v in enumerate(values) if row % 3 != 1 and not math.isnan(v)]
     for rule in report:

@@ -15,7 +15,7 @@ from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 from forebay.scheduler import journal as journals
 from forebay.scheduler.journal import JOURNAL_NAME, LEDGER_NAME, Journal
-from support.scheduling import finish, lease, open_journal, record, signer, use, whole
+from support.scheduling import finish, full_use, lease, open_journal, record, signer, use
 
 WORKER = peer_id_of(b"k" * 32)
 
@@ -148,7 +148,7 @@ def test_who_waits_together_shares_one_fsync(tmp_path: Path, monkeypatch: pytest
         tickets = []
         for number in range(20):
             grant = journal.core.exchange(f"w{number}", ExchangeRequest(session="s", want=1), 0.0)[0].leases[0]
-            request = ExchangeRequest(session="s", uses=(whole(grant),), signature="ab")
+            request = ExchangeRequest(session="s", uses=(full_use(grant),), signature="ab")
             _, happened = journal.core.exchange(f"w{number}", request, 0.0)
             tickets.append(journal.put(happened))
         syncs, sync = [], os.fsync

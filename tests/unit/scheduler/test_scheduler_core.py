@@ -18,7 +18,7 @@ from forebay.scheduler import events
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
-from support.scheduling import exchange, whole
+from support.scheduling import exchange, full_use
 
 WORKERS = ("a", "b", "c", "d")
 
@@ -96,11 +96,11 @@ class Churn(RuleBasedStateMachine):
     """Workers of a scheduler, on a clock that jumps."""
 
     @initialize(
-        one=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
+        samples=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
         epochs=st.integers(1, 2),
     )
-    def begin(self, one: list[int], epochs: int) -> None:
-        self.spec = spec("x", one, epochs=epochs, max_failures=2)
+    def begin(self, samples: list[int], epochs: int) -> None:
+        self.spec = spec("x", samples, epochs=epochs, max_failures=2)
         self.core = SchedulerCore(self.spec)
         self.now = 0.0
         self.events: list[Event] = []
@@ -127,15 +127,15 @@ class Churn(RuleBasedStateMachine):
         name=st.sampled_from(WORKERS),
         want=st.integers(0, 2),
         trained=st.integers(0, 4),
-        ahead=st.integers(0, 3),
+        num_ahead=st.integers(0, 3),
         fate=st.sampled_from(["answered", "answered", "answered", "unanswered", "twice"]),
     )
-    def exchange_once(self, name: str, want: int, trained: int, ahead: int, fate: str) -> None:
+    def exchange_once(self, name: str, want: int, trained: int, num_ahead: int, fate: str) -> None:
         worker = self.workers[name]
         worker.work(trained)
-        request = worker.request(want, ahead)
+        request = worker.request(want, num_ahead)
         reply = self.exchange(name, request)
-        worker.work(ahead)
+        worker.work(num_ahead)
         if fate == "twice":
             reply = self.exchange(name, request)
         if fate != "unanswered":
@@ -248,7 +248,7 @@ def test_a_paused_job_leases_nothing() -> None:
     assert reply.paused and not reply.done and not reply.leases
     core.pause(False)
     for _ in range(4):
-        assert exchange(core, "w", uses=tuple(map(whole, exchange(core, "w", want=1).leases))).uses
+        assert exchange(core, "w", uses=tuple(map(full_use, exchange(core, "w", want=1).leases))).uses
     assert exchange(core, "w", job="x").done
 
 
@@ -334,7 +334,7 @@ def test_leases_of_a_peer_grow_with_its_uses() -> None:
                 break
         numbers.append(len(grants))
         for session, grant in grants:
-            exchange(core, "p", now + 5, session=session, job_id="j", uses=(whole(grant),), signature="ab")
+            exchange(core, "p", now + 5, session=session, job_id="j", uses=(full_use(grant),), signature="ab")
     assert numbers == [32, 64, 128, 176]
 
 

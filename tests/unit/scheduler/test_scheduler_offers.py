@@ -8,7 +8,7 @@ from forebay.lease.messages import ExchangeRequest, FailedLease, LeaseGrant
 from forebay.network.peer import Provider
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from support.scheduling import exchange, whole
+from support.scheduling import exchange, full_use
 
 ORIGIN = Provider("origin", "h:1", True)
 
@@ -22,7 +22,7 @@ def make_core(num_slices: int) -> SchedulerCore:
 def use_slices(core: SchedulerCore, worker: str, now: float, **fields: object) -> list[int]:
     """Return the slices that a worker gets, which it uses at once."""
     leases = exchange(core, worker, now, **{"want": 1, **fields}).leases
-    exchange(core, worker, now, uses=tuple(map(whole, leases)))
+    exchange(core, worker, now, uses=tuple(map(full_use, leases)))
     return [grant.slice for grant in leases]
 
 
@@ -60,7 +60,7 @@ def test_a_late_provider_is_avoided_for_a_while_and_not_banned() -> None:
         assert providers(worker, 0.0) == {"other"}
     assert providers("c", 0.0) == providers("a", 5.0) == {"origin", "other"}
     assert core.swarm.status()["banned"] == [] and not core.reports
-    core.exchange("a", ExchangeRequest(), 5.0, faults=[ProviderFault("nobody", 1, "late", wrong=False)])
+    core.exchange("a", ExchangeRequest(), 5.0, faults=[ProviderFault("absent", 1, "late", wrong=False)])
 
 
 def test_a_session_remembers_the_leases_that_it_returned() -> None:

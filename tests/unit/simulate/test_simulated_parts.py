@@ -20,8 +20,8 @@ def test_a_transfer_gets_what_slow_links_leave_and_speeds_up_when_another_ends()
     assert links.sent[origin] == pytest.approx(40.0)
 
 
-def _use(start: int, stop: int, at: float = 1.0, worker: int = 0) -> UsedRange:
-    return UsedRange(0, 0, start, stop, at, worker)
+def _use(start: int, stop: int, time_s: float = 1.0, worker: int = 0) -> UsedRange:
+    return UsedRange(0, 0, start, stop, time_s, worker)
 
 
 def test_the_record_distinguishes_lost_repeated_and_wasted_samples() -> None:

@@ -259,7 +259,7 @@ def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tm
 
 
 def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dataset: Dataset) -> None:
-    """A URL that none of the claims names is not opened, whoever names it."""
+    """A URL that none of the claims names is not opened, whichever peer names it."""
     table = LocalDiscovery()
     with DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, table):
         remote = open_remote(

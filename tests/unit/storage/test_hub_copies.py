@@ -26,7 +26,7 @@ from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
 from forebay.storage.hub_copies import download_hub, fetch_tokenizer
 from support.hub_repos import write_jsonl, write_repo
 from support.hub_server import HubServer
-from support.streams import facts, stream, take_state
+from support.streams import as_tuples, stream, take_state
 
 ROWS = [{"text": f"document {number} " * 50} for number in range(400)]
 
@@ -57,12 +57,12 @@ def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer) ->
     assert download_hub("hf:a/b:train").files == copy.files
     assert sum(hub.bytes_sent.values()) == num_bytes
     settings = {"seq_len": 512, "batch_size": 4}
-    expected, state = facts(stream("hf:a/b", **settings)), take_state(stream("hf:a/b", **settings), 5)
+    expected, state = as_tuples(stream("hf:a/b", **settings)), take_state(stream("hf:a/b", **settings), 5)
     for inputs in ("hf:a/b", copy):
-        assert facts(stream(inputs, **settings)) == expected
+        assert as_tuples(stream(inputs, **settings)) == expected
         resumed = stream(inputs, **settings)
         resumed.load_state_dict(state)
-        assert facts(resumed) == expected[5:] != []
+        assert as_tuples(resumed) == expected[5:] != []
     write_jsonl(hub.directory / "datasets/a/b/data/train-1.jsonl", ROWS[350:])
     new = download_hub("hf:a/b")
     assert new.url != copy.url and new.files[0] == copy.files[0] and new.files[1] != copy.files[1]

@@ -60,16 +60,16 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @given(
     size=st.integers(1, 1500),
     numbers=st.lists(st.integers(0, 100) | st.just(-1), min_size=1, max_size=40),
-    most=st.integers(12, 60),
+    max_blocks=st.integers(12, 60),
 )
-def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers: list[int], most: int) -> None:
+def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers: list[int], max_blocks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_file, "MAX_BLOCKS", most)
+        patch.setattr(remote_file, "MAX_BLOCKS", max_blocks)
         file, index = _File(size), 0
         for number in numbers:
             index = (index + 1 if number < 0 else number) % -(-size // 16)  # -1: read on
             file.assert_reads(index)
-            assert len(file.blocks._blocks) <= most
+            assert len(file.blocks._blocks) <= max_blocks
         assert all(start < stop <= size and stop - start <= 16 for start, stop in file.ranges)
 
 

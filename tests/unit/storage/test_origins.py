@@ -169,7 +169,7 @@ def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.Monke
         store.faults.forbidden.add(f"{index.replace('%2F', '/')}/{NAME}")
         with pytest.raises(PermanentError, match="403"):
             read(origin, NAME, 9, 99)
-        assert len(server.paths) == 2, "an address that is refused is asked for anew"
+        assert len(server.paths) == 2, "an address that is refused is asked for again"
     with pytest.raises(UsageError, match="hf://datasets/OWNER/NAME"):
         open_origin("hf://datasets/me")
 

@@ -62,7 +62,7 @@ def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path
     path = tmp_path / "out" / "big"
     seen: list[int] = []
     got = download_large_file(
-        server.url, "big", path, chunk_size=1 << 18, max_workers="all", on_progress=lambda at, of: seen.append(at)
+        server.url, "big", path, chunk_size=1 << 18, max_workers="all", on_progress=lambda size, of: seen.append(size)
     )
     assert path.read_bytes() == CONTENT and only(path) == ["big"]
     assert (got.num_bytes, got.bytes_fetched) == (len(CONTENT), len(CONTENT)) and got.retries > 0

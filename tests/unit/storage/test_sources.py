@@ -9,9 +9,9 @@ from forebay.storage.fetch import SourceStats, choose_source
 
 
 def test_choice() -> None:
-    def source(**known: float) -> SourceStats:
+    def source(**fields: float) -> SourceStats:
         created = SourceStats("x", 4.0)
-        for key, value in known.items():
+        for key, value in fields.items():
             setattr(created, key, value)
         return created
 

@@ -273,13 +273,13 @@ def test_cancel_and_resume(tmp_path: Path) -> None:
     """Two connections have sent three of their four chunks when they are cancelled: these six are kept."""
     part, released, received = tmp_path / "part", threading.Event(), 6 * CHUNK
 
-    def held(start: int, stop: int) -> Iterator[memoryview]:
+    def paused(start: int, stop: int) -> Iterator[memoryview]:
         yield from honest(start, stop - CHUNK)
         assert released.wait()
         yield from honest(stop - CHUNK, stop)
 
     with RunFetcher(2, **QUICK) as fetcher:
-        transfer = start(fetcher, part, Fake("x", held))
+        transfer = start(fetcher, part, Fake("x", paused))
         until(lambda: transfer.received == received)
         transfer.cancel()
         assert transfer.wait(0) and isinstance(transfer.error, TransferCancelledError)
@@ -338,12 +338,12 @@ def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
     def fails(transfer: Transfer) -> None:
         raise ValueError("theirs")
 
-    def held(start: int, stop: int) -> Iterator[memoryview]:
+    def paused(start: int, stop: int) -> Iterator[memoryview]:
         assert hold.wait()
         yield from honest(start, stop)
 
     with RunFetcher(1, **QUICK) as fetcher:
-        transfer = start(fetcher, tmp_path / "part", Fake("x", held))
+        transfer = start(fetcher, tmp_path / "part", Fake("x", paused))
         transfer.on_done(fails)
         transfer.on_done(lambda _: after.set())
         hold.set()

@@ -24,7 +24,7 @@ from forebay.stream.hub import records_of
 from forebay.stream.records import Share
 from forebay.stream.state import LaneState
 from support import streams
-from support.streams import Streamed, facts, take_state
+from support.streams import Streamed, as_tuples, take_state
 
 EOS = 256
 TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
@@ -73,24 +73,24 @@ def counts(stats: dict[str, float]) -> dict[str, float]:
 def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) -> None:
     settings = {"epochs": 3, "drop_last": drop_last, "seq_len": 32}
     full = stream(TEXTS, **settings)
-    expected, stats = facts(full), full.stats()
+    expected, stats = as_tuples(full), full.stats()
     assert {fact[3] for fact in expected} == {0, 1, 2}
-    following = facts(full)
+    following = as_tuples(full)
     assert {fact[3] for fact in following} == {3, 4, 5}
     for stop in range(len(expected) + 1):
         first = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
         second = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
         second.load_state_dict(take_state(first, stop))
-        assert facts(second) == (expected[stop:] or following)
+        assert as_tuples(second) == (expected[stop:] or following)
         if stop < len(expected):
             assert counts(second.stats()) == counts(stats)
         if stop % 5 == 0:
-            assert facts(first) == (expected[stop:] or following)  # leaving a loop and going on
+            assert as_tuples(first) == (expected[stop:] or following)  # leaving a loop and going on
 
 
 def test_epochs_differ_and_seeds_too() -> None:
     def order(seed: int, epoch: int) -> list[Any]:
-        return [fact[0] for fact in facts(stream(TEXTS, epochs=2, seed=seed)) if fact[3] == epoch]
+        return [fact[0] for fact in as_tuples(stream(TEXTS, epochs=2, seed=seed)) if fact[3] == epoch]
 
     assert order(0, 0) != order(0, 1) != order(1, 1) != order(1, 0)
     assert order(0, 1) == order(0, 1)
@@ -99,20 +99,20 @@ def test_epochs_differ_and_seeds_too() -> None:
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=60),
     size=st.integers(0, 12),
-    most=st.integers(0, 40),
+    max_bytes=st.integers(0, 40),
     stop=st.integers(0, 80),
 )
-def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, most: int, stop: int) -> None:
+def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, max_bytes: int, stop: int) -> None:
     key = derive_key(1, "test")
     texts = [b"%d" % i + b"x" * length for i, length in enumerate(lengths)]
 
     def run(interrupt: int) -> list[bytes]:
-        buffer, out = ShuffleBuffer(size, most, key), []
+        buffer, out = ShuffleBuffer(size, max_bytes, key), []
         for text in texts:
             buffer.push(text)
             while buffer.full:
                 if len(out) == interrupt:
-                    buffer = ShuffleBuffer(size, most, key, buffer.draws, buffer.texts)
+                    buffer = ShuffleBuffer(size, max_bytes, key, buffer.draws, buffer.texts)
                 out.append(buffer.pop())
             assert len(buffer) <= size
         while len(buffer):
@@ -221,11 +221,11 @@ def test_datasets_of_others_resume(dataset: Any, kind: str) -> None:
         assert Counter(text for share in shares for text in share) == full
         assert max(map(len, shares)) <= -(-60 // lanes)
     for settings in ({"epochs": 2}, {"lanes": 3, "steps": 20}):
-        expected = facts(stream(dataset(), **settings))
+        expected = as_tuples(stream(dataset(), **settings))
         for stop in range(0, len(expected), 5):
             second = stream(dataset(), **settings)
             second.load_state_dict(take_state(stream(dataset(), **settings), stop))
-            assert facts(second) == expected[stop:]
+            assert as_tuples(second) == expected[stop:]
 
 
 def test_records_without_text_are_counted_with_their_place() -> None:

@@ -1,4 +1,4 @@
-"""Streams over real files of each format: exact resume anywhere, damage passed over."""
+"""Streams over real files of each format: exact resume anywhere, damage skipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import PrepareError
-from support.streams import ROWS, WRITERS, facts, jsonl, samples, stream, take_state, write_files
+from support.streams import ROWS, WRITERS, as_tuples, jsonl, samples, stream, take_state, write_files
 
 SETTINGS = {"lanes": 1, "global_batch_size": 12, "seq_len": 64}
 
@@ -23,12 +23,12 @@ def test_each_document_once_and_resume_is_exact(tmp_path: Path, suffix: str) -> 
     assert Counter(text.split("\0")[:-1]) == Counter(row["text"] for row in ROWS)
     for shuffle in (False, True):
         settings = {**SETTINGS, "epochs": 2, "shuffle": shuffle}
-        full, running = facts(stream(folder, **settings)), stream(folder, **settings)
+        full, running = as_tuples(stream(folder, **settings)), stream(folder, **settings)
         states = [running.state_dict(), *(running.state_dict() for _ in running)]
         for stop in (1, len(full) // 2, len(full) - 2):
             second = stream(str(folder / "*"), **settings)
             second.load_state_dict(json.loads(json.dumps(states[stop])))
-            assert facts(second) == full[stop:]
+            assert as_tuples(second) == full[stop:]
 
 
 def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     full = gzip.compress(jsonl(ROWS[40:]))
     (tmp_path / "cut.jsonl.gz").write_bytes(full[: len(full) * 3 // 4])
     created = stream(tmp_path, shuffle=False, **SETTINGS)
-    expected = facts(created)
+    expected = as_tuples(created)
     assert created.stats()["malformed"] == 3
     reported = [(invalid.name.rpartition("/")[2], invalid.location) for invalid in created.malformed]
     assert reported[:2] == [("bad.jsonl", f"byte {sum(map(len, lines[:i]))}") for i in (7, 20)]
@@ -46,7 +46,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     for stop in range(0, len(expected), 5):
         second = stream(tmp_path, shuffle=False, **SETTINGS)
         second.load_state_dict(take_state(stream(tmp_path, shuffle=False, **SETTINGS), stop))
-        assert facts(second) == expected[stop:]
+        assert as_tuples(second) == expected[stop:]
         assert second.stats()["malformed"] == 3
 
 

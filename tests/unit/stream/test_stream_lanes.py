@@ -14,7 +14,7 @@ from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.prepare.inputs import divide_file, find_inputs, read_split, split_files
 from forebay.stream import records as stream_records
 from forebay.stream.records import Share, find_records, share_files
-from support.streams import ROWS, facts, parquet, samples, stream, take_state, write_files
+from support.streams import ROWS, as_tuples, parquet, samples, stream, take_state, write_files
 
 
 def write(folder: Path, suffix: str) -> Path:
@@ -51,15 +51,15 @@ def test_parts_of_files_are_disjoint_and_together_all(files: list[tuple[int, boo
 
 @given(
     lines=st.lists(st.text("ab\r", max_size=30), max_size=20),
-    ends=st.booleans(),
+    newline=st.booleans(),
     cuts=st.lists(st.floats(0, 1, exclude_min=True, exclude_max=True), max_size=6, unique=True),
     group=st.integers(1, 9),
 )
 def test_every_record_of_a_divided_file_is_in_one_part(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], ends: bool, cuts: list[float], group: int
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], newline: bool, cuts: list[float], group: int
 ) -> None:
     folder = tmp_path_factory.mktemp("divided")
-    (folder / "a.txt").write_bytes("\n".join(lines).encode() + b"\n" * ends)
+    (folder / "a.txt").write_bytes("\n".join(lines).encode() + b"\n" * newline)
     (folder / "a.parquet").write_bytes(parquet([{"id": "", "text": line} for line in [*lines, "x"]], group))
     for name, options in (("a.txt", ReadOptions(format="lines")), ("a.parquet", ReadOptions())):
         file = find_inputs(folder / name, options).files[0]
@@ -134,19 +134,19 @@ def test_several_lanes_need_an_end_that_all_ranks_share(tmp_path: Path) -> None:
 
 def test_one_for_is_a_pass_and_take_moves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write(tmp_path / "files", "jsonl")
-    expected = facts(stream(folder, epochs=3))
+    expected = as_tuples(stream(folder, epochs=3))
     created = stream(folder, epochs=1)
     first = created.take(3)
-    assert facts(first) == expected[:3] == facts(first)
+    assert as_tuples(first) == expected[:3] == as_tuples(first)
     result = []
     for _ in range(3):
         for batch in created:  # a break, a look, and on with the same pass
-            result += facts([batch])
+            result += as_tuples([batch])
             if batch.epoch_step == 5:
                 break
         start = next(i for i, fact in enumerate(expected) if fact[3] == created.epoch)
-        assert [fact[:4] for fact in facts(created.take(2))] == [fact[:4] for fact in expected[start : start + 2]]
-        result += facts(created)
+        assert [fact[:4] for fact in as_tuples(created.take(2))] == [fact[:4] for fact in expected[start : start + 2]]
+        result += as_tuples(created)
     assert [fact[:5] for fact in result] == [fact[:5] for fact in expected] and created.epoch == 3
     bounded = stream(folder, rank=1, world_size=2, steps=5, epochs=None)
     assert len(list(bounded)) == 5 and bounded.step == 5

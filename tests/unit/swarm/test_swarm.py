@@ -1,4 +1,4 @@
-"""Laws of the swarm: nobody starves, slots hold, the origin gives once, the same calls give the same answers."""
+"""Laws of the swarm: no member starves, slots hold, the origin gives once, the same calls give the same answers."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_load_is_spread_over_holders() -> None:
 
 def test_invalid_calls_are_refused() -> None:
     with pytest.raises(UsageError, match="joined before"):
-        holders(Swarm(1), "nobody", 0)
+        holders(Swarm(1), "absent", 0)
     with pytest.raises(UsageError, match="positive"):
         Swarm(1, slots=0)
 

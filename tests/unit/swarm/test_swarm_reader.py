@@ -1,4 +1,4 @@
-"""A reader of a swarm: its requests, the trackers it chooses, replies that lie, and that nobody waits for ever."""
+"""A reader of a swarm: its requests, the trackers it chooses, replies that lie, and that no request waits for ever."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assigning(*indexes: int, **more: Any) -> dict[str, Any]:
     return {"assignments": [{"index": index, **holder} for index in indexes], "wait_s": 0.2, **more}
 
 
-def begun(state: SwarmReaderState, now: float, *indexes: int) -> list[int]:
+def started(state: SwarmReaderState, now: float, *indexes: int) -> list[int]:
     state.request(now, None)
     return [index for index, _ in state.receive(assigning(*indexes), now)[0]]
 
@@ -57,7 +57,7 @@ def test_a_fetch_that_failed_is_wanted_again_and_its_holder_named() -> None:
     state = SwarmReaderState(0.0)
     for index in range(3):
         state.want(index, 0.0)
-    assert begun(state, 0.0, 0, 1, 2) == [0, 1, 2]
+    assert started(state, 0.0, 0, 1, 2) == [0, 1, 2]
     assert not state.ended(0, ORIGIN, NetworkError("gone"), 1.0)
     assert not state.ended(1, ORIGIN, ProtocolError("nonsense"), 1.0)
     assert state.ended(2, ORIGIN, NetworkError("given up"), 1.0, cancelled=True)
@@ -70,7 +70,7 @@ def test_requests_without_a_provider_are_given_up() -> None:
     state = SwarmReaderState(0.0, patience_s=30.0)
     state.want(0, 0.0)
     state.want(1, 0.0)
-    assert begun(state, 0.0, 0) == [0]
+    assert started(state, 0.0, 0) == [0]
     refusal = PermanentError("a URL that is not opened")
     assert not state.ended(0, ORIGIN, refusal, 1.0)
     assert state.give_up(9.0) == [] and state.give_up(11.0) == [(0, refusal)]
@@ -105,7 +105,7 @@ class StubClient:
     def request_json(self, address: str, method: str, path: str, body: Any, peer_id: str, *more: Any) -> Any:
         self.requests.append((peer_id, address))
         if address not in self.trackers:
-            raise TransientError("nobody is there")
+            raise TransientError("no peer is there")
         reply = self.trackers[address](body)
         if not isinstance(reply, dict):
             raise ProtocolError("expected an object")
@@ -113,11 +113,11 @@ class StubClient:
 
     def read_range(self, address: str, path: str, into: memoryview, start: int, *more: Any, **named: Any) -> None:
         if address != ORIGIN.address:
-            raise NetworkError("nobody is there")
+            raise NetworkError("no peer is there")
         into[:] = DATA[start : start + len(into)]
 
 
-def at(name: str, is_origin: bool = False, port: int = 1) -> Provider:
+def provider(name: str, is_origin: bool = False, port: int = 1) -> Provider:
     return Provider(name, f"127.0.0.1:{port}", is_origin)
 
 
@@ -130,13 +130,13 @@ def ranking(dataset_id: str, day: int, providers: list[Provider]) -> list[str]:
 
 def test_who_steers_is_not_for_a_key_to_choose() -> None:
     """All members choose alike; another dataset or day has another order; those with everything come first."""
-    providers = [at(f"peer{i:02}", port=100 + i) for i in range(20)]
+    providers = [provider(f"peer{i:02}", port=100 + i) for i in range(20)]
     first = ranking("ab" * 32, 1, providers)
     assert sorted(first) == [item.peer_id for item in providers] != first
     assert ranking("ab" * 32, 1, providers[::-1]) == first
     lead = {ranking(f"{i:064x}", day, providers)[0] for i in range(10) for day in range(10)}
     assert len(lead) > 10
-    full = [*providers, at("whole", True, 99)]
+    full = [*providers, provider("whole", True, 99)]
     assert all(ranking(f"{i:064x}", 1, full)[0] == "whole" for i in range(10))
 
 
@@ -144,7 +144,7 @@ def test_sharers_are_bounded() -> None:
     client: Any = StubClient()
     trackers = TrackerClient(client, "ab" * 32, list, None)
     for answer in range(100):
-        trackers.add_sharers([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
+        trackers.add_sharers([provider(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
     trackers.request({}, lambda body: None)
     asked = [peer_id for peer_id, _ in client.requests]
     assert len(asked) == 256 and "99-15" in asked and "99-16" not in asked
@@ -154,12 +154,12 @@ def test_a_tracker_that_is_busy_is_asked_again_later() -> None:
     def busy(body: dict[str, Any]) -> Any:
         raise RemoteError("too many requests", 429, "rate", 7.0)
 
-    client: Any = StubClient({at("t").address: busy})
-    trackers = TrackerClient(client, "ab" * 32, lambda: [at("t")], None)
-    assert trackers.request({}, lambda body: None) == {"wait_s": 7.0} and trackers.current == at("t")
+    client: Any = StubClient({provider("t").address: busy})
+    trackers = TrackerClient(client, "ab" * 32, lambda: [provider("t")], None)
+    assert trackers.request({}, lambda body: None) == {"wait_s": 7.0} and trackers.current == provider("t")
 
 
-RUDE, HONEST = at("rude", True, 2), at("honest", port=3)  # the first is asked first
+RUDE, HONEST = provider("rude", True, 2), provider("honest", port=3)  # the first is asked first
 
 
 def honest_tracker() -> Callable[[dict[str, Any]], dict[str, Any]]:

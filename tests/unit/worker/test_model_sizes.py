@@ -23,13 +23,13 @@ def test_the_bound_holds_and_is_near(name: str) -> None:
     assert size.num_parameters(vocab_size, seq_len) == sum(item.numel() for item in model.parameters())
     weights = {item.untyped_storage().data_ptr() for item in model.parameters()}
     for batch in (1, 3):
-        saved = _kept(model, weights, torch.zeros(batch, seq_len, dtype=torch.int64))
+        saved = _saved_bytes(model, weights, torch.zeros(batch, seq_len, dtype=torch.int64))
         bound = batch * size.sample_bytes(vocab_size, seq_len)
         gradient = 4 * batch * seq_len * vocab_size
         assert 0.7 * bound < saved + gradient <= bound
 
 
-def _kept(model: Any, weights: set[int], ids: Any) -> int:
+def _saved_bytes(model: Any, weights: set[int], ids: Any) -> int:
     """Bytes that autograd keeps of a step's way there, weights apart."""
     current: list[Any] = []  # So that no two tensors have had one address.
     saved: dict[int, int] = {}

@@ -47,7 +47,7 @@ def test_the_defaults_of_the_guide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seq_len", "tokenizer"),
+    ("settings", "seq_len", "tokenizer"),
     [
         ({}, 32, None),
         ({"dataset_name": "pile"}, 2048, "EleutherAI/gpt-neox-20b"),
@@ -56,15 +56,15 @@ def test_the_defaults_of_the_guide() -> None:
         ({"dataset_name": "someone/something"}, 512, "gpt2"),
     ],
 )
-def test_given_goes_before_the_datasets_own(given: dict[str, Any], seq_len: int, tokenizer: str | None) -> None:
-    config = WorkerConfig(**given)
-    assert config.dataset_type == ("huggingface" if "dataset_name" in given else "dummy")
+def test_given_goes_before_the_datasets_own(settings: dict[str, Any], seq_len: int, tokenizer: str | None) -> None:
+    config = WorkerConfig(**settings)
+    assert config.dataset_type == ("huggingface" if "dataset_name" in settings else "dummy")
     assert (config.resolved_seq_len(), config.resolved_tokenizer()) == (seq_len, tokenizer)
     assert dataclasses.replace(config, batch_size=9).resolved_seq_len() == seq_len
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"dataset_type": "web"}, "'dummy', 'distributed_dummy', 'huggingface', got 'web'"),
         ({"model_size": "huge"}, "'tiny', 'small', 'medium', got 'huge'"),
@@ -78,9 +78,9 @@ def test_given_goes_before_the_datasets_own(given: dict[str, Any], seq_len: int,
         ({"lanes": 0}, "lanes"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        WorkerConfig(**given)
+        WorkerConfig(**settings)
 
 
 @pytest.mark.parametrize("dataset_type", ["dummy", "distributed_dummy"])

@@ -39,8 +39,8 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def text_dataset(folder: Path, **given: object) -> HubDataset:
-    arguments = {"tokenizer_name": "bytes", "seq_len": 16, "batch_size": 3, "num_batches": 6, **given}
+def text_dataset(folder: Path, **settings: object) -> HubDataset:
+    arguments = {"tokenizer_name": "bytes", "seq_len": 16, "batch_size": 3, "num_batches": 6, **settings}
     return create_huggingface_dataset(str(folder), **arguments)  # type: ignore[arg-type]
 
 
@@ -172,20 +172,20 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
             distributed=kind == "distributed_dummy",
         )  # fmt: skip
 
-    def taken(one: Batches, steps: int) -> list[bytes]:
-        batches = one.endless()
+    def taken(source: Batches, steps: int) -> list[bytes]:
+        batches = source.endless()
         result = [row.tobytes() for _ in range(steps) for row in next(batches).inputs]
         batches.close()
         return result
 
     alone = taken(data(0, 1, 1), 8 + 12)
     two = [data(rank, 2) for rank in range(2)]
-    result = [taken(one, 2) for one in two]
+    result = [taken(source, 2) for source in two]
     mark = two[0].position()
     three = [two[0].reshard(rank, 3) for rank in range(3)]
-    for one in three:
-        one.seek(mark)
-    result += [taken(one, 2) for one in three]
+    for source in three:
+        source.seek(mark)
+    result += [taken(source, 2) for source in three]
     assert sorted(row for part in result for row in part) == sorted(alone)
 
 

@@ -34,11 +34,11 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
     monkeypatch.setattr(threading, "excepthook", deaths.append)
     errors = iter([UsageError("revoked.txt: expected a peer id"), OSError(24, "Too many open files")])
 
-    def request_json(self: Client, at: str, method: str, path: str, *args: Any, **more: Any) -> Any:
+    def request_json(self: Client, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
         if path.endswith("/heartbeat") and (error := next(errors, None)) is not None:
             raised.append(error)
             raise error
-        return real(self, at, method, path, *args, **more)
+        return real(self, address, method, path, *args, **more)
 
     monkeypatch.setattr(Client, "request_json", request_json)
     before = failures().get("membership heartbeats", 0)

@@ -50,7 +50,7 @@ def test_a_garbled_revocation_list_lets_nobody_in(make_identity: Make, caplog: p
     (a.node_dir / "revoked.txt").write_text(f"# stolen laptop\n{a.peer_id[:-1]}\n")
     assert a.revocations.reason(a.peer_id) is not None and "revoked.txt:2" in caplog.text
     assert "revoked.txt" not in str(a.refusal(a.as_peer))  # which strangers read
-    (a.node_dir / "revoked.txt").write_text("# nobody\n")
+    (a.node_dir / "revoked.txt").write_text("# no peer\n")
     peer_ids = [make_identity(name).peer_id for name in "bc"]
     for peer_id in peer_ids:
         revoke(a.node_dir, peer_id)

@@ -50,9 +50,9 @@ def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, bytes]
     return server_seen, client_seen
 
 
-def meets(one: Identity, other: Identity) -> Peer:
-    """The peer that `one` takes `other` for, after a handshake."""
-    return one.peer(shake(one.server_context(), other.client_context())[1])
+def meets(node: Identity, other: Identity) -> Peer:
+    """The peer that `node` takes `other` for, after a handshake."""
+    return node.peer(shake(node.server_context(), other.client_context())[1])
 
 
 def shakes(folder: Path, key: Ed25519PrivateKey, *chain: x509.Certificate, server: Identity) -> None:
@@ -127,7 +127,7 @@ CROWN = {"roles": ["admin"], "datasets": []}
 
 
 def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:
-    """An organisation signs what it likes with its own key; who meets the node judges by what the root gave."""
+    """An organisation signs what it likes with its own key; a peer of the node decides by what the root gave."""
     node, root, org = join(org_dir, tmp_path / "n", "n"), read_issuer(network_dir), read_issuer(org_dir)
     create_organisation(network_dir, tmp_path / "rich", "rich")
     rich = read_issuer(tmp_path / "rich").cert
@@ -162,7 +162,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_p
 def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organisation(
     org_dir: Path, network_dir: Path, tmp_path: Path, make_identity: Make
 ) -> None:
-    """OpenSSL takes nobody for the issuer whose key id is another's than the certificate names."""
+    """OpenSSL takes no certificate for the issuer whose key id is another's than the certificate names."""
     server, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(network_dir)
     node = join(org_dir, tmp_path / "n", "n")
     key = read_key(node.node_dir / "node-key.pem")

@@ -30,16 +30,16 @@ def org_dir(network_dir: Path, tmp_path: Path) -> Path:
     return tmp_path / "org"
 
 
-def is_revoked(one: Identity, other: Identity) -> bool:
-    return one.revocations.reason(other.as_peer) is not None
+def is_revoked(node: Identity, other: Identity) -> bool:
+    return node.revocations.reason(other.as_peer) is not None
 
 
 class Clock:
     def __init__(self) -> None:
-        self.at = 1000.0
+        self.now = 1000.0
 
     def __call__(self) -> float:
-        return self.at
+        return self.now
 
 
 def test_others_read_the_crl(network_dir: Path, make_identity: Make) -> None:
@@ -152,7 +152,7 @@ def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network
     assert registered.accept(sign_crl(org, [2], 2)) is None and not registered.wants(org.peer_id, 2)
     for number in (1, 2, 3):
         assert registered.accept(sign_crl(root, [number], number)) is not None
-    clock.at += 61
+    clock.now += 61
     assert registered.wants(org.peer_id, 2) and registered.accept(sign_crl(org, [2], 2)) is not None
     assert registered.numbers() == {root.peer_id: 3, org.peer_id: 2}
     assert registered.crls().keys() == {root.peer_id, org.peer_id}

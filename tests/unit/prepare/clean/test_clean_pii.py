@@ -9,7 +9,7 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRI
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("write to a.b+c@mail.example.co.uk.", "write to <email>."),
         ("<x_y@host.org>, 'z@host.org'", "<<email>>, '<email>'"),
@@ -40,8 +40,8 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRI
         ('api_key = "a8F3kd92LLq0Zx7Yp1"', 'api_key = "<key>"'),
     ],
 )
-def test_masks(text: str, wanted: str) -> None:
-    assert stage_texts(Pii(), ["no data here", text]) == ["no data here", wanted]
+def test_masks(text: str, expected: str) -> None:
+    assert stage_texts(Pii(), ["no data here", text]) == ["no data here", expected]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.batches import stage_texts, to_batches
 
 
 @pytest.mark.parametrize(
-    ("dirty", "wanted"),
+    ("dirty", "expected"),
     [
         ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
         ("schÃ¶n, voilÃ\xa0 le travail", "schön, voilà le travail"),
@@ -30,8 +30,8 @@ from support.batches import stage_texts, to_batches
         ("", ""),
     ],
 )
-def test_repairs(dirty: str, wanted: str) -> None:
-    assert stage_texts(Unicode(), [dirty, "between", dirty]) == [wanted, "between", wanted]
+def test_repairs(dirty: str, expected: str) -> None:
+    assert stage_texts(Unicode(), [dirty, "between", dirty]) == [expected, "between", expected]
 
 
 def test_counts_by_kind() -> None:

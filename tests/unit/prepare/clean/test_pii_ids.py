@@ -51,10 +51,10 @@ NUMBERS = {  # as authorities publish them, or computed by their rules; with `~`
 def test_numbers(kind: str) -> None:
     stage = Pii(kinds=(kind,))  # type: ignore[arg-type]
     good = [text for text in NUMBERS[kind] if text[0] != "~"]
-    bad = [f"See {text[1:]}, it says." for text in NUMBERS[kind] if text[0] == "~"]
+    invalid = [f"See {text[1:]}, it says." for text in NUMBERS[kind] if text[0] == "~"]
     masked = stage_texts(stage, [f"See {text}, it says." for text in good])
     assert all(f"<{kind}>, it says." in text for text in masked), masked
-    assert stage_texts(stage, bad) == bad
+    assert stage_texts(stage, invalid) == invalid
 
 
 def test_kinds_of_a_country_and_those_beside_others() -> None:

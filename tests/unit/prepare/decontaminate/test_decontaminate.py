@@ -134,11 +134,11 @@ def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
     rows = [{"q": "alpha beta gamma delta", "choices": {"text": ["one two three", "four five six"]}, "n": 5}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     texts = ["alpha beta gamma delta", "one two three four five six", "five six"]
-    found = {
+    contaminated = {
         fields: [code == 0 for code in Decontaminate((path,), fields, ngram=3).apply(to_batch(texts)).drop]
         for fields in ((), ("q",), ("choices",))
     }
-    assert found == {(): [True, True, False], ("q",): [True, False, False], ("choices",): [False, True, False]}
+    assert contaminated == {(): [True, True, False], ("q",): [True, False, False], ("choices",): [False, True, False]}
 
 
 @pytest.mark.parametrize(

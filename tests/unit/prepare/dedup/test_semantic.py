@@ -72,10 +72,10 @@ def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path: Path) ->
     values = vectors(np.random.default_rng(3), 900)
     config = Dedup(semantic=True, dimension=30, exact=True, similarity=0.9)
     texts = [f"text {i % 800}" for i in range(900)]
-    whole = bench.sign(texts, config, embedding=column(values))
+    full = bench.sign(texts, config, embedding=column(values))
     parts = [bench.sign(texts[i : i + 250], config, embedding=column(values[i : i + 250])) for i in range(0, 900, 250)]
     contents = []
-    for name, prefixes, scale in (("a", [whole], 0), ("b", [whole], 2), ("c", parts, 0)):
+    for name, prefixes, scale in (("a", [full], 0), ("b", [full], 2), ("c", parts, 0)):
         result = deduplicate(
             prefixes,
             config,

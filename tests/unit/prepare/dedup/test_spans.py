@@ -170,8 +170,8 @@ def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path) -> None
         deduplicate(parts, config, store, map, memory_bytes=1 << 17)
         return done
 
-    whole = open_store(tmp_path / "whole")
-    tasks, expected = run(whole, -1), contents(whole)
+    full_store = open_store(tmp_path / "whole")
+    tasks, expected = run(full_store, -1), contents(full_store)
     assert tasks > 20
     for stop in range(1, tasks, 7):
         store = open_store(tmp_path / str(stop))
@@ -183,7 +183,7 @@ def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path) -> None
 
 def test_documents_of_which_most_is_cut_are_dropped(bench: Bench) -> None:
     lines = [f"This is line number {i} of the text that is copied." for i in range(10)]
-    own = "A line of its own that nobody has written before."
+    own = "A line of its own that no one has written before."
     texts = ["\n".join(lines), "\n".join([*lines[:9], own]), "\n".join([*lines[:4], *([own.upper()] * 7)]), "short"]
     config = Dedup(lines=True, exact=True, max_cut_share=0.6)
     part = bench.sign(texts, config)
@@ -213,10 +213,10 @@ def test_equal_addresses_and_the_best_copy(bench: Bench) -> None:
     scores = pa.array([1.0, math.nan, 3.0, 5.0, 5.0, None], pa.float64())
     columns = {"url": pa.array(urls, pa.large_string()), "edu": scores}
     texts = [f"text {i}" for i in range(6)]
-    kept = {}
+    drops = {}
     for keep, score in (("first", ""), ("best", "edu")):
         config = Dedup(url=True, keep=keep, score=score)  # type: ignore[arg-type]
-        kept[keep] = bench.deduplicate([bench.sign(texts, config, **columns)], config).drop[0].load().tolist()
-    assert kept == {"first": [0, 1, 1, 0, 0, 0], "best": [1, 1, 0, 0, 0, 0]}
+        drops[keep] = bench.deduplicate([bench.sign(texts, config, **columns)], config).drop[0].load().tolist()
+    assert drops == {"first": [0, 1, 1, 0, 0, 0], "best": [1, 1, 0, 0, 0, 0]}
     with pytest.raises(PrepareError, match=r"dedup.score: expected a column of numbers 'other', got columns text"):
         bench.sign(texts, Dedup(exact=True, keep="best", score="other"))

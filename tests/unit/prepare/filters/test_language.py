@@ -1,4 +1,4 @@
-"""Languages, on text that is nobody's: the Declaration of Human Rights."""
+"""Languages, on text in the public domain: the Declaration of Human Rights."""
 
 from __future__ import annotations
 

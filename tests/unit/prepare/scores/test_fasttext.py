@@ -38,8 +38,8 @@ def test_scores_are_those_of_the_library_whatever_texts_are_beside(name: str) ->
 def test_columns_of_the_scorer() -> None:
     path = str(GOLDEN / "0.bin")
     expected = EXPECTED["scores"]["0.bin"]
-    one = FastText(path, label="__label__l0").score(to_batch(TEXTS[:2]))
-    assert one[""].tolist() == pytest.approx([scores["l0"] for scores in expected[:2]], abs=1e-5)
+    labelled = FastText(path, label="__label__l0").score(to_batch(TEXTS[:2]))
+    assert labelled[""].tolist() == pytest.approx([scores["l0"] for scores in expected[:2]], abs=1e-5)
     best = FastText(path).score(to_batch([*TEXTS[:2], " "]))
     assert best[""].to_pylist() == [max(scores, key=scores.__getitem__) for scores in expected[:2]] + [""]
     assert best["score"].tolist()[:2] == pytest.approx([max(scores.values()) for scores in expected[:2]], abs=1e-5)

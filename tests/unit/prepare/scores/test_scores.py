@@ -122,13 +122,13 @@ def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
 
 def test_shares_of_a_column_over_several_files(source: Path) -> None:
     folder = divided(source, 7, "{damaged\n")
-    for share, kept in (({"top_share": 0.15}, range(170, 200)), ({"keep_percentile": [10, 95]}, range(20, 190))):
+    for share, expected in (({"top_share": 0.15}, range(170, 200)), ({"keep_percentile": [10, 95]}, range(20, 190))):
         tables = {"select": {"column": "quality", **share}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
         recipe = load_recipe(settings={"read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
-        out = source.parent / f"o{len(kept)}"
+        out = source.parent / f"o{len(expected)}"
         result = prepare_dataset([folder], out, recipe=recipe, to="parquet", workers=1)
-        assert sorted(row["quality"] for row in texts(out)) == list(kept)
-        assert result.dropped["quality_below_percentile"] == kept.start
+        assert sorted(row["quality"] for row in texts(out)) == list(expected)
+        assert result.dropped["quality_below_percentile"] == expected.start
         assert result.report["totals"]["malformed"] == 7
         assert [line["stage"] for line in result.report["funnel"]] == ["read", "select.quality", "length", "dedup"]
 
@@ -149,9 +149,9 @@ def test_percentiles_are_exact(values: list[float], percentiles: list[float], pa
             paths.append(f"{folder}/{part}")
             with pa.OSFile(paths[-1], "wb") as sink, pa.ipc.new_file(sink, pa.schema([("x", pa.float64())])) as writer:
                 writer.write_batch(pa.record_batch([column], ["x"]))
-        found = column_percentiles(open_store(folder), paths, "x", percentiles, count)
+        thresholds = column_percentiles(open_store(folder), paths, "x", percentiles, count)
     ordered = sorted(value for value in values if not math.isnan(value))
-    for percentile, threshold in zip(percentiles, found, strict=True):
+    for percentile, threshold in zip(percentiles, thresholds, strict=True):
         if percentile <= 0 or not ordered:
             assert threshold == -math.inf or percentile >= 100
         elif percentile >= 100:

@@ -45,7 +45,7 @@ def plan_tasks(folder: Path, parts: list[EncodedPart], **how: int) -> list[Slice
     return slice_tasks(plans, [write_plan(plan) for plan in plans], store, None, 0, 0)
 
 
-def whole(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
+def written(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
     """All tokens and document ends of the slices, put together again; and the slices' sizes."""
     tokens, stops, sizes = [], [], []
     for task in plan_tasks(out, parts, **how):
@@ -74,7 +74,7 @@ def test_the_slices_are_the_stream(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slicing, "_ENDS_AT_ONCE", 5)
         patch.setattr(slicing, "_GROUP_TOKENS", planned_tokens)
-        tokens, stops, sizes = whole(folder, parts, slice_bytes=slice_bytes)
+        tokens, stops, sizes = written(folder, parts, slice_bytes=slice_bytes)
     assert tokens == [i % 60_000 for i in range(total)]
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
     assert all(size <= slice_bytes for size in sizes)
@@ -84,7 +84,7 @@ def test_the_slices_are_the_stream(
 
 def test_slices_of_so_many_tokens(tmp_path: Path) -> None:
     groups = [[5, 10, 1], [100], [3] * 20]
-    tokens, stops, sizes = whole(tmp_path, write_parts(tmp_path, groups), count=32)
+    tokens, stops, sizes = written(tmp_path, write_parts(tmp_path, groups), count=32)
     assert tokens == list(range(176)) and len(sizes) == 6
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
 
