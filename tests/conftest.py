@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 
 from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage import remote_file
 from forebay.worker.trainer import share_processors
 from support import limits, store
 from support.paths import TESTS
@@ -104,6 +105,7 @@ _numbers = itertools.count()
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's caches, or those of another test."""
+    remote_file._blocks.after_fork()  # Drops all blocks of remote files that other tests read in this process.
     home = tmp_path_factory.getbasetemp() / f"user-{next(_numbers)}"
     monkeypatch.setenv("FOREBAY_CACHE", str(home / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
