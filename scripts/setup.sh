@@ -37,7 +37,7 @@ if [ "${1:-}" = all ]; then
   )
   (
     make_venv "$VENV/peers-formats"
-    retry install -c scripts/constraints.txt datasets 'litdata>=0.2.76' 'megatron-core>=0.16' torch webdataset zstd
+    retry install -c scripts/constraints.txt datasets 'litdata>=0.2.76' 'megatron-core>=0.16' torch webdataset zstandard zstd
   )
   missing=()
   PATH="$PATH:/usr/sbin" command -v nft >/dev/null || missing+=(nftables iproute2)
