@@ -15,6 +15,7 @@ import pytest
 
 from forebay.cli import make_parser
 from forebay.cli.parser import completion
+from support.feeding import small_disk
 from support.nodes import Bootstrap
 from support.waiting import until
 
@@ -89,18 +90,12 @@ def test_the_shell_completes(typed: str, expected: str) -> None:
 
 
 def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20k", "tmpfs", small], capture_output=True).returncode:
-        pytest.skip("this machine does not let us mount a small file system")
-    try:
+    with small_disk(tmp_path / "small", 20_000) as small:
         arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
         assert_one_line(forebay(*arguments), "disk")
         assert not (small / "d" / "manifest.json").exists()
         subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
         assert forebay(*arguments).returncode == 0
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
 
 
 @pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "Destroyed(); time.sleep(600)"])

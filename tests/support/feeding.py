@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice
 from forebay.dataset.import_slices import import_slices
@@ -221,15 +222,17 @@ def until(condition: Any, what: str, seconds: float = 30.0) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(directory: Path, size: int) -> Iterator[Path | None]:
-    """A file system of this many bytes in memory; None where it may not be mounted."""
+def small_disk(directory: Path, size: int) -> Iterator[Path]:
+    """A file system of this many bytes in memory; skips the test where none may be mounted."""
     directory.mkdir()
-    created = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True)
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True
+    ).returncode:
+        pytest.skip("needs the right to mount a file system")
     try:
-        yield directory if created.returncode == 0 else None
+        yield directory
     finally:
-        if created.returncode == 0:
-            subprocess.run(["umount", "-l", directory], check=True)
+        subprocess.run(["umount", "-l", directory], check=True)
 
 
 def has_id(path: Path | str, sha256: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import subprocess
 import threading
 import time
 import urllib.error
@@ -30,20 +29,16 @@ from forebay.network.pki.identity import Identity
 from forebay.scheduler.journal import Journal, lock_state
 from forebay.scheduler.server import SchedulerService
 from support.cached import info_of, put
+from support.feeding import small_disk
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
 from support.waiting import until
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 512 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", path], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 512 << 10) as path:
+        yield path
 
 
 def fill(disk: Path) -> Path:
@@ -64,14 +59,14 @@ def post(address: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
 
 
-def test_the_coordinator_goes_on_once_there_is_space(small_disk: Path) -> None:
-    state_dir = small_disk / "state"
+def test_the_coordinator_goes_on_once_there_is_space(disk: Path) -> None:
+    state_dir = disk / "state"
     with Coordinator(
         state_dir=state_dir, rules=Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=1.5)
     ) as coordinator:
         address = coordinator.address
         assert post(address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
-        filler = fill(small_disk)
+        filler = fill(disk)
         answers = [
             post(address, "/v1/members/join", worker_id=f"w{i}" + "x" * 150, session=f"{i:016d}", wait_s=0)
             for i in range(12)
@@ -127,13 +122,13 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
         lock_state(state).release()
 
 
-def test_the_cache_takes_slices_again(small_disk: Path) -> None:
-    cache, data = ChunkCache(small_disk, 1 << 20), b"x" * 100_000
+def test_the_cache_takes_slices_again(disk: Path) -> None:
+    cache, data = ChunkCache(disk, 1 << 20), b"x" * 100_000
     sha256 = put(cache, data)
-    filler = fill(small_disk)
-    assert cache.get(sha256, pin=True) and ChunkCache(small_disk, 1 << 20).get(sha256)
+    filler = fill(disk)
+    assert cache.get(sha256, pin=True) and ChunkCache(disk, 1 << 20).get(sha256)
     other = info_of(b"y" * 100_000)
-    with pytest.raises(UsageError, match=rf"{small_disk}: its disk is full"):
+    with pytest.raises(UsageError, match=rf"{disk}: its disk is full"):
         put(cache, b"y" * 100_000)
     filler.unlink()
     assert put(cache, b"y" * 100_000) == other.sha256

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> None:
     outs = [tmp_path / f"{rank}.jsonl" for rank in range(world)]
     with small_disk(tmp_path / "disk", 3 * BUDGET) as disk, OriginServer(folder) as server:
-        cache = (disk or tmp_path) / "cache"
+        cache = disk / "cache"
         cache.mkdir()
         watcher, most_on_disk = Watcher(cache), 0
         ranks = [

@@ -95,8 +95,6 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
     server: OriginServer, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", 3 * MIB) as disk:
-        if disk is None:
-            pytest.skip("needs to mount a small file system")
         arguments = {"dataset": server.url, "cache_dir": disk / "cache", **ONE_BY_ONE}
         with pytest.raises(UsageError, match=r"disk is full|No space left on device\. Free space there"):
             (disk / "ballast").write_bytes(bytes(3 * MIB - 30_000))
@@ -124,8 +122,6 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
 
 def test_a_directory_that_cannot_be_written_is_told(server: OriginServer, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 3 * MIB) as disk:
-        if disk is None:
-            pytest.skip("needs to mount a file system")
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         with pytest.raises(UsageError, match="choose another directory"):
             read_samples(Loader(server.url, cache_dir=disk / "cache", cache_bytes=MIB, **ONE_BY_ONE), SAMPLES)

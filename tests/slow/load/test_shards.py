@@ -93,22 +93,22 @@ def test_the_disk_of_a_used_shard_is_free_at_once(server: S3Server, tmp_path: Pa
     turns = 12
     gc.disable()
     try:
-        with small_disk(tmp_path / "volume", int(3.5 * 550_000)) as volume:
-            if volume is None:
-                pytest.skip("no file system may be mounted here")
-            with SharedShardedDatasetManager(**SETTINGS, folder=volume) as shards:
-                for batch in shards.batches(0, 3 * turns, batch_size=8):
-                    if batch.step % 3 == 2:
-                        await_shard(shards.upcoming_dataset)
-                    maps = Path("/proc/self/maps").read_text().splitlines()
-                    assert not [line for line in maps if str(volume) in line and "(deleted)" in line]
-                assert shards.stats()["swaps"] == turns - 1
-                disk = os.statvfs(volume)
-                assert (disk.f_blocks - disk.f_bfree) * disk.f_frsize < 2.5 * 550_000
-                old, _ = shards.active_dataset, shards.at_step(3 * turns)
-                assert old is not None
-                with pytest.raises(UsageError, match="it is closed"):
-                    old[np.zeros(1, np.int64)]
+        with (
+            small_disk(tmp_path / "volume", int(3.5 * 550_000)) as volume,
+            SharedShardedDatasetManager(**SETTINGS, folder=volume) as shards,
+        ):
+            for batch in shards.batches(0, 3 * turns, batch_size=8):
+                if batch.step % 3 == 2:
+                    await_shard(shards.upcoming_dataset)
+                maps = Path("/proc/self/maps").read_text().splitlines()
+                assert not [line for line in maps if str(volume) in line and "(deleted)" in line]
+            assert shards.stats()["swaps"] == turns - 1
+            disk = os.statvfs(volume)
+            assert (disk.f_blocks - disk.f_bfree) * disk.f_frsize < 2.5 * 550_000
+            old, _ = shards.active_dataset, shards.at_step(3 * turns)
+            assert old is not None
+            with pytest.raises(UsageError, match="it is closed"):
+                old[np.zeros(1, np.int64)]
     finally:
         gc.enable()
 

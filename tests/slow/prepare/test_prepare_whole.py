@@ -11,12 +11,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support import whole
+from support.feeding import small_disk
 from support.outputs import hashes
 
 pytest.importorskip("numba")
@@ -121,29 +121,18 @@ def test_killed_in_every_phase(base: Path, expected: tuple[str, dict[str, str]])
     assert not (out / ".work").exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 600 kB that root may make larger."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", small], capture_output=True).returncode:
-        pytest.skip("this machine does not let us mount a small file system")
-    yield small
-    subprocess.run(["umount", "-l", small], check=True)
-
-
-def test_a_disk_that_is_full_again_and_again(
-    base: Path, expected: tuple[str, dict[str, str]], small_disk: Path
-) -> None:
-    out, reached = small_disk / "d", []
-    for kilobytes in (600, 2300, 2550, 2800, 3400, 3700, 64_000):
-        subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", small_disk], check=True)
-        done = subprocess.run(whole.command(base / "in", out, 2), capture_output=True, text=True)
-        if done.returncode == 0:
-            break
-        reported = done.stderr.splitlines()
-        assert done.returncode == 1 and "no space left" in reported[-1] and "Traceback" not in done.stderr, done.stderr
-        assert not (out / "manifest.json").exists()
-        reached += [line.partition(" ")[0] for line in reported if line.partition(" ")[0] in PHASES][-1:]
-    assert len(set(reached)) >= 3, f"the disk was full only in {set(reached)}"
-    check(out, done.stdout.strip(), expected)
+def test_a_disk_that_is_full_again_and_again(base: Path, expected: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    reached = []
+    with small_disk(tmp_path / "small", 600_000) as disk:
+        out = disk / "d"
+        for kilobytes in (600, 2300, 2550, 2800, 3400, 3700, 64_000):
+            subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", disk], check=True)
+            done = subprocess.run(whole.command(base / "in", out, 2), capture_output=True, text=True)
+            if done.returncode == 0:
+                break
+            reported = done.stderr.splitlines()
+            assert done.returncode == 1 and "no space left" in reported[-1], done.stderr
+            assert "Traceback" not in done.stderr and not (out / "manifest.json").exists()
+            reached += [line.partition(" ")[0] for line in reported if line.partition(" ")[0] in PHASES][-1:]
+        assert len(set(reached)) >= 3, f"the disk was full only in {set(reached)}"
+        check(out, done.stdout.strip(), expected)
