@@ -133,7 +133,7 @@ def hash_sources(root: Path) -> str:
 
 
 def run(root: Path, mutant: Mutant, tests: list[str], sources: str) -> str:
-    """Return "killed", "survived" or "not covered"."""
+    """Return "killed", "timed out", "survived" or "not covered"."""
     if not tests:
         return "not covered"
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -151,7 +151,7 @@ def run(root: Path, mutant: Mutant, tests: list[str], sources: str) -> str:
                 command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            return "killed"
+            return "timed out"
     return {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode, f"error {done.returncode}")
 
 
@@ -180,6 +180,7 @@ def main() -> int:
             if result != "killed":
                 print(f"{result}: src/forebay/{mutant.module}.py:{mutant.line}: {mutant.text}", flush=True)
     for module in MODULES:
+        results[module]["killed"] += results[module].pop("timed out", 0)
         print(f"{results[module]['killed']:4d} of {results[module].total():3d} killed: {module}")
     killed, num = sum(counts["killed"] for counts in results.values()), len(chosen)
     print(f"mutation score: {killed} of {num}, {killed / num:.3f}")
