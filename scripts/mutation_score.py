@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from coverage import CoverageData
 
@@ -124,34 +125,37 @@ class Tests:
         return selected
 
 
-def hash_sources(root: Path) -> str:
-    """Return the name under which compiled kernels of these sources are kept."""
-    return subprocess.run(
-        [sys.executable, "-c", "from forebay.prepare.compiled import _hash_of_sources as h; print(h())"],
-        env=os.environ | {"PYTHONPATH": str(root / "src")}, capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
+def copy_sources(root: Path, folder: Path) -> Path:
+    """Copy `src` to a folder where mutants are run one after the other; kernels are compiled once for each folder."""
+    shutil.copytree(root / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    compiled = folder / "src/forebay/prepare/compiled.py"
+    compiled.write_text(f"{compiled.read_text()}\n\ndef _hash_of_sources() -> str:\n    return 'mutants'\n")
+    return folder
 
 
-def run(root: Path, mutant: Mutant, tests: list[str], sources: str) -> str:
+def run(root: Path, folder: Path, mutant: Mutant, tests: list[str]) -> str:
     """Return "killed", "timed out", "survived" or "not covered"."""
     if not tests:
         return "not covered"
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        shutil.copytree(root / "src", f"{folder}/src", ignore=shutil.ignore_patterns("__pycache__"))
-        path = Path(folder, f"src/forebay/{mutant.module}.py")
-        text = path.read_text()
-        path.write_text(text[: mutant.start] + mutant.text + text[mutant.stop :])
-        # Kernels that were compiled for the unchanged sources serve here, too.
-        compiled = Path(folder, "src/forebay/prepare/compiled.py")
-        compiled.write_text(compiled.read_text() + f"\n\ndef _hash_of_sources() -> str:\n    return {sources!r}\n")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", *tests]
-        env = os.environ | {"PYTHONPATH": f"{folder}/src", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": folder}
-        try:
+    original, path = (place / f"src/forebay/{mutant.module}.py" for place in (root, folder))
+    text = original.read_text()
+    path.write_text(text[: mutant.start] + mutant.text + text[mutant.stop :])
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", *tests]
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            env = {"PYTHONPATH": f"{folder}/src", "NUMBA_CACHE_DIR": f"{folder}/kernels", "TMPDIR": temporary}
             done = subprocess.run(
-                command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S
+                command,
+                cwd=root,
+                env=os.environ | env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_S,
             )
-        except subprocess.TimeoutExpired:
-            return "timed out"
+    except subprocess.TimeoutExpired:
+        return "timed out"
+    finally:
+        shutil.copy2(original, path)  # With its time: what was compiled of the mutant is not taken for it.
     return {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode, f"error {done.returncode}")
 
 
@@ -171,11 +175,19 @@ def main() -> int:
         num = arguments.mutants * (index + 1) // len(MODULES) - arguments.mutants * index // len(MODULES)
         chosen += chance.sample(mutants, min(num, len(mutants)))
     results: dict[str, Counter[str]] = defaultdict(Counter)
-    sources = hash_sources(arguments.root)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutant, result in zip(
-            chosen, pool.map(lambda mutant: run(arguments.root, mutant, tests.select(mutant), sources), chosen)
-        ):
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
+        folders = SimpleQueue[Path]()
+        for slot in range(os.cpu_count() or 1):
+            folders.put(copy_sources(arguments.root, Path(temporary, str(slot))))
+
+        def run_one(mutant: Mutant) -> str:
+            folder = folders.get()
+            try:
+                return run(arguments.root, folder, mutant, tests.select(mutant))
+            finally:
+                folders.put(folder)
+
+        for mutant, result in zip(chosen, pool.map(run_one, chosen)):
             results[mutant.module][result] += 1
             if result != "killed":
                 print(f"{result}: src/forebay/{mutant.module}.py:{mutant.line}: {mutant.text}", flush=True)
