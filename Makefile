@@ -52,7 +52,7 @@ test-all: lint
 
 # Which lines and branches the tests run, and which tests run each line; `mutants` then changes core modules at random.
 coverage: setup
-	$(PY) -m pytest $(WORKERS) --cov --cov-context=test --cov-report=term:skip-covered $(TESTS)
+	$(PY) -m pytest $(WORKERS) --cov --cov-context=test --cov-report=term:skip-covered $(or $(TESTS),--ignore tests/slow)
 
 # Thirty runs of the fast tests, each in another order, half of them beside three busy loops; ten whose processes are stopped at random.
 test-stress: setup
