@@ -36,7 +36,7 @@ def _guarded_sleep(seconds: float) -> None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event in STARTS and _running and not _running.startswith(PROCESSES):
+    if _running and event in STARTS and not _running.startswith(PROCESSES):
         raise AssertionError(f"{event} in a fast test: call main(argv), or move the test to tests/slow or tests/e2e")
 
 

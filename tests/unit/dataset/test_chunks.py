@@ -71,6 +71,7 @@ def test_chunk_sizes(slice_bytes: int) -> None:
     size = chunk_size(slice_bytes)
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
     assert slice_bytes // size >= 256 or size == MIN_CHUNK_BYTES
+    assert slice_bytes // size < 512 or size == MAX_CHUNK_BYTES
 
 
 def test_every_damage_of_the_hashes_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, MIN_CHUNK_BYTES
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
-from forebay.dataset.reader import open_dataset, verify_dataset
+from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
@@ -225,6 +225,8 @@ def test_manifest_checks() -> None:
     ):  # fmt: skip
         with pytest.raises(DatasetError, match="expected"):
             make_manifest(table, **changes)
+    files = dict.fromkeys(("tokenizer.json", "a/b", "..", ".", ""), "ab")
+    assert listed_files(make_manifest(table, lineage={"files": files})) == {"tokenizer.json": "ab"}
 
 
 def test_open_and_read(tmp_path: Path) -> None:
@@ -275,8 +277,8 @@ def test_verify_names_missing_and_extra(tmp_path: Path) -> None:
 
 def test_files_of_another_dataset(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d")
-    write_token_slice(folder / "slices/000000.safetensors", np.zeros(90, np.uint32), np.array([1, 2], np.uint64))
-    with pytest.raises(DatasetError, match="expected"):
+    write_token_slice(folder / "slices/000000.safetensors", np.zeros(98, np.uint16), np.array([1], np.uint64))
+    with pytest.raises(DatasetError, match="expected 90 tokens U16 in 2 documents, got 98 U16 in 1"):
         open_dataset(folder).open_slice(0)
     (folder / "slices.parquet").write_bytes(golden_table().to_parquet())
     with pytest.raises(DatasetError, match="sha256"):
