@@ -7,7 +7,7 @@ import time
 import pytest
 
 from forebay.prepare.extract import extract_html
-from unit.prepare.extract.test_extract import HOSTILE
+from support.hostile_pages import HOSTILE
 
 
 def cpu_s(html: str) -> float:

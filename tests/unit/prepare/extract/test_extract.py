@@ -14,35 +14,12 @@ from forebay.prepare.documents import SCHEMA
 from forebay.prepare.extract import extract_html, layout, model, scan
 from forebay.prepare.extract.stage import Extract
 from support.gold_pages import gold_articles, word_scores
+from support.hostile_pages import HOSTILE
 
 PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
 <header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
 <main><article><h1>The title</h1><p>First <b>bold</b> words.</p><ul><li>one</li><li>two</li></ul></article></main>
 <div id=sidebar>Related</div><script>var x = "evil"</script><footer>Copyright</footer></body></html>"""
-
-
-HOSTILE = [
-    "<div>" * 100_000 + "hello" + "</div>" * 100_000,
-    "<table><tr><td>" * 30_000 + "hello",
-    "<b><p>" * 30_000 + "hello",
-    "<!--" * 50_000,
-    "&" * 100_000 + "hello",
-    "\0" * 50_000 + "<p>hel\0lo",
-    "<svg><math>" * 20_000,
-    "<![CDATA[" * 50_000,
-    "<div class='" + "nav " * 50_000 + "'>hello",
-    "<html><body>" + "<p>Some words in a paragraph " * 100_000,
-    "<script>" * 100_000 + "<title>" * 100_000 + "x",
-    "<b>" * 100_000 + "</i></b></a>" * 50_000,
-    "<td>" * 1000 + "</table></td>" * 50_000 + "x",
-    "<p " + " ".join(f"a{i}" for i in range(50_000)) + ">x",
-    "".join(f"<body b{i}>" for i in range(5000)) + "x",
-    "<ul><li>x" * 30_000,
-    f'<p style="{":" * 100_000}">x' * 5,
-    "<meta content=" * 50_000 + "<p>x",
-    '"@type"' * 50_000 + "&nGt;" * 100_000,
-    "<li>" * 60 + "<i>" * 60_000 + "<li>" * 60_000 + "x",
-]
 
 
 @pytest.mark.parametrize("html", HOSTILE, ids=range(len(HOSTILE)))
