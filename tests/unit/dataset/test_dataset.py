@@ -240,7 +240,9 @@ def test_open_and_read(tmp_path: Path) -> None:
     assert tokens[0] == 200 and dataset.open_slice(2) is dataset.open_slice(2)
     assert tokens.flags.aligned and not tokens.flags.writeable and not tokens.flags.owndata
     assert open_dataset(f"file://{tmp_path}/d").describe() == dataset.describe()
-    assert dataset.verify().ok and verify_dataset(tmp_path / "d").ok
+    hashed: list[int] = []
+    assert dataset.verify(on_progress=hashed.append).ok and sum(hashed) == dataset.manifest.bytes
+    assert verify_dataset(tmp_path / "d").ok
     with pytest.raises(UsageError):
         dataset.open_slice(3)
     with pytest.raises(UsageError):
