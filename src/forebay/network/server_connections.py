@@ -325,8 +325,9 @@ class ServerCore:
                 await self._answer(scope, receive, send, connection)
             finally:
                 self.requests.finish(connection.peer)
-        except asyncio.CancelledError:  # the server closes; uvicorn would log an error
+        except asyncio.CancelledError:  # the server closes; uvicorn would log an error of an open connection
             connection.abort()
+            await connection.lost
         finally:
             connection.num_active -= 1
             connection.since = self.time()

@@ -276,25 +276,26 @@ def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: 
 def test_close_ends_answers_under_way(
     make_identity: Make, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file half sent, a request whose body does not come, a wait for news, a handshake: without an error."""
+    """A file half sent, a request whose body does not come, waits for news, a handshake: without an error."""
     app, entered = application(handler), threading.Event()
 
     async def wait_for_news(request: HttpRequest) -> Response:
         entered.set()
-        await asyncio.sleep(3600)
-        return JsonResponse({})
+        while True:
+            await asyncio.get_running_loop().run_in_executor(None, int)
 
     app.router.routes.insert(0, Route("/news", wait_for_news))
     server = Server(app, make_identity("s"), "127.0.0.1", 0, limits=patient(upload_bytes_per_s=1.0)).start()
     assert client.identity is not None
     with contextlib.ExitStack() as stack:
         stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        socks = [stack.enter_context(connect(server, client.identity)) for _ in range(4)]
+        socks = [stack.enter_context(connect(server, client.identity)) for _ in range(8)]
         socks[0].sendall(b"GET /file HTTP/1.1\r\n\r\n")
         socks[1].sendall(b"POST / HTTP/1.1\r\nContent-Length: 100\r\n\r\nx")
-        socks[2].sendall(b"GET /news HTTP/1.1\r\n\r\n")
+        for tls in socks[2:]:
+            tls.sendall(b"GET /news HTTP/1.1\r\n\r\n")
         entered.wait()
-        until(lambda: server._core.requests.num_active == 3)
+        until(lambda: server._core.requests.num_active == len(socks))
         server.close()
         server.close()
         assert server.num_connections == 0
