@@ -20,14 +20,11 @@ from forebay.load.shard_files import (
     ShardDataset,
     ShardInfo,
     find_shard,
-    list_shards,
     pair_map,
     read_layout,
     verify_pair,
 )
-from forebay.storage.base import PathOrigin, as_object_origin
-from forebay.storage.origins import open_origin
-from support.origin_server import OriginServer
+from forebay.storage.base import PathOrigin
 
 L = 16
 
@@ -158,12 +155,3 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     ids.write_bytes(full)
     tokens.write_bytes(b"\x93NUMPY")
     refused("NumPy header")
-
-
-def test_shards_are_counted_and_named(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"expected shards train_000000\.npy"):
-        list_shards(PathOrigin(tmp_path))
-    write_shards([make_tokens(90 * L)], tmp_path, seq_len=L, shard_tokens=30 * L)
-    assert list_shards(PathOrigin(tmp_path)) == [0, 1, 2]
-    with OriginServer(tmp_path) as server:
-        assert list_shards(as_object_origin(open_origin(server.url))) == [0, 1, 2]  # It cannot list.

@@ -134,6 +134,28 @@ def test_a_worker_that_lives_and_does_nothing_loses_its_leases() -> None:
         assert leases.overdue_leases(now) == expected
 
 
+def test_a_lease_that_is_not_started_goes_whole_to_an_idle_worker() -> None:
+    leases = table([10, 10])
+    started, waiting = grant(leases, "a", "1"), grant(leases, "a", "2")
+    use(leases, started, 1, now=5.0)
+    leases.wait(leases.sessions.touch(("idle", ""), 5.0), 5.0)
+    assert leases.declare(started, 3) is None and leases.declare(waiting, 0) == 0
+    leases.cut("2", 0, 5.0)
+    assert "2" not in leases.leases and leases.ended["2"].is_complete
+
+
+def test_an_epoch_ends_without_a_slice_set_aside_until_it_is_readmitted() -> None:
+    leases = table([4, 4], epochs=2)
+    lease = grant(leases, "a", "1")
+    leases.set_aside(1 - lease.slice_index)
+    use(leases, lease, 4)
+    assert leases.epoch == 1 and leases.num_aside == 4
+    leases.readmit(1 - lease.slice_index)
+    for lease_id in "23":
+        use(leases, grant(leases, "a", lease_id), 4)
+    assert leases.done
+
+
 def test_empty_slices_count_as_used_and_an_empty_dataset_is_refused() -> None:
     leases = table([0, 3, 0])
     assert leases.num_used_slices == 2
