@@ -53,7 +53,7 @@ _METRICS = {
     "preparation.retries": ("prepare_retries_total", "Attempts that failed and are repeated."),
     "preparation.lost machines": ("prepare_lost_machines_total", "Machines, or jobs, that were lost with a task."),
     "preparation.stragglers": ("prepare_stragglers", "Running tasks that take three times the median of their step."),
-    "preparation.worker-hours": ("prepare_worker_hours_total", "Hours of all processes, at work or not."),
+    "preparation.worker-hours": ("prepare_worker_seconds_total", "Time of all processes, at work or not."),
     "preparation.cost": ("prepare_cost_total", "Worker-hours at FOREBAY_PRICE_PER_CORE_HOUR."),
     "wait": ("wait_ratio", "Fraction of the workers' time spent waiting for batches, by cause; a mean over workers."),
     # Rows of a view's tables.
@@ -133,7 +133,7 @@ def view_metrics(view: View) -> Iterator[Metric]:
 def _values(view: View) -> Values:
     kind = view["kind"]
     own = {"dataset": view["title"]} if kind == "job" else {}
-    figures = {name: value for name, (value, _) in view.get("figures", {}).items()}
+    figures = {name: value * 3600 if unit == "h" else value for name, (value, unit) in view.get("figures", {}).items()}
     for name, value in {**figures, **(view.get("progress") or {})}.items():
         yield f"{kind}.{name}", value, own
     if kind in ("job", "loader"):
