@@ -109,7 +109,7 @@ def _consecutive(parts: list[_Part], seq_len: int, masks: bool) -> Iterator[Samp
 
 def _fitted(parts: list[_Part], seq_len: int, pad_id: int) -> list[Sample]:
     """Best fit, longest first, of the parts' remainders after whole rows; ordered by the offset of the first token."""
-    rows: list[list[tuple[int, list[int], int]]] = []  # Of each row (offset, tokens, label after them).
+    rows: list[list[tuple[int, list[int], int]]] = []  # For each row: offset, tokens, label after them.
     short, offset = [], 0
     for part in parts:
         tokens = part.tokens
