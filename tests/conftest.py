@@ -1,4 +1,4 @@
-"""What holds for every test: its own caches, a profile of hypothesis, limits of time for this machine; and fixtures.
+"""What holds for every test: its own caches, a profile of hypothesis, patience in fast tests; and fixtures.
 
 A thread that dies fails the test in which it dies: pytest warns of it, and warnings are errors (pyproject.toml).
 """
@@ -18,10 +18,13 @@ from typing import Any
 import hypothesis
 import pytest
 
+from forebay.network import admission, discovery, server
+from forebay.network import join as joining
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage import remote_file
 from forebay.worker.trainer import share_processors
 from support import limits, store
+from support.handlers import FOREVER_S, patient
 from support.paths import TESTS
 
 # Programs that tests start import the helpers beside this file.
@@ -111,6 +114,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+
+
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fast tests no server with the usual limits cuts a slow peer, and no search for claims ends early."""
+    if not str(request.path).startswith(limits.SLOW):
+        monkeypatch.setattr(server, "ServerLimits", patient)
+        monkeypatch.setattr(admission, "LIMITS", patient(body_bytes=admission.LIMITS.body_bytes))
+        monkeypatch.setattr(joining, "TIMEOUT_S", FOREVER_S)
+        monkeypatch.setattr(discovery, "ANSWER_AFTER_GOOD_S", FOREVER_S)
+        monkeypatch.setattr(discovery.read_claims, "__defaults__", (FOREVER_S,))
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class TestBucket(StoreContract):
         with pytest.raises(DatasetError, match="another run writes here"), store.open("x") as file:
             file.write(b"2")
 
-    def test_scratch_is_of_this_user_alone(self, store: Store, tmp_path: Path) -> None:
+    def test_scratch_is_of_this_user_alone(self, store: Store) -> None:
         with store.scratch() as folder:
             assert (folder.parents[1].stat().st_mode & 0o77) == 0
         assert not folder.exists()

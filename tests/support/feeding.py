@@ -145,7 +145,7 @@ def check_cache(directory: Path) -> int:
     assert not problems
     for item in directory.glob("locks/[!p]*"):  # A process has `process-N` for as long as it has the cache open.
         with item.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if somebody holds it.
+            fcntl.flock(file, fcntl.LOCK_EX)  # A time-out if somebody holds it for good.
     return complete
 
 

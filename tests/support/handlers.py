@@ -20,6 +20,8 @@ from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 
+FOREVER_S = 3600.0  # Longer than any test may take.
+
 
 @dataclass(frozen=True)
 class Request:
@@ -65,7 +67,7 @@ def application(handle: Handler) -> FastAPI:
 def patient(**limits: Any) -> ServerLimits:
     """Limits of a server that cuts no peer for being slow."""
     names = ("idle_s", "handshake_s", "head_s", "body_s", "send_s")
-    return ServerLimits(**{**dict.fromkeys(names, 3600.0), **limits})
+    return ServerLimits(**{**dict.fromkeys(names, FOREVER_S), **limits})
 
 
 def serve(
@@ -84,8 +86,8 @@ def serve(
 class PatientClient(Client):
     """A client that waits for as long as the test may take."""
 
-    def request_json(self, *args: Any, timeout_s: float = 3600.0, **more: Any) -> tuple[dict[str, Any], Peer]:
+    def request_json(self, *args: Any, timeout_s: float = FOREVER_S, **more: Any) -> tuple[dict[str, Any], Peer]:
         return super().request_json(*args, timeout_s=timeout_s, **more)
 
-    def read_range(self, *args: Any, timeout_s: float = 3600.0, **more: Any) -> None:
+    def read_range(self, *args: Any, timeout_s: float = FOREVER_S, **more: Any) -> None:
         super().read_range(*args, timeout_s=timeout_s, **more)

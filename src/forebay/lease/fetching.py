@@ -203,12 +203,12 @@ class SliceFetcher:
         """One transfer from all of these providers at once, for as long as it is fast enough."""
         grant = lease.grant
         sources = self._sources(grant, providers)
+        received, since = 0, time.monotonic()
         transfer = ChunkTransfer(
             self._fetcher, claimed[0], _info_of(grant), sources, chunks=claimed[1],
             read_leaves=lambda: self._read_leaves(grant, sources),
             on_wrong=lambda source, reason: self._reject(grant, source, reason),
         ).start()  # fmt: skip
-        received, since = 0, time.monotonic()
         while not transfer.wait(0.25):
             now = time.monotonic()
             if lease.ended or self._closing.is_set():

@@ -444,8 +444,9 @@ class ChunkFeed:
             self._changed.notify_all()
 
     def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception) -> None:
-        self._counts["failed"] += 1
-        self._errors |= dict.fromkeys(((group.key, chunk) for chunk in chunks.tolist()), (error, time.monotonic()))
+        if any(group in plan.groups for plan in self._plans):  # Else it is of an iteration that ended.
+            self._counts["failed"] += 1
+            self._errors |= dict.fromkeys(((group.key, chunk) for chunk in chunks.tolist()), (error, time.monotonic()))
         for plan in self._plans:
             plan.position = 0
 

@@ -88,7 +88,7 @@ class SampleCheck:
     def __init__(self, shard: ShardInfo, ids: U64) -> None:
         self.shard, self.ids = shard, ids
         self._chunk_samples = shard.infos()[0].chunk_bytes // shard.sample_bytes
-        self.num_checked = 0
+        self.checked: list[int] = []  # samples of each call; threads append
         self.wrong: dict[int, int] = {}
 
     def __call__(self, chunk: int, data: memoryview) -> bool:
@@ -97,14 +97,14 @@ class SampleCheck:
         got = np.frombuffer(b"".join(digests), "<u8")
         wrong = np.flatnonzero(got != self.ids[first : first + len(got)])
         self.wrong.update({first + i: int(got[i]) for i in wrong.tolist()})
-        self.num_checked += len(got)
+        self.checked.append(len(got))
         return not len(wrong)
 
     def error(self) -> IntegrityError:
         shard, first = self.shard, min(self.wrong)
         offset = len(shard.tokens.header) + first * shard.sample_bytes
         return IntegrityError(
-            f"shard {shard.index}: expected each sample to have its id, got {len(self.wrong)} of {self.num_checked} "
+            f"shard {shard.index}: expected each sample to have its id, got {len(self.wrong)} of {sum(self.checked)} "
             f"checked that have not, the first sample {first} at byte {offset} of {shard.url}/{shard.tokens.name}. "
             f"Have the shard published again, or leave it out: remap={{{shard.index}: ANOTHER}}."
         )

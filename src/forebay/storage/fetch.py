@@ -303,11 +303,11 @@ class RunFetcher(Closing):
             raise disk_error(run.entry.path, run.entry.info.bytes, fault) from fault
         if not isinstance(fault, NetworkError):
             raise fault
-        if isinstance(fault, (ProtocolError, PermanentError)):
-            state.refused[url] = str(fault)
-        if isinstance(fault, ProtocolError):
+        if isinstance(fault, ProtocolError):  # Named before it is given up: that may end the transfer.
             log.warning("%s", fault)
             run.on_wrong(source, str(fault))
+        if isinstance(fault, (ProtocolError, PermanentError)):
+            state.refused[url] = str(fault)
         if self._is_timed_out(run, now):
             return self._end(run, self._timed_out(run, now), fault)
         throttled = isinstance(fault, TransientError) and fault.throttled

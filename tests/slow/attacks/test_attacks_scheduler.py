@@ -215,7 +215,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
 
 
 def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
-    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
     checked: list[float] = []

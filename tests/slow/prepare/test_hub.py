@@ -96,7 +96,7 @@ def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path) -> None:
     assert hub.bytes_sent["train.jsonl"] < data.stat().st_size - (256 << 10)
 
 
-def test_without_a_network(tmp_path: Path) -> None:
+def test_without_a_network() -> None:
     """The hub itself, from a namespace that has no way to it."""
     cut_off = ["unshare", "--user", "--map-root-user", "--net"]
     if shutil.which("unshare") is None or subprocess.run([*cut_off, "true"], capture_output=True).returncode:

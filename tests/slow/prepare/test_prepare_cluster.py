@@ -208,7 +208,7 @@ def test_a_server_that_is_busy_and_late_costs_few_requests(
     assert busy <= 1.2 * calm
 
 
-def test_an_input_that_is_replaced_is_named(server: S3Server, environment: dict[str, str], tmp_path: Path) -> None:
+def test_an_input_that_is_replaced_is_named(server: S3Server, environment: dict[str, str]) -> None:
     source = bucket(server, "changing")
     cluster.write_corpus(source, 40)
     process = cluster.start("s3://bucket/changing", "s3://bucket/mixed", 1, environment)

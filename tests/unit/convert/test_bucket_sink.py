@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expected the settings with which .* got other eos_id, slice_bytes"):
         compare_plans("s3://b/p", stored, plan(tmp_path, eos_id=3, slice_bytes=1 << 20))
     np.save(tmp_path / "train_1.npy", np.arange(7, 107, dtype=np.uint16))
+    os.utime(tmp_path / "train_1.npy", ns=(0, 0))
     with pytest.raises(DatasetError, match=r"train_1.npy: expected the input with which the conversion"):
         compare_plans("s3://b/p", stored, plan(tmp_path))
     (tmp_path / "train_2.npy").unlink()

@@ -15,6 +15,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.lease.scheduler_client import SchedulerClient
+from forebay.lease.session import LeaseSession
 from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import create_network, join
 from forebay.scheduler.server import SchedulerService
@@ -96,5 +97,7 @@ def test_without_a_reply_for_patience_s_the_exception_ends_the_work(
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(SchedulerClient, "exchange", exchange)
+    real = LeaseSession._request
+    monkeypatch.setattr(LeaseSession, "_request", lambda self: (vars(self).update(patience_s=0.5), real(self)))
     with pytest.raises(OSError, match="Too many open files"):
-        work(patience_s=0.5)
+        work()

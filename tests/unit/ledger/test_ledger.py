@@ -22,7 +22,7 @@ def write(path: Path, samples: list[int], uses: list[tuple[int, int, int, int]])
 
 
 @pytest.mark.parametrize("earlier", [None, 1, "2"])
-def test_a_ledger_of_another_format_is_refused(tmp_path: Path, earlier: object) -> None:
+def test_a_ledger_of_another_format_is_refused(earlier: object) -> None:
     """Its lease order is another, so offsets in it name other samples."""
     entry = Entry(
         0, "", 5.0, "job", {"samples_per_slice": [[2, 1]], **({"format": earlier} if earlier else {})}, "", "h"

@@ -22,7 +22,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> PrepareResult:
     folder = tmp_path_factory.mktemp("text")
     for i, text in enumerate(TEXTS):
         (folder / f"{i:03}.txt").write_text(text)
-    return forebay.prepare_dataset([folder], folder / "out", tokenizer="bytes", slice_bytes=4096)
+    return forebay.prepare_dataset([folder], folder / "out", tokenizer="bytes", slice_bytes=4096, workers=1)
 
 
 def test_a_description_has_the_order_the_cache_and_the_position(tmp_path: Path) -> None:

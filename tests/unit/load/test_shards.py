@@ -296,6 +296,7 @@ def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path) -> None
     with open_shards(own_bucket, own_bucket) as first, open_shards(own_bucket, own_bucket) as second:
         for shards in (first, second):
             assert [batch.dataset_index[0] for batch in shards.batches(0, 6, batch_size=8)] == [0, 0, 0, 1, 1, 1]
+            await_shard(shards.upcoming_dataset)
     assert {name for index in range(SHARDS) for name in file_names(index)} <= {p.name for p in own_bucket.iterdir()}
     assert not list(own_bucket.glob(".*.tmp")) and len(list(own_bucket.glob(".train_*.map"))) == 3  # One is upcoming.
 

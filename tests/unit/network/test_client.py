@@ -64,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 # Whom it asks.
 
 
-def test_the_wrong_peer_is_asked_nothing(member: Client, make_identity: Make, network_dir: Path) -> None:
+def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir: Path) -> None:
     scope = Scope(frozenset({"worker"}))
     worker = join(network_dir, network_dir.parent / "only-worker", "only-worker", scope=scope)
     with RudePeer(worker, lambda asked: OK) as peer:

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
-from forebay.network import admission
 from forebay.network import join as joining
 from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
 from forebay.network.audit import AuditLog
@@ -26,7 +25,6 @@ from forebay.network.peer import Scope
 from forebay.network.pki.certificates import der_of
 from forebay.network.pki.files import read_issuer, read_key, read_network
 from forebay.network.pki.identity import create_network, create_organisation, join, revoke
-from support.handlers import patient
 
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 
@@ -45,12 +43,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def server(
-    network_dir: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[AdmissionServer]:
-    """An organisation's admission server, which is patient."""
-    monkeypatch.setattr(admission, "LIMITS", patient(body_bytes=admission.LIMITS.body_bytes))
-    monkeypatch.setattr(joining, "TIMEOUT_S", 3600.0)
+def server(network_dir: Path, tmp_path: Path, clock: Clock) -> Iterator[AdmissionServer]:
+    """An organisation's admission server."""
     create_organisation(network_dir, tmp_path / "org", "acme", WORKER)
     with AuditLog(tmp_path / "audit.log") as audit:
         server = AdmissionServer(Admissions(tmp_path / "org", audit, clock)).start()

@@ -41,7 +41,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with PrepareBar() as bar:
         bar.update(Progress("filter", 10, 100, "B", 10, 5, 1))
         bar.update(Progress("filter", 60, 100, "B", 60, 5, 1))
-    assert "filter: 60.0 of 100B after 00:00" in plain.getvalue().splitlines()[-1]
+    assert "filter: 60.0 of 100B after 0" in plain.getvalue().splitlines()[-1]
     assert "\r" not in plain.getvalue()
 
 

@@ -167,7 +167,7 @@ def test_a_tokenizer(tmp_path: Path, own: Any, how: str) -> None:
     assert (result.path / "tokenizer.json").read_bytes() == b"letters 1"
 
 
-def test_code_that_a_recipe_names_needs_leave(tmp_path: Path, own: Any) -> None:
+def test_code_that_a_recipe_names_needs_leave(own: Any) -> None:
     for settings in ({"tokenize": {"tokenizer": "my_own:Letters"}}, {"dedup": {"x": {"use": "my_own:SameStart"}}}):
         with pytest.raises(UsageError, match=r"names code, 'my_own:.*--allow-code"):
             load_recipe(settings=settings)

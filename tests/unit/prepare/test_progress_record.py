@@ -14,6 +14,7 @@ from forebay.errors import PrepareError
 from forebay.prepare.progress import FINISHED_FILE, RUNNING_FILE, ProgressRecord, read_progress
 from forebay.prepare.rates import Progress
 from forebay.storage.store import open_store
+from support.handlers import FOREVER_S
 from support.paths import ROOT
 from support.preparing import prepare, write_jsonl
 
@@ -61,6 +62,7 @@ def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path:
 
 def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.prepare.inputs.GROUP_BYTES", 1)
+    monkeypatch.setattr("forebay.prepare.progress.WRITE_S", FOREVER_S)  # Between tasks alone.
     inputs, out = tmp_path / "in", tmp_path / "out"
     inputs.mkdir()
     for number in range(12):

@@ -247,7 +247,7 @@ def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tm
 
         def has_failed() -> bool:
             lease = worker.lease("ab" * 32, 100, [{"address": "https://data.example/d"}], str(next(numbers)))
-            until(lambda: lease.ended)
+            until(lambda: lease.ended or worker.fetcher.failure is not None)
             return worker.fetcher.failure is not None
 
         try:

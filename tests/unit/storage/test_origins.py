@@ -235,7 +235,7 @@ def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
 Make = Callable[[str], Identity]
 
 
-def test_peers_by_home(make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_by_home(make_identity: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     created = make_identity("reader")
     created.node_dir.rename(created.node_dir.with_name("net%2F1"))
     monkeypatch.setenv("FOREBAY_HOME", str(created.node_dir.parent))

@@ -150,8 +150,8 @@ def test_one_for_is_a_pass_and_take_moves_nothing(tmp_path: Path, caplog: pytest
     assert [fact[:5] for fact in result] == [fact[:5] for fact in expected] and created.epoch == 3
     bounded = stream(folder, rank=1, world_size=2, steps=5, epochs=None)
     assert len(list(bounded)) == 5 and bounded.step == 5
-    assert not caplog.records and list(bounded) == []
-    assert caplog.records[0].getMessage() == "stream: all 5 steps of the run were given out: no batch is left."
+    assert "no batch is left" not in caplog.text and list(bounded) == []
+    assert caplog.messages[-1] == "stream: all 5 steps of the run were given out: no batch is left."
 
 
 def test_helper_processes_of_a_rank_read_its_share(tmp_path: Path) -> None:

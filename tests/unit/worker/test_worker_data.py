@@ -134,7 +134,7 @@ def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog:
     with caplog.at_level(logging.WARNING, "forebay.worker"):
         epochs = [batch.epoch for batch in data.batches()]
     assert len(epochs) == 9 and epochs[-1] >= 1
-    assert next(record.getMessage() for record in caplog.records).endswith("epoch 2 begins, in another order.")
+    assert next(text for text in caplog.messages if "begins" in text).endswith("epoch 2 begins, in another order.")
     assert data.stats()["tail_tokens"] > 0
     with pytest.raises(DatasetError, match="Ask for shorter samples or smaller batches"):
         next(iter(text_dataset(texts, seq_len=4096, batch_size=100)))

@@ -73,7 +73,7 @@ def org_dir(network_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_an_organisations_node_says_whose_it_is_and_what_it_may(
-    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
+    org_dir: Path, tmp_path: Path, make_identity: Make
 ) -> None:
     node = join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"worker"}), ("c4-en",)))
     seen = meets(make_identity("r"), node)
