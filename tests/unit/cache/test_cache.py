@@ -46,7 +46,38 @@ def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path) -> Non
     other.close()
     cache.evict(())
     assert cache.used_bytes() == 0 == len(list((tmp_path / "chunks").iterdir()))
+    for number in range(100):
+        cache.unpin([(put_chunks(cache, content(number), CHUNK, [0, 1]), np.arange(2))])
+        cache.evict(())
+    assert len(cache._used) <= 1, "what was evicted is forgotten"
     cache.close()
+
+
+def test_what_is_pinned_or_being_fetched_stays(tmp_path: Path) -> None:
+    budget = 2 * SLICE + CHUNK
+    cache, other = ChunkCache(tmp_path, budget), ChunkCache(tmp_path, budget)
+    entry = put_chunks(cache, content(0), CHUNK, [0, 1, 2, 3])
+    chunks = np.arange(4)
+    cache.pin([(entry, chunks[:2])])
+    cache.unpin([(entry, chunks)], [7])
+    put_chunks(other, content(1), CHUNK, [0, 1, 2, 3])
+    put_chunks(other, content(2), CHUNK, [0])
+    assert entry.marks.tolist() == [PRESENT, PRESENT, ABSENT, ABSENT]
+    with pytest.raises(UsageError, match=r"no room for \d+ bytes .* pinned"):
+        put_chunks(other, content(3), CHUNK, [0])
+    cache.unpin([(entry, chunks[:2])])
+    put_chunks(other, content(3), CHUNK, [0])
+    assert entry.is_deleted or not entry.marks.any()
+    other.close()
+    entry = put_chunks(cache, content(4), CHUNK, [0])
+    claimed, _ = cache.claim(entry, chunks)
+    assert claimed.tolist() == [1, 2, 3]
+    large = content(5, 8 * CHUNK)
+    with pytest.raises(UsageError, match="being fetched"):
+        put_chunks(cache, large, CHUNK, [*range(8)])
+    cache.complete(entry, claimed)  # It failed.
+    put_chunks(cache, large, CHUNK, [*range(8)])
+    assert disk_bytes(tmp_path) <= budget
 
 
 def test_chunks_that_are_read_latest_go_first(tmp_path: Path) -> None:

@@ -181,6 +181,14 @@ def test_files_for_programs_are_no_documents(tmp_path: Path) -> None:
     assert [record.url for record in documents(path)] == [url for url, _ in retained]
 
 
+def test_an_archive_without_documents_says_what_it_has(tmp_path: Path) -> None:
+    parts = [response("x", "image/png", "http://a/"), response("x", "text/html", "http://b/", 404)] * 2
+    (tmp_path / "a.warc").write_bytes(b"".join([*parts, warc_record(b"GET / HTTP/1.1", "request", "application/http")]))
+    (record,) = documents(tmp_path / "a.warc")
+    others = record.problem.partition("expected responses of HTML or plain text, got none: ")[2].split("; ")
+    assert record.failed and sorted(others) == ["1 × request record", "2 × HTTP status 404", "2 × image/png"]
+
+
 def test_metadata_of_a_crawl_says_what_to_name_in_its_place() -> None:
     """A WAT file of CommonCrawl, which holds links and headers of pages, and no text."""
     (record,) = documents(shared_data("warc/whirlwind/whirlwind.warc.wat.gz"))

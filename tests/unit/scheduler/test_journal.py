@@ -28,6 +28,21 @@ def kill(journal: Journal) -> None:
     journal._files.close()  # Only the lock: the others are closed.
 
 
+def test_each_start_knows_every_lease_and_reads_only_what_is_new(tmp_path: Path) -> None:
+    with open_journal(tmp_path, samples=[500]) as journal:
+        grant = lease(journal, "w")
+        for start in range(300):
+            use(journal, "w", grant, start, start + 1)
+        kill(journal)
+    for _ in range(3):
+        with open_journal(tmp_path, samples=[500], now=500.0) as journal:
+            assert list(journal.core.table.leases) == [grant.lease_id] and journal.core.table.used == 300
+            assert journal.core.table.sessions.all["w", "s"].deadline == 510.0
+            assert use(journal, "w", grant, 299, 300).uses[0].offset == 300 and journal.ledger.next_seq == 301
+            assert journal.ledger.read_bytes < (tmp_path / LEDGER_NAME).stat().st_size / 4
+            kill(journal)
+
+
 def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         for _ in range(2):
