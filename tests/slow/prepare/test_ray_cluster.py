@@ -20,7 +20,7 @@ def test_machines_that_come_and_go_make_the_same_dataset(tmp_path: Path) -> None
     expected = local.communicate()[0].split()[-1]
     credentials = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1"}
     with S3Server(directory, host="0.0.0.0") as server:
-        credentials["AWS_ENDPOINT_URL"] = f"http://{HEAD}:{server.port}"
+        credentials["AWS_ENDPOINT_URL"] = f"http://{HEAD}:{server.ports[0]}"
         with ray_nodes(tmp_path, credentials) as nodes:
             nodes.start_head()
             for _ in range(3):
