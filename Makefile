@@ -30,10 +30,11 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(PY) scripts/check_names.py src benchmarks examples tests
+	$(PY) scripts/check_names.py src benchmarks examples tests docs README.md CONTRIBUTING.md CHANGELOG.md
 	$(PY) scripts/check_size.py
 	$(PY) scripts/check_sources.py
 	$(PY) scripts/check_pages.py
+	$(PY) scripts/check_files.py
 
 # Before each commit: lint, and every test but tests/slow.
 test: setup lint

@@ -2,64 +2,82 @@
 
 Usage: python scripts/check_sources.py
 
-- Files are renamed, and temporary ones named, by `forebay.files` alone, so that every write is atomic and durable.
+- Files are renamed, and temporary ones named, by `forebay.files` alone, which writes them whole and flushed.
 - Threads are started by `forebay.threads` alone, so that none dies unseen.
 """
 
 import ast
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[1] / "src" / "forebay"
+THREADS = {"threading.Thread", "threading.Timer"}
 RENAMES = {"rename", "replace", "renames", "move"}
 TEMPORARY = {"mkstemp", "mktemp", "NamedTemporaryFile"}
 EXEMPT = {
-    ("convert.py", "rename"): "a directory that is complete and synced takes its name",
-    ("files.py", "replace"): "the one writer",
-    ("load/prefetch.py", "Thread"): "hands its exception to the iterator",
-    ("load/shared_memory.py", "mkstemp"): "the memory that processes share is never a file that stays",
-    ("network/retry.py", "Thread"): "writes log lines, nothing waits for it",
-    ("prepare/engines/local.py", "Thread"): "ends the process with its parent",
-    ("storage/remote_file.py", "Thread"): "hands its exception to whoever waits for a block",
-    ("threads.py", "Thread"): "SupervisedThread itself",
+    ("__main__.py", "Thread", 1): "sends a signal",
+    ("convert.py", "rename", 5): "a directory that is complete and synced takes its name",
+    ("files.py", "replace", 2): "the one writer",
+    ("load/prefetch.py", "Thread", 1): "hands its exception to the iterator",
+    ("load/shared_memory.py", "mkstemp", 1): "the memory that processes share is never a file that stays",
+    ("network/retry.py", "Thread", 1): "writes log lines, nothing waits for it",
+    ("prepare/engines/local.py", "Thread", 1): "ends the process with its parent",
+    ("storage/remote_file.py", "Thread", 1): "hands its exception to whoever waits for a block",
+    ("threads.py", "Thread", 1): "SupervisedThread itself",
 }
-"""(file, name) of calls that are allowed, each in one place of its file, and why."""
+"""(file, name, number) of calls that are allowed, and why."""
 
 
-def is_text(call: ast.Call, owner: str) -> bool:
-    """Return True if `a.replace(…)` cannot be of a path, which takes one argument."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    return owner not in ("os", "shutil") and name == "replace" and (len(call.args) != 1 or bool(call.keywords))
+def read_imports(tree: ast.AST) -> dict[str, str]:
+    """The full name that each imported name stands for."""
+    names = dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def find_calls(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """Line, name and advice of each call that only one module may make."""
+    """Line, name and advice of each call, or base of a class, that only one module may have."""
+    imports = read_imports(tree)
+
+    def full_name(node: ast.expr) -> str:
+        owner, dot, rest = ast.unparse(node).partition(".")
+        return imports.get(owner, owner) + dot + rest
+
     for node in ast.walk(tree):
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            if full_name(base) in THREADS:
+                yield node.lineno, "Thread", "start threads by forebay.threads.SupervisedThread"
         if not isinstance(node, ast.Call):
             continue
-        if ast.unparse(node.func) in ("threading.Thread", "Thread"):
+        owner, _, name = full_name(node.func).rpartition(".")
+        if f"{owner}.{name}" in THREADS:
             yield node.lineno, "Thread", "start threads by forebay.threads.SupervisedThread"
-        if not isinstance(node.func, ast.Attribute):
-            continue
-        name, value = node.func.attr, node.func.value
-        owner = value.id if isinstance(value, ast.Name) else ""
-        is_rename = name in RENAMES and owner != "dataclasses" and not is_text(node, owner)
+        arguments = [*node.args, *(keyword for keyword in node.keywords if keyword.arg != "tzinfo")]
+        # `replace` of a path has one argument, of a string two, of a moment a zone.
+        is_path = isinstance(node.func, ast.Attribute) and name in RENAMES and owner != "dataclasses"
+        is_path = is_path and (name != "replace" or len(arguments) == 1)
+        is_rename = (name in RENAMES and owner in ("os", "shutil")) or is_path
         if is_rename or (owner == "tempfile" and name in TEMPORARY):
             yield node.lineno, name, "write files by forebay.files"
 
 
 def main() -> int:
-    files, faults, seen = sorted(SOURCES.rglob("*.py")), list[str](), set[tuple[str, str]]()
+    files, found = sorted(SOURCES.rglob("*.py")), defaultdict[tuple[str, str], list[str]](list)
     for path in files:
-        file = path.relative_to(SOURCES).as_posix()
-        threads = 0
         for line, name, advice in find_calls(ast.parse(path.read_bytes())):
-            threads += name == "Thread"
-            seen.add((file, name))
-            if (file, name) not in EXEMPT or threads > 1:
-                faults.append(f"{path}:{line}: {name}: {advice}")
-    faults += [f"{file} calls {name} no more: take it from EXEMPT" for file, name in sorted(EXEMPT.keys() - seen)]
+            found[path.relative_to(SOURCES).as_posix(), name].append(f"{path}:{line}: {name}: {advice}")
+    allowed = {(file, name): num for file, name, num in EXEMPT}
+    faults = [line for key, lines in found.items() if len(lines) > allowed.get(key, 0) for line in lines]
+    faults += [
+        f"{file} calls {name} {len(found[file, name])} times: EXEMPT says {num}"
+        for (file, name), num in allowed.items() if len(found[file, name]) < num
+    ]  # fmt: skip
     print("\n".join(faults) or f"sources: {len(files)} files checked")
     return 1 if faults else 0
 

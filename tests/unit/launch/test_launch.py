@@ -18,7 +18,6 @@ from forebay.launch import KINDS, quote_unit, quote_yaml, render
 from forebay.load.arguments import rank_of_world
 from support.containers import without_dollars
 from support.launched import HOSTILE
-from support.paths import ROOT
 
 
 def test_options_of_a_slurm_script_come_before_its_first_command() -> None:
@@ -93,10 +92,3 @@ def test_files_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "file").touch()
     assert main(["launch", "systemd", str(tmp_path / "file")]) == 1
     assert main(["launch", "slurm", str(tmp_path)]) == 2 and main(["launch", "compose", "--set", "x"]) == 2
-
-
-def test_the_compose_file_of_the_repository_is_launched() -> None:
-    settings = {
-        "build": ".", "dataset": "code", "texts": "./src/forebay/formats", "slice_bytes": "8KiB", "seq_len": "64",
-    }  # fmt: skip
-    assert (ROOT / "compose.yaml").read_text() == render("compose", settings, [])["compose.yaml"]
