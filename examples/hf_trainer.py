@@ -6,7 +6,6 @@ Run: python examples/hf_trainer.py
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,10 +17,11 @@ try:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 except ImportError:
     sys.exit("hf_trainer: transformers is not installed. Run: pip install transformers accelerate torch")
+from inference import call, exit_on_sigterm
 
 import forebay
 
-PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = ["prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 
 class DataState(TrainerCallback):
@@ -65,9 +65,10 @@ def train(dataset: Path, out: Path, steps: int, resume: Path | None) -> list[flo
 
 
 def main() -> None:
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         dataset, out = Path(directory) / "dataset", Path(directory) / "out"
-        subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+        call(*PREPARE, "--out", dataset)
         unbroken = train(dataset, out, 6, None)
         resumed = train(dataset, out, 6, out / "checkpoint-3")
         print(f"losses {unbroken}; from step 3 on again {resumed[-3:]}")

@@ -59,7 +59,22 @@ def collect(folder: Path, num_rows: int) -> list[Any]:
     return [json.loads(lines[row])["output"] for row in range(num_rows)]
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this program as an error does: `with` and `finally` end the processes that it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a process, which ends those that it has started; SIGKILL if that takes more than 20 s."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(20)
+    process.kill()
+    process.wait()
+
+
 def call(*words: object) -> None:
+    """Run a command of Forebay; if it fails, it says why, and this program ends."""
     command = [*FOREBAY, *map(str, words)]
     if status := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"forebay {words[0]} ended with status {status}")
@@ -77,7 +92,7 @@ class Servers(ExitStack):
         command = [*FOREBAY, *map(str, words), "--json"]
         self.servers[words[0]] = server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.enter_context(server)
-        self.callback(server.terminate)
+        self.callback(end, server)
         assert server.stdout is not None
         if not (line := server.stdout.readline()):
             sys.exit(f"forebay {words[0]} ended with status {server.wait()}")
@@ -86,15 +101,14 @@ class Servers(ExitStack):
     def run(self, *words: object, **environment: str) -> int:
         """Run a command of Forebay to its end; its status."""
         command = subprocess.Popen([*FOREBAY, *map(str, words)], env=os.environ | environment)
-        while command.poll() is None:
-            for name, server in self.servers.items():
-                if server.poll() is not None:
-                    command.terminate()
-                    with suppress(subprocess.TimeoutExpired):
-                        command.wait(20)
-                    command.kill()
-                    sys.exit(f"forebay {name} ended with status {server.returncode}, so forebay {words[0]} was ended")
-            time.sleep(0.1)
+        try:
+            while command.poll() is None:
+                for name, server in self.servers.items():
+                    if (status := server.poll()) is not None:
+                        sys.exit(f"forebay {name} ended with status {status}, so forebay {words[0]} was ended")
+                time.sleep(0.1)
+        finally:
+            end(command)
         return command.returncode
 
 
@@ -110,6 +124,7 @@ def start_network(servers: Servers, folder: Path, dataset: Path, *settings: obje
 
 
 def main() -> None:
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as directory, Servers() as servers:
         folder = Path(directory)
         prompts = [list(range(index % 13 + 1)) for index in range(INPUTS)]

@@ -6,7 +6,6 @@ Run: python examples/jax_train.py
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,11 +18,12 @@ except ImportError:
     sys.exit("jax_train: jax is not installed. Run: pip install jax")
 import jax.numpy as jnp
 import numpy as np
+from inference import call, exit_on_sigterm
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import forebay
 
-PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = ["prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 
 @jax.jit
@@ -41,10 +41,11 @@ def step(weights: jax.Array, inputs: jax.Array, labels: jax.Array) -> tuple[jax.
 
 
 def main() -> None:
+    exit_on_sigterm()
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
-        subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+        call(*PREPARE, "--out", dataset)
         loader = forebay.Loader(dataset, seq_len=32, global_batch_size=8, seed=1, epochs=2)
         weights, losses = jnp.zeros((512, 512)), []
         for batch in loader.to_jax(sharding):

@@ -10,7 +10,6 @@ it waits for the others. Workers of this kind on other machines may come and go:
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,12 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inference import Servers, call, exit_on_sigterm, start_network
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from train_ddp import TORCHRUN
 
 import forebay
 
-PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = ["prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 
 def shared_batches(loader: Any) -> Iterator[tuple[Any, Any, float]]:
@@ -43,6 +45,7 @@ def shared_batches(loader: Any) -> Iterator[tuple[Any, Any, float]]:
         yield inputs[mine], labels[mine], count * world_size / len(inputs)
 
 
+@record
 def train() -> None:
     dist.init_process_group("gloo")  # "nccl" with GPUs
     torch.manual_seed(0)
@@ -65,12 +68,10 @@ def train() -> None:
 
 
 def main() -> None:
-    from inference import Servers, call, start_network
-    from train_ddp import TORCHRUN
-
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as directory, Servers() as servers:
         folder = Path(directory)
-        subprocess.run([*PREPARE, "--out", folder / "text"], check=True, stdout=subprocess.DEVNULL)
+        call(*PREPARE, "--out", folder / "text")
         scheduler = start_network(servers, folder, folder / "text", "--seq-len", 32)
         worker = ["worker", "--scheduler", scheduler, "--identity", folder / "carol", "--batch-size", 6]
         torchrun = ["--", *TORCHRUN, "--nproc-per-node", 2, __file__]

@@ -6,7 +6,6 @@ Run: python examples/lightning_module.py
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -18,11 +17,12 @@ try:
 except ImportError:
     sys.exit("lightning_module: lightning is not installed. Run: pip install lightning")
 import torch
+from inference import call, exit_on_sigterm
 from torch import nn
 
 import forebay
 
-PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = ["prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 STEPS, SAVED_AT = 14, 5
 
@@ -59,11 +59,12 @@ def fit(dataset: Path, steps: int, resume: Path | None, save: Path | None) -> li
 
 
 def main() -> None:
+    exit_on_sigterm()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as directory:
         dataset, checkpoint = Path(directory) / "dataset", Path(directory) / "last.ckpt"
-        subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+        call(*PREPARE, "--out", dataset)
         unbroken = fit(dataset, STEPS, None, None)
         before = fit(dataset, SAVED_AT, None, checkpoint)
         after = fit(dataset, STEPS, checkpoint, None)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/train_ddp.py DATASET CHECKPOINT.pt       or as you start yours
 
 The loader reads rank and world size from the process group. The checkpoint may be loaded on any number of ranks.
-torchrun chooses a free port; when a rank fails, it ends the others and says which one failed and how.
+torchrun chooses a free port; when a rank fails, it ends the others and says which one failed and why (`record`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from inference import call, end, exit_on_sigterm
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import forebay
 
-PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = ["prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 STOP = 7
 
 
+@record
 def train(dataset: str, checkpoint: Path) -> None:
     dist.init_process_group("gloo")  # "nccl" with GPUs
     torch.manual_seed(0)
@@ -49,7 +52,7 @@ def train(dataset: str, checkpoint: Path) -> None:
         if saved is None and loader.step == STOP:
             break
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, up to step {loader.step} of {length}: loss {loss.item():.2f}")
+        print(f"{dist.get_world_size()} ranks, up to step {loader.step}, {length} an epoch: loss {loss.item():.2f}")
         torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, checkpoint)
     loader.close()
     dist.barrier()
@@ -59,26 +62,31 @@ def train(dataset: str, checkpoint: Path) -> None:
 
 
 def launch(ranks: int, program: str, *arguments: str) -> None:
-    """Run a program on this machine's ranks by torchrun, and exit with an error if it fails."""
+    """Run a program on this machine's ranks by torchrun, which ends with us; exit with an error if it fails."""
     command = [*TORCHRUN, "--nproc-per-node", str(ranks), program, *arguments]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        sys.exit(f"{Path(program).stem}: a rank failed; torchrun names it above")
+    torchrun = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        status = torchrun.wait()
+    finally:
+        end(torchrun)
+    if status:
+        sys.exit(f"{Path(program).stem}: torchrun ended with status {status}; if a rank failed, it is named above")
 
 
 def main(arguments: list[str]) -> None:
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         dataset, checkpoint = arguments or [f"{directory}/dataset", f"{directory}/checkpoint.pt"]
         if not arguments:
-            subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+            call(*PREPARE, "--out", dataset)
         forebay.open_dataset(dataset)  # One that is missing is an error before there are ranks.
         launch(2, __file__, dataset, checkpoint)
         launch(1, __file__, dataset, checkpoint)  # With what is left, on one rank.
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (1, 3):
-        sys.exit("train_ddp: expected DATASET CHECKPOINT.pt, or nothing")
+    if len(sys.argv) != 3 and (len(sys.argv) != 1 or "RANK" in os.environ):
+        sys.exit("train_ddp: expected DATASET CHECKPOINT.pt, or nothing if torchrun does not start it")
     try:
         if "RANK" in os.environ:
             train(sys.argv[1], Path(sys.argv[2]))

@@ -10,7 +10,6 @@ has `state_dict` and `load_state_dict`, as the loader has. A run that is resumed
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -19,14 +18,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from inference import call, exit_on_sigterm
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from train_ddp import launch
 
 import forebay
 
-PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = ["prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 STEPS, SAVED_AT = 12, 5
 
 
@@ -64,6 +65,7 @@ def train(dataset: str, steps: int, *, resume: Path | None = None, save: Path | 
     return losses
 
 
+@record
 def run_rank(dataset: str, folder: Path) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # Of in-place changes; there are none here.
     dist.init_process_group("gloo")  # "nccl" with GPUs
@@ -81,17 +83,18 @@ def run_rank(dataset: str, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         dataset, folder = arguments or [f"{directory}/dataset", f"{directory}/checkpoint"]
         if not arguments:
-            subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+            call(*PREPARE, "--out", dataset)
         forebay.open_dataset(dataset)  # One that is missing is an error before there are ranks.
         launch(2, __file__, dataset, folder)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (1, 3):
-        sys.exit("train_fsdp: expected DATASET FOLDER, or nothing")
+    if len(sys.argv) != 3 and (len(sys.argv) != 1 or "RANK" in os.environ):
+        sys.exit("train_fsdp: expected DATASET FOLDER, or nothing if torchrun does not start it")
     try:
         if "RANK" in os.environ:
             run_rank(sys.argv[1], Path(sys.argv[2]))

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from inference import exit_on_sigterm
 
 import forebay
 
@@ -32,6 +33,7 @@ def draw(folder: Path, num_images: int = 2000) -> Path:
 
 
 def main(inputs: list[str]) -> None:
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         source = Path(inputs[0]) if inputs else draw(Path(directory))
         dataset = Path(directory) / "dataset"

@@ -164,7 +164,10 @@ def check(path: Path, classes: dict[str, list[int]]) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    roots = map(Path, arguments or ["src", "docs", "README.md"])
+    roots = [Path(argument) for argument in arguments or ["src", "docs", "README.md"]]
+    if missing := [str(root) for root in roots if not root.exists()]:
+        print(f"names: expected files or folders, got {', '.join(missing)}", file=sys.stderr)
+        return 2
     files = [
         file
         for root in roots

@@ -5,7 +5,10 @@ Usage: python scripts/check_pages.py
 - Links of README, docs and the other pages lead to files and headings that exist.
 - docs is a tree of short pages of four kinds, each listed once in docs/README.md.
 - Each item of the seed documents has a line with evidence, each threat a test; every test that a page names exists.
-- Commands, flags, modules, files, benchmarks and `make` targets that pages name exist.
+- Targets of `make` and commands of `forebay` with their flags that stand in code exist, and so do modules of benchmarks
+  and paths below scripts, tests, benchmarks and examples; a line that says "of commit" is of that commit. On some pages
+  other modules and files, too. Not checked: a flag's value, a flag without its command, keys of `--set`, what follows a
+  `--`, links by reference.
 - Each dependency has a reason; environment variables and keys of API files are in the reference; docstrings of the
   public interface name every argument; the command line stays small.
 """
@@ -32,13 +35,17 @@ DOCS, TESTS, SOURCES = ROOT / "docs", ROOT / "tests", ROOT / "src" / "forebay"
 REFERENCE = DOCS / "reference"
 INDEX = DOCS / "README.md"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path != INDEX)
-OTHER_PAGES = [ROOT / name for name in ("README.md", "compat/README.md", "PROJECT.md", "CONTRIBUTING.md")]
+OTHERS = ("README.md", "compat/README.md", "PROJECT.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+ALL_PAGES = [*PAGES, INDEX, *(ROOT / name for name in OTHERS)]
 MAX_WORDS = 1500
 MAX_OPTIONS = 185
 KINDS = {"Tutorial": "tutorial", "How-to": "how-to", "Reference": "reference", "Explanation": "explanation"}
 SEED_ITEMS = {"S0": 25, "S1": 37, "S2": 35, "S3": 19, "S4": 30}
 NAMED_TEST = re.compile(r"`(?:tests/)?((?:unit|slow|contract|sim|docs|e2e)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`")
 INSTALLATION = ("pip install '.[prepare,network]'", "pip wheel --no-deps --wheel-dir dist .")
+
+
+command_line = cache(make_parser)
 
 
 @cache
@@ -51,8 +58,8 @@ def name(path: Path) -> str:
 
 
 def check_links() -> Iterator[str]:
-    for page in [*PAGES, INDEX, *OTHER_PAGES]:
-        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", read(page)):
+    for page in ALL_PAGES:
+        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?(?:\s[^)]*)?\)", read(page)):
             linked = (page.parent / target) if target else page
             if not linked.exists():
                 yield f"{name(page)}: the link {target} leads nowhere"
@@ -100,7 +107,7 @@ def check_evidence() -> Iterator[str]:
 
 
 def check_tests() -> Iterator[str]:
-    for page in [*PAGES, *OTHER_PAGES]:
+    for page in ALL_PAGES:
         for file, function in sorted(set(NAMED_TEST.findall(read(page)))):
             if not (TESTS / file).exists():
                 yield f"{name(page)}: there is no tests/{file}"
@@ -110,13 +117,30 @@ def check_tests() -> Iterator[str]:
                 yield f"{name(page)}: tests/{file} has no {function}"
 
 
+def read_code(page: Path) -> Iterator[str]:
+    """Each line of a page's blocks of code, and each piece of code in its text."""
+    text = read(page).replace("\\\n", " ")
+    fence = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+    for block in fence.findall(text):
+        yield from map(str.strip, block.splitlines())
+    text = fence.sub("", text)
+    yield from re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)
+    for piece in re.findall(r"`((?:[^`\n]|\n(?!\n))+)`", text):
+        yield " ".join(piece.split())
+
+
 def check_commands() -> Iterator[str]:
-    """Commands of the seeds' pages; a word in capitals or `…` is the reader's."""
-    for page in sorted(REFERENCE.glob("seeds-*.md")):
-        for line in re.findall(r"`([^`]+)`", read(page)):
-            if line.startswith("forebay "):
-                yield from check_command(page, line.split()[1:])
-            elif line.startswith("python -m "):
+    """A word in capitals or `…` is the reader's."""
+    targets = re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.MULTILINE)
+    for page in ALL_PAGES:
+        for line in read_code(page):
+            for target in re.findall(r"(?:^|[$;&] )make ([a-z][\w-]*)", line):
+                if target not in targets:
+                    yield f"{name(page)}: the Makefile has no target {target}"
+            for command in re.findall(r"(?<![\w\"'/.-])(?<!-t )(?<!from )forebay ([^|;&<>#()'\"]+)", line):
+                if not re.fullmatch(r"[a-z]+ \d+", command):  # the first line of a message that is signed
+                    yield from check_command(page, re.split(r" \[?-- ", command)[0].split())
+            if line.startswith("python -m ") and page.name.startswith("seeds-"):
                 module = line.split()[2]
                 if not (module.startswith("worker.") or has_module(module)):
                     yield f"{name(page)}: there is no module {module}"
@@ -130,8 +154,8 @@ def has_module(module: str) -> bool:
 
 
 def check_command(page: Path, words: list[str]) -> Iterator[str]:
-    parser, verbs = make_parser(), list[str]()
-    while parser._subparsers is not None and words:
+    parser, verbs = command_line(), list[str]()
+    while parser._subparsers is not None and words and re.fullmatch(r"[a-z][\w-]*", words[0]):
         verbs.append(words.pop(0))
         choices: dict[str, Any] = parser._subparsers._group_actions[0].choices  # type: ignore[assignment]
         if verbs[-1] not in choices:
@@ -140,8 +164,9 @@ def check_command(page: Path, words: list[str]) -> Iterator[str]:
         parser = choices[verbs[-1]]
     flags = {flag for action in parser._actions for flag in action.option_strings}
     for word in words:
-        if word.startswith("--") and word not in flags:
-            yield f"{name(page)}: forebay {' '.join(verbs)} has no {word}"
+        flag = word.strip("[]").partition("=")[0]
+        if flag.startswith("--") and flag not in flags:
+            yield f"{name(page)}: forebay {' '.join([*verbs, ''])}has no {flag}"
 
 
 def check_files() -> Iterator[str]:
@@ -149,15 +174,15 @@ def check_files() -> Iterator[str]:
         for file in sorted(set(re.findall(r"`([\w-]+/[\w/-]+\.\w+)`", read(page)))):
             if not (ROOT / file).exists() and not (SOURCES / file).exists():
                 yield f"{name(page)}: there is no {file}"
-    targets = re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.MULTILINE)
-    for page in [*PAGES, *OTHER_PAGES]:
+    for page in ALL_PAGES:
+        for line in read(page).splitlines():
+            for file in re.findall(r"(?<![\w/.-])(?:scripts|tests|benchmarks|examples)/[\w./*-]*\w", line):
+                if not any(ROOT.glob(file)) and "of commit" not in line:
+                    yield f"{name(page)}: there is no {file}"
         for module in sorted(set(re.findall(r"\bbenchmarks(?:\.\w+)+(?=[ `;:,\]])", read(page))) - {"benchmarks.md"}):
             file = ROOT / module.replace(".", "/")
             if not (file.is_dir() or file.with_suffix(".py").exists()):
                 yield f"{name(page)}: there is no module {module}"
-        for target in sorted(set(re.findall(r"`make (bench[\w-]*)", read(page)))):
-            if target not in targets:
-                yield f"{name(page)}: the Makefile has no target {target}"
 
 
 def check_reference() -> Iterator[str]:
@@ -227,8 +252,8 @@ CHECKS = (
 
 def main() -> int:
     sys.path[:0] = [str(ROOT), str(TESTS)]  # of the modules that pages name
-    faults = [fault for check in CHECKS for fault in check()]
-    print("\n".join(faults) or f"pages: {len(PAGES) + 1 + len(OTHER_PAGES)} pages checked")
+    faults = dict.fromkeys(fault for check in CHECKS for fault in check())
+    print("\n".join(faults) or f"pages: {len(ALL_PAGES)} pages checked")
     return 1 if faults else 0
 
 

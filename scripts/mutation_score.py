@@ -4,7 +4,9 @@ Usage: python scripts/mutation_score.py [--mutants 200] [--seed 1] [--root .] [-
 
 `make coverage` writes what it needs: which test runs which line (contexts of coverage.py), and what each test costs
 (pytest's cache). For each mutant the tests that run its line are run, the most specific first (those that run the
-fewest branches in all), at most MAX_TESTS and MAX_COST_S. A mutant is killed if one of them fails or none ends in time.
+fewest branches in all), at most MAX_TESTS and MAX_COST_S; and those of the module's own file, as what a cached function
+does is seen in the first test alone. A mutant is killed if one of them fails, if they end the process or do not end.
+First all these tests run once on the unchanged source: a test that fails there can judge no mutant.
 Kernels of numba are left out: each mutant of one would compile all of them again.
 """
 
@@ -13,7 +15,9 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -21,6 +25,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,10 +37,13 @@ MODULES = (
     "prepare/filters/lines", "prepare/dedup/pairs", "formats/warc", "network/pki/certificates",
 )  # fmt: skip
 MAX_TESTS, MAX_COST_S, LIMIT_S = 40, 60.0, 400.0
+LINES_SHOWN = 20
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 COMPARISONS |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
 OPERATORS |= {ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift}
+
+_groups = set[int]()  # of processes, one for each pytest that runs
 
 
 @dataclass(frozen=True)
@@ -98,13 +106,19 @@ class Tests:
     """The tests that run a line, the most specific first."""
 
     def __init__(self, root: Path, coverage: Path) -> None:
-        self.costs: dict[str, float] = json.loads((root / ".pytest_cache/v/costs").read_text())
+        costs = root / ".pytest_cache/v/costs"
+        for path in (coverage, costs):
+            if not path.is_file():  # SQLite would create it.
+                raise FileNotFoundError(f"expected the file {path}: `make coverage` writes it")
+        self.costs: dict[str, float] = json.loads(costs.read_text())
         self.sizes = Counter[str]()
         with sqlite3.connect(coverage) as database:
             for context, num_arcs in database.execute(
                 "select context, count(*) from context join arc on context_id = context.id group by context"
             ):
                 self.sizes[context] = num_arcs
+        if not any(context.partition("|")[0] in self.costs for context in self.sizes):
+            raise ValueError(f"no test of {coverage} has a cost in {costs}: run `make coverage`, which writes both")
         self.data = CoverageData(str(coverage))
         self.data.read()
         self.lines: dict[str, dict[int, list[str]]] = defaultdict(dict)
@@ -122,7 +136,8 @@ class Tests:
             if self.costs[name] <= MAX_COST_S / 6 and cost_s < MAX_COST_S and len(selected) < MAX_TESTS:
                 selected.append(name)
                 cost_s += self.costs[name]
-        return selected
+        own = re.compile(rf"tests/unit/(.*/)?test_{mutant.module.rpartition('/')[2]}\.py::")
+        return selected + [name for name in self.costs if selected and own.match(name) and name not in selected]
 
 
 def copy_sources(root: Path, folder: Path) -> Path:
@@ -133,6 +148,33 @@ def copy_sources(root: Path, folder: Path) -> Path:
     return folder
 
 
+def run_tests(root: Path, folder: Path, limit_s: float | None, *arguments: str) -> tuple[int | None, str]:
+    """Return the exit code of pytest on a folder's sources, None after `limit_s`, and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *arguments]
+    with tempfile.TemporaryDirectory(dir=folder) as temporary, tempfile.TemporaryFile() as output:
+        env = os.environ | {"PYTHONPATH": f"{folder}/src", "NUMBA_CACHE_DIR": f"{folder}/kernels", "TMPDIR": temporary}
+        process = subprocess.Popen(
+            command, cwd=root, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        _groups.add(process.pid)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            kill_group(process.pid)
+            process.wait()
+            _groups.discard(process.pid)
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def kill_group(group: int) -> None:
+    """Kill pytest and the processes that its tests started."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def run(root: Path, folder: Path, mutant: Mutant, tests: list[str]) -> str:
     """Return "killed", "timed out", "survived" or "not covered"."""
     if not tests:
@@ -140,24 +182,15 @@ def run(root: Path, folder: Path, mutant: Mutant, tests: list[str]) -> str:
     original, path = (place / f"src/forebay/{mutant.module}.py" for place in (root, folder))
     text = original.read_text()
     path.write_text(text[: mutant.start] + mutant.text + text[mutant.stop :])
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", *tests]
     try:
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            env = {"PYTHONPATH": f"{folder}/src", "NUMBA_CACHE_DIR": f"{folder}/kernels", "TMPDIR": temporary}
-            done = subprocess.run(
-                command,
-                cwd=root,
-                env=os.environ | env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-            )
-    except subprocess.TimeoutExpired:
-        return "timed out"
+        code, _ = run_tests(root, folder, LIMIT_S, "-x", "-n0", *tests)
     finally:
         shutil.copy2(original, path)  # With its time: what was compiled of the mutant is not taken for it.
-    # 2 and 4: the tests cannot be imported any more.
-    return {0: "survived", 1: "killed", 2: "killed", 4: "killed"}.get(done.returncode, f"error {done.returncode}")
+    if code is None:
+        return "timed out"
+    # These tests passed on the unchanged source. 2 and 4: they cannot be imported any more; negative: a signal.
+    known = {0: "survived", 1: "killed", 2: "killed", 4: "killed"}
+    return "killed" if code < 0 else known.get(code, f"error {code}")
 
 
 def main() -> int:
@@ -165,33 +198,50 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--root", type=Path, default=Path.cwd())
-    parser.add_argument("--coverage", type=Path, default=Path(".coverage"))
+    parser.add_argument("--coverage", type=Path, default=Path(".coverage"), help="relative to --root")
     arguments = parser.parse_args()
-    tests = Tests(arguments.root, arguments.coverage)
+    root = arguments.root.resolve()
+    try:
+        if arguments.mutants < 1:
+            raise ValueError(f"--mutants: expected at least 1, got {arguments.mutants}")
+        tests = Tests(root, root / arguments.coverage)
+    except (OSError, ValueError, sqlite3.Error) as error:
+        parser.exit(2, f"mutation_score: {error}\n")
     chance, chosen = random.Random(arguments.seed), list[Mutant]()
     for index, module in enumerate(MODULES):
-        mutants = sorted(
-            set(find_mutants(arguments.root, module)), key=lambda mutant: (mutant.start, mutant.stop, mutant.text)
-        )
+        mutants = sorted(set(find_mutants(root, module)), key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
         num = arguments.mutants * (index + 1) // len(MODULES) - arguments.mutants * index // len(MODULES)
         chosen += chance.sample(mutants, min(num, len(mutants)))
+    selected = [tests.select(mutant) for mutant in chosen]
     results: dict[str, Counter[str]] = defaultdict(Counter)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
+    num_slots = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary, ThreadPoolExecutor(num_slots) as pool:
         folders = SimpleQueue[Path]()
-        for slot in range(os.cpu_count() or 1):
-            folders.put(copy_sources(arguments.root, Path(temporary, str(slot))))
+        for slot in range(num_slots):
+            folders.put(copy_sources(root, Path(temporary, str(slot))))
 
-        def run_one(mutant: Mutant) -> str:
+        def run_one(mutant: Mutant, names: list[str]) -> str:
             folder = folders.get()
             try:
-                return run(arguments.root, folder, mutant, tests.select(mutant))
+                return run(root, folder, mutant, names)
             finally:
                 folders.put(folder)
 
-        for mutant, result in zip(chosen, pool.map(run_one, chosen)):
-            results[mutant.module][result] += 1
-            if result != "killed":
-                print(f"{result}: src/forebay/{mutant.module}.py:{mutant.line}: {mutant.text}", flush=True)
+        if union := sorted({name for names in selected for name in names}):
+            code, output = run_tests(root, Path(temporary, "0"), None, f"-n{num_slots}", "--dist=loadgroup", *union)
+            if code:
+                print("\n".join(output.splitlines()[-LINES_SHOWN:]))
+                print("mutation_score: these tests fail on the unchanged source: they can judge no mutant")
+                return 1
+        try:
+            for mutant, result in zip(chosen, pool.map(run_one, chosen, selected)):
+                results[mutant.module][result] += 1
+                if result != "killed":
+                    print(f"{result}: src/forebay/{mutant.module}.py:{mutant.line}: {mutant.text}", flush=True)
+        except BaseException:  # Ctrl-C does not reach groups of their own, and the pool waits for them.
+            for group in [*_groups]:
+                kill_group(group)
+            raise
     for module in MODULES:
         results[module]["killed"] += results[module].pop("timed out", 0)
         print(f"{results[module]['killed']:4d} of {results[module].total():3d} killed: {module}")

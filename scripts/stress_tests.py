@@ -7,6 +7,7 @@ and SIGCONT after 0.3 to 6 s. Prints the closing line of each run and the tests 
 """
 
 import argparse
+import os
 import random
 import re
 import signal
@@ -17,6 +18,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
+
+# It ends with us, even if we are killed.
+BUSY_LOOP = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
 
 
 def stop_at_random(process: "subprocess.Popen[str]", ended: threading.Event, chance: random.Random) -> None:
@@ -29,14 +33,14 @@ def stop_at_random(process: "subprocess.Popen[str]", ended: threading.Event, cha
             chosen.send_signal(signal.SIGCONT)
 
 
-def run(seed: int, busy: int, stops: bool, arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the closing line of one run, and the lines about its failures."""
+def run(seed: int, busy: int, stops: bool, arguments: list[str]) -> tuple[str, int, list[str]]:
+    """Return the closing line of one run, its exit code, and the lines about its failures."""
     command = [sys.executable, "-m", "pytest", "-n2", "--dist=loadgroup", "--ignore=tests/slow"]
     command += ["--random-order-bucket=global", f"--random-order-seed={seed}", *arguments]
     ended = threading.Event()
     with ExitStack() as stack:
         for _ in range(busy):
-            loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            loop = subprocess.Popen([sys.executable, "-c", BUSY_LOOP])
             stack.callback(loop.kill)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if stops:
@@ -47,7 +51,7 @@ def run(seed: int, busy: int, stops: bool, arguments: list[str]) -> tuple[str, l
         output = process.communicate()[0]
     Path(f"out/stress-{seed}.log").write_text(output)
     failures = [line for line in output.splitlines() if re.match(r"(FAILED|ERROR) |.* of .* failed: ", line)]
-    return output.rstrip().rpartition("\n")[2], failures
+    return output.rstrip().rpartition("\n")[2], process.returncode, failures
 
 
 def main() -> int:
@@ -58,15 +62,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
+    if options.runs < 1:
+        parser.error(f"--runs: expected at least 1, got {options.runs}")
     Path("out").mkdir(exist_ok=True)
     status = 0
     for index in range(options.runs):
         busy = options.busy if index % 2 and not options.stops else 0
-        line, failures = run(options.seed + index, busy, options.stops, options.arguments)
+        line, code, failures = run(options.seed + index, busy, options.stops, options.arguments)
         print(f"seed {options.seed + index}, {busy} loops{', stopped at random' * options.stops}: {line}", flush=True)
-        if failures or " passed" not in line:
+        if code or failures:
             status = 1
-            print("\n".join(failures), flush=True)
+            print("\n".join([*failures, f"pytest ended with exit code {code}"]), flush=True)
     return status
 
 

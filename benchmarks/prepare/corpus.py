@@ -1,7 +1,7 @@
 """A corpus for measurements: real prose cut and joined into documents of a few kB, with known copies among them.
 
-Hides: where the prose comes from: the books, plays and dumps below `FOREBAY_TEST_DATA` (or `../shared/data` beside
-the repository). Deterministic: the same files and size give the same bytes.
+Hides: where the prose comes from: the books, plays and dumps below `FOREBAY_TEST_DATA`. Deterministic: the same
+files and size give the same bytes.
 """
 
 from __future__ import annotations

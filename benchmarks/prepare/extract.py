@@ -7,7 +7,7 @@ package's model was trained on both, so another one, trained on half 0 alone (`e
 * `articles`: readability's test pages, with the expected HTML. The same scores.
 * `snippets`: multilingual pages, each with snippets that belong to the text and that do not.
 
-Run: `FOREBAY_TEST_DATA=../shared/data python -m benchmarks.prepare.extract`. The peers run under the interpreter that
+Run: `python -m benchmarks.prepare.extract`, with FOREBAY_TEST_DATA set. The peers run under the interpreter that
 FOREBAY_EXTRACT_PEERS names (default `.venv-peers-extract/bin/python`, which `scripts/peers.sh extract` makes).
 """
 

@@ -13,7 +13,8 @@ def pytest_configure(config: pytest.Config) -> None:
     calibration.watch()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    timeout_s = max(TIMEOUT_S, config.getoption("timeout") or 0)  # The long profile sets the option.
     for item in items:
         if "slow" in item.path.parts and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            item.add_marker(pytest.mark.timeout(timeout_s))

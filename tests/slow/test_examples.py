@@ -1,4 +1,7 @@
-"""Every example runs as its first lines say; when a process of it is killed, the example ends, and names it."""
+"""Every example runs as its first lines say; when a process of it is killed, the example ends, and names it.
+
+An example that is ended by SIGTERM ends what it has started.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,24 @@ from support.paths import ROOT
 from support.waiting import until
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS: dict[str, tuple[str, ...]] = {
-    "inference": ("libtorrent",),
-    "hf_trainer": ("torch", "transformers", "accelerate"),
-    "jax_train": ("jax",),
-    "leased_ddp": ("torch", "libtorrent"),
-    "lightning_module": ("torch", "lightning"),
-    "train_ddp": ("torch",),
-    "train_fsdp": ("torch",),
-    "train_gpt": ("torch",),
+NEEDS = {
+    "inference": "libtorrent",
+    "hf_trainer": "torch transformers accelerate",
+    "jax_train": "jax",
+    "leased_ddp": "torch libtorrent",
+    "lightning_module": "torch lightning",
+    "train_ddp": "torch",
+    "train_fsdp": "torch",
+    "train_gpt": "torch",
 }
 Select = Callable[[psutil.Process], bool]
 
 
-def command(name: str, *arguments: object) -> list[str]:
+def command(name: str, *arguments: str) -> list[str]:
     """The command of an example; skips the test if the example needs what is not installed."""
-    if missing := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
+    if missing := [package for package in NEEDS.get(name, "").split() if find_spec(package) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    return [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)]
+    return [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
@@ -79,13 +82,22 @@ def is_server(verb: str) -> Select:
         ("leased_ddp", is_server("scheduler"), r"forebay scheduler ended with status -9, so forebay worker was ended"),
         ("inference", is_worker, r"the worker dave ended with status -9, expected 0"),
         ("inference", is_server("serve"), r"forebay serve ended with status -9, so forebay worker was ended"),
+        ("train_ddp", is_rank_1, ""),
+        ("leased_ddp", is_rank_1, ""),
+        ("inference", is_worker, ""),
     ],
-    ids=["train_ddp", "train_fsdp", "leased_ddp-rank", "leased_ddp-scheduler", "inference-worker", "inference-server"],
-)
+    ids=[
+        "train_ddp", "train_fsdp", "leased_ddp-rank", "leased_ddp-scheduler", "inference-worker", "inference-server",
+        "train_ddp-itself", "leased_ddp-itself", "inference-itself",
+    ],
+)  # fmt: skip
 def test_an_example_ends_when_a_process_of_it_is_killed(
     name: str, select: Select, message: str, tmp_path: Path
 ) -> None:
-    """Not after the time-outs of gloo or of a store, which are minutes; and no process of it is left."""
+    """Not after the time-outs of gloo or of a store, which are minutes; and no process of it is left.
+
+    Without a message the example itself is ended.
+    """
     log = tmp_path / "log"
     with log.open("wb") as file, subprocess.Popen(command(name), stdout=file, stderr=file) as example:
         parent = psutil.Process(example.pid)
@@ -101,7 +113,7 @@ def test_an_example_ends_when_a_process_of_it_is_killed(
 
         until(find_victims)
         others = parent.children(recursive=True)
-        victims[0].kill()
+        victims[0].kill() if message else example.terminate()
         status = example.wait(scaled(30))
     assert status != 0
     assert re.search(message, log.read_text(), re.DOTALL), log.read_text()
@@ -109,17 +121,17 @@ def test_an_example_ends_when_a_process_of_it_is_killed(
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    "words",
     [
-        ("numpy_loop", ["missing"]),
-        ("resume_elsewhere", ["missing"]),
-        ("sft", ["missing"]),
-        ("vision", ["missing"]),
-        ("train_ddp", ["missing", "checkpoint.pt"]),
-        ("train_fsdp", ["missing", "checkpoint"]),
+        "numpy_loop missing",
+        "resume_elsewhere missing",
+        "sft missing",
+        "vision missing",
+        "train_ddp missing checkpoint.pt",
+        "train_fsdp missing checkpoint",
     ],
 )
-def test_data_that_is_missing_is_one_line(name: str, arguments: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(command(name, *arguments), capture_output=True, text=True, cwd=tmp_path)
+def test_data_that_is_missing_is_one_line(words: str, tmp_path: Path) -> None:
+    done = subprocess.run(command(*words.split()), capture_output=True, text=True, cwd=tmp_path)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "missing" in line and "expected" in line

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,41 @@ from support.paths import TESTS
 
 SLOW = f"{TESTS / 'slow'}{os.sep}"
 PROCESSES = tuple(f"{TESTS / folder}{os.sep}" for folder in ("slow", "e2e", "docs"))  # These may start processes.
-STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.spawn"}
 NUM_SHOWN = 20
 
-_sleep = time.sleep
+_sleep, _spawn = time.sleep, util.spawnv_passfds
 _running = ""  # the file of the test that runs
+_violations: list[str] = []
 
 
 def install() -> None:
     """Watch this process from now on: a fast test that sleeps or starts a process fails."""
-    time.sleep = _guarded_sleep
+    time.sleep, util.spawnv_passfds = _guarded_sleep, _guarded_spawn
     sys.addaudithook(_audit)
+
+
+def _forbid(message: str) -> None:
+    _violations.append(message)  # What runs may catch the error: the test fails all the same.
+    raise AssertionError(message)
 
 
 def _guarded_sleep(seconds: float) -> None:
     caller = sys._getframe(1).f_code.co_filename
     if _running and not _running.startswith(SLOW) and caller.startswith(str(TESTS)):
-        raise AssertionError(f"time.sleep in a fast test ({caller}): wait for an event, or move the test to tests/slow")
+        _forbid(f"time.sleep in a fast test ({caller}): wait for an event, or move the test to tests/slow")
     _sleep(seconds)
+
+
+def _guarded_spawn(*args: Any) -> int:
+    """How `multiprocessing` starts a process but by a fork: no event tells of it."""
+    _audit("multiprocessing.spawn", args)
+    return _spawn(*args)
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if _running and event in STARTS and not _running.startswith(PROCESSES):
-        raise AssertionError(f"{event} in a fast test: call main(argv), or move the test to tests/slow or tests/e2e")
+        _forbid(f"{event} in a fast test: call main(argv), or move the test to tests/slow or tests/e2e")
 
 
 def cpu_s() -> float:
@@ -51,7 +64,7 @@ class CostPlugin:
 
     def __init__(self) -> None:
         self.started_at = 0.0
-        self.costs: list[tuple[float, str]] = []
+        self.costs = Counter[str]()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
@@ -65,27 +78,28 @@ class CostPlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report = yield
+        if _violations and not report.failed:
+            report.outcome, report.longrepr = "failed", _violations[0]
+        _violations.clear()
         if report.when == "teardown":
             report.user_properties.append(("cpu_s", cpu_s() - self.started_at))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.costs += [(value, report.nodeid) for name, value in report.user_properties if name == "cpu_s"]
+        for name, value in report.user_properties:
+            if name == "cpu_s":
+                self.costs[report.nodeid] = value
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         if not self.costs:
             return
-        if getattr(config, "cache", None) is not None:
-            config.cache.set("costs", {name: value for value, name in self.costs})
+        if config.getoption("--cov", None) and hasattr(config, "cache"):  # `make mutants` needs them, and contexts.
+            config.cache.set("costs", self.costs)
         folders = Counter[str]()
-        for value, test in self.costs:
+        for test, value in self.costs.items():
             folders["/".join(Path(test.partition("::")[0]).parts[:3])] += value
         terminalreporter.section(f"CPU seconds of {len(self.costs)} tests: {sum(folders.values()):.0f}")
-        shown = (
-            [(value, name) for name, value in folders.most_common(NUM_SHOWN)],
-            sorted(self.costs)[: -NUM_SHOWN - 1 : -1],
-        )
-        for rows in shown:
-            for value, name in rows:
+        for counts in (folders, self.costs):
+            for name, value in counts.most_common(NUM_SHOWN):
                 terminalreporter.line(f"{value:8.2f}  {name}")
             terminalreporter.line("")

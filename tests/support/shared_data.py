@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(os.environ.get("FOREBAY_TEST_DATA") or Path(__file__).parents[2] / "../shared/data")
+FOLDER = Path(os.environ.get("FOREBAY_TEST_DATA") or Path(__file__).parents[3] / "shared/data")
 
 
 def shared_data(name: str = "") -> Path:

@@ -28,6 +28,7 @@ def stored(make: Callable[..., object], *args: object) -> Path:
             unfinished.mkdir()
             make(unfinished, *args)
             for path in unfinished.rglob("*"):
-                path.chmod(0o555 if path.is_dir() else 0o444)
+                if path.is_file():  # What is in a folder that is read-only cannot be removed at the end of the run.
+                    path.chmod(0o444)
             unfinished.rename(folder)
     return folder
