@@ -9,7 +9,7 @@ export PYTHONUNBUFFERED := 1
 # Most of a short process is the compilation of what it imports, unless that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-slow test-all test-long test-stress coverage mutants lint bench bench-prepare bench-loader bench-interop test-peers docs release clean
+.PHONY: setup demo test test-slow test-all test-long test-stress coverage mutants lint types rules bench bench-prepare bench-loader bench-interop test-peers docs release clean
 
 setup: $(VENV)/.ready $(VENV)/.kernels
 
@@ -25,10 +25,16 @@ $(VENV)/.kernels: $(VENV)/.ready $(shell find src/forebay/prepare -name '*.py')
 demo: setup
 	$(VENV)/bin/forebay demo $(DEMO)
 
+# Types take as long as all the rest: both at once.
 lint: setup
+	@$(MAKE) --no-print-directory -j 2 types rules
+
+types:
+	$(VENV)/bin/mypy
+
+rules:
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) scripts/check_names.py src benchmarks examples tests docs README.md CONTRIBUTING.md CHANGELOG.md
 	$(PY) scripts/check_size.py
