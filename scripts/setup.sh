@@ -28,7 +28,7 @@ done
 
 # `setup.sh all`: what `make test-all` runs besides. Their pins exclude one another, so three environments.
 if [ "${1:-}" = all ]; then
-  retry install -c scripts/constraints.txt -e '.[dev,docs,torch,hf,otel]' accelerate axe-playwright-python \
+  retry install -c scripts/constraints.txt -e '.[dev,docs,torch,hf,otel,trafilatura,classifiers]' accelerate axe-playwright-python \
     grafana-foundation-sdk ipykernel jax lightning mlflow mwparserfromhell nbclient playwright schemathesis tensorboard \
     torchdata wandb
   (
