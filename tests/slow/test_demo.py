@@ -68,7 +68,7 @@ def test_ctrl_c_while_a_process_is_started_ends_that_too(tmp_path: Path) -> None
 
 def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
     process = start_demo(tmp_path)
-    time.sleep(6)
+    until(lambda: any(" worker " in command for command in remaining(tmp_path)))
     process.kill()
     process.communicate()
     until(lambda: not any(" forebay " in command for command in remaining(tmp_path)))
