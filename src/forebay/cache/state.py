@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import stat
 import struct
 import threading
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
+from forebay.maps import map_file
 from forebay.storage.chunk_file import NUM_SLOTS
 from forebay.storage.locks import Lock, acquire, is_locked, try_acquire
 
@@ -29,7 +29,6 @@ log = logging.getLogger("forebay.cache")
 _RAM = Path("/dev/shm")
 _STATE = struct.Struct(f"<8sq{NUM_SLOTS}I{NUM_SLOTS}q")  # Magic, stored bytes; generation, reserved bytes by slot.
 _MAGIC = b"FBSTATE2"
-_OPEN_FILES = 1 << 16
 
 
 def cache_directory(directory: str | Path) -> Path:
@@ -53,11 +52,6 @@ class SharedState(ABC):
     def __init__(self, directory: str | Path) -> None:
         self.directory = cache_directory(directory)
         self._locks, self._maps = self.directory / "locks", self.directory / "chunks"
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < _OPEN_FILES:  # A slice of which chunks are pinned takes two.
-            limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
     def after_fork(self) -> None:
         self._threads = threading.RLock()
@@ -127,7 +121,7 @@ class SharedState(ABC):
                 path.write_bytes(_STATE.pack(_MAGIC, 0, *[0] * (2 * NUM_SLOTS)))
             with path.open("r+b") as file:
                 self._state_inode = os.fstat(file.fileno()).st_ino
-                self._state = np.memmap(file, np.uint8, "r+").view(np.ndarray)
+                self._state = map_file(file, is_writable=True)
             numbers = self._state[8:]
             self._totals = numbers[:8].view(np.int64)
             self._generations = numbers[8 : 8 + 4 * NUM_SLOTS].view(np.uint32)

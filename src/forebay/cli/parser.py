@@ -10,11 +10,13 @@ import difflib
 import json
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 PANELS = {
@@ -264,12 +266,13 @@ class _Filter:
 def filtered_streams() -> Iterator[None]:
     """While the block runs, stdout and stderr are filtered. Bytes written to their `buffer` are not."""
     stdout, stderr = sys.stdout, sys.stderr
-    sys.stdout = _Filter(stdout, False)
-    sys.stderr = _Filter(stderr, True)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = stdout, stderr
+    with Path(os.devnull).open("w") as nowhere:  # For one that is closed.
+        sys.stdout = _Filter(stdout or nowhere, False)
+        sys.stderr = _Filter(stderr or nowhere, True)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = stdout, stderr
 
 
 def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:

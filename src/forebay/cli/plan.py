@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, positive, rate, seconds, share, show, size, validate
 from forebay.errors import UsageError
+from forebay.machine import memory_bytes
 from forebay.toml import read_toml
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     model, result = None, dict[str, Any]()
     if args.model_size is not None:
-        model = plan_model(args.model_size, args.seq_len, _GPT2_VOCABULARY, args.memory or _memory_bytes())
+        model = plan_model(args.model_size, args.seq_len, _GPT2_VOCABULARY, args.memory or memory_bytes())
     ok = model is None or bool(model["largest_batch"])
     if model is None or args.dataset is not None or args.bytes is not None:
         plan = make_plan(_job(args))
@@ -88,7 +88,7 @@ def _job(args: argparse.Namespace) -> RunSpec:
     return RunSpec(
         slice_bytes, slice_samples, args.global_batch_size, seq_len, name, args.world_size,
         min(args.ranks_per_node, args.world_size), epochs=args.epochs, cache_bytes=args.cache_bytes,
-        volume_bytes=None if args.disk is None else _free_bytes(args.disk), mem_bytes=args.memory or _memory_bytes(),
+        volume_bytes=None if args.disk is None else _free_bytes(args.disk), mem_bytes=args.memory or memory_bytes(),
         bandwidth=args.bandwidth, step_s=args.step_s, whole_in_memory=args.disk == "ram",
         chunk_bytes=chunk_bytes,
     )  # fmt: skip
@@ -117,17 +117,13 @@ def _from_sizes(args: argparse.Namespace) -> tuple[Any, Any, str, int | None, An
 def _free_bytes(text: str) -> int:
     """The free bytes of a directory's disk or of memory (`ram`); a size stands for itself."""
     if text == "ram":
-        return min(shutil.disk_usage("/dev/shm").free, _memory_bytes())
+        return min(shutil.disk_usage("/dev/shm").free, memory_bytes())
     path = Path(text)
     if not path.exists() and text[:1].isdigit():
         return size(text)
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _simulate(args: argparse.Namespace) -> int:

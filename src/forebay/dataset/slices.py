@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from forebay.dataset.chunks import ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_atomic
+from forebay.maps import map_file
 
 MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
 _PIECE = 1 << 20
@@ -86,8 +86,7 @@ def open_slice(path: Path | str) -> Slice:
     path = Path(os.fspath(path))  # A path of a file elsewhere refuses.
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            memory = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray) if size else np.zeros(0, np.uint8)
+            memory = map_file(file)
     except OSError as error:
         raise DatasetError(
             f"{path}: cannot open slice: {error.strerror or error}. Fetch or prepare it again."
@@ -110,29 +109,6 @@ def slice_of(memory: NDArray[np.uint8], path: Path) -> Slice:
         for name, (kind, shape, start, stop) in located.items()
     }
     return Slice(path, tensors, {name: kind for name, (kind, *_) in located.items()})
-
-
-def release_pages(array: NDArray[Any]) -> None:
-    """Release the pages of an array in a file's memory map; views stay valid and are read again on access."""
-    base = _base(array)
-    if isinstance(base, mmap.mmap) and array.nbytes:
-        first = file_offset(array)
-        start = first // mmap.PAGESIZE * mmap.PAGESIZE
-        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
-
-
-def file_offset(array: NDArray[Any]) -> int:
-    """The byte of its file at which an array of an open slice begins."""
-    base = _base(array)
-    assert isinstance(base, mmap.mmap)
-    return int(array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data)
-
-
-def _base(array: NDArray[Any]) -> Any:
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return base.obj if isinstance(base, memoryview) else base
 
 
 _Entry = tuple[str, str, tuple[int, ...], int, int]

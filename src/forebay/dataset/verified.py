@@ -17,17 +17,11 @@ from numpy.typing import NDArray
 from forebay.dataset.chunks import HASH_BYTES, first_chunks, wrong_chunks
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
+from forebay.machine import user_cache
+from forebay.maps import map_file
 
 _MARK_BYTES = 16
 _READ_CHUNKS = 64
-
-
-def user_cache() -> Path:
-    """The user's cache directory: `$FOREBAY_CACHE`, or `forebay` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    configured = os.environ.get("FOREBAY_CACHE")
-    return (
-        Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
-    )
 
 
 class VerifiedChunks:
@@ -102,7 +96,7 @@ class VerifiedChunks:
                 with self._path.open("r+b") as file:
                     if file.seek(0, os.SEEK_END) != size:
                         file.truncate(size)
-                    self._bytes = np.memmap(file, np.uint8, "r+").view(np.ndarray) if size else np.zeros(0, np.uint8)
+                    self._bytes = map_file(file, is_writable=True)
             except (OSError, ValueError):  # read-only or full: this process remembers them alone
                 self._bytes = np.zeros(size, np.uint8)
         return self._bytes

@@ -8,7 +8,6 @@ those. Names and paths are not in it. A change between the pieces goes unseen by
 
 import hashlib
 import json
-import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -23,9 +22,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay import maps
 from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
-from forebay.dataset.slices import Slice, check_document_ends, release_pages
+from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
 from forebay.storage.compression import limit_large_blocks
 from forebay.storage.remote_path import RemotePath
@@ -123,7 +123,7 @@ class ExternalDataset(Dataset, ABC):
         with self._map_lock:
             memory = self._maps.get(self.slice_path(index))
         if memory is not None:
-            release_pages(memory)
+            maps.release_pages(memory)
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
         """Read every slice and compare with what was found when opening; files that differ are named.
@@ -243,9 +243,7 @@ def unreadable(path: Path, error: Exception) -> DatasetError:
 def map_file(path: Path) -> Bytes8:
     """Return a file as read-only bytes. Raises DatasetError if it cannot be opened."""
     with reading(path), path.open("rb") as file:
-        if file_size(path) == 0:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return maps.map_file(file)
 
 
 def read_head(path: Path, num_bytes: int, start: int = 0) -> bytes:

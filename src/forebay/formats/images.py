@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.records import batched
 from forebay.formats.tables import BATCH_BYTES, column_of, field_of, is_bytes, rows_at_once
+from forebay.machine import num_cores
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
 _NAMES = {"image": "images", "label": "labels"}
@@ -136,7 +136,7 @@ def with_images(source: TableSource, options: ConvertOptions, rejected: list[dic
         rejected.clear()
         step = rows_at_once(float(np.prod(shape)))
         first = 0
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(8, num_cores())) as pool:
             for batch in source.batches():
                 for start in range(0, batch.num_rows, step):
                     yield decoded(pool, batch.slice(start, step), first + start)

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.dataset.slices import release_pages
 from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
 from forebay.formats import ExternalDataset, dataset_format, open_external, open_token_files
 from forebay.formats.base import get_format, names_with
@@ -34,6 +33,7 @@ from forebay.formats.records import batched
 from forebay.formats.tables import TableDigest, flatten, is_list, is_number, leaf_type
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
+from forebay.maps import release_pages
 from forebay.storage.listing import Skipped, list_files
 from forebay.storage.origins import open_remote
 from forebay.storage.remote_path import RemotePath, find_paths, is_url, url_name

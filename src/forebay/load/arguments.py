@@ -1,5 +1,6 @@
 """Checks of the Loader's arguments that need no dataset: rank and world size, batch sizes, types."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,16 +12,25 @@ from forebay.errors import UsageError
 from forebay.order.step_index import BatchSizes, check_integer
 
 MAX_WORLD_SIZE = 4096
+_log = logging.getLogger("forebay.load")
 
-# (rank, world size) as launchers set them: torchrun and similar, Slurm, Open MPI, Horovod.
+# (rank, world size) as launchers set them: torchrun and similar, Open MPI, MPICH and Intel MPI, MVAPICH, jsrun,
+# Horovod, and last Slurm, whose steps start the daemons of the others.
 _ENVIRONMENTS = (
     ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-# Ranks of this machine: torchrun, Slurm (`4`, `4(x2)`; the first number counts), Open MPI.
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# Ranks of this machine: torchrun, Open MPI, MPICH, MVAPICH, Slurm (`4`, `4(x2)`; the first number counts).
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
+)  # fmt: skip
 _POD_INDEX = "JOB_COMPLETION_INDEX"  # The rank in an indexed job of Kubernetes, whose manifest sets WORLD_SIZE.
 
 
@@ -39,6 +49,14 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None and world_size is None and (group := process_group()) is not None:
         return group
     names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
+    if names == _ENVIRONMENTS[-1] and "SLURM_JOB_ID" in os.environ and os.environ.get(names[0], "0") == "0":
+        # SLURM_NTASKS is the job's: its batch script has rank 0 of that many, and its shell none.
+        if rank is None and world_size is None and os.environ[names[1]] != "1":
+            _log.warning(
+                "rank 0 of 1: this process reads all data. SLURM_NTASKS is %s, but no step of the job started it. "
+                "Start it with srun or torchrun, or give rank= and world_size=.", os.environ[names[1]],
+            )  # fmt: skip
+        names = _ENVIRONMENTS[0]
     if names[0] not in os.environ and _POD_INDEX in os.environ:
         names = (_POD_INDEX, names[1])
     size = os.environ.get(names[1], "1").strip()

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from forebay.cache.cache import ChunkCache, Group
 from forebay.dataset.reader import Dataset
-from forebay.dataset.verified import user_cache
 from forebay.errors import NetworkError, UsageError
 from forebay.formats import ExternalDataset
+from forebay.machine import memory_bytes, user_cache
 from forebay.storage.chunk_file import ChunkFile, MapLayout, round_up
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
         while not existing.exists():
             existing = existing.parent
         return min(_MAX_DEFAULT_BYTES, shutil.disk_usage(existing).free // 4)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else budget_bytes
+    memory = memory_bytes()
     if in_memory and budget_bytes > memory:
         raise UsageError(
             f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, got "

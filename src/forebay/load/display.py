@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from forebay import html
 from forebay.dataset.documents import Document, Documents
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import file_offset
 from forebay.errors import UsageError
 from forebay.load.resources import fetch_ratio
 from forebay.load.tokens import TokenCollator
+from forebay.maps import map_offset
 from forebay.units import format_bytes
 
 
@@ -132,7 +132,7 @@ def _numbers(dataset: Dataset, index: Any, sample: int) -> list[int]:
     starts, stops = collator.byte_ranges(key, np.array([sample - int(index.bases[key] + index.offsets[key])]))
     document_ends = np.asarray(opened.document_ends).astype(np.int64)
     lengths, first, remaining = np.diff(document_ends, prepend=0), int(index.first_documents[key]), index.seq_len
-    offset, width = file_offset(opened.tokens), opened.tokens.itemsize
+    offset, width = map_offset(opened.tokens), opened.tokens.itemsize
     numbers: list[int] = []
     for start, stop in zip(((starts - offset) // width).tolist(), ((stops - offset) // width).tolist()):
         size = min(stop - start, remaining)  # The last token is a label only.

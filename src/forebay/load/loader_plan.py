@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from forebay.dataset.reader import Dataset
-from forebay.dataset.verified import user_cache
 from forebay.errors import UsageError
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch_planner import BatchPlanner, make_collator
@@ -26,6 +25,7 @@ from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
 from forebay.load.sources import as_mixture, open_datasets, subsets_of
 from forebay.load.state import run_identity
+from forebay.machine import user_cache
 from forebay.order.bijection import derive_key
 from forebay.order.plan import Order
 from forebay.order.run import OwnedRun, Run

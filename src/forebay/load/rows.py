@@ -12,11 +12,12 @@ import numpy as np
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import Slice, file_offset
+from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
 from forebay.load.collate import BatchArrays, Collator, MappedArray, RangeCopier
 from forebay.load.samples import I64, Array, SampleIndex
+from forebay.maps import map_offset
 
 SCALE_SUFFIX = ".scale"
 _HEAD_BYTES = 64 << 10  # A header of rows is shorter, unless it has much metadata.
@@ -65,7 +66,7 @@ class RowCollator(Collator):
 
     def _byte_ranges(self, opened: _Tensors, samples: I64) -> tuple[I64, I64]:
         arrays = [source.array for source in opened.values()]
-        starts = np.concatenate([file_offset(array) + samples * _row_bytes(array) for array in arrays])
+        starts = np.concatenate([map_offset(array) + samples * _row_bytes(array) for array in arrays])
         return starts, starts + np.repeat([_row_bytes(array) for array in arrays], len(samples))
 
     def make(self, plan: RowPlan, start: int, stop: int) -> BatchArrays:

@@ -23,6 +23,7 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.files import commit_files, temporary_path
 from forebay.formats.vectors import Vector, header_size, vector_in
+from forebay.maps import map_file
 from forebay.storage.base import (
     ObjectOrigin,
     PermanentError,
@@ -214,7 +215,8 @@ def verify_pair(folder: Path, shard: ShardInfo) -> tuple[ChunkFile, U64]:
     Raises IntegrityError, or UsageError if the map cannot be written.
     """
     info, ids = shard.infos()
-    check = SampleCheck(shard, np.memmap(folder / ids.name, "<u8", "r", ids.offset, (shard.num_samples,)))
+    with (folder / ids.name).open("rb") as file:
+        check = SampleCheck(shard, map_file(file, 8 * shard.num_samples, ids.offset).view("<u8"))
     path, map_path = folder / info.name, pair_map(folder, shard)
     try:
         if not map_path.is_file():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.shard_cache import ShardCache, ShardFetch
 from forebay.load.shard_files import ShardDataset
+from forebay.machine import memory_bytes
 from forebay.order.shard_windows import (
     STEPS_PER_SHARD,
     Sampler,
@@ -245,7 +245,7 @@ class SharedShardedDatasetManager(Closing):
         if available < COMMON_SHARDS * shard.num_bytes:
             usual = format_bytes(int(COMMON_SHARDS * shard.num_bytes))
             log.warning("disk: room for %s in %s; runs like this have %s", format_bytes(available), folder, usual)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = memory_bytes()
         if memory < COMMON_MEM_BYTES:
             log.warning("memory: %s; 4 GB or more is what runs like this have", format_bytes(memory))
         for shard_index in (index, upcoming):

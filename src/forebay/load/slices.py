@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import Slice, file_offset, slice_of
+from forebay.dataset.slices import Slice, slice_of
 from forebay.errors import DatasetError
 from forebay.load.chunk_feed import ChunkFeed
 from forebay.load.chunk_source import CacheSettings
+from forebay.maps import map_offset
 from forebay.order.run import Run
 
 I64 = NDArray[np.int64]
@@ -77,7 +78,7 @@ class SliceReader(ChunkFeed):
         try:
             opened = slice_of(entry.data, entry.path)
             dataset.check_slice(row, opened)
-            if opened.layout == "tokens" and file_offset(opened.tokens) != int(self.chunks.token_starts[key]):
+            if opened.layout == "tokens" and map_offset(opened.tokens) != int(self.chunks.token_starts[key]):
                 raise DatasetError("expected the tokens behind all other tensors.")
         except DatasetError as error:
             raise DatasetError(

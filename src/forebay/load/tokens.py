@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.dataset.slices import Slice, file_offset
+from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX, DocumentMasks
 from forebay.load.collate import BatchArrays, Collator, MappedArray, RangeCopier, copy_array
@@ -30,6 +30,7 @@ from forebay.load.packing import (
     section_tokens,
 )
 from forebay.load.samples import I64, SampleIndex
+from forebay.maps import map_offset
 
 _BLOCK = 64  # Document ends.
 _READ_TOKENS = 1 << 17  # Copied at once, if a batch has not more.
@@ -172,7 +173,7 @@ class TokenCollator(Collator):
     def _byte_ranges(self, opened: _OpenSlice, samples: I64) -> tuple[I64, I64]:
         ranges = self._token_ranges([opened], np.zeros(len(samples), np.int64), samples)
         itemsize = opened.tokens.array.itemsize
-        starts = file_offset(opened.tokens.array) + ranges.starts * itemsize
+        starts = map_offset(opened.tokens.array) + ranges.starts * itemsize
         return starts, starts + ranges.lengths * itemsize
 
     def _token_ranges(self, opened: list[_OpenSlice], which: I64, samples: I64) -> _Ranges:

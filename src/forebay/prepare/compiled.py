@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.machine import cache_home
+
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 _compiling_s = 0.0
@@ -104,12 +106,7 @@ def _directory() -> str:
 def _parents() -> Iterator[Path]:
     if directory := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(directory)
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    if home.startswith("/"):
-        yield Path(home) / "forebay"
-    else:
-        with contextlib.suppress(RuntimeError):  # no home
-            yield Path("~/.cache/forebay").expanduser()
+    yield cache_home() / "forebay"
     yield Path(tempfile.gettempdir()) / f"forebay-{os.getuid()}"
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of, wrong_chunks
 from forebay.dataset.manifest import SliceInfo
+from forebay.maps import map_file
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -68,9 +69,9 @@ class ChunkFile:
         self.check: Check | None = None  # Of an object that has no tree; set by who opens it.
         self.layout = layout = MapLayout(info.bytes, info.chunk_bytes)
         with map_path.open("r+b") as file:
-            self._map: U8 = np.memmap(file, np.uint8, "r+", shape=(layout.num_bytes,)).view(np.ndarray)
+            self._map: U8 = map_file(file, layout.num_bytes, is_writable=True)
         with path.open("rb") as file:
-            self.data: U8 = np.memmap(file, np.uint8, "r", info.offset, (info.bytes,)).view(np.ndarray)
+            self.data: U8 = map_file(file, info.bytes, info.offset)
         n = layout.num_chunks
         self.marks = self._map[layout.marks : layout.marks + n]
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError, package_for
+from forebay.machine import home_directory
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
@@ -218,7 +219,7 @@ def open_peers(
         raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got ?{parts.query}")
     is_default = identity is None
     if identity is None:
-        home = Path(os.environ.get("FOREBAY_HOME") or Path.home() / ".forebay")
+        home = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay")
         identity = home / urllib.parse.quote(network, safe="")
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
     if identity.network_name != network and not is_default:

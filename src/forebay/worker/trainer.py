@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import NetworkError, UsageError
+from forebay.machine import num_cores
 
 IGNORE_INDEX = -100
 
@@ -96,8 +97,7 @@ def share_processors() -> None:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if local.isdecimal() and int(local) > 1:
-        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ["OMP_NUM_THREADS"] = str(max(1, processors // int(local)))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // int(local)))
 
 
 @functools.cache

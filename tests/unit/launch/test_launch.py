@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from forebay.cli import main
 from forebay.errors import UsageError
 from forebay.launch import KINDS, quote_unit, quote_yaml, render
-from forebay.load.arguments import rank_of_world
 from support.containers import without_dollars
 from support.launched import HOSTILE
 
@@ -29,14 +28,6 @@ def test_options_of_a_slurm_script_come_before_its_first_command() -> None:
     assert expected <= {lines[number].removeprefix("#SBATCH --") for number in options}
     assert not any("--partition" in line for line in lines)
     assert all(line.startswith("#") for line in lines[: options[-1]])
-
-
-def test_an_indexed_pod_is_a_rank_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
-    assert rank_of_world(None, None) == (3, 8)
-    monkeypatch.setenv("RANK", "5")
-    assert rank_of_world(None, None) == (5, 8)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))

@@ -24,6 +24,7 @@ from typing import Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import HOST, temporary_path
+from forebay.machine import num_cores
 from forebay.prepare.engines import base, sandbox
 from forebay.prepare.failures import LOG_BYTES
 from forebay.storage.store import Store
@@ -34,7 +35,7 @@ _MAX_LOG_BYTES = 1 << 20  # Of the file that a worker's standard error goes thro
 
 def cores() -> int:
     """How many processes this one may keep busy."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores()
 
 
 class _Log:

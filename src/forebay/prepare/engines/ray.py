@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import ForebayError, PrepareError, package_for
+from forebay.machine import num_cores
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
 from forebay.prepare.executions import name_of
@@ -214,7 +215,7 @@ class RayEngine(Engine):
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
         if self._address is None:
             local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-            return quiet | local | {"address": "local", "num_cpus": self._workers or os.cpu_count() or 1}
+            return quiet | local | {"address": "local", "num_cpus": self._workers or num_cores()}
         # The driver's own forebay goes with the job; its dependencies must be installed on the nodes.
         package = str(Path(__file__).parents[2])
         return quiet | {"address": self._address, "runtime_env": {"py_modules": [package]}}

@@ -1,0 +1,66 @@
+"""What this process may use of its machine: cores, memory, a directory for its cache."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def num_cores(root: Path = _ROOT) -> int:
+    """Return how many threads of this process can run at once: by its affinity, and its container's share of time."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _control_groups("cpu", root):
+        quota, period = (_read(folder / "cpu.max") or "max 1").split()
+        if quota == "max":
+            quota, period = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal():
+            count = min(count, max(1, round(int(quota) / int(period))))
+    return count
+
+
+def memory_bytes(root: Path = _ROOT) -> int:
+    """Return the memory of the machine, or of this process' container if that has less."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for folder in _control_groups("memory", root):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        size = min(size, int(limit)) if limit.isdecimal() else size
+    return size
+
+
+def home_directory() -> Path:
+    """Return the user's home; of a user who has none, as in many containers, a directory among temporary files."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), f"home-{os.getuid()}")
+
+
+def user_cache() -> Path:
+    """Return the directory of the user's cache: `$FOREBAY_CACHE`, or `forebay` in `cache_home`."""
+    return Path(os.environ.get("FOREBAY_CACHE") or cache_home() / "forebay")
+
+
+def cache_home() -> Path:
+    """Return the directory of all programs' caches: `$XDG_CACHE_HOME` or `~/.cache`."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(configured) if configured.startswith("/") else home_directory() / ".cache"
+
+
+def _control_groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the directories of this process' control groups, inner ones first. Source: Linux, cgroups(7)."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / (controller if names else "")
+        group = base / path.strip("/")
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""

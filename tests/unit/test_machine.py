@@ -1,0 +1,138 @@
+"""What a process may use of its machine, whatever its container, launcher and limits."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay import machine
+from forebay.load.arguments import rank_of_world, ranks_per_node
+from forebay.maps import map_file
+from support.origin_server import OriginServer
+from support.token_slices import write_tokens
+
+V1 = "9:cpu,cpuacct:/x\n8:memory:/x\n0::/|cpu/cpu.cfs_period_us:100000"
+GROUPS = [  # The groups of a process, and files of these; cores; bytes of memory, 0 for the machine's.
+    ("", 8, 0),
+    ("0::/|cpu.max:max 100000|memory.max:max", 8, 0),
+    ("0::/|cpu.max:250000 100000", 2, 0),
+    ("0::/|cpu.max:20000 100000", 1, 0),
+    ("0::/a/b|a/cpu.max:300000 100000|a/b/cpu.max:max 100000", 3, 0),
+    ("0::/a|a/memory.max:1048576", 8, 1 << 20),
+    (f"{V1}|cpu/cpu.cfs_quota_us:400000|memory/x/memory.limit_in_bytes:4096", 4, 4096),
+    (f"{V1}|cpu/cpu.cfs_quota_us:-1|memory/memory.limit_in_bytes:9223372036854771712", 8, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "cores", "memory"), GROUPS)
+def test_limits_of_a_container_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int, memory: int
+) -> None:
+    groups, *files = text.split("|")
+    for line in (f"../../../proc/self/cgroup:{groups}", *files):
+        name, _, content = line.partition(":")
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert machine.num_cores(tmp_path) == cores
+    assert machine.memory_bytes(tmp_path) == (memory or machine.memory_bytes(tmp_path / "none"))
+
+
+def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "FOREBAY_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert machine.user_cache().is_absolute() and machine.user_cache().name == "forebay"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # It is to be ignored, says the standard.
+    assert machine.user_cache().is_absolute()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert machine.user_cache() == tmp_path / "forebay"
+    monkeypatch.setenv("FOREBAY_CACHE", "/c")
+    assert machine.user_cache() == Path("/c")
+
+
+STEP = "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_STEP_ID=0"
+RANKS: list[tuple[str, tuple[int, int], int]] = [  # Environment, rank and world size, ranks of this machine.
+    ("", (0, 1), 1),
+    ("RANK=3 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", (3, 8), 4),
+    (f"{STEP} SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_TASKS_PER_NODE=8", (2, 4), 2),
+    (f"{STEP} SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS_PER_NODE=4", (0, 1), 1),
+    (f"{STEP} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 RANK=5 WORLD_SIZE=6", (5, 6), 1),
+    (f"{STEP} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 OMPI_COMM_WORLD_RANK=9 OMPI_COMM_WORLD_SIZE=16", (9, 16), 1),
+    ("SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=7", (1, 4), 1),
+    ("SLURM_PROCID=0 SLURM_NTASKS=4", (0, 4), 1),
+    ("SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_PROCID=0", (0, 1), 1),
+    ("SLURM_JOB_ID=7 SLURM_NTASKS=8", (0, 1), 1),
+    ("SLURM_JOB_ID=7 SLURM_NTASKS=1 SLURM_PROCID=0", (0, 1), 1),
+    ("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALNRANKS=2", (1, 4), 2),
+    ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2", (1, 2), 1),
+    ("JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=6", (3, 6), 1),
+    ("HOROVOD_RANK=1 HOROVOD_SIZE=2", (1, 2), 1),
+    ("WORLD_SIZE=8 JOB_COMPLETION_INDEX=3", (3, 8), 1),
+    ("WORLD_SIZE=8 JOB_COMPLETION_INDEX=3 RANK=5", (5, 8), 1),
+]
+
+
+@pytest.mark.parametrize(("variables", "expected", "local"), RANKS)
+def test_the_rank_is_that_of_the_launcher_that_started_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variables: str,
+    expected: tuple[int, int],
+    local: int,
+) -> None:
+    for name in {pair.partition("=")[0] for row in RANKS for pair in row[0].split()}:
+        monkeypatch.delenv(name, raising=False)
+    for pair in variables.split():
+        monkeypatch.setenv(*pair.split("=", 1))
+    assert rank_of_world(None, None) == expected and ranks_per_node(expected[1]) == local
+    is_told = "SLURM_NTASKS=8" in variables and expected == (0, 1) and "STEP" not in variables
+    assert ("no step of the job started it" in caplog.text) == is_told
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> Iterator[dict[str, str | Path]]:
+    write_tokens(tmp_path / "data", [400] * 300)
+    with OriginServer(tmp_path / "data") as server:
+        yield {"local": tmp_path / "data", "cached": server.url, "ram": server.url}
+
+
+@pytest.mark.parametrize("kind", ["local", "cached", "ram"])
+def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp_path: Path, kind: str) -> None:
+    options = {
+        "local": {},
+        "cached": {"cache_dir": tmp_path / "cache"},
+        "ram": {"cache": "ram", "cache_bytes": 10 << 20},
+    }
+    before = descriptors()
+    with forebay.Loader(urls[kind], seq_len=20, global_batch_size=256, **options[kind]) as loader:  # type: ignore[arg-type]
+        counts = [(len(batch.sample_ids), descriptors()) for batch in loader]
+    assert sum(count for count, _ in counts) == 6000
+    assert max(open_files for _, open_files in counts) < before + 60
+
+
+def test_a_map_outlives_its_file_and_never_reaches_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(250)) * 40)
+    with path.open("r+b") as file:
+        whole, part, written = map_file(file), map_file(file, 100, 5000), map_file(file, is_writable=True)
+        with pytest.raises(OSError, match="expected at least 10001 bytes, got 10000"):
+            map_file(file, 10_001)
+    path.unlink()
+    written[5000] = 77
+    assert part[0] == whole[5000] == 77 and part[1] == 1 and len(whole) == 10_000
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        whole.flags.writeable = True
