@@ -43,7 +43,6 @@ def address(tmp_path: Path, members: dict[str, Identity]) -> Iterator[str]:
     command += ["--listen", "127.0.0.1:0", "--timeout", "3600", "--json"]
     command += [f"--limit={name}_s=3600" for name in ("handshake", "head", "idle", "send")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             yield str(json.loads(process.stdout.readline())["address"])
         finally:

@@ -33,7 +33,6 @@ def read_batches(arguments: dict[str, Any], state: Any, num_batches: int, *, kil
     command = [sys.executable, "-c", PROGRAM, json.dumps(arguments), json.dumps(state)]
     lines = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
         try:
             for _ in range(num_batches):
                 lines.append(json.loads(process.stdout.readline()))

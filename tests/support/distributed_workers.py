@@ -85,8 +85,7 @@ def work(
     def on_step(step: int, batch: Any, loss: float) -> None:
         time.sleep(step_s)
         generation = run.generation
-        assert generation is not None
-        layer: Any = training.trainer
+        layer = training.trainer
         flat = torch.cat(
             [p.detach().reshape(-1) for p in layer.model.parameters()] + [s.reshape(-1) for s in layer.optimizer.state]
         )
@@ -107,7 +106,7 @@ def work(
 
 def main(coordinator: str) -> None:
     torch.set_num_threads(1)
-    names: dict[int, str] = {}
+    names = {}
     while True:
         if select.select([0], [], [], 0.02)[0]:
             line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]

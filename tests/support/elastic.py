@@ -139,7 +139,7 @@ def lineage_faults(end: Weights, num_samples: int, epochs: I64) -> list[str]:
         epochs: int64 [steps], the epoch of each step.
     """
     counts = np.zeros((epochs.max() + 1, num_samples), np.int64)
-    faults, expected, weights = list[str](), end.step, end
+    faults, expected, weights = [], end.step, end
     while weights.before is not None:
         if weights.step != expected:
             faults.append(f"step {expected} is missing")
@@ -341,7 +341,6 @@ class Rank:
 
     def _begin_step(self) -> None:
         generation, group = self.membership.generation, self.group
-        assert generation is not None and group is not None
         if self._step >= self.world.num_steps:
             self.done = True
             self._drive(self.membership.leave(finished=True), lambda _: None)
@@ -370,7 +369,7 @@ class World:
     def __init__(self, settings: Scenario) -> None:
         batch = settings.workers * settings.batch
         sizes = np.full(settings.slices, settings.samples, np.int64)
-        self.settings, self.clock, self.faults = settings, Clock(), set[str]()
+        self.settings, self.clock, self.faults = settings, Clock(), set()
         self.run = Run([Order(sizes, settings.seed, batch)], BatchSizes.of(batch), epochs=settings.epochs)
         self.num_steps = self.run.num_steps or 0
         slowest = min(machine.speed for machine in draw(settings, 1.0).machines)
@@ -383,7 +382,7 @@ class World:
         self._chance = self.chance("answers")
         first = sum(machine.joins_at == 0.0 < 1.0 < machine.dies_at for machine in self.schedule.machines)
         self.coordinator = Coordinator(self.clock, Rules(min_workers=max(1, first)), self._form)
-        ids: dict[int, str] = {}
+        ids = {}
         died = {machine.dies_at + REPLACE_S: machine.index for machine in self.schedule.machines}
         for machine in self.schedule.machines:  # every second one that comes is one that is back
             before = died.get(machine.joins_at) if machine.index % 2 else None
@@ -418,7 +417,7 @@ class World:
             is_lost = self._chance.random() < self.settings.lost
             if rank.is_cut or (is_lost and self._chance.random() < 0.5):
                 return
-            error: NetworkError | None = result if isinstance(result, RemoteError) else None
+            error = result if isinstance(result, RemoteError) else None
             if is_lost:
                 error = NetworkError("the connection closed before the answer")
             self.clock.call_later(latency_s, lambda: end(result, error))

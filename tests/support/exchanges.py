@@ -14,7 +14,6 @@ class ExchangeClient:
     """Sends exchanges to the scheduler at `address`, which may be changed."""
 
     def __init__(self, client: Client, address: str) -> None:
-        assert client.identity is not None
         self.client, self.identity, self.address = client, client.identity, address
 
     def exchange(self, *used: dict[str, Any], **body: Any) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class Forks:
 
     def start(self, ns: str, argv: list[str], log: Path) -> Process:
         """`forebay ARGV` in a namespace ("" is this one); its output goes to `log` and `log`.err."""
-        assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps({"ns": ns, "argv": argv, "log": str(log)}) + "\n")
         self._popen.stdin.flush()
         return Process(self, self._pids.get(), log)
@@ -56,13 +55,11 @@ class Forks:
             return self._codes.get(pid)
 
     def close(self) -> None:
-        assert self._popen.stdin is not None
         self._popen.stdin.close()
         self._popen.wait()
         self._reader.join()
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None
         with self._popen.stdout as lines:
             for line in lines:
                 fact = json.loads(line)
@@ -164,7 +161,7 @@ def _main() -> None:
     import forebay.worker.command  # noqa: F401
 
     die_with_parent()
-    children: set[int] = set()
+    children = set()
     pending = b""
     while True:
         if select.select([0], [], [], 0.02)[0]:

@@ -100,7 +100,7 @@ class Liar(RudePeer):
         self, identity: Identity, dataset: Dataset, lie: str, about: str = "slices", claims: Any = None
     ) -> None:
         super().__init__(identity, self._reply, lambda asked: self._kind(asked.path) == about)
-        self.dataset, self.about, self.requests = dataset, about, list[tuple[str, int]]()
+        self.dataset, self.about, self.requests = dataset, about, []
         self.identity: Identity = identity
         self._lie, self._claims = LIES.get(lie), claims
         self._slices = {dataset.table.row(i).sha256: dataset.slice_path(i) for i in range(dataset.num_slices)}

@@ -52,7 +52,7 @@ def with_wandb(source: Any, folder: Path) -> Steps:
     with wandb.init(mode="offline", dir=str(folder), project="test") as run_:
         run(source, forebay.callbacks.wandb(run_))
     wandb.teardown()  # Its service has then written the file to its end.
-    steps: Steps = {}
+    steps = {}
     for record in _records((next(folder.glob("wandb/offline-run-*/*.wandb"))).read_bytes()):
         message = wandb_internal_pb2.Record.FromString(record)
         if message.HasField("history"):
@@ -83,7 +83,7 @@ def with_tensorboard(source: Any, folder: Path) -> Steps:
     with SummaryWriter(str(folder)) as writer:
         run(source, forebay.callbacks.tensorboard(writer))
     events = EventAccumulator(str(folder)).Reload()
-    steps: Steps = defaultdict(dict)
+    steps = defaultdict(dict)
     for tag in events.Tags()["scalars"]:
         for event in events.Scalars(tag):
             steps[event.step][tag] = event.value

@@ -59,7 +59,6 @@ class CoordinatorHarness:
 
     @property
     def generation(self) -> RankGeneration:
-        assert self.state.generation is not None
         return self.state.generation
 
     @property

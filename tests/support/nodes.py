@@ -71,7 +71,7 @@ class Network:
         self.directory, self.stack = directory, stack
         self.nodes: list[DataNode] = []
         self.discovery: Discovery = LocalDiscovery()
-        bootstrap: list[tuple[str, int]] = []
+        bootstrap = []
         if dht_nodes:
             dht = Bootstrap(dht_nodes)
             stack.callback(dht.close)

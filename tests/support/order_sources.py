@@ -234,16 +234,14 @@ class Leased(Source):
         self.schedulers = {name: self.start_scheduler(name) for name in jobs}
         addresses = {name: address for name, (_, address) in self.schedulers.items()}
         urls = {name: f"forebay://test/{name}" for name in jobs}
-        locations: Any = (urls, addresses) if isinstance(names, list) else (urls[names], addresses[names])
+        locations = (urls, addresses) if isinstance(names, list) else (urls[names], addresses[names])
         size = None if names == "rows" else self.seq_len
         of_loader = {name: value for name, value in spec.items() if name != "epochs"}  # The job decides this.
         return {"seq_len": size, **of_loader, "dataset": locations[0], "scheduler": locations[1]}
 
     def start_scheduler(self, name: str, **more: Any) -> tuple[Any, str]:
         size = {} if name == "rows" else {"seq_len": self.seq_len}
-        started: tuple[Any, str] = self.cluster.scheduler(
-            name, self.states[name], self.job, lease_s=self.lease_s, **size, **more
-        )
+        started = self.cluster.scheduler(name, self.states[name], self.job, lease_s=self.lease_s, **size, **more)
         return started
 
     def loader(self, index: int) -> dict[str, Any]:
@@ -266,7 +264,7 @@ def ledger(*argv: object) -> dict[str, Any]:
     """The output of a command of `forebay ledger`, as JSON."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
         main(["ledger", *(str(word) for word in argv), "--json"])
-    result: dict[str, Any] = json.loads(text.getvalue())
+    result = json.loads(text.getvalue())
     return result
 
 

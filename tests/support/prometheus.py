@@ -50,7 +50,7 @@ class Prometheus:
 
     def targets(self, num_targets: int, num_scrapes: int = 3) -> list[dict[str, Any]]:
         """Return the targets, once each was scraped so often."""
-        current: list[dict[str, Any]] = []
+        current = []
 
         def are_scraped() -> bool:
             current[:] = self.get("/api/v1/targets")["activeTargets"]

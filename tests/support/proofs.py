@@ -10,7 +10,6 @@ from forebay.network.client import Client
 
 def proof_by_hand(client: Client, lease: dict[str, Any], providers: list[dict[str, Any]] | None = None) -> str:
     """The proof that goes with the first use of a lease."""
-    assert client.identity is not None
     peer_id, (provider, *_) = client.identity.peer_id, providers or lease["providers"]
     start, stop = range_of(lease["lease_id"], peer_id, lease["bytes"])
     data = bytearray(stop - start)

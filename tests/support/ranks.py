@@ -65,7 +65,7 @@ def train(rank: int, run: dict[str, Any], done: Any) -> None:
     end_with_parent()
     dist.init_process_group("gloo", init_method=f"file://{run['out']}.ranks", rank=rank, world_size=run["world"])
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).double()
+    model = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).double()
     state = torch.load(run["load"]) if run.get("load") else None
     if state is not None:
         model.load_state_dict(state["model"])
@@ -73,7 +73,7 @@ def train(rank: int, run: dict[str, Any], done: Any) -> None:
     loader = Loader(run["data"], seq_len=SEQ_LEN, global_batch_size=GLOBAL_BATCH, seed=SEED)
     if state is not None:
         loader.load_state_dict(state["data"])
-    seen: list[dict[str, Any]] = []
+    seen = []
     while len(seen) < run["steps"]:
         for batch in loader.to_torch(num_workers=run.get("helpers", 0)):
             if len(seen) == run.get("fail_after") and rank == run["world"] - 1:
@@ -83,7 +83,7 @@ def train(rank: int, run: dict[str, Any], done: Any) -> None:
                 torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, run["save"])
             if len(seen) == run["steps"]:
                 break
-    gathered: list[Any] = [None] * run["world"]
+    gathered = [None] * run["world"]
     dist.all_gather_object(gathered, [item["ids"] for item in seen])
     if rank == 0:
         report = {"ids": list(zip(*gathered)), "losses": [item["loss"] for item in seen]}

@@ -119,7 +119,7 @@ def _read(reader: Any, certificate: bytes) -> Asked | None:
     first = reader.readline().decode("latin-1").split()
     if len(first) != 3:
         return None
-    headers: dict[str, str] = {}
+    headers = {}
     while line := reader.readline().decode("latin-1").strip():
         name, _, value = line.partition(":")
         headers[name.lower()] = value.strip()

@@ -18,7 +18,7 @@ from forebay.load.shards import SharedShardedDatasetManager
 
 
 def main(out: str, text: str) -> None:
-    settings: dict[str, Any] = json.loads(text)
+    settings = json.loads(text)
     steps, start = settings.pop("steps", 4), settings.pop("start", 0)
     if settings.pop("apart", False):
         cache_module.MIN_PROCESS_BYTES = 0  # as if the shards were large

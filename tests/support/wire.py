@@ -42,7 +42,7 @@ class Answer:
 
 def parse_answers(data: bytes) -> tuple[list[Answer], bytes]:
     """The whole responses at the start of `data`, by their Content-Length, and the rest."""
-    answers = list[Answer]()
+    answers = []
     while (end := data.find(b"\r\n\r\n")) >= 0:
         first, *lines = data[:end].decode("latin-1").split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
@@ -56,7 +56,7 @@ def parse_answers(data: bytes) -> tuple[list[Answer], bytes]:
 
 def read_answers(sock: socket.socket, num: int = 1) -> list[Answer]:
     """So many responses; fewer if the connection ends before."""
-    answers, data = list[Answer](), b""
+    answers, data = [], b""
     while len(answers) < num:
         try:
             piece = sock.recv(65536)

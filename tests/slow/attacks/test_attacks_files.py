@@ -83,7 +83,7 @@ def test_a_name_repeated_by_a_dictionary_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["list", "struct", "float", "extra", "missing", "delta", "wide"])
 def test_a_table_of_another_form_is_refused(kind: str) -> None:
     other = columns(4)
-    options: dict[str, Any] = {}
+    options = {}
     match kind:
         case "list":
             other["bytes"] = pa.array([[1], [1], [1], [1]])

@@ -167,7 +167,7 @@ def test_proofs_that_are_checked_at_once_count_each(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a member with many sessions is checked at every lease for long, at the scheduler's cost."""
-    worker, together, checked = issue(network_dir, "worker", "worker"), threading.Barrier(3), list[object]()
+    worker, together, checked = issue(network_dir, "worker", "worker"), threading.Barrier(3), []
 
     def check(*about: object) -> bool:
         checked.append(about)
@@ -218,7 +218,7 @@ def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
     scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
-    checked: list[float] = []
+    checked = []
     monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))
     job = core(scheduler)
     with scheduler._lock:

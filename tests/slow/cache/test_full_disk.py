@@ -85,7 +85,7 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
     make_identity: Callable[[str], Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could not write either, and its end would leave no standby."""
-    table, state, failed, real = LocalDiscovery(), tmp_path / "state", list[int](), Journal._write
+    table, state, failed, real = LocalDiscovery(), tmp_path / "state", [], Journal._write
     full = threading.Event()
 
     def write(self: Journal, batch: Any) -> None:

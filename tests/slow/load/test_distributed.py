@@ -112,7 +112,6 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
 def test_control_c_ends_a_worker_after_its_step() -> None:
     command = [sys.executable, "-m", "forebay.worker", "--trainer", "count", "--num-steps", "100_000_000"]
     worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert worker.stderr is not None
     while "first batch" not in worker.stderr.readline():
         assert worker.poll() is None
     worker.send_signal(signal.SIGINT)

@@ -73,7 +73,7 @@ def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
     file = next(iter(sorted((hub.directory / "datasets/HuggingFaceFW/fineweb").rglob("data/*/*.parquet"))))
     tokenizer = load_tokenizer("EleutherAI/gpt-neox-20b")
     alone = Tokenizer.from_str(tokenizer.data.decode())
-    expected: list[int] = []
+    expected = []
     for text in pq.read_table(file)["text"].to_pylist():
         expected += [*alone.encode(text, add_special_tokens=False).ids, tokenizer.eos_id]
     result = [token for batch in dataset.batches() for token in batch.inputs.ravel().tolist()]

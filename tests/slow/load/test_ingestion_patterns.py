@@ -38,7 +38,7 @@ def owned(url: str, rank: int, world: int, **more: Any) -> Loader[NumpyTokens]:
 
 
 def read_epochs(loader: Loader[NumpyTokens]) -> list[list[int]]:
-    result: list[list[int]] = [[], []]
+    result = [[], []]
     for batch in loader:
         result[batch.epoch].extend(batch.sample_ids.tolist())
     return result
@@ -72,7 +72,7 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers: in two epochs every slice leaves the origin once; a cache holds whole, verified slices alone."""
-    seen: set[int] = set()
+    seen = set()
     for rank in range(2):
         monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / f"host-{rank}"))
         first = epoch_two(server, rank, "disk")
@@ -114,7 +114,7 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
 def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_path: Path) -> None:
     """keep="window" needs little disk and fetches in each epoch; "all" fetches once, and is refused a small cache."""
     total = sum(path.stat().st_size for path in slice_paths(server))
-    arguments: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 4, "epochs": 2}
+    arguments = {"seq_len": SEQ_LEN, "batch_size": 4, "epochs": 2}
     seen, max_bytes = [], 0
     with Loader(
         server.url, cache=CacheOptions(keep="window", readahead_bytes=total // 16), cache_dir=tmp_path / "window",

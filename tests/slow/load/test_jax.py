@@ -9,7 +9,6 @@ import sys
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -72,7 +71,7 @@ def test_global_arrays_are_the_global_batches(tmp_path: Path, processes: int) ->
     for item in running:
         _, errors = item.communicate()
         assert item.returncode == 0, errors
-    arguments: Any = {"seq_len": 16, "global_batch_size": 8, "seed": 3, "epochs": 2, "world_size": processes}
+    arguments = {"seq_len": 16, "global_batch_size": 8, "seed": 3, "epochs": 2, "world_size": processes}
     shares = [[b.inputs.tolist() for b in Loader(data, rank=rank, **arguments)] for rank in range(processes)]
     rows = 8 // processes
     expected = [  # The shares of a short batch are padded.

@@ -95,7 +95,7 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
     books, web = (network.schedule(name, steal_s=1000.0) for name in ("books", "web"))
     names = {"books": "forebay://test/books", "web": "forebay://test/web"}
     expected = sorted(static_samples(network.dataset))
-    delivered: list[tuple[int, int]] = []
+    delivered = []
 
     def loader(dataset: Any, scheduler: Any, node: Path, cache: str, batch_size: int) -> Loader[Any]:
         return Loader(
@@ -118,12 +118,12 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
         loader(names["web"], web.address, network.node_a, "web", 1) as other,
         loader(Mixture(names, {"books": 1, "web": 1}), addresses, network.node_b, "mixture", 2) as mixture,
     ):
-        first: list[int] = []
+        first = []
         read(holder, 1, first)  # It has the only slice of the books.
         waiting = threading.Thread(target=use_mixture)
         waiting.start()
         until(lambda: mixture.stats().get("fetched_slices", 0) >= 2)
-        seen: list[int] = []
+        seen = []
         reading = threading.Thread(target=read, args=(other, len(expected) - 8, seen))
         reading.start()
         reading.join()
@@ -144,7 +144,7 @@ def test_proofs_are_not_judged_by_a_data_node_that_lies(network: Network, monkey
     with Liar(identity, network.dataset, "wrong_bytes") as liar:
         network.discovery.announce(record_key(identity.network_id, "dataset", "web"), liar.port)
         service = network.schedule(epochs=4)
-        epochs: list[int] = []
+        epochs = []
         with network.loader(service) as loader:
             for batch in loader:
                 if batch.epoch == 1 and 1 not in epochs:

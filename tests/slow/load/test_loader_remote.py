@@ -47,7 +47,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fetched(many: Path, cache_dir: Path, **more: Any) -> tuple[float, dict[str, float]]:
     """How many times the dataset two epochs fetch, and what the loader counted."""
-    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "epochs": 2, "rank": 0, "world_size": 1}
+    value = {"seq_len": 256, "batch_size": 16, "epochs": 2, "rank": 0, "world_size": 1}
     with OriginServer(many) as server, Loader(server.url, cache_dir=cache_dir, **value, **more) as loader:
         assert sum(1 for _ in loader) == len(loader)
         return sum(server.bytes_sent.values()) / total_bytes(many), loader.stats()
@@ -68,7 +68,6 @@ def test_each_epoch_fetches_the_dataset_about_once_by_default_and_by_the_advice_
     ) as refused:
         fetched(many, tmp_path, order=wide, cache_bytes=total_bytes(many) // 4)
     advice = re.search(r"Use .*cache_bytes=(\d+)", str(refused.value))
-    assert advice is not None
     assert fetched(many, tmp_path, order=wide, cache_bytes=int(advice[1]))[0] <= 1.1 * 2
 
 
@@ -77,7 +76,7 @@ def test_second_fetches_are_counted_in_the_epochs_of_each_dataset_of_a_mixture_a
     many: Path, server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_wide: bool
 ) -> None:
     """The small dataset is read some three times, and a chunk of it fetched as often: that alone is no second fetch."""
-    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "steps": 100 if is_wide else 400}
+    value = {"seq_len": 256, "batch_size": 16, "steps": 100 if is_wide else 400}
     if is_wide:
         value["order"] = OrderOptions(lanes=64, window_bytes=66_000, max_fetch_ratio=0)
     with OriginServer(many) as other:

@@ -57,7 +57,7 @@ def remote(world: Path, name: str, address: str) -> RemoteDataset:
 
 def _rank(world: Path, identity: str, address: str, out: Path, arguments: dict[str, Any], together: Barrier) -> None:
     """Read in step with the others, as ranks of one training do: none is far ahead of another, or gone before it."""
-    lines: list[dict[str, Any]] = []
+    lines = []
     try:
         with Loader(remote(world, identity, address), **arguments) as loader:
             for batch in loader:
@@ -114,9 +114,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
         batches = iter(loader)
         next(batches)
         fetches = loader._slices._source
-        assert fetches is not None
         (share,) = fetches._shares.values()
-        assert share is not None
         location = parse_address(share.address)
         closed, says_so = os.pipe()
         pid = os.fork()

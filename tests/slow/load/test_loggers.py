@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ def logged(logger: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     command = [sys.executable, str(SCRIPT), logger, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
-    result: dict[str, dict[str, dict[str, float]]] = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -34,7 +33,7 @@ def logged(logger: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
 def test_figures_and_mixture_counts_reach_the_logger(logger: str, name: str, tmp_path: Path) -> None:
     if logger == "tensorboard":
         pytest.importorskip("torch", reason="pip install torch")
-    steps: Any = logged(logger, tmp_path)
+    steps = logged(logger, tmp_path)
     assert set(steps["loader"]) == set(steps["stream"]) == {"10", "20"}
     for step, values in steps["loader"].items():
         assert values["data/tokens"] == 80 * int(step) and values["data/tokens_per_s"] > 0

@@ -55,7 +55,7 @@ def test_a_run_takes_what_its_plan_says(
         )  # fmt: skip
         return make_plan(spec)
 
-    ratios: dict[str, float] = {}
+    ratios = {}
     for turn in range(5):
         slower = slowness() * 1.5**turn
         with OriginServer(dataset.path) as server:
@@ -70,7 +70,7 @@ def test_a_run_takes_what_its_plan_says(
                     time.sleep(step_s * slower)
                 finish_s, stats = time.perf_counter() - started, loader.stats()
         planned = plan(rate / slower, stats["busy_s"] / stats["batches"])
-        assert planned.ok and planned.finish_s is not None and planned.wait_share is not None
+        assert planned.ok
         ratios = {
             "finish": finish_s / planned.finish_s,
             "fetched": stats["fetched_bytes"] / planned.fetched_bytes,

@@ -84,7 +84,6 @@ def test_a_bad_network_changes_no_byte(server: S3Server) -> None:
     server.faults.corrupt = 0.1
     with SharedShardedDatasetManager(**SETTINGS) as shards:
         for batch in shards.batches(0, 6, batch_size=64):
-            assert batch.inputs is not None
             assert (batch.inputs == shard_tokens(int(batch.dataset_index[0])).reshape(-1, L)[batch.sample_ids]).all()
 
 
@@ -106,7 +105,6 @@ def test_the_disk_of_a_used_shard_is_free_at_once(server: S3Server, tmp_path: Pa
             disk = os.statvfs(volume)
             assert (disk.f_blocks - disk.f_bfree) * disk.f_frsize < 2.5 * 550_000
             old, _ = shards.active_dataset, shards.at_step(3 * turns)
-            assert old is not None
             with pytest.raises(UsageError, match="it is closed"):
                 old[np.zeros(1, np.int64)]
     finally:
@@ -241,7 +239,7 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
 def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["mirror", *words, "--quiet", "--json"]) == 0
-    reported: dict[str, Any] = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     return reported
 
 

@@ -220,7 +220,6 @@ class Node:
 
     def fill_disk(self, is_full: bool) -> None:
         """From now on let every write to a file fail, or none."""
-        assert self.process.pid is not None
         hard = resource.RLIM_INFINITY
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (0 if is_full else hard, hard))
@@ -266,10 +265,10 @@ class Job:
 
     def __init__(self, folder: Path, plan: Plan, seed: int = 0) -> None:
         self.folder, self.plan = folder, plan
-        self.cuts, self.faults, self.restarts = Counter[str](), list[str](), 0
+        self.cuts, self.faults, self.restarts = Counter(), [], 0
         self._chance = random.Random(f"cuts {seed}")
         self._nodes: dict[str, Node] = {}
-        self._full, self._filled = set[str](), set[str]()  # disks that are full now, that were
+        self._full, self._filled = set(), set()  # disks that are full now, that were
         self._homes = make_network(folder, list(NODES), [])
         make_dataset(folder / "dataset", SLICES, TOKENS)
 
@@ -290,7 +289,7 @@ class Job:
 
     def _start(self, proxies: list[CuttingProxy], stack: contextlib.ExitStack) -> None:
         data, scheduler = (proxy.address for proxy in proxies)
-        servers: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+        servers = [
             ("data", _serve, {"data": self.folder / "dataset"}),
             ("scheduler", _schedule, {"state": self.folder / "state", "data_address": data}),
         ]
@@ -309,7 +308,7 @@ class Job:
 
     def _watch(self) -> None:
         """Do what is planned until all workers have ended."""
-        events = list[tuple[float, Callable[[str], object], str]]()
+        events = []
         for fault, at_s in self.plan.moments.items():
             verb, name = fault.split()
             begin, end, for_s = {
@@ -398,7 +397,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many (200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
     args = parser.parse_args()
-    failed = dict[int, list[str]]()
+    failed = {}
     with tempfile.TemporaryDirectory() as root:
         for seed in range(args.first, args.first + args.seeds):
             began, folder = time.monotonic(), Path(root, str(seed))

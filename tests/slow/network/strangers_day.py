@@ -118,7 +118,7 @@ class Attacker:
     def hold(self, address: str, number: int, first: bytes, drip: bytes = b"") -> None:
         """Open connections that send something and read nothing; send `drip` on each every half second."""
         with contextlib.ExitStack() as stack:
-            opened: list[ssl.SSLSocket] = []
+            opened = []
             for _ in range(number):
                 with contextlib.suppress(OSError):
                     opened.append(stack.enter_context(connection(self.me, address)))
@@ -294,7 +294,7 @@ def strangers(a: Attacker) -> None:
 
 def hoard(a: Attacker) -> None:
     """Half of the leases that it gets are held, declared up to their ends and not used: none may be cut."""
-    stops: dict[str, int] = {}
+    stops = {}
     while not a.stop.wait(1.0):
         message = a.exchange(session="s0", want=16, known_leases=list(stops), declared_until=stops)
         if answer := a.ask(*message):
@@ -365,7 +365,7 @@ class Day:
 
 def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool = True) -> Day:
     """Run the job in an empty folder."""
-    day, nodes = Day(), dict[str, Process]()
+    day, nodes = Day(), {}
     num_slices = round(min(1.0, minutes) * 60.0 * workers / SLICE_S)
     with contextlib.ExitStack() as stack:
         homes = _make_members(folder, workers, stack)
@@ -409,7 +409,6 @@ def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool
             time.sleep(0.25)
         day.seconds = time.monotonic() - began
         if is_attacked:
-            assert attacker.popen.stdin is not None
             attacker.popen.stdin.close()
             attacker.wait()
             day.attacks = attacker.lines[-1]["attacks"]

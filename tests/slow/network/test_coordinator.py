@@ -50,7 +50,6 @@ class Workers:
         self.names: list[str] = []
 
     def begin(self, name: str) -> None:
-        assert self.process.popen.stdin is not None
         self.process.popen.stdin.write(json.dumps({"name": name, **self.settings}) + "\n")
         self.process.popen.stdin.flush()
         self.names.append(name)
@@ -118,7 +117,7 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     assert {line["rank"] for line in of_b} == {rank} and len(of_b) > 10
 
     lines = workers.lines("step")
-    retained: dict[int, int] = {}
+    retained = {}
     for line in lines:
         retained[line["step"]] = max(retained.get(line["step"], 0), line["generation"])
     assert sorted(retained) == list(range(60))

@@ -42,7 +42,7 @@ def source(network: Network, service: SchedulerService, name: str = "scheduler")
 
 def wait_for(view: Callable[[], View], is_right: Callable[[View], object]) -> View:
     """Return the first view that is right."""
-    views: list[View] = []
+    views = []
 
     def check() -> object:
         time.sleep(0.1)
@@ -200,7 +200,7 @@ def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack) -> None:
     options = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
     process = processes.forebay("prepare", *sorted(tmp_path.glob("*.jsonl")), *options)
     stack.callback(process.end)
-    states: list[View] = [{}]
+    states = [{}]
 
     def view() -> View:
         with contextlib.suppress(forebay.ForebayError):

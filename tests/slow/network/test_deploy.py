@@ -61,7 +61,7 @@ def test_a_compose_file_trains_to_the_end(tmp_path: Path, machine: Machine) -> N
     )  # fmt: skip
     file = without_dollars(yaml.safe_load((tmp_path / "out" / "compose.yaml").read_text()))
     entrypoint, probe = image()
-    services, containers = file["services"], dict[str, Container]()
+    services, containers = file["services"], {}
     assert len(services) == 8  # setup, a network of six, and the dashboard
     assert {volume["source"] for service in services.values() for volume in service.get("volumes", ())
             if volume["type"] == "volume"} == set(file["volumes"])  # fmt: skip
@@ -150,7 +150,7 @@ class Cluster:
         # A pod's address is its service's, if there is one, as each service has one pod here.
         service = pod.rpartition("-")[0]
         own = service if service in self.services else pod
-        values: dict[str, str] = {}
+        values = {}
         for entry in container.get("env", ()):
             field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             values[entry["name"]] = {"status.podIP": own, "metadata.name": pod, None: entry.get("value")}[field]
@@ -193,7 +193,6 @@ def test_a_network_on_kubernetes_trains_to_the_end(tmp_path: Path, machine: Mach
         scheduler, described = cluster.start(name)
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             scheduler.wait_until(described[probe]["exec"]["command"])
-    assert scheduler is not None
     workers = [cluster.start("lab-worker", index)[0] for index in range(3)]
     used = rows(workers)
     status = json.loads(scheduler.run(*STATUS).stdout)

@@ -179,7 +179,7 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
             for trap in traps:
                 node.announce(key, trap.getsockname()[1])
         provider = stack.enter_context(DataNode(make_identity("data"), [dataset], HOST, 0, nodes[2], ttl_s=3.0))
-        times, peers = list[float](), set[str]()
+        times, peers = [], set()
 
         def is_found() -> bool:  # an answer holds 100 addresses by chance, so that a search may miss the true one
             began = time.monotonic()

@@ -24,7 +24,7 @@ def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_ba
     prepare_dataset([tmp_path / "in.jsonl"], tmp_path / "tiny", **options)
     network, dataset = Network(tmp_path, stack, "w1"), open_dataset(tmp_path / "tiny")
     network.serve(dataset)
-    service, seen = network.schedule(seq_len=16), list[list[int]]()
+    service, seen = network.schedule(seq_len=16), []
     network.work("w1", service, on_batch=lambda batch: seen.append(batch.sample_ids.tolist()))
     service.stop()
     path, of_dataset = service.ledger_path, ("--dataset", dataset.path)

@@ -17,7 +17,7 @@ JSON_LOG = ("--log-format", "json")
 
 def test_every_line_of_every_server_is_an_object(tmp_path: Path, start: Callable[..., Process]) -> None:
     dataset = make_dataset(tmp_path / "dataset", 3, 200)
-    servers: dict[str, Process] = {}
+    servers = {}
 
     def run(verb: str, *options: object) -> Any:
         servers[verb] = start(verb, *options, "--listen", f"{HOST}:0", "--json", *JSON_LOG)

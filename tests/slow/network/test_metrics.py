@@ -227,7 +227,7 @@ def documented() -> dict[str, tuple[str, tuple[str, ...], str]]:
 
 
 def exposed(processes: Processes) -> dict[str, tuple[str, tuple[str, ...], str]]:
-    result: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    result = {}
     for text in processes.expositions().values():
         for family in text_string_to_metric_families(text):
             name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -108,7 +108,7 @@ def test_stop_finishes_the_download_in_flight(
         receive(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(peers, "_fill", wait_amid)
-    path, drained = f"/v1/slices/{row.sha256}", list[bool]()
+    path, drained = f"/v1/slices/{row.sha256}", []
     fetching = threading.Thread(
         target=lambda: client.read_range(node.address, path, memoryview(into), 0, timeout_s=600)
     )

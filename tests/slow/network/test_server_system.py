@@ -63,10 +63,9 @@ def test_no_free_descriptors_for_a_moment(
     # Who cannot read its revocation lists trusts nobody: here nobody looks at them amid the test.
     monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 3600.0)
     client.request_json(server.address, "GET", "/")
-    assert client.identity is not None
     context, waiting = client.identity.client_context(), socket.socket()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = list[int]()
+    taken = []
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(os.open("/dev/null", os.O_RDONLY), 3) + 40, hard))
         with contextlib.suppress(OSError):
@@ -94,7 +93,7 @@ def test_a_fork_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         if not child:
             code = 1
             try:
-                lines: list[str] = []
+                lines = []
                 handler = logging.Handler()
                 handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
                 log.addHandler(handler)

@@ -65,7 +65,7 @@ def take_all(swarm_member: SwarmMember, folder: dict[str, Path], out: Path) -> N
 def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
-    folders: list[dict[str, Path]] = [{} for _ in range(3)]
+    folders = [{} for _ in range(3)]
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, folders[0], share=False) as leech:
         take_all(leech, folders[0], tmp_path / "leech")
@@ -91,11 +91,10 @@ def test_an_address_where_somebody_else_listens_is_not_believed(world: Path, nod
 def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
-    folder: dict[str, Path] = {}
+    folder = {}
     with member(world, "a", node, folder, share=True) as sharer:
         take_all(sharer, folder, tmp_path / "first")
         node.stop(0.0)
-        assert sharer.share is not None
         late = remote(world, "b", node.address, sharer.share.address)
         report, figures = mirror_by_swarm(late, tmp_path / "late", share=True, linger_s=0.0)
         assert report.complete and figures["from_peers"] == SLICES and figures["from_origins"] == 0

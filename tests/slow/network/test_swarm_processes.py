@@ -62,7 +62,6 @@ class SwarmOfProcesses:
         for member in self.members:
             member.ready("began")
         for member in self.members:
-            assert member.popen.stdin is not None
             member.popen.stdin.write("\n")
             member.popen.stdin.flush()
 

@@ -40,7 +40,7 @@ def receiver() -> Iterator[tuple[str, list[Any]]]:
     """An OTLP/HTTP receiver: its URL, and the spans that it got, each with its resource."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'forebay[otel]'")
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    spans: list[Any] = []
+    spans = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -48,9 +48,9 @@ def test_four_workers_train_once_and_fetch_once(tmp_path: Path, stack: ExitStack
     nodes = [network.serve(dataset, name=name) for name in ("data", "data-2")]
     # A lease that a busy machine lets expire, or that is cut for who waits, makes two workers fetch a slice.
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0, steal_s=600.0)
-    seen: dict[int, np.ndarray[Any, Any]] = {}
-    reports: dict[str, dict[str, float]] = {}
-    all_began, started = threading.Barrier(4), set[threading.Thread]()
+    seen = {}
+    reports = {}
+    all_began, started = threading.Barrier(4), set()
 
     def remember(batch: TokenBatch[Any]) -> None:
         if threading.current_thread() not in started:  # Else one that starts late finds nothing left.

@@ -151,7 +151,6 @@ def test_a_revocation_spreads_and_cuts_live_connections(
         with connection(thief, second.address) as live:
             assert answers(live, request("GET", "/v1/status"))[0].status == 200
             created = revoke(network_dir, thief.peer_id)
-            assert created is not None
             assert send_crl(client, node.address, created) == (node.identity.peer_id, True)
             assert send_crl(client, node.address, created) == (node.identity.peer_id, False)
             watch = TrustWatch(other, Client(other), peers=lambda: [node.address], look_every_s=0.05).start()
@@ -186,7 +185,7 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
         largest = sign_crl(issuer, [(1 << 158) + i for i in range(MAX_REVOKED)], 1)
         assert post_crl(thief, node.address, largest) == {"new": True}
     created = revoke(network_dir, thief.peer_id)
-    assert created is not None and send_crl(client, node.address, created)[1]
+    assert send_crl(client, node.address, created)[1]
     with Client(other) as reader:
         assert TrustWatch(other, reader).ask(node.address)
     assert other.revocations.reason(thief.as_peer) is not None
@@ -199,9 +198,9 @@ def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: py
     org, server, evil = organisation(network_dir, "acme"), issue(network_dir, "server"), issue(network_dir, "evil")
     crls = [sign_crl(read_issuer(org), range(1, 2000), number) for number in (1, 2)]
     roots, org_id = read_root(network_dir), read_issuer(org).peer_id
-    seen: list[tuple[str, int]] = []
+    seen = []
     assert parse_crl(crls[0], roots, lambda *what: bool(seen.append(what))) is None and seen == [(org_id, 1)]
-    read: list[int] = []
+    read = []
     entries = revocation.Crl
     monkeypatch.setattr(revocation, "Crl", lambda *arguments: read.append(arguments[1]) or entries(*arguments))
     with Server(make_app("x"), server, HOST, 0) as running:
@@ -218,7 +217,7 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
 ) -> None:
     """Another data node announces its own dataset under the name: only what the publisher signed counts."""
     anne, scheduler = make_identity("anne"), make_identity("scheduler")
-    settings: dict[str, Any] = {"seq_len": 8, "publishers": [anne.peer_id]}
+    settings = {"seq_len": 8, "publishers": [anne.peer_id]}
 
     def schedule(wait_s: float) -> SchedulerService:
         state = tmp_path / "state"
@@ -281,7 +280,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
     def admission() -> Iterator[None]:
         command = [*program, "admit", str(network_dir), "--json", "--listen", address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
-            assert process.stdout is not None and process.stdout.readline()
+            assert process.stdout.readline()
             yield
             process.kill()
 

@@ -20,7 +20,7 @@ GPT = f"{ROOT / 'examples' / 'train_gpt.py'}:GptTrainer"
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
     """On sequences where each token is the one before it plus one."""
-    chance, result = np.random.default_rng(0), list[float]()
+    chance, result = np.random.default_rng(0), []
     for _ in range(steps):
         ids = (chance.integers(0, 32, (4, 1)) + np.arange(17)) % 32
         labels = ids[:, 1:].copy()

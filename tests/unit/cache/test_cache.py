@@ -103,7 +103,6 @@ def test_a_whole_slice_is_claimed_without_waiting(tmp_path: Path) -> None:
     cache, other = ChunkCache(tmp_path, 2 * SLICE + 8192), ChunkCache(tmp_path, 2 * SLICE + 8192)
     info = info_of(content(0), CHUNK)
     claimed, _ = cache.claim_slice(info)
-    assert claimed is not None
     entry, chunks = claimed
     assert chunks.tolist() == [0, 1, 2, 3]
     assert other.claim_slice(info) == (None, "") == cache.claim_slice(info), "it is being fetched"
@@ -117,7 +116,6 @@ def test_a_whole_slice_is_claimed_without_waiting(tmp_path: Path) -> None:
     assert other.get(info.sha256) == tmp_path / info.sha256
     cache.unpin_slice(info.sha256)
     broken, _ = other.claim_slice(info_of(content(1), CHUNK))
-    assert broken is not None
     entry, chunks = broken
     write(entry.path, content(1), CHUNK, [0])
     entry.marks[0] = PRESENT
@@ -199,7 +197,7 @@ def test_the_budget_and_pins_hold_whatever_happens(
     """Two processes' caches fetch, release and evict; what one has pinned keeps its bytes, and the disk its limit."""
     folder, budget = tmp_path_factory.mktemp("cache"), slices * SLICE // 2 + 6 * MAP
     caches = [ChunkCache(folder, budget), ChunkCache(folder, budget)]
-    pinned: list[tuple[int, int, list[int]]] = []
+    pinned = []
     for kind, number, bits in actions:
         chunks = [i for i in range(4) if bits >> i & 1]
         if kind < 2:

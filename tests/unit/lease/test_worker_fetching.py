@@ -68,7 +68,7 @@ Nodes = Callable[..., Node]
 
 @pytest.fixture
 def make_node(make_identity: Make, tmp_path: Path) -> Iterator[Nodes]:
-    created: list[Node] = []
+    created = []
 
     def make(name: str, content: bytes = CONTENT, origin: bool = True) -> Node:
         file = tmp_path / f"{name}.bin"
@@ -121,7 +121,7 @@ def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_
 def test_changes_of_the_cache_are_reported_once(worker: FetchingWorker, make_node: Nodes) -> None:
     hashes = [SHA256 if i == 3 else f"{i:064x}" for i in range(5)]
     rows = [SliceInfo(i, f"{i}.safetensors", len(CONTENT), sha256, 9, 1) for i, sha256 in enumerate(hashes)]
-    dataset: Any = SimpleNamespace(table=SliceTable.from_rows(rows), name="j", id=DATASET)
+    dataset = SimpleNamespace(table=SliceTable.from_rows(rows), name="j", id=DATASET)
     index = CacheIndex(worker.cache, dataset)
     assert index.sizes[SHA256] == (len(CONTENT), "j") and index.changes() == {}
     worker.fetched(lease(worker, make_node("a")))
@@ -278,7 +278,7 @@ def test_a_slice_waits_for_space_until_others_are_used(
     worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache is full of pinned slices: nothing fails, and what is unpinned makes space."""
-    other, claim, refusals = put(worker.cache, bytes(800_000)), worker.cache.claim_slice, list[str]()
+    other, claim, refusals = put(worker.cache, bytes(800_000)), worker.cache.claim_slice, []
     assert worker.cache.get(other, pin=True)
 
     def claim_slice(*args: Any, **more: Any) -> Any:

@@ -79,7 +79,6 @@ class Worker:
         return replace(self.request, job="job", session=self.name, attempt=self.attempt, signature="00")
 
     def receive(self, reply: ExchangeResult) -> None:
-        assert self.request is not None
         self.leases.receive(self.request, to_reply(reply), self.world.now)
         self.request = None
 

@@ -53,7 +53,7 @@ def work(tmp_path: Path) -> Iterator[Work]:
 
 
 def test_requests_go_on_after_an_unexpected_exception(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls, deaths = SchedulerClient.exchange, list[int](), list[object]()
+    real, calls, deaths = SchedulerClient.exchange, [], []
     monkeypatch.setattr(threading, "excepthook", deaths.append)
 
     def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_requests_go_on_after_an_unexpected_exception(work: Work, monkeypatch: p
 
 def test_attempts_that_were_heard_and_not_answered_end_no_work(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of each of some exchanges comes first, and its answer is lost: the next attempt is answered."""
-    real, calls = Client.request_json, list[str]()
+    real, calls = Client.request_json, []
 
     def request_json(self: Client, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
         if path == "/v2/exchange":

@@ -121,13 +121,13 @@ def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(
     write_job(path, USES)
     with Ledger.open(path, sign) as ledger:
         mark = Checkpoint.from_json(json.loads(json.dumps(asdict(ledger.checkpoint()))))
-        assert mark is not None and list(ledger.entries(mark.seq, mark)) == []
+        assert list(ledger.entries(mark.seq, mark)) == []
         ledger.append("paused", {})
         assert [e.kind for e in ledger.entries(mark.seq, mark)] == ["paused"]
     size = path.stat().st_size
     with Ledger.open(path, sign, checkpoint=mark) as ledger:
         assert ledger.next_seq == mark.seq + 1 and ledger.read_bytes < size / 2
-        assert ledger.first is not None and ledger.first.kind == "job"
+        assert ledger.first.kind == "job"
         ledger.append("resumed", {})
     for wrong in (Checkpoint(mark.seq, "0" * 64, mark.size, mark.last_bytes, mark.first),
                   Checkpoint(mark.seq, mark.prev, mark.size - 1, mark.last_bytes, mark.first),

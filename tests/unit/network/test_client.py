@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -81,7 +80,6 @@ def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir: Path) -> N
 def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_identity: Make) -> None:
     with RudePeer(make_identity("peer"), lambda asked: OK) as peer:
         member.request_json(peer.address, "GET", "/x")
-        assert member.identity is not None
         (member.identity.node_dir / "revoked.txt").write_text("no peer id\n")
         for _ in range(2):
             with pytest.raises(NetworkError, match="cannot read its revocation lists"):
@@ -253,9 +251,9 @@ def test_a_body_below_the_least_rate_is_a_stall(clock: Clock, num_bytes: int, is
         clock.now += 1.0
         return min(num_bytes, len(view))
 
-    sock: Any = SimpleNamespace(unbound=lambda stall_s: None, reader=SimpleNamespace(readinto1=readinto))
-    head: Any = SimpleNamespace(status=200, reason="", headers={}, chunked=False, length_remaining=1 << 20)
-    connection: Any = SimpleNamespace(is_closed=False)
+    sock = SimpleNamespace(unbound=lambda stall_s: None, reader=SimpleNamespace(readinto1=readinto))
+    head = SimpleNamespace(status=200, reason="", headers={}, chunked=False, length_remaining=1 << 20)
+    connection = SimpleNamespace(is_closed=False)
     response = StreamedResponse(connection, sock, head)
     response.pace(10.0, 4096)
     started, view = clock.now, memoryview(bytearray(1 << 16))

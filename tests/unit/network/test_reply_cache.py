@@ -134,7 +134,7 @@ class App:
 
 async def ask(cache: ReplyCache, app: App, peer: str, key: str) -> int:
     """The number of the call that answered."""
-    messages: list[Message] = []
+    messages = []
 
     async def send(message: Message) -> None:
         messages.append(message)

@@ -82,7 +82,7 @@ def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(
 ) -> None:
     """It says the highest number there is, and hands out an old CRL, or none: it is asked for it once."""
     liar, reader = make_identity("liar"), make_identity("reader")
-    old, paths, app = sign_crl(read_issuer(network_dir), [], 1), list[str](), make_app("liar")
+    old, paths, app = sign_crl(read_issuer(network_dir), [], 1), [], make_app("liar")
 
     @app.get("/v1/crls")
     async def numbers() -> dict[str, dict[str, int]]:
@@ -112,7 +112,7 @@ def test_trust_goes_on_after_any_fault_of_a_peer_or_of_the_node(
     """Malformed addresses, a callback that raises: logged, and the next step comes. A new CRL calls back."""
     node, reader, thief = make_identity("node"), make_identity("reader"), make_identity("thief")
     revoke(network_dir, thief.peer_id, node.node_dir)
-    faults, changes = [RuntimeError("a fault of ours")], list[str]()
+    faults, changes = [RuntimeError("a fault of ours")], []
     with Server(make_app("x"), node, "127.0.0.1", 0) as server, PatientClient(reader) as client:
 
         def peers() -> list[str]:

@@ -102,7 +102,6 @@ def test_json_there_and_back_on_one_connection(
     for number in range(3):
         answer, peer = client.request_json(server.address, "POST", "/echo?a=1&b=", {"n": number})
         assert answer == {"got": {"n": number}, "query": {"a": "1", "b": ""}, "by": "POST"}
-    assert server.identity is not None and client.identity is not None
     assert (peer.peer_id, peer.name) == (server.identity.peer_id, "server")
     with pytest.raises(RemoteError, match="PUT /echo: Method Not Allowed") as caught:
         client.request_json(server.address, "PUT", "/echo")
@@ -120,7 +119,7 @@ def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, t
     scope = Scope(frozenset({"worker"}), ("c4-*",))
     org = create_organisation(network_dir, tmp_path / "org", "acme")
     member = join(tmp_path / "org", tmp_path / "member", "member", scope=scope)
-    seen: list[object] = []
+    seen = []
 
     def handle(request: Request) -> Response:
         assert request.http.state.peer is peer_of(request.http) is request.peer
@@ -144,7 +143,7 @@ def test_files_and_ranges(
         client.read_range(server.address, "/file", memoryview(into), start)
         assert into == CONTENT[start:stop]
     until(lambda: sum(n for _, n in counted) == 2 * SIZE + 2 - (1 << 20))
-    assert client.identity is not None and {peer for peer, _ in counted} == {client.identity.peer_id}
+    assert {peer for peer, _ in counted} == {client.identity.peer_id}
     assert client.get_bytes(server.address, "/file", SIZE) == CONTENT
     with pytest.raises(ProtocolError, match="expected status 206"):
         client.read_range(server.address, "/file", memoryview(bytearray(SIZE + 1)), 0)
@@ -166,7 +165,6 @@ def test_limits_on_bodies(server: Server, client: Client) -> None:
 
 
 def test_strangers_get_nothing(server: Server, client: Client, handler: Handler, tmp_path: Path) -> None:
-    assert server.identity is not None and client.identity is not None
     server.identity.audit = AuditLog(tmp_path / "audit.log")
     create_network(tmp_path / "elsewhere", "test-network")
     stranger = join(tmp_path / "elsewhere", tmp_path / "stranger", "client")
@@ -197,7 +195,6 @@ def test_strangers_get_nothing(server: Server, client: Client, handler: Handler,
 @pytest.mark.usefixtures("changes_at_once")
 def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Client, make_identity: Make) -> None:
     client.request_json(server.address, "GET", "/echo")
-    assert server.identity is not None and client.identity is not None
     revoke(server.identity.node_dir, client.identity.peer_id)
     with pytest.raises(NetworkError) as caught:  # on the open connection, which may be cut first
         client.request_json(server.address, "GET", "/echo")
@@ -207,7 +204,6 @@ def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Clien
         client.request_json(server.address, "GET", "/echo")
     with PatientClient(make_identity("other")) as other:
         other.request_json(server.address, "GET", "/echo")
-        assert other.identity is not None
         revoke(other.identity.node_dir, server.identity.peer_id)
         with pytest.raises(NetworkError, match="is revoked"):
             other.request_json(server.address, "GET", "/echo")
@@ -260,7 +256,7 @@ def test_a_loop_that_fails_begins_again_on_the_same_port(
 
 
 def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: Client, handler: Handler) -> None:
-    answers: list[object] = []
+    answers = []
     waiting = threading.Thread(target=lambda: answers.append(client.request_json(server.address, "GET", "/held")[0]))
     waiting.start()
     handler.entered.acquire()
@@ -286,7 +282,6 @@ def test_close_ends_answers_under_way(
 
     app.router.routes.insert(0, Route("/news", wait_for_news))
     server = Server(app, make_identity("s"), "127.0.0.1", 0, limits=patient(upload_bytes_per_s=1.0)).start()
-    assert client.identity is not None
     with contextlib.ExitStack() as stack:
         stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         socks = [stack.enter_context(connect(server, client.identity)) for _ in range(8)]
@@ -309,7 +304,6 @@ def test_close_ends_answers_under_way(
 def test_who_hangs_up_amid_its_body_or_closes_one_half_is_no_error_of_ours(
     server: Server, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert client.identity is not None
     for half in (True, False):
         with connect(server, client.identity) as tls:
             tls.sendall(b"POST /echo HTTP/1.1\r\nContent-Length: 100\r\n\r\nx")

@@ -50,7 +50,7 @@ def handler(tmp_path: Path) -> Handler:
 @pytest.fixture
 def start(handler: Handler) -> Iterator[Start]:
     """Start a server with these limits; `identity` are its members."""
-    created: list[MemoryServer] = []
+    created = []
 
     def start(identity: Members | None = None, **limits: Any) -> MemoryServer:
         created.append(MemoryServer(handler, identity or Members(), **limits))
@@ -120,8 +120,8 @@ def test_handshakes_of_an_address(start: Start) -> None:
     server = start(handshakes_per_address=2, handshake_s=5.0)
     other = server.knock("10.0.0.2")
     flood = [server.knock() for _ in range(10)]
-    assert [task is not None and task.cancelled() for task in flood] == [True] * 8 + [False] * 2
-    assert is_served(server, "member") and other is not None and not other.done()
+    assert [task.cancelled() for task in flood] == [True] * 8 + [False] * 2
+    assert is_served(server, "member") and not other.done()
     server.loop.advance(10.0)  # strangers that say nothing end by themselves
     assert other.cancelled() and server.server.num_connections == 1
 
@@ -162,7 +162,7 @@ def test_rate_of_requests(start: Start, own: bool) -> None:
 
 
 def test_a_role_is_checked_before_the_body_is_read() -> None:
-    app, bodies = make_app("test"), list[bytes]()
+    app, bodies = make_app("test"), []
 
     async def take(request: HttpRequest) -> Response:
         bodies.append(await request.body())
@@ -267,7 +267,7 @@ def test_a_server_that_was_slow_itself_cuts_no_client(start: Start) -> None:
     server.loop.call_later(1.0, stand_still)
     server.loop.advance(3.0)
     late.send(b"\r\n")
-    assert late.answers()[0].status == 200 and stranger is not None and not stranger.done()
+    assert late.answers()[0].status == 200 and not stranger.done()
 
 
 def received_after(server: MemoryServer, connections: list[MemoryConnection], seconds: float) -> int:
@@ -287,7 +287,7 @@ def test_rates_of_bytes(start: Start, name: str) -> None:
 
 
 def test_a_task_that_fails_goes_on(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    server, runs = start(), list[float]()
+    server, runs = start(), []
 
     async def work() -> None:
         runs.append(server.loop.now)

@@ -74,7 +74,7 @@ def kinds(tmp_path: Path) -> list[str]:
 def test_a_machine_joins_with_a_key_that_stays_on_it(
     server: AdmissionServer, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[str] = []
+    sent = []
     ask = joining._post
     monkeypatch.setattr(joining, "_post", lambda *args: sent.append(repr(args)) or ask(*args))
     node = join_by_token(make_token(server, clock), tmp_path / "n", "n")

@@ -53,7 +53,7 @@ def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     access = AccessPolicy(rules)
     with AuditLog(state / "logs" / "audit.log") as log:
         log.append("ban", peer="x")
-        assert lock is not None and open_to_others(state) == []
+        assert open_to_others(state) == []
         assert not [path for path in tmp_path.glob("access.toml.used*") if path.stat().st_mode & 0o077]
     assert {stat.S_IMODE(path.stat().st_mode) for path in (state, state / "run", state / "logs")} == {0o700}
     lock.release(), ledger.close(), database.close(), access.close()

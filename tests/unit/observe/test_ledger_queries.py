@@ -50,7 +50,7 @@ def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = Fals
     """
     samples = dataset.table.count // SEQ_LEN
     base = np.cumsum(samples) - samples
-    seen: dict[tuple[str, int], list[int]] = {}
+    seen = {}
     steps, chance = dict.fromkeys(PEERS, 0), np.random.default_rng(1)
     with Ledger.open(path, sign, now=lambda: 1000.0 + ledger.next_seq) as ledger:
         body = {"dataset_id": dataset.id, "seed": 9, "seq_len": SEQ_LEN, "layout": "tokens", "scheduler": KEY.hex()}

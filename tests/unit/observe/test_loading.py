@@ -7,7 +7,6 @@ import sys
 import urllib.request
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +73,7 @@ def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.L
     waits.add(10.0, 9.0, 0.0, 0.0, "decode")
     with caplog.at_level(logging.WARNING, "forebay"):
         result = waits.check(60.0)
-    assert result is not None and result.cause == "network" and result.speedup == pytest.approx(30 / 21)
+    assert result.cause == "network" and result.speedup == pytest.approx(30 / 21)
     assert "waits for data 33 % of the time, 90 % of that for the network" in caplog.text
     assert "1.43 times as fast" in caplog.text
     assert waits.check(90.0) is None
@@ -83,12 +82,12 @@ def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.L
 def test_little_waiting_is_no_bottleneck() -> None:
     assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
     result = find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0)
-    assert result is not None and result.cause == "disk"
+    assert result.cause == "disk"
 
 
 def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path) -> None:
     loader = Loader(folder, seq_len=10, batch_size=10, epochs=2)
-    calls: list[tuple[dict[str, float], int]] = []
+    calls = []
     loader.add_callback(lambda metrics, step: calls.append((metrics, step)), every_steps=20)
     total = sum(len(batch) for batch in loader)
     assert total == 600 and [step for _, step in calls] == [20, 40, 60]
@@ -100,10 +99,10 @@ def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path) -> N
 
 
 def test_callbacks_of_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[Any, ...]] = []
+    logged = []
     run = SimpleNamespace(log=lambda metrics, step: logged.append(("wandb", metrics["data/tokens"], step)))
     writer = SimpleNamespace(add_scalar=lambda name, value, step: logged.append((name, value, step)))
-    module: Any = ModuleType("mlflow")
+    module = ModuleType("mlflow")
     module.log_metrics = lambda metrics, step: logged.append(("mlflow", metrics["data/tokens"], step))
     monkeypatch.setitem(sys.modules, "mlflow", module)
     loader = Loader(folder, seq_len=10, batch_size=10, steps=4)

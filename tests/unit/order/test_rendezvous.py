@@ -71,7 +71,6 @@ def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: 
     assert len({run.num_steps for run in runs}) == 1
     for rank, (run, counts) in enumerate(zip(runs, slices)):
         first = int(np.searchsorted(owners, rank))
-        assert run.num_steps is not None
         full = run.steps(0, run.num_steps, 0, 1)
         sizes = np.diff(full.bounds)
         assert sizes.max() <= batch and sizes.max() - sizes.min() <= 1
@@ -81,7 +80,7 @@ def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: 
             assert result == [(first + i, j) for i, count in enumerate(counts) for j in range(count)]
         for step in range(run.num_steps):
             stop = run.epoch_stop(step)
-            assert stop is not None and run.progress(stop - 1).epoch == run.progress(step).epoch
+            assert run.progress(stop - 1).epoch == run.progress(step).epoch
             assert stop == run.num_steps or run.progress(stop).epoch == run.progress(step).epoch + 1
     with pytest.raises(UsageError, match="run steps"):
         runs[0].steps(0, (runs[0].num_steps or 0) + 1, 0, 1)

@@ -60,7 +60,6 @@ def batch_lists(steps: Steps) -> list[list[Sample]]:
 
 def all_batches(run: Run, stop: int | None = None) -> list[list[Sample]]:
     end = run.num_steps if stop is None else stop
-    assert end is not None
     return batch_lists(run.steps(0, end, 0, 1))
 
 
@@ -73,8 +72,7 @@ def all_samples(order: Order, source: int = 0) -> list[Sample]:
 
 @given(single_runs())
 def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) -> None:
-    assert run.num_steps is not None
-    by_epoch: dict[int, list[Sample]] = {}
+    by_epoch = {}
     epochs, in_epoch, taken = run.progress_table(0, run.num_steps)
     for step, batch in enumerate(all_batches(run)):
         position = run.progress(step)
@@ -146,11 +144,9 @@ def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size:
         return
     rank = data.draw(st.integers(0, world_size - 1))
     stop = run.epoch_stop(end)
-    assert stop is not None
     read = run.steps(end, stop, rank, world_size)
     actual = end + np.repeat(np.arange(stop - end), np.diff(read.bounds))
     expected = run.next_steps(0, read.slices, read.samples, (rank, rank + 1), world_size)
-    assert expected is not None
     window = order.window_samples * order.num_lanes // order.global_batch + 2 if order.shuffle else 1
     own = expected < NEVER
     assert (np.abs(expected - actual)[own] <= window).all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_processes_that_share_a_cache_count_it_once() -> None:
 
 def test_the_last_events_are_retained_with_names() -> None:
     activity, core = Activity(), SchedulerCore(JobSpec("j", "0" * 64, np.full(3, 10)))
-    peer: Any = SimpleNamespace(peer_id="p", name="alice")
+    peer = SimpleNamespace(peer_id="p", name="alice")
     assert activity.notice(peer, 1.0)[1] and not activity.notice(peer, 2.0)[1]
     result, _ = core.exchange("p", ExchangeRequest(session="s", want=1), 0.0)
     lease = result.leases[0]

@@ -70,7 +70,7 @@ def test_slices_cached_by_another_worker_are_left_to_it_while_others_remain() ->
 def test_another_seed_and_another_epoch_give_another_order() -> None:
     def order(seed: int) -> list[list[int]]:
         leases = table([1] * 50, epochs=2, seed=seed)
-        taken: list[list[int]] = [[], []]
+        taken = [[], []]
         for i in range(100):
             lease = grant(leases, "a", str(i))
             taken[lease.epoch].append(lease.slice_index)
@@ -115,7 +115,7 @@ def test_the_worker_that_would_finish_last_is_cut_after_what_it_declared() -> No
     # The owner has promised nothing yet: nothing is cut behind its back.
     assert grant(leases, "idle", "i", now=20.5) is None
     stop = leases.declare(slow, 60)
-    assert stop is not None and 60 <= stop < 100
+    assert 60 <= stop < 100
     leases.cut("s", stop, 21.0)
     piece = grant(leases, "idle", "i", now=21.0)
     assert (piece.slice_index, piece.start, piece.stop) == (slow.slice_index, stop, 100)
@@ -172,7 +172,7 @@ def test_a_speed_forgets_and_does_not_count_idleness() -> None:
     speed = SpeedEstimate()
     speed.start(0.0)
     speed.add(100, 10.0)
-    assert speed.value is not None and speed.value == pytest.approx(10.0)
+    assert speed.value == pytest.approx(10.0)
     for i in range(60):
         speed.add(20, 10.0 + i + 1)
     assert speed.value == pytest.approx(20.0, rel=0.2)

@@ -253,7 +253,7 @@ def test_a_paused_job_leases_nothing() -> None:
 
 
 def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
-    happened: list[Event] = []
+    happened = []
     core = SchedulerCore(spec("x", [3], max_failures=2))
     for worker, last in (("a", False), ("b", True)):
         grant = exchange(core, worker, want=1).leases[0]
@@ -308,7 +308,7 @@ def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
 def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -> None:
     """40 sessions of one peer, each giving its lease back and taking one again before the time of a stall."""
     core, now, honest = SchedulerCore(spec("x", [4] * 42, stall_s=6.0)), 0.0, 0
-    current: dict[int, tuple[str, ...]] = {}
+    current = {}
     while now < 30.0:
         for number in range(42):
             reply = exchange(core, "thief", now, session=f"s{number}", release=current.get(number, ()), want=1)

@@ -10,7 +10,7 @@ from forebay.simulate.scenario import Scenario, UsageRecord, UsedRange, draw, le
 
 
 def test_a_transfer_gets_what_slow_links_leave_and_speeds_up_when_another_ends() -> None:
-    clock, ended = Clock(), list[float]()
+    clock, ended = Clock(), []
     links = Links(clock)
     origin, item, two = links.add(10.0, 1.0), links.add(1.0, 4.0), links.add(1.0, 100.0)
     links.start(origin, item, 10.0, lambda: ended.append(clock.now))

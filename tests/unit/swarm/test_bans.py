@@ -44,7 +44,7 @@ def test_a_schedulers_copy_of_a_manifest_is_checked(tmp_path: Path) -> None:
     assert retained.get(dataset.id) is None
     retained.put(dataset.id, manifest, table)
     result = retained.get(dataset.id)
-    assert result is not None and result[0] == parse(dataset.id, manifest, table, "here")[0]
+    assert result[0] == parse(dataset.id, manifest, table, "here")[0]
     assert np.array_equal(result[1].count, dataset.table.count)
     for suffix in (".parquet", ".json"):
         path = tmp_path / "state" / "datasets" / f"{dataset.id}{suffix}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import Provider
 from forebay.swarm.members import format_ranges, parse_ranges
-from forebay.swarm.steering import Assignment, Swarm
+from forebay.swarm.steering import Swarm
 
 ORIGIN, OTHER = Provider("origin", "o:1", True), Provider("other", "o:2", True)
 
@@ -42,7 +42,7 @@ class Crowd:
     def round(self, at_once: int) -> int:
         self.now += 1.0
         self.swarm.join(ORIGIN, None, self.now)
-        reported: list[tuple[str, Assignment]] = []
+        reported = []
         for name, have in self.have.items():
             self.swarm.join(peer(name), None, self.now)
             reported += [(name, each) for each in self.swarm.assign(name, np.flatnonzero(~have), at_once, self.now)]

@@ -123,7 +123,7 @@ def provider(name: str, is_origin: bool = False, port: int = 1) -> Provider:
 
 
 def ranking(dataset_id: str, day: int, providers: list[Provider]) -> list[str]:
-    client: Any = StubClient()
+    client = StubClient()
     trackers = TrackerClient(client, dataset_id, lambda: providers, None, now=lambda: day * 86400.0 + 5)
     assert trackers.request({}, lambda body: None) is None
     return [peer_id for peer_id, _ in client.requests]
@@ -142,7 +142,7 @@ def test_who_steers_is_not_for_a_key_to_choose() -> None:
 
 
 def test_sharers_are_bounded() -> None:
-    client: Any = StubClient()
+    client = StubClient()
     trackers = TrackerClient(client, "ab" * 32, list, None)
     for answer in range(100):
         trackers.add_sharers([provider(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
@@ -155,7 +155,7 @@ def test_a_tracker_that_is_busy_is_asked_again_later() -> None:
     def busy(body: dict[str, Any]) -> Any:
         raise RemoteError("too many requests", 429, "rate", 7.0)
 
-    client: Any = StubClient({provider("t").address: busy})
+    client = StubClient({provider("t").address: busy})
     trackers = TrackerClient(client, "ab" * 32, lambda: [provider("t")], None)
     assert trackers.request({}, lambda body: None) == {"wait_s": 7.0} and trackers.current == provider("t")
 

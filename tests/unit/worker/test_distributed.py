@@ -28,9 +28,9 @@ def run_alone(config: WorkerConfig, lines: list[str]) -> Any:
 
 def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "line {i} of many"}}\n' for i in range(500)))
-    shared: dict[str, Any] = {"dataset_name": str(tmp_path / "texts.jsonl"), "tokenizer_name": "bytes"}
+    shared = {"dataset_name": str(tmp_path / "texts.jsonl"), "tokenizer_name": "bytes"}
     shared |= {"batch_size": 6, "seq_len": 8, "num_steps": 5}
-    lines: list[str] = []
+    lines = []
     with Coordinator("127.0.0.1", 0, config=shared, rules=Rules(**PATIENT)) as coordinator:
         config = WorkerConfig(batch_size=2, seq_len=16, trainer="count", coordinator=coordinator.address)
         report = run_alone(config, lines)

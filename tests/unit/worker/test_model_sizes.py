@@ -31,8 +31,8 @@ def test_the_bound_holds_and_is_near(name: str) -> None:
 
 def _saved_bytes(model: Any, weights: set[int], ids: Any) -> int:
     """Bytes that autograd keeps of a step's way there, weights apart."""
-    current: list[Any] = []  # So that no two tensors have had one address.
-    saved: dict[int, int] = {}
+    current = []  # So that no two tensors have had one address.
+    saved = {}
 
     def keep(tensor: Any) -> Any:
         current.append(tensor)

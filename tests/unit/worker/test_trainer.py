@@ -12,7 +12,7 @@ from forebay.worker.trainer import CountTrainer, trainer_class
 
 
 def test_counts_learn_in_bounded_memory() -> None:
-    trainer, ids, losses = CountTrainer(32), np.arange(17)[None] % 32, list[float]()
+    trainer, ids, losses = CountTrainer(32), np.arange(17)[None] % 32, []
     for shift in range(40):
         labels = (ids[:, 1:] + shift) % 32
         labels[:, -1] = -100

@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None
 
 @pytest.mark.parametrize("dataset_type", ["dummy", "distributed_dummy"])
 def test_dummies_train_without_any_framework(dataset_type: str) -> None:
-    lines: list[str] = []
+    lines = []
 
     async def run() -> Any:
         config = WorkerConfig(dataset_type=dataset_type, batch_size=8, **COUNT)

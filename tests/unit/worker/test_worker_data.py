@@ -46,7 +46,7 @@ def text_dataset(folder: Path, **settings: object) -> HubDataset:
 
 def rows_by_id(dataset: Batches) -> dict[int, tuple[bytes, bytes]]:
     """Inputs and labels by sample id."""
-    result: dict[int, tuple[bytes, bytes]] = {}
+    result = {}
     for batch in dataset.batches():
         for sample, inputs, labels in zip(batch.sample_ids.tolist(), batch.inputs, batch.labels):
             assert sample not in result
@@ -119,7 +119,7 @@ def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, la
 
 def test_text_in_ids_out_and_no_sample_is_padded(texts: Path) -> None:
     data = text_dataset(texts, buffer_size=0, batch_size=4)
-    ids: list[int] = []
+    ids = []
     for batch in data.batches():
         assert batch.inputs.shape == (4, 16) and (batch.labels != -100).all()
         assert (batch.inputs[:, 1:] == batch.labels[:, :-1]).all()

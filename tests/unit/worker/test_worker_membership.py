@@ -30,7 +30,7 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broken line in revoked.txt, a descriptor limit: whatever a request raises, news of a change still arrives."""
-    real, raised, deaths = Client.request_json, list[Exception](), list[object]()
+    real, raised, deaths = Client.request_json, [], []
     monkeypatch.setattr(threading, "excepthook", deaths.append)
     errors = iter([UsageError("revoked.txt: expected a peer id"), OSError(24, "Too many open files")])
 
@@ -58,7 +58,7 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
 def _state(**more: Any) -> tuple[MembershipState, list[float]]:
     """A state and its clock."""
     now = [0.0]
-    value: dict[str, Any] = {
+    value = {
         "settings": {}, "lockstep": False, "step": 0, "samples": 0, "patience_s": 30.0,
         "on_note": lambda text: None, "clock": lambda: now[0], "new_session": lambda: "s", "random": Random(1),
     }  # fmt: skip
@@ -67,7 +67,7 @@ def _state(**more: Any) -> tuple[MembershipState, list[float]]:
 
 def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patience_ends() -> None:
     state, now = _state()
-    operation, pauses, effect = state.agree(), list[float](), None
+    operation, pauses, effect = state.agree(), [], None
     with pytest.raises(CoordinatorUnreachableError, match="no answer for 30 s"):
         effect = next(operation)
         while True:
@@ -86,7 +86,7 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     joining = state.join()
     assert next(joining).path == "/v1/config"  # type: ignore[union-attr]
     request = joining.send({"heartbeat_s": 30, "lost_s": 5, "config": {"batch_size": 2}})
-    assert isinstance(request, Request) and request.body is not None and request.body["session"] == "a"
+    assert isinstance(request, Request) and request.body["session"] == "a"
     generation = {
         "number": 1, "rank": 0, "world_size": 1, "start_step": 0, "start_sample": 0, "source": 0, "run_id": "r",
         "members": [{"worker_id": "w", "rank": 0}],

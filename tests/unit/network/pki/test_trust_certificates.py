@@ -137,7 +137,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_p
     root_der = read_root(network_dir)
     assert verify_certificate(forge(org, node, *by_org), root_der).org == org.peer_id
     large = {"roles": ["worker"], "datasets": ["x" * 60] * 20_000}
-    cases: list[tuple[Issuer, list[x509.ExtensionType], tuple[str, ...], str]] = [
+    cases = [
         (org, [*by_org, scoped(CROWN)], ("x",), "may give data, worker, got admin"),
         (org, [own, carried(wider), scoped(CROWN)], ("x",), "signed by the network's root, got another"),
         (org, [own, carried(rich), scoped(CROWN)], ("x",), "organisation that issued its own"),

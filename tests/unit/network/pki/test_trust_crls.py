@@ -46,18 +46,17 @@ def test_others_read_the_crl(network_dir: Path, make_identity: Make) -> None:
     """It is X.509: who knows only the standard finds the certificate in it."""
     a, b = make_identity("a"), make_identity("b")
     crl = revoke(network_dir, b.peer_id)
-    assert crl is not None
     standard, root = x509.load_pem_x509_crl(crl.pem), read_certs(network_dir / "root-cert.pem")[0]
     assert standard.is_signature_valid(root.public_key()) and standard.issuer == root.subject  # type: ignore[arg-type]
     assert standard.get_revoked_certificate_by_serial_number(b.certificate.serial_number) is not None
     assert standard.get_revoked_certificate_by_serial_number(a.certificate.serial_number) is None
-    assert standard.next_update_utc is not None and standard.next_update_utc > dt.datetime.now(dt.UTC)
+    assert standard.next_update_utc > dt.datetime.now(dt.UTC)
 
 
 def test_a_crl_goes_from_node_to_node(network_dir: Path, make_identity: Make) -> None:
     a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
     created = revoke(network_dir, c.peer_id, a.node_dir)
-    assert created is not None and is_revoked(a, c) and not is_revoked(b, c)
+    assert is_revoked(a, c) and not is_revoked(b, c)
     stamp, pem, numbers = b.revocations.stamp(), a.revocations.crls()[created.issuer].pem, a.revocations.numbers()
     assert numbers == {created.issuer: created.number} and pem == created.pem
     assert b.revocations.wants(created.issuer, created.number) and b.revocations.accept(pem) == created
@@ -160,10 +159,9 @@ def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network
 
 def test_numbers_rise_though_the_directory_was_restored(network_dir: Path, make_identity: Make) -> None:
     first = revoke(network_dir, make_identity("a").peer_id)
-    assert first is not None
     (network_dir / "crls" / f"{first.issuer}.pem").unlink()
     second = revoke(network_dir, make_identity("b").peer_id)
-    assert second is not None and second.number > first.number and first.serials < second.serials
+    assert second.number > first.number and first.serials < second.serials
 
 
 def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
@@ -171,7 +169,7 @@ def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
 ) -> None:
     a, b = make_identity("a"), make_identity("b")
     created = revoke(network_dir, b.peer_id, a.node_dir)
-    assert created is not None and a.refusal(a.as_peer) is None
+    assert a.refusal(a.as_peer) is None
     stamp, path = a.revocations.stamp(), a.node_dir / "crls" / f"{created.issuer}.pem"
     path.write_text("garbage")
     for _ in range(3):
@@ -187,7 +185,6 @@ def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
 def test_a_full_disk_does_not_keep_a_revocation_out_of_force(network_dir: Path, make_identity: Make) -> None:
     a, b = make_identity("a"), make_identity("b")
     created = revoke(network_dir, b.peer_id)
-    assert created is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(revocation, "atomic_write", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(OSError, match="No space"):
