@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ def members(tmp_path: Path) -> Iterator[dict[str, Identity]]:
 @pytest.fixture
 def address(tmp_path: Path, members: dict[str, Identity]) -> Iterator[str]:
     make_dataset(tmp_path / "tiny", 2, 5000)
-    command = [sys.executable, "-m", "forebay", "serve", tmp_path / "tiny", "--identity", tmp_path / "data"]
+    command = [sys.executable, *f"-m forebay serve {tmp_path}/tiny --identity {tmp_path}/data".split()]
     command += ["--listen", "127.0.0.1:0", "--timeout", "3600", "--json"]
     command += [f"--limit={name}_s=3600" for name in ("handshake", "head", "idle", "send")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -53,8 +52,8 @@ def address(tmp_path: Path, members: dict[str, Identity]) -> Iterator[str]:
 def test_members_read_and_strangers_and_the_revoked_are_refused(
     tmp_path: Path, members: dict[str, Identity], address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def status(name: str) -> Any:
-        code = main(["status", address, "--identity", str(tmp_path / name), "--timeout", "3600", "--json"])
+    def status(name):
+        code = main(f"status {address} --identity {tmp_path}/{name} --timeout 3600 --json".split())
         out, error = capsys.readouterr()
         return json.loads(out) if code == 0 else error
 

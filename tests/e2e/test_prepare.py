@@ -63,8 +63,7 @@ def start(folder: Path, out: Path, gate: str) -> subprocess.Popen[str]:
 def test_a_killed_preparation_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").mkdir()
     for number in range(8):
-        text = f"document {number % 7}" + " held back" * (number == 6)
-        (tmp_path / f"in/{number}.txt").write_text(text)
+        (tmp_path / f"in/{number}.txt").write_text(f"document {number % 7}" + " held back" * (number == 6))
     (tmp_path / "gate.py").write_text(STAGE)
     (tmp_path / "run.py").write_text(SCRIPT)
     os.mkfifo(tmp_path / "fifo")

@@ -125,7 +125,7 @@ def test_a_dataset_is_prepared_there_read_and_mirrored_back(server: S3Server, tm
     local = open_dataset(tmp_path / "local/set")
     assert open_remote(url).id == local.id and local.num_slices > 3
 
-    def read(dataset: object) -> list[list[list[int]]]:
+    def read(dataset):
         with Loader(dataset, seq_len=64, batch_size=4, cache_dir=tmp_path / "cache") as loader:
             return [batch.inputs.tolist() for batch in loader]
 

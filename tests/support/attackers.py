@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forebay.network.addresses import parse_address
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_organisation, join
-from support.wire import Answer, read_answers
+from support.wire import Answer, connect, read_answers
 from support.wire import request_bytes as request
 
 HOST = "127.0.0.1"
@@ -34,14 +31,6 @@ def organisation(network_dir: Path, name: str) -> Path:
     return network_dir.parent / name
 
 
-@contextlib.contextmanager
-def connection(member: Identity, address: str) -> Iterator[ssl.SSLSocket]:
-    """A TLS connection of a member, its handshake finished."""
-    plain = socket.create_connection(parse_address(address))
-    with member.client_context().wrap_socket(plain) as tls:
-        yield tls
-
-
 def answers(sock: ssl.SSLSocket, *requests: bytes) -> list[Answer]:
     """The answers to requests sent one after another."""
     result = []
@@ -53,7 +42,7 @@ def answers(sock: ssl.SSLSocket, *requests: bytes) -> list[Answer]:
 
 def ask(member: Identity, address: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     """Status and JSON of one request on a connection of its own."""
-    with connection(member, address) as sock:
+    with connect(member, address) as sock:
         sock.sendall(request(method, path, body, **headers))
         answer = http.client.HTTPResponse(sock, method=method)
         answer.begin()

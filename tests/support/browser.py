@@ -41,27 +41,23 @@ class Browser:
         page.on("request", lambda request: request.is_navigation_request() or self.requests.append(request.url))
 
     def open(self, target: str | Path, *, width: int = WIDTHS["desktop"], theme: Theme = "light") -> None:
-        """Open a URL or a file, and wait until it is loaded."""
+        """Open a URL or a file in a window and theme (`prefers-color-scheme`), and wait until it is loaded."""
         self.errors.clear()
         self.requests.clear()
-        self.show(width=width, theme=theme)
-        self.page.goto(target.resolve().as_uri() if isinstance(target, Path) else target)
-
-    def show(self, *, width: int = WIDTHS["desktop"], theme: Theme = "light") -> None:
-        """Change the width of the window and the theme (`prefers-color-scheme`)."""
         self.page.set_viewport_size({"width": width, "height": 844 if width < 600 else 900})
         self.page.emulate_media(color_scheme=theme)
+        self.page.goto(target.resolve().as_uri() if isinstance(target, Path) else target)
 
-    def screenshot(self, path: Path, *, full_page: bool = True) -> None:
-        """Write a PNG of the whole page, or of the window."""
+    def screenshot(self, path: Path) -> None:
+        """Write a PNG of the whole page."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=str(path), full_page=full_page)
+        self.page.screenshot(path=str(path), full_page=True)
 
-    def violations(self, *impacts: str) -> list[str]:
-        """Return the findings of axe-core, by default serious and critical: rule, impact, help and the elements."""
+    def violations(self) -> list[str]:
+        """Return the serious and critical findings of axe-core: rule, impact, help and the elements."""
         from axe_playwright_python.sync_playwright import Axe
 
-        rules = [rule for rule in Axe().run(self.page).response["violations"] if rule["impact"] in (impacts or SERIOUS)]
+        rules = [rule for rule in Axe().run(self.page).response["violations"] if rule["impact"] in SERIOUS]
         elements = ["; ".join(node["html"][:120] for node in rule["nodes"][:3]) for rule in rules]
         return [f"{rule['id']} ({rule['impact']}): {rule['help']}: {e}" for rule, e in zip(rules, elements)]
 

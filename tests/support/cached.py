@@ -57,8 +57,7 @@ def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 0) -> str:
 
 def put_chunks(cache: ChunkCache, content: bytes, chunk_bytes: int, chunks: list[int]) -> ChunkFile:
     """Put chunks of a slice into the cache and pin them; return its file."""
-    info = info_of(content, chunk_bytes)
-    entry = cache.open(info)
+    entry = cache.open(info_of(content, chunk_bytes))
     if not entry.has_leaves:
         entry.set_leaves(leaves_of(content, chunk_bytes))
     cache.pin([(entry, np.array(chunks))])

@@ -58,12 +58,12 @@ class Machine:
             (root / target[1:]).parent.mkdir(parents=True, exist_ok=True)
             (root / target[1:]).symlink_to(source)
 
-        def local(text: str) -> str:
+        def local(text):
             for top in {target.split("/")[1] for target in mounts}:
                 text = re.sub(rf"(?<![\w/.-])/{re.escape(top)}(?![\w.-])", str(root / top), text)
             names = "|".join(map(re.escape, (*services, "0.0.0.0")))
 
-            def address(match: re.Match[str]) -> str:
+            def address(match):
                 service = name if match[1] == "0.0.0.0" else match[1]
                 return f"127.0.0.1:{self.port(service, match[2])}"
 

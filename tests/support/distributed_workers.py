@@ -82,7 +82,7 @@ def work(
     """`gate`: a file of as many bytes as there are steps that may be taken now."""
     torch.manual_seed(os.getpid())  # each begins elsewhere: only the source's weights count
 
-    def on_step(step: int, batch: Any, loss: float) -> None:
+    def on_step(step, batch, loss):
         time.sleep(step_s)
         generation = run.generation
         layer = training.trainer

@@ -229,7 +229,7 @@ class Rank:
             return
         self.group, self._stands = None, True
 
-        def joined(generation: Generation) -> None:
+        def joined(generation):
             self._drive(self.membership.heartbeats(), lambda _: self._check())
             self._enter(generation)
 
@@ -267,7 +267,7 @@ class Rank:
     def _drive(self, operation: Operation[T], then: Callable[[T], object]) -> None:
         """Do what an operation of the membership yields, until it has its result."""
 
-        def resume(answer: Any = None, error: NetworkError | None = None) -> None:
+        def resume(answer=None, error=None):
             if not self.alive:
                 return
             try:
@@ -303,7 +303,7 @@ class Rank:
         before, group = self.membership.generation, self.group
         operation = self.membership.boundary(self._step, stop=stop, broken=broken, holds=self.holds)
 
-        def go_on(generation: Generation) -> None:
+        def go_on(generation):
             self._stands = False
             if generation is not before and generation.number != (group.number if group else 0):
                 self._enter(generation)
@@ -348,7 +348,7 @@ class Rank:
         part = self.world.run.steps(self._step, self._step + 1, generation.rank, generation.world_size)
         read = part.slices * self.world.settings.samples + part.samples
 
-        def end() -> None:
+        def end():
             if not self.alive or self.group is not group or self._stands:
                 return
             if self.is_cut:
@@ -407,13 +407,13 @@ class World:
         latency_s, gives_up_at = rank.machine.latency_s, self.clock.now + request.wait_s + ANSWER_S
         is_over = False
 
-        def end(result: Any = None, error: NetworkError | None = None) -> None:
+        def end(result=None, error=None):
             nonlocal is_over
             if not is_over:
                 is_over = True
                 answer(result, error)
 
-        def respond(result: dict[str, Any] | RemoteError) -> None:
+        def respond(result):
             is_lost = self._chance.random() < self.settings.lost
             if rank.is_cut or (is_lost and self._chance.random() < 0.5):
                 return
@@ -422,7 +422,7 @@ class World:
                 error = NetworkError("the connection closed before the answer")
             self.clock.call_later(latency_s, lambda: end(result, error))
 
-        def arrive() -> None:
+        def arrive():
             if not rank.is_cut and rank.alive:
                 self.coordinator.receive(request, respond)
 
@@ -448,11 +448,11 @@ class World:
     def _plan(self, machine: Machine, worker_id: str) -> None:
         rank = Rank(self, machine, worker_id)
 
-        def join() -> None:
+        def join():
             self.ranks[worker_id] = rank
             rank.join()
 
-        def die() -> None:
+        def die():
             del self.ranks[worker_id]
             rank.die()
             if not rank.is_cut:

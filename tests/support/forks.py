@@ -103,11 +103,6 @@ class Process:
             with contextlib.suppress(ProcessLookupError):  # It has ended, and we have not read so yet.
                 os.kill(self.pid, number)
 
-    def cpu_s(self) -> float:
-        """The CPU time that it has used."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
 
 def enter(ns: str) -> None:
     """Move this process (of one thread) into a network namespace."""

@@ -43,6 +43,8 @@ class Request:
 
 
 Handler = Callable[[Request], Any]
+Make = Callable[[str], Identity]
+"""The fixture `make_identity`."""
 
 
 def application(handle: Handler) -> FastAPI:

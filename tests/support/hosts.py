@@ -1,10 +1,10 @@
 """Hosts on one machine: network namespaces with addresses of their own, around a router that can misbehave.
 
-    with Lab() as lab:
+    with Lab(directory) as lab:
         a, b = lab.host("a"), lab.host("b")
         node = a.forebay("serve", …)         a real process in a's namespace
         lab.vanish(a); lab.return_(a)         a is cut from all: packets are dropped, without a reply
-        home = lab.nat("home"); c = home.host("c")     c is masqueraded: nothing comes in
+        c = lab.host_behind_nat("c")          c is masqueraded: nothing comes in
 
 Every host is routed to every other through the router's namespace: 10.77.K.2 by 10.77.K.1. Names hold this process's
 id, so that what a killed run left is known and removed by the next. Needs root, iproute2, nft and the kernel's
@@ -16,67 +16,42 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
-import tempfile
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.forks import Forks, Process
-
-_NAME = re.compile(r"mr-(\d+)-")
 
 
 @functools.cache
 def lacking() -> str:
     """Why this machine cannot do it, or ""."""
-    if sys.platform != "linux":
-        return "hosts: expected Linux with network namespaces"
-    if os.geteuid() != 0:
-        return "hosts: expected root, for namespaces are made by root only"
-    for tool in ("ip", "nft"):
-        if shutil.which(tool) is None:
-            return f"hosts: expected the program {tool} (iproute2, nftables)"
     probe = f"mr-{os.getpid()}-probe"
+    rules = "table inet t { chain c { type nat hook postrouting priority 100; masquerade; }; }"
     try:
-        if message := _try(["ip", "netns", "add", probe]):
-            return f"hosts: expected namespaces, got: {message}"
-        if message := _try(["ip", "-n", probe, "link", "add", "v0", "type", "veth", "peer", "name", "v1"]):
-            return f"hosts: expected veth pairs, got: {message}"
-        rules = "table inet t { chain c { type nat hook postrouting priority 100; masquerade; }; }"
-        if message := _try(["ip", "netns", "exec", probe, "nft", rules]):
-            return f"hosts: expected nft with NAT, got: {message}"
-    finally:
-        _try(["ip", "netns", "del", probe])
+        _sh(f"""ip netns add {probe}; trap 'ip netns del {probe}' EXIT
+            ip -n {probe} link add v0 type veth peer name v1
+            ip netns exec {probe} nft '{rules}'""")
+    except RuntimeError as error:
+        return f"hosts: expected root, ip, nft and the network namespaces of Linux, got: {error}"
     return ""
 
 
+@dataclass(frozen=True)
 class Host:
     """A namespace with one address."""
 
-    def __init__(self, lab: Lab, name: str, address: str) -> None:
-        self.lab = lab
-        self.name = name
-        self.ns = lab.ns(name)
-        self.address = address
+    lab: Lab
+    name: str
+    ns: str
+    address: str
 
-    def forebay(self, *argv: object, log: str = "") -> Process:
+    def forebay(self, *argv: object) -> Process:
         """A node in this host, by the arguments of its command line."""
-        words = [str(word) for word in argv]
-        path = self.lab.directory / f"{self.name}-{log or words[0]}.log"
+        path = self.lab.directory / f"{self.name}-{argv[0]}.log"
         path.touch()
         path.with_name(path.name + ".err").touch()
-        return self.lab.forks.start(self.ns, words, path)
-
-
-class Nat(Host):
-    """A router at home: its hosts reach all others, and no other host reaches them."""
-
-    def host(self, name: str) -> Host:
-        """A host behind it, at 192.168.K.2."""
-        return self.lab.wire(name, self.ns, f"192.168.{self.lab.next_index()}")
+        return self.lab.forks.start(self.ns, list(map(str, argv)), path)
 
 
 class Lab:
@@ -88,117 +63,87 @@ class Lab:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._index = 0
         self._namespaces: list[str] = []
-        self._stack = ExitStack()
 
     def __enter__(self) -> Lab:
-        remove_stale()
+        _remove_stale()
         self.router = self._add("router")
+        _forward(self.router)
         self.forks = Forks()
-        self._stack.callback(self.forks.close)
-        _batch(self.router, ["link set lo up", "route add blackhole 192.168.0.0/16"])  # a home's address leads nowhere
-        _forwarding(self.router)
-        _nft(
-            self.router,
+        _sh(f"ip -n {self.router} route add blackhole 192.168.0.0/16")  # a home's address leads nowhere
+        self._nft(
             "table inet lab { set gone { type ipv4_addr; };"
-            " chain forward { type filter hook forward priority 0; ip saddr @gone drop; ip daddr @gone drop; }; }",
+            " chain forward { type filter hook forward priority 0; ip saddr @gone drop; ip daddr @gone drop; }; }"
         )
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()  # the forks die first
+        self.forks.close()  # the forks die first
         for ns in self._namespaces:
             _remove(ns)
 
-    def ns(self, name: str) -> str:
-        return f"mr-{os.getpid()}-{name}"
-
-    def next_index(self) -> int:
-        self._index += 1
-        return self._index
-
     def host(self, name: str) -> Host:
         """A host at 10.77.K.2."""
-        return self.wire(name, self.router, f"10.77.{self.next_index()}")
+        return self._wire(name, self.router, "10.77")
 
-    def nat(self, name: str) -> Nat:
-        """A router of its own at 10.77.K.2, for hosts behind it."""
-        host = self.host(name)
-        _forwarding(host.ns)
+    def host_behind_nat(self, name: str) -> Host:
+        """A host at 192.168.K.2, behind a router at home: it reaches all others, and no other host reaches it."""
+        home = self._wire(f"{name}-home", self.router, "10.77").ns
+        _forward(home)
         chain = 'chain out { type nat hook postrouting priority 100; oifname "eth0" masquerade; };'
-        _nft(host.ns, f"table inet home {{ {chain} }}")
-        return Nat(self, name, host.address)
-
-    def wire(self, name: str, router: str, net: str) -> Host:
-        """A host with a wire to a router's namespace."""
-        ns = self._add(name)
-        port = f"v{self._index}"
-        _batch(router, [f"link add {port} type veth peer name eth0 netns {ns}",
-                        f"addr add {net}.1/24 dev {port}", f"link set {port} up"])  # fmt: skip
-        _batch(ns, ["link set lo up", f"addr add {net}.2/24 dev eth0", "link set eth0 up",
-                    f"route add default via {net}.1"])  # fmt: skip
-        return Host(self, name, f"{net}.2")
+        _sh(f"ip netns exec {home} nft 'table inet home {{ {chain} }}'")
+        return self._wire(name, home, "192.168")
 
     def vanish(self, host: Host) -> None:
         """Drop every packet from and to a host: no reset, no word."""
-        _nft(self.router, f"add element inet lab gone {{ {host.address} }}")
+        self._nft(f"add element inet lab gone {{ {host.address} }}")
 
     def return_(self, host: Host) -> None:
         """Undo a vanishing."""
-        _nft(self.router, f"delete element inet lab gone {{ {host.address} }}")
+        self._nft(f"delete element inet lab gone {{ {host.address} }}")
+
+    def _nft(self, rules: str) -> None:
+        _sh(f"ip netns exec {self.router} nft '{rules}'")
+
+    def _wire(self, name: str, router: str, net: str) -> Host:
+        """A host with a wire to a router's namespace."""
+        ns = self._add(name)
+        port, net = f"v{len(self._namespaces)}", f"{net}.{len(self._namespaces)}"
+        _sh(f"""ip -n {router} link add {port} type veth peer name eth0 netns {ns}
+            ip -n {router} addr add {net}.1/24 dev {port}
+            ip -n {router} link set {port} up
+            ip -n {ns} addr add {net}.2/24 dev eth0
+            ip -n {ns} link set eth0 up
+            ip -n {ns} route add default via {net}.1""")
+        return Host(self, name, ns, f"{net}.2")
 
     def _add(self, name: str) -> str:
-        ns = self.ns(name)
-        _run(["ip", "netns", "add", ns])
+        ns = f"mr-{os.getpid()}-{name}"
+        _sh(f"ip netns add {ns}; ip -n {ns} link set lo up")
         self._namespaces.append(ns)
         return ns
 
 
-def remove_stale() -> None:
+def _forward(ns: str) -> None:
+    """Let a namespace pass packets on."""
+    writes = "echo 1 > ip_forward; echo 0 > conf/all/rp_filter; echo 0 > conf/default/rp_filter"
+    _sh(f"ip netns exec {ns} sh -c 'cd /proc/sys/net/ipv4; {writes}'")
+
+
+def _remove_stale() -> None:
     """Remove the namespaces, and kill the processes in them, of runs whose process is gone."""
-    for line in _output(["ip", "netns", "list"]).splitlines():
-        result = _NAME.match(line)
-        if result and not Path(f"/proc/{result[1]}").exists():
-            _remove(line.split()[0])
+    for ns, pid in re.findall(r"^(mr-(\d+)-\S+)", _sh("ip netns list"), re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
+            _remove(ns)
 
 
 def _remove(ns: str) -> None:
-    for pid in _output(["ip", "netns", "pids", ns]).split():
-        try:
-            os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    _try(["ip", "netns", "del", ns])
+    _sh(f"ip netns pids {ns} | xargs -r kill -9 || true; ip netns del {ns}")
 
 
-def _forwarding(ns: str) -> None:
-    settings = ["net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.default.rp_filter=0"]
-    writes = "; ".join(f"echo {s.split('=')[1]} > /proc/sys/{s.split('=')[0].replace('.', '/')}" for s in settings)
-    _run(["ip", "netns", "exec", ns, "sh", "-c", writes])
-
-
-def _nft(ns: str, rules: str) -> None:
-    _run(["ip", "netns", "exec", ns, "nft", rules])
-
-
-def _batch(ns: str, lines: list[str]) -> None:
-    with tempfile.TemporaryFile("w+") as file:
-        file.write("\n".join(lines) + "\n")
-        file.seek(0)
-        done = subprocess.run(["ip", "-n", ns, "-batch", "-"], stdin=file, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip in {ns}: {lines}: {done.stderr}"
-
-
-def _output(argv: list[str]) -> str:
-    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
-
-
-def _try(argv: list[str]) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else (done.stderr.strip() or f"{argv[0]} failed")
-
-
-def _run(argv: list[str]) -> None:
-    message = _try(argv)
-    assert not message, f"{' '.join(argv)}: {message}"
+def _sh(script: str) -> str:
+    """Return the output of lines of shell; RuntimeError where one fails."""
+    done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script}: {done.stderr.strip()}")
+    return done.stdout

@@ -95,15 +95,9 @@ class MemoryServer:
         limits: Settings of `ServerLimits`.
     """
 
-    def __init__(
-        self,
-        app: FastAPI | Callable[[Request], Any],
-        identity: Members | None = None,
-        on_bytes: Callable[[Peer, int], None] | None = None,
-        **limits: Any,
-    ) -> None:
+    def __init__(self, app: FastAPI | Callable[[Request], Any], identity: Members | None = None, **limits: Any) -> None:
         app = app if isinstance(app, FastAPI) else application(app)
-        self.server = Server(app, None, "127.0.0.1", 0, limits=ServerLimits(**limits), on_bytes=on_bytes)
+        self.server = Server(app, None, "127.0.0.1", 0, limits=ServerLimits(**limits))
         self.core = self.server._core
         self.core.identity = identity  # type: ignore[assignment]
         self.loop = self.server._loop = VirtualLoop()

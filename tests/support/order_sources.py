@@ -146,7 +146,7 @@ class Cluster(Datasets):
 
     def node(self, verb: str, name: str, *argv: object, listen: str = f"{HOST}:0") -> tuple[Process, str]:
         """Start a node of the command line; return it, once it is ready, and its address."""
-        process = self.start(verb, *argv, "--identity", self.homes[name], "--listen", listen, "--json")
+        process = self.start(verb, *argv, *f"--identity {self.homes[name]} --listen {listen} --json".split())
         return process, process.ready()["address"]
 
     def worker(self, **settings: Any) -> Process:
@@ -241,8 +241,7 @@ class Leased(Source):
 
     def start_scheduler(self, name: str, **more: Any) -> tuple[Any, str]:
         size = {} if name == "rows" else {"seq_len": self.seq_len}
-        started = self.cluster.scheduler(name, self.states[name], self.job, lease_s=self.lease_s, **size, **more)
-        return started
+        return self.cluster.scheduler(name, self.states[name], self.job, lease_s=self.lease_s, **size, **more)
 
     def loader(self, index: int) -> dict[str, Any]:
         network = {"identity": str(self.cluster.homes[f"worker-{index}"]), "receipt_s": 0.2, "patience_s": 600.0}
@@ -251,12 +250,12 @@ class Leased(Source):
 
     def verify(self, name: str) -> dict[str, Any]:
         """Return what `forebay ledger verify` prints."""
-        return ledger("verify", self.states[name] / "ledger.jsonl", "--samples")
+        return ledger(*f"verify {self.states[name]}/ledger.jsonl --samples".split())
 
     def uses(self, name: str) -> list[dict[str, Any]]:
         """Return the table that `forebay ledger export` writes."""
         out = self.directory / f"{name}.jsonl"
-        ledger("export", self.states[name] / "ledger.jsonl", "--out", out, "--sample-ids")
+        ledger(*f"export {self.states[name]}/ledger.jsonl --out {out} --sample-ids".split())
         return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -264,8 +263,7 @@ def ledger(*argv: object) -> dict[str, Any]:
     """The output of a command of `forebay ledger`, as JSON."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
         main(["ledger", *(str(word) for word in argv), "--json"])
-    result = json.loads(text.getvalue())
-    return result
+    return json.loads(text.getvalue())
 
 
 SOURCES = {kind.name: kind for kind in (Static, Owned, Leased)}

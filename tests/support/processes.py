@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from support.waiting import until
@@ -78,3 +79,7 @@ class Process:
 def forebay(*argv: object, **environment: str) -> Process:
     """A command of `forebay`."""
     return Process("-m", "forebay", *argv, **environment)
+
+
+Start = Callable[..., Process]
+"""A function that starts a process as `forebay` does, and ends it with the test."""

@@ -52,7 +52,7 @@ class Prometheus:
         """Return the targets, once each was scraped so often."""
         current = []
 
-        def are_scraped() -> bool:
+        def are_scraped():
             current[:] = self.get("/api/v1/targets")["activeTargets"]
             counts = self.query(f"min(count_over_time(up[1h])) >= {num_scrapes}")
             return len(current) == num_targets and bool(counts) and "unknown" not in {t["health"] for t in current}
@@ -72,8 +72,7 @@ def running(config: str, directory: Path) -> Iterator[Prometheus]:
     """Prometheus with a configuration; its paths are relative to `directory`. The configuration is checked first."""
     path = directory / "prometheus.yml"
     path.write_text(config)
-    command = [program("promtool"), "check", "config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([program("promtool"), "check", "config", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     address = f"127.0.0.1:{free_port()}"
     options = [f"--config.file={path}", f"--storage.tsdb.path={directory / 'tsdb'}", f"--web.listen-address={address}"]

@@ -11,7 +11,6 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import forebay.load.shard_cache as cache_module
 from forebay.load.shards import SharedShardedDatasetManager
@@ -25,7 +24,7 @@ def main(out: str, text: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with Path(out).open("a") as file, SharedShardedDatasetManager(**settings) as shards:
 
-        def write(**fields: Any) -> None:
+        def write(**fields):
             file.write(json.dumps(fields) + "\n")
             file.flush()
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import orjson
 
+from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity
-from forebay.network.server import Server
 
 
-def connect(server: Server, identity: Identity | None) -> socket.socket:
-    """A connection after its handshake; plain without an identity."""
-    plain = socket.create_connection((server.host, server.port))
-    return plain if identity is None else identity.client_context().wrap_socket(plain)
+def connect(member: Identity, address: str) -> ssl.SSLSocket:
+    """A TLS connection of a member, its handshake finished."""
+    return member.client_context().wrap_socket(socket.create_connection(parse_address(address)))
 
 
 def request_bytes(method: str, path: str, body: Any = None, **headers: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +14,9 @@ from forebay.coordinator.membership import MAX_SEATS
 from forebay.coordinator.messages import Leave, PollChange, Rules, Stepped, Tick
 from forebay.coordinator.server import Coordinator
 from forebay.network.pki.identity import Identity
-from support.attackers import answers, ask, connection, issue, request
+from support.attackers import answers, ask, issue, request
 from support.memberships import CoordinatorHarness
+from support.wire import connect
 
 LIE = 2**61
 
@@ -51,9 +51,9 @@ def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
 ) -> None:
     """Each keeps its connection: one that closes is a process that ended."""
     honest, evil = issue(network_dir, "honest", "worker"), issue(network_dir, "evil", "worker")
-    with connection(honest, coordinator.address) as first, connection(evil, coordinator.address) as second:
+    with connect(honest, coordinator.address) as first, connect(evil, coordinator.address) as second:
 
-        def post(sock: ssl.SSLSocket, name: str, verb: str, **fields: Any) -> int:
+        def post(sock, name, verb, **fields):
             body = {"worker_id": name, "session": f"{name}-session", **fields}
             return answers(sock, request("POST", f"/v1/members/{verb}", body))[0].status
 
@@ -131,8 +131,7 @@ def test_seats_of_who_never_finished_a_step_are_forgotten() -> None:
     run.ready("a", 3)
     run.ready("c", 3)
     assert run.ranks == ["a", "b", "c"]
-    seats = {f"old{number}": number for number in range(3 * MAX_SEATS)}
-    run.state = replace(run.state, seats=seats)
+    run.state = replace(run.state, seats={f"old{number}": number for number in range(3 * MAX_SEATS)})
     run.beat("a", 9)
     run.send(Leave("b", "b/2", run.generation.number, 9))
     assert len(run.state.seats) == MAX_SEATS and "b" in run.state.seats
@@ -206,7 +205,7 @@ def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordin
     assert post_as(coordinator, evil, "join")[0] == 200
     beats = [{"worker_id": "evil", "session": "evil-session", "generation": 1, "step": step} for step in range(60)]
     rate, began = coordinator._server._core.limits.requests_per_s, time.monotonic()
-    with connection(evil, coordinator.address) as sock:
+    with connect(evil, coordinator.address) as sock:
         result = [
             item.status for item in answers(sock, *(request("POST", "/v1/members/heartbeat", item) for item in beats))
         ]

@@ -22,9 +22,10 @@ from forebay.network.reachability import ReachabilityChecker
 from forebay.storage import peer_source
 from forebay.swarm import tracker
 from forebay.swarm.share import SliceShare
-from support.attackers import HOST, answers, ask, connection, issue, organisation, request
+from support.attackers import HOST, answers, ask, issue, organisation, request
 from support.nodes import make_dataset
 from support.waiting import until
+from support.wire import connect
 
 SLICES = 4
 
@@ -47,8 +48,7 @@ def sharing(member: Identity, dataset: Dataset) -> Iterator[SliceShare]:
     folder, rows = {}, [dataset.table.row(index) for index in range(SLICES)]
     for row in rows:
         folder[row.sha256] = dataset.path / row.name
-    hashes = {row.sha256: (row.bytes, dataset.name) for row in rows}
-    with SliceShare(member, folder, hashes, HOST, 0) as share:
+    with SliceShare(member, folder, {row.sha256: (row.bytes, dataset.name) for row in rows}, HOST, 0) as share:
         yield share
 
 
@@ -65,7 +65,7 @@ def until_named(node: DataNode, member: Identity, share: SliceShare) -> None:
     message = {"address": share.address, "have": f"0-{SLICES - 1}"}
     with Client(member) as client:
 
-        def is_named() -> bool:
+        def is_named():
             client.request_json(node.address, "POST", swarm_path(node), message)
             return bool(node.tracker.status()[node.datasets[0].id]["slices_with_copies"] == SLICES)
 
@@ -79,7 +79,7 @@ def test_addresses_of_one_member_keep_no_other_from_being_dialled(
     evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
     with contextlib.ExitStack() as stack:
         traps = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(40)]
-        with connection(evil, node.address) as sock:
+        with connect(evil, node.address) as sock:
             named = [{"address": f"{HOST}:{trap.getsockname()[1]}"} for trap in traps]
             assert {a.status for a in answers(sock, *(request("POST", swarm_path(node), item) for item in named))} == {
                 200
@@ -185,7 +185,7 @@ def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytes
     """A check holds up those behind it: a peer that gives a little all the time counts as one that does not answer."""
     clock = SimpleNamespace(now=0.0)
 
-    def drip(*_: object) -> Iterator[memoryview]:
+    def drip(*_):
         while clock.now < 1000.0:
             clock.now += 1.0
             yield memoryview(b"x")

@@ -66,12 +66,10 @@ def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerServ
 def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
     """64 datasets that no job has, each with millions of slices."""
     evil = issue(network_dir, "evil", "worker")
-    have = {f"{i:064x}": "0-999999999" for i in range(64)}
-    assert exchange(scheduler, evil, {"cached": have})[0] == 200
+    assert exchange(scheduler, evil, {"cached": {f"{i:064x}": "0-999999999" for i in range(64)}})[0] == 200
     (session,) = core(scheduler).sessions.all.values()
     assert session.cached_bytes == 0
-    registered = core(scheduler).spec.dataset_id
-    status, message = exchange(scheduler, evil, {"cached": {registered: "0-999999999"}})
+    status, message = exchange(scheduler, evil, {"cached": {core(scheduler).spec.dataset_id: "0-999999999"}})
     assert status == 409 and f"[0, {SLICES})" in message["message"]
 
 
@@ -108,8 +106,7 @@ def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: Schedu
         assert exchange(scheduler, evil, {"reports": invalid})[0] == 200
     assert core(scheduler).reports == {}
     node = lease["providers"][0]["peer_id"]
-    report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
-    assert exchange(scheduler, evil, report)[0] == 200
+    assert exchange(scheduler, evil, {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]})[0] == 200
     assert [key[0] for key in core(scheduler).reports] == [node]
 
 
@@ -120,13 +117,12 @@ def test_only_who_is_accused_can_be_pardoned(
     boss = issue(network_dir, "boss", "admin")
     (lease, *_) = exchange(scheduler, worker, {"want": 1})[1]["leases"]
     node = lease["providers"][0]["peer_id"]
-    pardon = ["job", "pardon", node, "--scheduler", scheduler.address, "--identity", str(home)]
+    pardon = f"job pardon {node} --scheduler {scheduler.address} --identity {home}".split()
     status, message = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
     assert (status, message["error"]) == (404, "not_found")
     assert main(pardon) == 1
     assert "there are no reports about it here" in capsys.readouterr().err
-    report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
-    assert exchange(scheduler, worker, report)[0] == 200
+    assert exchange(scheduler, worker, {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]})[0] == 200
     assert main(pardon) == 0 and capsys.readouterr().out == f"pardoned {node}\n"
     assert core(scheduler).reports == {}
 
@@ -140,8 +136,7 @@ def test_many_certificates_of_one_organisation_starve_nobody(scheduler: Schedule
         current += len(exchange(scheduler, evil, {"want": 16})[1]["leases"])
     assert current == SLICES // 2
     for name, by in (("honest", None), ("other", organisation(network_dir, "other-org"))):
-        honest = issue(network_dir, name, "worker", by=by)
-        assert len(exchange(scheduler, honest, {"want": 1})[1]["leases"]) == 1
+        assert len(exchange(scheduler, issue(network_dir, name, "worker", by=by), {"want": 1})[1]["leases"]) == 1
 
 
 def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
@@ -169,7 +164,7 @@ def test_proofs_that_are_checked_at_once_count_each(
     """Else a member with many sessions is checked at every lease for long, at the scheduler's cost."""
     worker, together, checked = issue(network_dir, "worker", "worker"), threading.Barrier(3), []
 
-    def check(*about: object) -> bool:
+    def check(*about):
         checked.append(about)
         together.wait()
         return True
@@ -192,11 +187,11 @@ def test_checks_that_hang_hold_up_no_other_worker(
     evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
     started, gate = threading.Event(), threading.Event()
 
-    def hang(*_: object) -> None:
+    def hang(*_):
         started.set()
         gate.wait()
 
-    async def limit_threads() -> None:
+    async def limit_threads():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
     scheduler._server.call(limit_threads())

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from forebay.coordinator.server import Coordinator
 from forebay.data_node import DataNode
 from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
-from forebay.network.pki.identity import Identity
 from forebay.scheduler.journal import Journal, lock_state
 from forebay.scheduler.server import SchedulerService
 from support.cached import info_of, put
 from support.feeding import small_disk
+from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
 from support.waiting import until
@@ -82,13 +82,13 @@ def test_the_coordinator_goes_on_once_there_is_space(disk: Path) -> None:
 
 
 def test_no_standby_takes_the_state_while_the_disk_is_full(
-    make_identity: Callable[[str], Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could not write either, and its end would leave no standby."""
     table, state, failed, real = LocalDiscovery(), tmp_path / "state", [], Journal._write
     full = threading.Event()
 
-    def write(self: Journal, batch: Any) -> None:
+    def write(self, batch):
         if full.is_set():
             failed.append(1)
             time.sleep(0.02)
@@ -112,7 +112,7 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
                 lock_state(state).release()
         full.clear()
 
-        def is_leased() -> bool:
+        def is_leased():
             with contextlib.suppress(RemoteError):
                 return bool(worker.request_json(service.address, "POST", "/v2/exchange", {"want": 1})[0]["leases"])
             return False

@@ -71,12 +71,12 @@ class Disk:
     def install(self) -> None:
         fsync, disk = os.fsync, self
 
-        def checked_fsync(fd: int) -> None:
+        def checked_fsync(fd):
             disk.fsync(os.fstat(fd), Path(f"/proc/self/fd/{fd}").readlink())
             fsync(fd)
 
-        def checked(real: Callable[..., None]) -> Callable[..., None]:
-            def rename(source: Any, target: Any, **more: Any) -> None:
+        def checked(real):
+            def rename(source, target, **more):
                 disk.rename(Path(source), Path(target).absolute())
                 real(source, target, **more)
 
@@ -174,7 +174,7 @@ class Convert(Scenario):
 
     def _convert(self, folder: Path, name: str, *options: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
-            code = main(["convert", str(folder / f"{name}.npy"), str(folder / "out"), "--to", "forebay", *options])
+            code = main([*f"convert {folder}/{name}.npy {folder}/out --to forebay".split(), *options])
         if code:
             raise OSError(errors.getvalue())
 
@@ -212,8 +212,7 @@ class Upgrade(Scenario):
 
     def inspect(self, folder: Path) -> State:
         with contextlib.suppress(DatasetError):
-            report = verify_dataset(folder)
-            return {"id": open_dataset(folder).id, "sound": report.ok}
+            return {"id": open_dataset(folder).id, "sound": verify_dataset(folder).ok}
         return {}
 
 
@@ -286,7 +285,7 @@ def find_problems(name: str, points: int, home: Path) -> list[str]:
     folder.parent.mkdir()
     scenario.begin(origin)
 
-    def reset() -> None:
+    def reset():
         shutil.rmtree(folder.parent)
         folder.parent.mkdir()
         shutil.copytree(origin, folder)

@@ -67,8 +67,7 @@ def test_several_ranks_a_pod_are_torchruns(tmp_path: Path) -> None:
     indexed, container = manifest(settings, ["python", "train.py", *HOSTILE])
     program(tmp_path / "torchrun", f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
-    command = expanded(container["command"])
-    words = json.loads(subprocess.run(command, env=environment, capture_output=True).stdout)
+    words = json.loads(subprocess.run(expanded(container["command"]), env=environment, capture_output=True).stdout)
     assert dict(word.split("=", 1) for word in words[:5]) == {
         "--nnodes": str(indexed["spec"]["completions"]), "--node-rank": "1", "--master-addr": "train-0.train",
         "--nproc-per-node": container["resources"]["limits"]["nvidia.com/gpu"], "--master-port": "29500",

@@ -104,8 +104,7 @@ def test_units(tmp_path: Path) -> None:
 def test_files_of_the_forge() -> None:
     directory = ROOT / ".github"
     workflows = sorted((directory / "workflows").glob("*.yml"))
-    schema = ["--builtin-schema", "vendor.github-workflows"]
-    run("check-jsonschema", *schema, *workflows)
+    run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
     run("check-jsonschema", "--builtin-schema", "custom.github-workflows-require-timeout", *workflows)
     run("check-jsonschema", "--builtin-schema", "vendor.dependabot", directory / "dependabot.yml")
     forms = sorted(set((directory / "ISSUE_TEMPLATE").glob("*.yml")) - {directory / "ISSUE_TEMPLATE" / "config.yml"})

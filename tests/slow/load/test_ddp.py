@@ -24,8 +24,7 @@ def test_resumed_on_other_ranks_the_run_is_the_one_that_never_stopped(tmp_path: 
             {"world": 5, "steps": 6, "load": saved[1]},
         ],
     )
-    losses = [loss for part in parts for loss in part["losses"]]
-    assert losses == pytest.approx(full["losses"], rel=1e-9)
+    assert [loss for part in parts for loss in part["losses"]] == pytest.approx(full["losses"], rel=1e-9)
     assert [batch for part in parts for batch in batches(part)] == batches(full)
     for epoch in (batches(full)[:7], batches(full)[7:14]):
         assert sorted(sample for batch in epoch for sample in batch) == list(range(SAMPLES))

@@ -128,8 +128,7 @@ def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
     )  # fmt: skip
     source, newcomer = (Training(config, threading.Event(), lambda line: None) for _ in range(2))
     for _ in range(3):
-        batch = source.next_batch()
-        source.learn(source.trainer.step, batch)
+        source.learn(source.trainer.step, source.next_batch())
     data = io.BytesIO()
     torch.save(OptimizerAndPosition(source.trainer.optimizer, source).state_dict(), data)  # type: ignore[attr-defined]
     data.seek(0)

@@ -25,8 +25,7 @@ def make_repositories(folder: Path) -> None:
     """A vocabulary of bytes has the name gpt2: GPT-2's own takes half a second to load, and 100 times the steps."""
     hub = make_hub(folder)
     (hub / "models/gpt2/tokenizer.json").write_text(byte_tokenizer().to_str())
-    repo = write_repo(hub / "datasets/example/scripted")
-    (repo / "scripted.py").write_text("import datasets\n")
+    (write_repo(hub / "datasets/example/scripted") / "scripted.py").write_text("import datasets\n")
     copied = write_repo(hub / "datasets/example/copied") / "default/train/0000.parquet"
     copied.parent.mkdir(parents=True)
     shutil.copy(next((hub / "datasets/winglian").rglob("*train*.parquet")), copied)
@@ -82,7 +81,7 @@ def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
-    def share(rank: int, world_size: int, batch_size: int) -> dict[int, bytes]:
+    def share(rank, world_size, batch_size):
         return read_rows(
             create_huggingface_dataset(
                 "tiny_shakespeare", rank, world_size, num_batches=4, batch_size=batch_size, seq_len=32,
@@ -119,7 +118,7 @@ def test_a_loading_script_is_not_run_and_its_copy_is_named(hub: HubServer) -> No
 
 
 def test_a_worker_trains_on_it(hub: HubServer) -> None:
-    async def run() -> Any:
+    async def run():
         config = WorkerConfig(
             dataset_type="huggingface", dataset_name="tiny_shakespeare", batch_size=4, seq_len=64, num_steps=20,
             trainer="count",

@@ -84,7 +84,7 @@ class Run:
         """Wait until a rank has done so many more steps, or has ended."""
         before = len(read_lines(out))
 
-        def is_done() -> bool:
+        def is_done():
             read_steps(out)  # Fails if it raised.
             return len(read_lines(out)) >= before + num_steps or "stats" in read_lines(out)[-1]
 

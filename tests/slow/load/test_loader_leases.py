@@ -97,18 +97,18 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
     expected = sorted(static_samples(network.dataset))
     delivered = []
 
-    def loader(dataset: Any, scheduler: Any, node: Path, cache: str, batch_size: int) -> Loader[Any]:
+    def loader(dataset, scheduler, node, cache, batch_size):
         return Loader(
             dataset, seq_len=SEQ_LEN, batch_size=batch_size, scheduler=scheduler, cache_bytes=1 << 20,
             cache_dir=network.directory / cache, network=NetworkOptions(node),
         )  # fmt: skip
 
-    def read(loader: Loader[Any], count: int, seen: list[int]) -> None:
+    def read(loader, count, seen):
         for batch in islice(loader, count):
             seen += batch.sample_ids.tolist()
             loader.commit()
 
-    def use_mixture() -> None:
+    def use_mixture():
         for batch in mixture:
             delivered.extend(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()))
 

@@ -96,8 +96,7 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
     table = open_dataset(world / "c4").table
-    budget = int(table.bytes.sum()) * 5 // 8
-    stats = run_ranks(world, tmp_path, node.address, cache_bytes=budget, network=SHARED)
+    stats = run_ranks(world, tmp_path, node.address, cache_bytes=int(table.bytes.sum()) * 5 // 8, network=SHARED)
     names = ("fetched_bytes", "from_peers", "from_origins")
     fetched, peers, origins = (sum(int(item[name]) for item in stats) for name in names)
     print(f"fetched {fetched} bytes, {peers + origins} slices of {SLICES}, {origins} from the origin")
@@ -144,13 +143,14 @@ def test_a_port_that_another_process_has_leaves_this_one_to_get_only(
 ) -> None:
     settings = READ | {"epochs": 1, "rank": 0, "world_size": 1}
     local = [batch.inputs for batch in Loader(world / "c4", **settings)]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        location = f"127.0.0.1:{taken.getsockname()[1]}"
-        with Loader(
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        Loader(
             remote(world, "rank1", node.address),
             **settings,
             cache_dir=tmp_path,
-            network=NetworkOptions(listen=location),
-        ) as loader:
-            assert all(np.array_equal(batch.inputs, other) for batch, other in zip(loader, local, strict=True))
-            assert loader.stats()["from_origins"] == SLICES and loader.stats()["shared_bytes"] == 0
+            network=NetworkOptions(listen=f"127.0.0.1:{taken.getsockname()[1]}"),
+        ) as loader,
+    ):
+        assert all(np.array_equal(batch.inputs, other) for batch, other in zip(loader, local, strict=True))
+        assert loader.stats()["from_origins"] == SLICES and loader.stats()["shared_bytes"] == 0

@@ -22,8 +22,7 @@ def logged(logger: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     command = [sys.executable, str(SCRIPT), logger, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

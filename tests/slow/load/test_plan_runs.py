@@ -13,7 +13,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 from forebay.load.resources import RunSpec
-from forebay.observe.plan import RunPlan, make_plan
+from forebay.observe.plan import make_plan
 from support.calibration import slowness
 from support.origin_server import OriginServer
 
@@ -48,7 +48,7 @@ def test_a_run_takes_what_its_plan_says(
     table = dataset.table
     total = int(table.bytes.sum())
 
-    def plan(rate: float, real_step_s: float) -> RunPlan:
+    def plan(rate, real_step_s):
         spec = RunSpec(
             table.bytes, table.count // SEQ_LEN, BATCH, SEQ_LEN, cache_bytes=2 * total, chunk_bytes=table.chunk_bytes,
             bandwidth=rate, step_s=real_step_s, epochs=epochs,

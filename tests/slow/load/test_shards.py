@@ -129,7 +129,7 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
     monkeypatch.setattr("forebay.load.shard_cache._FIRST_RETRY_S", 0.01)
     me = psutil.Process()
 
-    def helpers() -> list[psutil.Process]:
+    def helpers():
         result = []
         for child in me.children():
             with contextlib.suppress(psutil.NoSuchProcess):  # Ended meanwhile, also if nobody waited for it yet.
@@ -239,8 +239,7 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
 def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["mirror", *words, "--quiet", "--json"]) == 0
-    reported = json.loads(capsys.readouterr().out)
-    return reported
+    return json.loads(capsys.readouterr().out)
 
 
 def test_shards_are_mirrored_to_ones_own_bucket(
@@ -277,8 +276,8 @@ def test_shards_are_mirrored_to_ones_own_bucket(
         assert mirrored(capsys, "r2://own/copy", str(disk), "--slices", "2:4")["copied"] == [2, 3]
         assert mirrored(capsys, str(disk), "r2://own/back")["copied"] == [2, 3]
         assert (own / "back" / "train_000003.npy").read_bytes() == (disk / "train_000003.npy").read_bytes()
-        for wrong in (["--slices", "3:9"], ["--slices", "0:1", "--id", "0" * 64]):
-            assert main(["mirror", "r2://", str(tmp_path / "x"), "--quiet", *wrong]) in (1, 2)
+        for wrong in (["--slices", "3:9"], f"--slices 0:1 --id {'0' * 64}".split()):
+            assert main([*f"mirror r2:// {tmp_path}/x --quiet".split(), *wrong]) in (1, 2)
     finally:
         shutil.rmtree(own)
 
@@ -287,7 +286,7 @@ def test_a_mirror_that_is_killed_resumes(server: S3Server, bucket: Path, tmp_pat
     """Between two directories and from a bucket, killed whenever: no wrong file under a name, nothing left."""
     disk, chance = tmp_path / "disk", random.Random(4)
     server.faults.bytes_per_s = 3 << 20
-    command = [sys.executable, "-m", "forebay", "mirror", "r2://", str(disk), "--quiet"]
+    command = [sys.executable, *f"-m forebay mirror r2:// {disk} --quiet".split()]
     for _ in range(20):
         goal = server.bytes_sent.total() + chance.randrange(200_000, 1_800_000)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

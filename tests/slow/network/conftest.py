@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from support.processes import Process, forebay
+from forebay.network.client import Client
+from support.handlers import Make
+from support.local_discovery import LocalDiscovery
+from support.processes import Start, forebay
 
 
 @pytest.fixture
@@ -18,12 +21,23 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def start(stack: ExitStack) -> Callable[..., Process]:
+def start(stack: ExitStack) -> Start:
     """Start `forebay ARGUMENTS…`; a process that still runs at the end is killed."""
 
-    def run(*argv: object, **environment: str) -> Process:
+    def run(*argv, **environment):
         process = forebay(*argv, **environment)
         stack.callback(process.end)
         return process
 
     return run
+
+
+@pytest.fixture
+def client(make_identity: Make) -> Iterator[Client]:
+    with Client(make_identity("client")) as client:
+        yield client
+
+
+@pytest.fixture
+def table() -> LocalDiscovery:
+    return LocalDiscovery()

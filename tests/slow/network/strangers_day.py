@@ -44,10 +44,11 @@ from forebay.network.pki.files import read_issuer
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join
 from forebay.network.pki.revocation import sign_crl
 from support import attackers, rude_peer, wire
-from support.attackers import answers, connection, request
+from support.attackers import answers, request
 from support.nodes import HOST, NAME, PACED_READER, make_dataset
 from support.ports import free_port
 from support.processes import Process, forebay
+from support.wire import connect
 
 SLICE_S, STEPS = 3.0, 64  # seconds and steps that a slice takes one worker
 SEQ_LEN, BATCH = 2048, 8
@@ -111,7 +112,7 @@ class Attacker:
 
     def send(self, address: str, *requests: bytes) -> None:
         """Send requests on one connection, one after the other."""
-        with connection(self.me, address) as sock:
+        with connect(self.me, address) as sock:
             for answer in answers(sock, *requests):
                 self.count(answer.status)
 
@@ -121,7 +122,7 @@ class Attacker:
             opened = []
             for _ in range(number):
                 with contextlib.suppress(OSError):
-                    opened.append(stack.enter_context(connection(self.me, address)))
+                    opened.append(stack.enter_context(connect(self.me, address)))
                     opened[-1].sendall(first)
             until = time.monotonic() + HOLD_S
             while time.monotonic() < until and not self.stop.wait(0.5):
@@ -191,8 +192,7 @@ def receipts(a: Attacker) -> Iterator[Message]:
     leased = a.leases("s7", 2)
     for lease in [*leased, *({**other, "lease_id": "1"} for other in leased)]:
         span = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["start"] + 8}
-        used = Used(lease["lease_id"], *span.values(), 1)
-        good = a.me.sign(receipt_message(lease["job_id"], [used])).hex()
+        good = a.me.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], *span.values(), 1)])).hex()
         for proof, signature in (("", good), ("00" * 6, "00" * 64), ("00" * 6, good), ("00" * 6, good)):
             use = {"lease_id": lease["lease_id"], **span, "step": 1, "proof": proof}
             yield a.exchange(session="s7", job_id=lease["job_id"], uses=[use], signature=signature)
@@ -228,7 +228,7 @@ def slow_heads(a: Attacker) -> None:
 def half_closed(a: Attacker) -> None:
     """Requests end halfway."""
     for address in a.both * 8:
-        with connection(a.me, address) as sock, contextlib.suppress(OSError):
+        with connect(a.me, address) as sock, contextlib.suppress(OSError):
             sock.sendall(b"GET /v1/claims HTTP/1.1\r\nHost: x\r\n")
             socket.socket.shutdown(sock, socket.SHUT_WR)
             a.count(len(sock.recv(100)) > 0)
@@ -240,7 +240,7 @@ def endless(a: Attacker) -> None:
     heads = b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 1000 + b"\r\n"
     for address in a.both:
         for first, more in ((b"", b"\r\n" * 1000), heads, chunks):
-            with connection(a.me, address) as sock, contextlib.suppress(OSError):
+            with connect(a.me, address) as sock, contextlib.suppress(OSError):
                 sock.sendall(first)
                 for _ in range(6000):  # more than a server reads on before it closes
                     sock.sendall(more)
@@ -272,7 +272,7 @@ def keys_of_others(a: Attacker) -> None:
 
 def flood(a: Attacker) -> None:
     """As many requests as go over one connection, sixteen at a time."""
-    with connection(a.me, a.scheduler) as sock:
+    with connect(a.me, a.scheduler) as sock:
         for _ in range(200):
             sock.sendall(request("GET", "/v1/job") * 16)
             for answer in wire.read_answers(sock, 16):
@@ -296,8 +296,7 @@ def hoard(a: Attacker) -> None:
     """Half of the leases that it gets are held, declared up to their ends and not used: none may be cut."""
     stops = {}
     while not a.stop.wait(1.0):
-        message = a.exchange(session="s0", want=16, known_leases=list(stops), declared_until=stops)
-        if answer := a.ask(*message):
+        if answer := a.ask(*a.exchange(session="s0", want=16, known_leases=list(stops), declared_until=stops)):
             stops = {lease: stops[lease] for lease in answer["active"] if lease in stops}
             stops |= {lease["lease_id"]: lease["stop"] for lease in answer["leases"]}
 
@@ -306,7 +305,7 @@ def false_provider(a: Attacker) -> None:
     """A sharer announces all slices, and sends wrong bytes, half answers, redirects, or nothing."""
     chance, size = random.Random(0), 2 * SLICE_TOKENS
 
-    def answer(received: Any) -> bytes | None:
+    def answer(received):
         first, _, last = received.headers.get("range", "bytes=0-99").removeprefix("bytes=").partition("-")
         part = bytes(min(size, int(last or size) - int(first) + 1))
         lies = [
@@ -336,7 +335,7 @@ def attack(settings: dict[str, Any]) -> None:
     os.nice(10)
     a, turns, lock = Attacker(settings), 0, threading.Lock()
 
-    def walk() -> None:
+    def walk():
         nonlocal turns
         while not a.stop.is_set():
             with lock:
@@ -372,16 +371,14 @@ def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool
         make_dataset(folder / "dataset", num_slices + 1, SLICE_TOKENS, 60_000)
         scheduler = f"{HOST}:{free_port()}"
 
-        def start(name: str, *argv: object, member: str = "") -> Process:
-            words = [*argv[:2], "--identity", homes[member or name].node_dir, "--json", *argv[2:]]
+        def start(name, *argv, member=""):
+            words = [*argv[:2], *f"--identity {homes[member or name].node_dir} --json".split(), *argv[2:]]
             nodes[name] = forebay(*words, FOREBAY_EXIT_ON_STDIN_CLOSE="1")
             stack.callback(nodes[name].end)
             return nodes[name]
 
-        schedule = [
-            "scheduler", NAME, "--listen", scheduler, "--state", folder / "state", "--seq-len", SEQ_LEN,
-            "--epochs", max(1, round(minutes)), "--lease-timeout", 5, "--idle-timeout", 10,
-        ]  # fmt: skip
+        schedule = f"scheduler {NAME} --listen {scheduler} --state {folder}/state --seq-len {SEQ_LEN}".split()
+        schedule += f"--epochs {max(1, round(minutes))} --lease-timeout 5 --idle-timeout 10".split()
         data = start("data", "serve", folder / "dataset").ready()["address"]
         start("scheduler", *schedule).ready()
         start("standby", *schedule, "--standby", member="scheduler").ready()
@@ -393,10 +390,9 @@ def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool
             stack.callback(attacker.end)
         began = time.monotonic()
         for name in [f"worker{i}" for i in range(workers)]:
-            start(
-                name, "worker", NAME, "--scheduler", scheduler, "--batch-size", BATCH, "--cache-dir", folder / name,
-                "--cache-bytes", 32 * SLICE_TOKENS, "--", *PACED_READER, SLICE_S / STEPS,
-            )  # fmt: skip
+            words = f"worker {NAME} --scheduler {scheduler} --batch-size {BATCH} --cache-dir {folder}/{name}".split()
+            words += ["--cache-bytes", 32 * SLICE_TOKENS]
+            start(name, *words, "--", *PACED_READER, SLICE_S / STEPS)
         half = num_slices * STEPS * BATCH * max(1, round(minutes)) / 2
         running = [node for name, node in nodes.items() if name.startswith("worker")]
         while any(node.popen.poll() is None for node in running):
@@ -420,7 +416,7 @@ def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool
                 day.wait_share[name] = node.lines[-1]["report"]["wait_share"]
             elif day.peaks_mb[name] >= MAX_PEAK_MB:
                 day.faults.append(f"{name}: peak of {day.peaks_mb[name]:.0f} MB")
-    verify = [sys.executable, "-m", "forebay", "ledger", "verify", str(folder / "state" / "ledger.jsonl"), "--json"]
+    verify = [sys.executable, *f"-m forebay ledger verify {folder}/state/ledger.jsonl --json".split()]
     proof = subprocess.run(verify, capture_output=True, text=True)
     if proof.returncode or '"missing": 0, "repeated": 0' not in proof.stdout:
         day.faults.append(f"forebay ledger verify: {proof.stdout[-500:]} {proof.stderr[-500:]}")

@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,10 +20,9 @@ from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
 from forebay.network.pki.identity import verify
 from support.nodes import HOST, NAME, PACED_READER, Bootstrap, Network, make_dataset, make_network
 from support.ports import free_port
-from support.processes import Process
+from support.processes import Start
 from support.waiting import until
 
-Start = Callable[..., Process]
 # For requests without an answer: a wait is reported after 2.5 s, also by a machine that stands still meanwhile.
 NEVER = ("--timeout", 12)
 
@@ -55,11 +53,11 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
     silent = stack.enter_context(socket.create_server((HOST, 0)))  # accepts, and sends nothing
     address = f"{HOST}:{silent.getsockname()[1]}"
     for words, line, error in (
-        (("worker", "ghost", "--cache-dir", tmp_path / "c"), "the scheduler of 'ghost': the DHT names none",
+        (f"worker ghost --cache-dir {tmp_path}/c".split(), "the scheduler of 'ghost': the DHT names none",
          "expected an answer within 12 s"),
-        (("scheduler", "ghost", "--state", tmp_path / "s"), "data nodes of 'ghost': the DHT names none",
+        (f"scheduler ghost --state {tmp_path}/s".split(), "data nodes of 'ghost': the DHT names none",
          "expected a data node of 'ghost'"),
-        (("worker", "--scheduler", address, "--cache-dir", tmp_path / "h"),
+        (f"worker --scheduler {address} --cache-dir {tmp_path}/h".split(),
          f"the scheduler: {address} has not answered yet", address),
     ):  # fmt: skip
         process = start(*words, "--identity", network.homes["data"], *NEVER)
@@ -78,14 +76,14 @@ def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of
     data = bytearray(victim.read_bytes())
     data[-3] ^= 1
     victim.write_bytes(data)
-    words = ["scheduler", NAME, "--identity", network.homes["scheduler"], "--state", tmp_path / "state", "--json"]
+    words = f"scheduler {NAME} --identity {network.homes['scheduler']} --state {tmp_path}/state --json".split()
     words += ["--seq-len", 8, "--max-failures", 1]
     scheduler = start(*words, "--exit-when-done")
     client, address = network.client("data"), scheduler.ready()["address"]
-    own = [["--identity", network.homes[name], "--cache-dir", tmp_path / f"cache-{name}"] for name in workers]
+    own = [f"--identity {network.homes[name]} --cache-dir {tmp_path}/cache-{name}".split() for name in workers]
     started = [start("worker", NAME, *each, "--json", "--", *PACED_READER, 0, tmp_path / "go") for each in own]
 
-    def have_all_come() -> bool:
+    def have_all_come():
         time.sleep(0.2)
         return len(client.request_json(address, "GET", "/v1/status", timeout_s=60)[0]["workers"]) == 3
 
@@ -100,7 +98,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of
     result = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
     assert [epoch["set_aside"] for epoch in result.epochs] == [50] and result.epochs[0]["missing"] == 0
     again = start(*words)  # To exit, it would wait for five seconds only.
-    status = start("status", again.ready()["address"], "--identity", network.homes["w1"], "--timeout", 60)
+    status = start(*f"status {again.ready()['address']} --identity {network.homes['w1']} --timeout 60".split())
     assert status.wait() == 0, status.errors
     shown = "".join(status.output)
     assert "incomplete" in shown and "50 samples of slices set aside were not used" in shown
@@ -127,7 +125,7 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(
     path = tmp_path / "access.toml"
     path.write_text(text)
     node = make_network(tmp_path, ["node"], [])["node"]
-    assert main(["serve", str(tmp_path / "d"), "--identity", str(node), "--access", str(path)]) == 2
+    assert main(f"serve {tmp_path}/d --identity {node} --access {path}".split()) == 2
     message = capsys.readouterr().err
     assert all(word in message for word in [*words, str(path)]) and len(message.splitlines()) == 1, message
 

@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,14 @@ from forebay.coordinator.server import MAX_VALUES, Coordinator
 from forebay.coordinator.store import ROSTER_NAME
 from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
-from forebay.network.pki.identity import Identity
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError, DuplicateWorkerError
+from support.handlers import Make
 from support.paths import TESTS
-from support.processes import Process
+from support.processes import Process, Start
 from support.waiting import until
 
 BATCH = 2
-Start = Callable[..., Process]
 
 
 def coordinator(start: Start, *flags: object, listen: str = "127.0.0.1:0") -> tuple[Process, str]:
@@ -85,7 +83,7 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     start: Start, stack: ExitStack, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
-    flags = ("--min-workers", 4, "--disconnect-timeout", 2, "--state", tmp_path / "run", "--set", "num_steps=60")
+    flags = f"--min-workers 4 --disconnect-timeout 2 --state {tmp_path}/run --set num_steps=60".split()
     first, address = coordinator(start, *flags)
     gate = tmp_path / "gate"  # Its size: up to which step the workers go, however late this process looks.
     gate.write_bytes(bytes(10))
@@ -140,7 +138,7 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
 def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(start: Start, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('dataset_name = "tiny"\nbatch_size = 8\n')
-    process, address = coordinator(start, "--min-workers", 4, "--config", config, "--set", "seq_len=32")
+    process, address = coordinator(start, *f"--min-workers 4 --config {config} --set seq_len=32".split())
     settings = {"batch_size": 2, "num_steps": 9}
     members = [Membership(f"http://{address}", f"worker-{i}", settings=settings, lockstep=False) for i in range(4)]
     join_all(*members)
@@ -173,12 +171,11 @@ def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(star
 
 
 def test_over_mutual_tls_sessions_and_values_belong_to_their_certificates(
-    make_identity: Callable[[str], Identity],
+    make_identity: Make,
 ) -> None:
     """Ranks find each other by values, which are of their generation alone."""
-    rules = Rules(min_workers=2)
     with (
-        Coordinator(identity=make_identity("coordinator"), rules=rules) as server,
+        Coordinator(identity=make_identity("coordinator"), rules=Rules(min_workers=2)) as server,
         Client(make_identity("thief")) as thief,
     ):
         url, members = f"https://{server.address}", [make_identity(name) for name in ("a", "b")]
@@ -266,7 +263,7 @@ def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:
 
 def test_a_coordinator_that_was_stopped_gives_nobody_up_for_it(start: Start, stack: ExitStack) -> None:
     """As with a machine that stands still: no message could arrive then."""
-    flags = ("--silence-timeout", 2, "--disconnect-timeout", 2, "--allow-plain-http")
+    flags = ["--silence-timeout", "2", "--disconnect-timeout", "2", "--allow-plain-http"]
     process, address = coordinator(start, "--min-workers", 2, *flags)
     stack.callback(process.popen.send_signal, signal.SIGCONT)
     members = [Membership(address, name, settings={"batch_size": BATCH}, lockstep=False) for name in ("w1", "w2")]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def wait_for(view: Callable[[], View], is_right: Callable[[View], object]) -> Vi
     """Return the first view that is right."""
     views = []
 
-    def check() -> object:
+    def check():
         time.sleep(0.1)
         views.append(view())
         return is_right(views[-1])
@@ -76,11 +75,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Sch
         network.serve(make_dataset(directory / "dataset", 40, 20_000))
         service = network.schedule(seq_len=16, lease_s=2.0)
         page = stack.enter_context(Dashboard(source(network, service)).start())
-        words = ["worker", "--scheduler", service.address, "--batch-size", 2, "--listen", f"{HOST}:0"]
+        words = f"worker --scheduler {service.address} --batch-size 2 --listen {HOST}:0".split()
         words += ["--cache-bytes", 1 << 20]
         nodes = []
         for name in WORKERS:
-            own = ["--identity", network.homes[name], "--cache-dir", directory / f"cache-{name}"]
+            own = f"--identity {network.homes[name]} --cache-dir {directory}/cache-{name}".split()
             nodes.append(processes.forebay(*words, *own, "--", *PACED_READER, 0.02))
             stack.callback(nodes[-1].end)
         until(lambda: sum(w["samples"] > 40 for w in service.status()["workers"].values()) == len(WORKERS))
@@ -94,7 +93,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Sch
 def test_the_view_has_workers_waits_coverage_nodes_and_events(job: tuple[Network, SchedulerService, Dashboard]) -> None:
     network, service, page = job
 
-    def is_whole(view: View) -> bool:
+    def is_whole(view):
         states = {row["name"]: row["state"] for row in view.get("workers", [])}
         working = [row for row in view.get("workers", []) if row["state"] == "working"]
         return (
@@ -197,12 +196,12 @@ def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack) -> None:
         lines = [" ".join(chance.choice(words, 90)) + "." for _ in range(1500)]
         lines += ["short"] * 700 + ["\x1b[31m<script>document.title='owned'</script> short"]
         (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    options = ["--out", tmp_path / "out", "--tokenizer", "bytes", "--filter", "gopher", "--workers", "1"]
+    options = f"--out {tmp_path}/out --tokenizer bytes --filter gopher --workers 1".split()
     process = processes.forebay("prepare", *sorted(tmp_path.glob("*.jsonl")), *options)
     stack.callback(process.end)
     states = [{}]
 
-    def view() -> View:
+    def view():
         with contextlib.suppress(forebay.ForebayError):
             states.append(PreparationSource(tmp_path / "out").poll())
         return states[-1]
@@ -214,7 +213,7 @@ def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack) -> None:
     dropped = {row["reason"]: row["documents"] for row in last["dropped"]}
     assert dropped["gopher_short"] == 24 * 700 and "52,824" in "".join(process.output)
 
-    def click() -> Collection[str]:
+    def click():
         browser.page.get_by_text("gopher_quality: gopher_short").first.click()
         return "gopher_short", "Dropped documents", "short"
 
@@ -249,7 +248,7 @@ def test_a_slow_network_or_scheduler_is_named(
     stack.callback(thread.join)
     stack.callback(stop.set)
 
-    def is_named(view: View) -> bool:
+    def is_named(view):
         waiting = [row["waits_for"] for row in view.get("workers", []) if row["wait_share"] > 0.3]
         return waiting == [cause] and cause in view.get("advice", "")
 
@@ -259,7 +258,7 @@ def test_a_slow_network_or_scheduler_is_named(
 def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = documents.TextEncoder.encode
 
-    def encode(self: Any, texts: list[bytes], counts: dict[str, int]) -> Any:
+    def encode(self, texts, counts):
         time.sleep(0.1)
         return real(self, texts, counts)
 
@@ -267,7 +266,7 @@ def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "text.txt").write_text("one more line of text\n" * 200_000)
     stream = forebay.TextStream(tmp_path / "text.txt", tokenizer="bytes", seq_len=4096, batch_size=64, epochs=None)
 
-    def view() -> View:
+    def view():
         for _, _batch in zip(range(40), stream):
             pass
         return shown_view(page)

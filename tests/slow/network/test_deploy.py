@@ -17,7 +17,7 @@ import yaml
 from forebay.cli import main
 from support.containers import Container, Machine, image, without_dollars
 
-STATUS = ("forebay", "status", "--json", "--timeout", "20")
+STATUS = ["forebay", "status", "--json", "--timeout", "20"]
 PROGRAM = """
 import json, sys, forebay
 with forebay.Loader() as loader:
@@ -52,13 +52,10 @@ def test_a_compose_file_trains_to_the_end(tmp_path: Path, machine: Machine) -> N
     """Services start in the order of their conditions; the image's health check decides which are healthy."""
     write_texts(tmp_path / "texts")
     (tmp_path / "program.py").write_text(PROGRAM)
-    settings = {"dataset": "mill", "texts": tmp_path / "texts", "data": tmp_path / "data", "slice_bytes": "4KiB",
-                "seq_len": 16}  # fmt: skip
     (tmp_path / "data").mkdir()
-    assert not main(
-        ["launch", "compose", str(tmp_path / "out"), *(f"--set={k}={v}" for k, v in settings.items()),
-         "--", "python", str(tmp_path / "program.py"), "two words", "$HOME"]
-    )  # fmt: skip
+    words = f"launch compose {tmp_path}/out --set=dataset=mill --set=slice_bytes=4KiB --set=seq_len=16".split()
+    words += f"--set=texts={tmp_path}/texts --set=data={tmp_path}/data -- python {tmp_path}/program.py".split()
+    assert not main([*words, "two words", "$HOME"])
     file = without_dollars(yaml.safe_load((tmp_path / "out" / "compose.yaml").read_text()))
     entrypoint, probe = image()
     services, containers = file["services"], {}
@@ -66,7 +63,7 @@ def test_a_compose_file_trains_to_the_end(tmp_path: Path, machine: Machine) -> N
     assert {volume["source"] for service in services.values() for volume in service.get("volumes", ())
             if volume["type"] == "volume"} == set(file["volumes"])  # fmt: skip
 
-    def start(name: str) -> Container:
+    def start(name):
         service = services[name]
         mounts = {
             volume["target"]: Path(volume["source"]) if volume["type"] == "bind" else machine.volume(volume["source"])
@@ -155,7 +152,7 @@ class Cluster:
             field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             values[entry["name"]] = {"status.podIP": own, "metadata.name": pod, None: entry.get("value")}[field]
 
-        def expand(text: str) -> str:
+        def expand(text):
             return re.sub(r"\$(\$|\((\w+)\))", lambda m: "$" if m[1] == "$" else values[m[2]], text)
 
         values = {key: expand(value) for key, value in values.items()}
@@ -169,11 +166,10 @@ def test_a_network_on_kubernetes_trains_to_the_end(tmp_path: Path, machine: Mach
     write_texts(tmp_path / "texts")
     (tmp_path / "program.py").write_text(PROGRAM)
     datasets, out = tmp_path / "datasets", tmp_path / "out"
-    assert not main(["prepare", str(tmp_path / "texts"), "--out", str(datasets / "mill"), "--tokenizer", "bytes",
-                     "--slice-bytes", "4KiB", "-q"])  # fmt: skip
-    assert not main(["launch", "kubernetes-network", str(out), "--set=name=lab", "--set=dataset=mill",
-                     "--set=seq_len=16", "--", "python", str(tmp_path / "program.py"), "two words", "$HOME",
-                     ])  # fmt: skip
+    words = f"prepare {tmp_path}/texts --out {datasets}/mill --tokenizer bytes --slice-bytes 4KiB -q".split()
+    assert not main(words)
+    words = f"launch kubernetes-network {out} --set=name=lab --set=dataset=mill --set=seq_len=16".split()
+    assert not main([*words, "--", "python", str(tmp_path / "program.py"), "two words", "$HOME"])
     keys = out / "keys.sh"
     for service, port in (("lab-dht", "7400"), ("lab-admit", "7443")):
         text = keys.read_text().replace(f"{service}:{port}", f"127.0.0.1:{machine.port(service, port)}")
@@ -193,8 +189,7 @@ def test_a_network_on_kubernetes_trains_to_the_end(tmp_path: Path, machine: Mach
         scheduler, described = cluster.start(name)
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             scheduler.wait_until(described[probe]["exec"]["command"])
-    workers = [cluster.start("lab-worker", index)[0] for index in range(3)]
-    used = rows(workers)
+    used = rows([cluster.start("lab-worker", index)[0] for index in range(3)])
     status = json.loads(scheduler.run(*STATUS).stdout)
     assert status["done"] and status["num_samples"] == used
     # The scheduler's pod starts again: its key, and the job, are on its disk.
@@ -211,12 +206,12 @@ def test_units_start_what_keys_were_created_for(tmp_path: Path, machine: Machine
     data, out, state = tmp_path / "sets 100%", tmp_path / "out", tmp_path / "state"
     assert not main(["prepare", str(tmp_path / "texts"), "--out", str(data / "mill"), "--tokenizer", "bytes", "-q"])
     program = machine.programs / "forebay"
-    assert not main(["launch", "systemd", str(out), "--set=dataset=mill", f"--set=data={data}", "--set=seq_len=16",
-                     f"--set=program={program}"])  # fmt: skip
+    words = f"launch systemd {out} --set=dataset=mill --set=seq_len=16 --set=program={program}".split()
+    assert not main([*words, f"--set=data={data}"])
     keys = out / "keys.sh"
     ports = {port: str(machine.port("node", port)) for port in ("7400", "7410", "7420")}
 
-    def local(text: str) -> str:
+    def local(text):
         for port, free in ports.items():
             text = text.replace(f"127.0.0.1:{port}", f"127.0.0.1:{free}")
         return text.replace("/var/lib/forebay", str(state))
@@ -226,8 +221,7 @@ def test_units_start_what_keys_were_created_for(tmp_path: Path, machine: Machine
     assert creating.wait() == 0, creating.log.read_text()
     for name, address in (("dht", "udp://127.0.0.1:7400"), ("data-node", "127.0.0.1:7410"),
                           ("scheduler", "127.0.0.1:7420")):  # fmt: skip
-        unit = (out / f"forebay-{name}.service").read_text()
-        (line,) = re.findall("^ExecStart=(.*)$", unit, re.MULTILINE)
+        (line,) = re.findall("^ExecStart=(.*)$", (out / f"forebay-{name}.service").read_text(), re.MULTILINE)
         words = [a or b for a, b in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line)]
         command = [local(re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", word)) for word in words]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:

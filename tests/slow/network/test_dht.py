@@ -23,15 +23,14 @@ from forebay.network.addresses import host_towards
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import ask_many, find_providers, record_key
-from forebay.network.pki.identity import Identity
 from support.calibration import scaled
+from support.handlers import Make
 from support.nodes import HOST, NAME, make_dataset
 from support.waiting import until
 
 KEY = record_key("network", "dataset", "tiny")
 CROWD = int(os.environ.get("FOREBAY_DHT_NODES", "50"))
 FORGED = int(os.environ.get("FOREBAY_DHT_FORGED", "200"))
-Make = Callable[[str], Identity]
 Start = Callable[..., LibtorrentDht]
 
 
@@ -40,7 +39,7 @@ def start() -> Iterator[Start]:
     """Start a node, which joins by others if there are any."""
     with contextlib.ExitStack() as stack:
 
-        def start(*others: LibtorrentDht, host: str = HOST) -> LibtorrentDht:
+        def start(*others, host=HOST):
             node = LibtorrentDht(host, 0, [(other.host, other.port) for other in others])
             return stack.enter_context(contextlib.closing(node))
 
@@ -69,7 +68,7 @@ def test_many_providers_of_one_name_are_found_from_everywhere(nodes: list[Libtor
 
 
 def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht]) -> None:
-    def is_joined() -> bool:
+    def is_joined():
         for node in nodes:
             node.find(KEY, 0.2)
         return min(node.num_nodes for node in nodes) >= 2  # a table of one would die with the node it entered by
@@ -106,7 +105,7 @@ def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
     """Also where a busy machine hears of all but the first address after the announcement."""
     real = LibtorrentDht._handle
 
-    def handle(self: LibtorrentDht, alert: object) -> None:
+    def handle(self, alert):
         time.sleep(late_s if type(alert).__name__ == "listen_succeeded_alert" and self._addresses else 0.0)
         real(self, alert)
 
@@ -135,7 +134,7 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
             stack.enter_context(node)
         expected = {node.identity.peer_id for node in nodes}
 
-        def is_found() -> bool:
+        def is_found():
             """Who is late, or whose claim has expired on its way, is not found; never one who is not expected."""
             began = time.time()
             claims = find_providers(other, client, seeker.network_id, NAME)
@@ -181,7 +180,7 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
         provider = stack.enter_context(DataNode(make_identity("data"), [dataset], HOST, 0, nodes[2], ttl_s=3.0))
         times, peers = [], set()
 
-        def is_found() -> bool:  # an answer holds 100 addresses by chance, so that a search may miss the true one
+        def is_found():  # an answer holds 100 addresses by chance, so that a search may miss the true one
             began = time.monotonic()
             peers.update(claim.peer_id for claim in find_providers(nodes[5], client, seeker.network_id, NAME))
             times.append(time.monotonic() - began)

@@ -55,12 +55,12 @@ def running(directory: Path) -> Iterator[Job]:
     with Lab(directory) as lab:
         job = Job(lab, directory)
         for name in ["dht", *data, "scheduler", *workers]:
-            job.hosts[name] = lab.nat("home").host(name) if name == workers[-1] else lab.host(name)
+            job.hosts[name] = lab.host_behind_nat(name) if name == workers[-1] else lab.host(name)
         entry = (job.hosts["dht"].address, 7400)
         homes = make_network(directory, [*data, "scheduler", *workers], [entry])
         make_dataset(directory / "dataset", NUM_SLICES, TOKENS)
 
-        def start(name: str, verb: str, *words: object) -> None:
+        def start(name, verb, *words):
             identity = ["--identity", homes[name]] if name in homes else []
             job.nodes[name] = job.hosts[name].forebay(verb, *identity, "--json", *words)
 
@@ -71,12 +71,12 @@ def running(directory: Path) -> Iterator[Job]:
         for name in data:
             job.nodes[name].ready()
         ledger = directory / "state" / "ledger.jsonl"
-        state = ["--state", ledger.parent, "--seq-len", SEQ_LEN, "--lease-timeout", LEASE_S]
+        state = f"--state {ledger.parent} --seq-len {SEQ_LEN} --lease-timeout {LEASE_S}".split()
         start("scheduler", "scheduler", NAME, *state)
         announced = job.nodes["scheduler"].ready()["address"]
         assert announced.startswith(job.hosts["scheduler"].address), "announced where others reach it"
         for name in workers:
-            cache = ["--cache-dir", directory / f"cache-{name}", "--cache-bytes", 1 << 20]
+            cache = f"--cache-dir {directory}/cache-{name} --cache-bytes {1 << 20}".split()
             start(name, "worker", NAME, *cache, "--batch-size", 2, "--", *PACED_READER, 0.025)
         until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 6)
         yield job
@@ -93,7 +93,6 @@ def test_all_at_once(tmp_path: Path) -> None:
         job.lab.return_(job.hosts["worker-1"])
         time.sleep(LEASE_S)
         job.lab.return_(job.hosts["scheduler"])
-        reports = job.assert_finishes()
-        assert reports["worker-2"]["samples"] > 0
+        assert job.assert_finishes()["worker-2"]["samples"] > 0
         for name in ("worker-1", "worker-2"):  # Nobody waits for an address that leads nowhere.
             assert "192.168." not in job.nodes[name].errors()

@@ -29,7 +29,7 @@ def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_ba
     service.stop()
     path, of_dataset = service.ledger_path, ("--dataset", dataset.path)
 
-    def run(verb: str, *arguments: object, code: int = 0) -> str:
+    def run(verb, *arguments, code=0):
         capsys.readouterr()
         assert main(["ledger", verb, str(path), *map(str, arguments)]) == code
         return capsys.readouterr().out
@@ -39,8 +39,7 @@ def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_ba
     assert report["ok"] and report["epochs"] == [{"epoch": 0, "samples": samples, "missing": 0, "repeated": 0}]
     assert "ok:" in run("verify")
     for step in (1, len(seen)):
-        blamed = json.loads(run("blame", "--step", step, "--worker", "w1", *of_dataset, "--json"))
-        (part,) = blamed["parts"]
+        (part,) = json.loads(run("blame", "--step", step, "--worker", "w1", *of_dataset, "--json"))["parts"]
         assert part["samples"] == seen[step - 1] and part["exact"]
         piece = part["documents"][0]
         assert piece["id"].startswith("doc-") and piece["source"] == "in.jsonl" and piece["text"]

@@ -29,13 +29,13 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
 from forebay.storage.origins import open_remote
+from support.handlers import Make
 from support.leases_by_hand import FetchingWorker
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset
 from support.waiting import until
 
-Make = Callable[[str], Identity]
 STALL_S = 0.3
 WAITED_FOR = {"silent", "stall", "drip", "drip_head"}  # All others are known at once, and the honest one may be slow.
 # Wrong beyond doubt, so that the peer is blamed; the others may be slow or unlucky, and are only left.

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from support.nodes import HOST, NAME, make_dataset, make_network
-from support.processes import Process
+from support.processes import Start
 
 JSON_LOG = ("--log-format", "json")
 
 
-def test_every_line_of_every_server_is_an_object(tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_every_line_of_every_server_is_an_object(tmp_path: Path, start: Start) -> None:
     dataset = make_dataset(tmp_path / "dataset", 3, 200)
     servers = {}
 
-    def run(verb: str, *options: object) -> Any:
+    def run(verb, *options):
         servers[verb] = start(verb, *options, "--listen", f"{HOST}:0", "--json", *JSON_LOG)
         return servers[verb].ready()
 
@@ -27,11 +25,11 @@ def test_every_line_of_every_server_is_an_object(tmp_path: Path, start: Callable
     homes = make_network(tmp_path, ["data", "scheduler", "worker"], [(host, int(port))])
     identity = {name: ("--identity", home) for name, home in homes.items()}
     data = run("serve", dataset.path, *identity["data"])
-    state = ("--seq-len", 16, "--state", tmp_path / "state")
+    state = f"--seq-len 16 --state {tmp_path}/state".split()
     scheduler = run("scheduler", NAME, *identity["scheduler"], *state)["address"]
     run("coordinator")
     run("dashboard", scheduler, *identity["scheduler"])
-    words = ["worker", NAME, *identity["worker"], "--batch-size", "2", "--cache-dir", tmp_path / "cache", "-v"]
+    words = ["worker", NAME, *identity["worker"], *f"--batch-size 2 --cache-dir {tmp_path}/cache -v".split()]
     worker = start(*words, "--scheduler", scheduler, *JSON_LOG)
     assert worker.wait() == 0, worker.errors
     for verb in ("serve", "scheduler", "coordinator", "dashboard"):  # A stranger's bytes, over plain TCP.

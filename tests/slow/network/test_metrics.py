@@ -95,9 +95,9 @@ def start(result: Processes, directory: Path, stack: ExitStack) -> None:
         network.homes[name] = identity.node_dir
     node = network.serve(make_dataset(directory / "dataset", 60, 20_000), name="data-of-lab")
     scheduler = network.schedule(seq_len=16, epochs=50)
-    words = ["worker", "--scheduler", scheduler.address, "--batch-size", 2, "--cache-bytes", 1 << 20]
+    words = f"worker --scheduler {scheduler.address} --batch-size 2 --cache-bytes {1 << 20}".split()
     for name in WORKERS:
-        own = ["--identity", network.homes[name], "--cache-dir", directory / f"cache-{name}"]
+        own = f"--identity {network.homes[name]} --cache-dir {directory}/cache-{name}".split()
         stack.callback(forebay_process(*words, *own, "--", *PACED_READER, 0.02).end)
     share = SliceShare(network.identity("reader"), {}, {}, HOST, 0)
     stack.callback(share.close)
@@ -108,7 +108,7 @@ def start(result: Processes, directory: Path, stack: ExitStack) -> None:
     (directory / "text.jsonl").write_text(
         "".join(json.dumps({"text": f"{text} {i}" if i % 3 else "short"}) + "\n" for i, text in enumerate(texts(60)))
     )
-    text = [str(directory / "text.jsonl"), "--tokenizer", "bytes", "--filter", "gopher", "--workers", "1", "-q"]
+    text = f"{directory}/text.jsonl --tokenizer bytes --filter gopher --workers 1 -q".split()
     assert main(["prepare", *text, "--out", str(directory / "out")]) == 0
     sources = {
         "dashboard of a job": NodeSource(scheduler.address, status_by(network.client("monitor"))),
@@ -206,7 +206,7 @@ def test_grafana_reads_its_dashboard() -> None:
     original = json.loads(DASHBOARD.read_text())
     written = json.loads(JSONEncoder().encode(model.Dashboard.from_json(original)))
 
-    def assert_subset(value: Any, again: Any, path: str) -> None:
+    def assert_subset(value, again, path):
         assert type(value) is type(again), path
         if isinstance(value, dict):
             for key, item in value.items():

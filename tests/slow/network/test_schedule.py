@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,21 +19,19 @@ from forebay.network.pki.identity import Identity, join, revoke, verify
 from forebay.observe.ledger_queries import replay
 from support.exchanges import ExchangeClient
 from support.nodes import NAME, Network, make_dataset
-from support.processes import Process
+from support.processes import Start
 from support.waiting import until
 
 SEQ_LEN, SAMPLES = 8, 25
 LEASE_S = 15.0
 
 
-def test_a_standby_goes_on_where_a_killed_scheduler_was(
-    tmp_path: Path, stack: ExitStack, start: Callable[..., Process]
-) -> None:
+def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: ExitStack, start: Start) -> None:
     """The first one stood still before, for longer than a lease: it takes none back for it."""
     network = Network(tmp_path, stack, "worker", dht_nodes=2)
     network.serve(make_dataset(tmp_path / "dataset", 6, 40))
-    words = ["scheduler", NAME, "--identity", network.homes["scheduler"], "--state", tmp_path / "state", "--json"]
-    words += ["--seq-len", SEQ_LEN, "--lease-timeout", LEASE_S, "--standby"]
+    words = f"scheduler {NAME} --identity {network.homes['scheduler']} --state {tmp_path}/state --json".split()
+    words += f"--seq-len {SEQ_LEN} --lease-timeout {LEASE_S} --standby".split()
     first = start(*words)
     worker = ExchangeClient(network.client("worker"), first.ready("ready")["address"])
     second = start(*words)
@@ -79,7 +76,7 @@ def test_a_job_is_steered_by_administrators_and_used_once(
     with pytest.raises(RemoteError) as refused:
         worker.client.request_json(service.address, "POST", "/v1/job/pause", {})
     assert refused.value.status == 403
-    steer = ["--scheduler", service.address, "--identity", str(network.homes["admin"])]
+    steer = f"--scheduler {service.address} --identity {network.homes['admin']}".split()
     assert main(["job", "pause", *steer]) == 0
     assert "paused" in capsys.readouterr().out
     assert worker.exchange(job=NAME, want=1, known_leases=[])["paused"]
@@ -94,15 +91,15 @@ def test_a_job_is_steered_by_administrators_and_used_once(
 
 @pytest.mark.usefixtures("changes_at_once")
 def test_a_slice_set_aside_and_a_restart_with_no_data_node(
-    tmp_path: Path, stack: ExitStack, start: Callable[..., Process], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stack: ExitStack, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The scheduler reads a slice on which workers fail itself: what they say of a good one sets nothing aside."""
     network = Network(tmp_path, stack, "one", "two", "three", "four", "worker", dht_nodes=1)
     node = network.serve(make_dataset(tmp_path / "dataset", 4, 40))
     service = network.schedule(seq_len=SEQ_LEN, max_failures=2)
-    identity = ["--identity", str(network.homes["scheduler"])]
+    identity = f"--identity {network.homes['scheduler']}".split()
 
-    def fail(*names: str) -> None:
+    def fail(*names):
         """Two workers cannot have the same slice, and say so."""
         slices = set()
         for name in names:
@@ -129,7 +126,7 @@ def test_a_slice_set_aside_and_a_restart_with_no_data_node(
     revoke(tmp_path / "network", gone, network.homes["scheduler"])
     home = network.homes["worker"]
     assert Identity.load(home).revocations.reason(gone) is None
-    words = ["--scheduler", service.address, "--identity", home, "--cache-dir", tmp_path / "cache"]
+    words = f"--scheduler {service.address} --identity {home} --cache-dir {tmp_path}/cache".split()
     done = start("worker", *words, "--batch-size", 2, "--listen", ":0", "--json")
     assert done.wait() == 0, done.errors
     report = done.lines[-1]["report"]

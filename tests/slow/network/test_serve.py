@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,10 @@ from forebay.errors import NetworkError
 from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers
-from forebay.network.pki.identity import Identity
+from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, make_dataset
 from support.waiting import until
-
-Make = Callable[[str], Identity]
 
 
 @pytest.fixture
@@ -31,20 +29,9 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 @pytest.fixture
-def table() -> LocalDiscovery:
-    return LocalDiscovery()
-
-
-@pytest.fixture
 def node(dataset: Dataset, table: LocalDiscovery, make_identity: Make) -> Iterator[DataNode]:
     with DataNode(make_identity("data"), [dataset], HOST, 0, table) as node:
         yield node
-
-
-@pytest.fixture
-def client(make_identity: Make) -> Iterator[Client]:
-    with Client(make_identity("client")) as client:
-        yield client
 
 
 def test_names_that_are_not_served_and_paths_that_climb(
@@ -102,7 +89,7 @@ def test_stop_finishes_the_download_in_flight(
     node.start()
     into, reached, opened, receive = bytearray(row.bytes), threading.Event(), threading.Event(), peers._fill
 
-    def wait_amid(*arguments: object) -> None:
+    def wait_amid(*arguments):
         reached.set()
         opened.wait()
         receive(*arguments)  # type: ignore[arg-type]

@@ -7,20 +7,18 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from forebay.network.app import JsonResponse
 from forebay.network.client import Client
-from forebay.network.pki.identity import Identity
 from forebay.network.retry import log_while_waiting
 from forebay.network.server import Server
-from support.handlers import serve
+from support.handlers import Make, serve
 from support.waiting import until
 from support.wire import read_answers
 
-Make = Callable[[str], Identity]
 log = logging.getLogger("forebay.test")
 
 
@@ -28,12 +26,6 @@ log = logging.getLogger("forebay.test")
 def server(make_identity: Make) -> Iterator[Server]:
     with serve(make_identity("server"), lambda request: JsonResponse({})) as server:
         yield server
-
-
-@pytest.fixture
-def client(make_identity: Make) -> Iterator[Client]:
-    with Client(make_identity("client")) as client:
-        yield client
 
 
 def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Client) -> None:

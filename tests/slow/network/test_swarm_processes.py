@@ -81,7 +81,7 @@ def swarms(tmp_path: Path) -> Iterator[Any]:
     """Starts swarms."""
     started = []
 
-    def start(num_members: int, source: str) -> SwarmOfProcesses:
+    def start(num_members, source):
         started.append(SwarmOfProcesses(tmp_path, num_members, source))
         return started[-1]
 

@@ -6,14 +6,14 @@ import gzip
 import http.server
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.nodes import HOST, make_dataset, make_network
-from support.processes import Process
+from support.processes import Process, Start
 
 READ = """
 import sys
@@ -70,14 +70,14 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 def test_spans_of_a_client_and_a_data_node_form_one_trace(
-    receiver: tuple[str, list[Any]], tmp_path: Path, start: Callable[..., Process]
+    receiver: tuple[str, list[Any]], tmp_path: Path, start: Start
 ) -> None:
     url, spans = receiver
     listen = ("--listen", f"{HOST}:0", "--json")
     host, port = start("dht", *listen).ready()["address"].split(":")
     homes = make_network(tmp_path, ["data", "reader"], [(host, int(port))])
     dataset, export = make_dataset(tmp_path / "dataset", 2, 50), {"OTEL_EXPORTER_OTLP_ENDPOINT": url}
-    words = ["serve", dataset.path, "--identity", homes["data"], *listen]
+    words = [*f"serve {dataset.path} --identity {homes['data']}".split(), *listen]
     node = start(*words, **export, OTEL_SERVICE_NAME="data-node")
     reader = Process("-c", READ, node.ready()["address"], homes["reader"], **export, OTEL_SERVICE_NAME="reader")
     assert reader.wait() == 0, reader.errors

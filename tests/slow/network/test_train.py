@@ -9,13 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from forebay.errors import DatasetError, StateError
-from forebay.load.batch import TokenBatch
 from forebay.network.client import RemoteError
 from forebay.scheduler import proofs
 from forebay.scheduler.server import SchedulerService
@@ -52,7 +50,7 @@ def test_four_workers_train_once_and_fetch_once(tmp_path: Path, stack: ExitStack
     reports = {}
     all_began, started = threading.Barrier(4), set()
 
-    def remember(batch: TokenBatch[Any]) -> None:
+    def remember(batch):
         if threading.current_thread() not in started:  # Else one that starts late finds nothing left.
             started.add(threading.current_thread())
             all_began.wait()
@@ -61,7 +59,7 @@ def test_four_workers_train_once_and_fetch_once(tmp_path: Path, stack: ExitStack
             assert sample_id not in seen
             seen[sample_id] = inputs.copy()
 
-    def work(name: str) -> None:
+    def work(name):
         reports[name] = network.work(name, service, on_batch=remember, listen="127.0.0.1:0")
 
     threads = [threading.Thread(target=work, args=(name,)) for name in WORKERS]
@@ -80,8 +78,7 @@ def test_four_workers_train_once_and_fetch_once(tmp_path: Path, stack: ExitStack
         assert report["samples"] > 0 and cached < used_bytes
         assert report["done"] and report["wasted_samples"] == 0 and 0 <= report["wait_share"] <= 1
     assert sorted(seen) == list(range(SAMPLES))
-    tokens = dataset.open_slice(1).tokens
-    assert np.array_equal(seen[TOKENS // SEQ_LEN + 2], tokens[2 * SEQ_LEN : 3 * SEQ_LEN])
+    assert np.array_equal(seen[TOKENS // SEQ_LEN + 2], dataset.open_slice(1).tokens[2 * SEQ_LEN : 3 * SEQ_LEN])
 
 
 def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerService) -> None:
@@ -155,8 +152,7 @@ def test_less_than_a_kilobyte_a_slice_passes_through_the_scheduler(
     proxy.target = service.address
     # Handshakes, some 2,400 bytes each, are once a connection: two or three if threads ask at the same moment.
     # Here they count, with 2,500 bytes for what a job is. Receipts of slices that take long are not measured here.
-    report = network.work("w1", service, via=proxy.address, receipt_s=600.0)
-    assert report["samples"] == SAMPLES
+    assert network.work("w1", service, via=proxy.address, receipt_s=600.0)["samples"] == SAMPLES
     assert proxy.connections <= 3
     assert proxy.carried - 2500 * (proxy.connections + 1) < 1024 * (NUM_SLICES - 1)
 

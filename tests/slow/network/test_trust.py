@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,12 @@ from forebay.network.publications import sign_dataset
 from forebay.network.revocation_sync import TrustWatch, send_crl
 from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
-from support.attackers import answers, ask, connection, issue, organisation, request
+from support.attackers import answers, ask, issue, organisation, request
+from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset
 from support.ports import free_port
-
-Make = Callable[[str], Identity]
+from support.wire import connect
 
 
 @pytest.fixture
@@ -47,21 +47,10 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 @pytest.fixture
-def table() -> LocalDiscovery:
-    return LocalDiscovery()
-
-
-@pytest.fixture
 def node(dataset: Dataset, table: LocalDiscovery, make_identity: Make, tmp_path: Path) -> Iterator[DataNode]:
     identity = make_identity("data")
     with AuditLog(tmp_path / "audit.log") as identity.audit, DataNode(identity, [dataset], HOST, 0, table) as node:
         yield node
-
-
-@pytest.fixture
-def client(make_identity: Make) -> Iterator[Client]:
-    with Client(make_identity("client")) as client:
-        yield client
 
 
 def audit_events(path: Path) -> list[dict[str, Any]]:
@@ -148,7 +137,7 @@ def test_a_revocation_spreads_and_cuts_live_connections(
     """Sent to one node by an admin, fetched by another, in force at both without a restart."""
     other, thief = make_identity("data-2"), make_identity("thief")
     with DataNode(other, [], HOST, 0, table) as second:
-        with connection(thief, second.address) as live:
+        with connect(thief, second.address) as live:
             assert answers(live, request("GET", "/v1/status"))[0].status == 200
             created = revoke(network_dir, thief.peer_id)
             assert send_crl(client, node.address, created) == (node.identity.peer_id, True)
@@ -184,8 +173,7 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
         issuer = read_issuer(organisation(network_dir, name))
         largest = sign_crl(issuer, [(1 << 158) + i for i in range(MAX_REVOKED)], 1)
         assert post_crl(thief, node.address, largest) == {"new": True}
-    created = revoke(network_dir, thief.peer_id)
-    assert send_crl(client, node.address, created)[1]
+    assert send_crl(client, node.address, revoke(network_dir, thief.peer_id))[1]
     with Client(other) as reader:
         assert TrustWatch(other, reader).ask(node.address)
     assert other.revocations.reason(thief.as_peer) is not None
@@ -219,7 +207,7 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
     anne, scheduler = make_identity("anne"), make_identity("scheduler")
     settings = {"seq_len": 8, "publishers": [anne.peer_id]}
 
-    def schedule(wait_s: float) -> SchedulerService:
+    def schedule(wait_s):
         state = tmp_path / "state"
         return SchedulerService(scheduler, NAME, table, Client(scheduler), state, wait_s=wait_s, **settings)
 
@@ -242,14 +230,14 @@ def test_an_observer_sees_no_name_and_no_bytes(node: DataNode, dataset: Dataset,
     seen = bytearray()
     listener = socket.create_server((HOST, 0))
 
-    def carry(source: socket.socket, sink: socket.socket) -> None:
+    def carry(source, sink):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 seen.extend(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
-    def wire() -> None:
+    def wire():
         near, _ = listener.accept()
         with near, socket.create_connection((HOST, node.port)) as far:
             back = threading.Thread(target=carry, args=(far, near))
@@ -278,13 +266,13 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
 
     @contextlib.contextmanager
     def admission() -> Iterator[None]:
-        command = [*program, "admit", str(network_dir), "--json", "--listen", address]
+        command = [*program, *f"admit {network_dir} --json --listen {address}".split()]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
             assert process.stdout.readline()
             yield
             process.kill()
 
-    invite = [*program, "invite", str(network_dir), "--issuer", address, "--role", "worker"]
+    invite = [*program, *f"invite {network_dir} --issuer {address} --role worker".split()]
     token = subprocess.run(invite, capture_output=True, check=True, text=True).stdout.strip()
     with admission():
         assert join_by_token(token, tmp_path / "a", "a").scope.roles == {"worker"}

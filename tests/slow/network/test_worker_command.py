@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import psutil
 import pytest
 
 from forebay import Loader
-from forebay.scheduler.server import SchedulerService
 from support.nodes import Network, make_dataset
-from support.processes import Process
+from support.processes import Process, Start
 from support.waiting import until
 
 BATCH, SEQ_LEN, NUM_SLICES, TOKENS = 4, 16, 13, 330
@@ -30,7 +28,6 @@ for batch in loader:
     os.write(1, json.dumps({"ids": batch.sample_ids.tolist(), "pid": os.getpid()}).encode() + b"\n")
     time.sleep(float(os.environ.get("PAUSE_S", 0)))
 """
-Work = Callable[..., Process]
 
 
 @pytest.fixture
@@ -41,13 +38,13 @@ def network(tmp_path: Path, stack: ExitStack) -> Network:
 
 
 @pytest.fixture
-def work(network: Network, start: Callable[..., Process]) -> Work:
+def work(network: Network, start: Start) -> Start:
     """Start `forebay worker --scheduler … -- python -c PROGRAM`."""
 
-    def run(service: SchedulerService, program: str = "", name: str = "a", **environment: str) -> Process:
+    def run(service, program="", name="a", **environment):
         home = network.homes[name]
-        words = ["--scheduler", service.address, "--identity", home, "--batch-size", BATCH, "--cache-bytes", 1_000_000]
-        words += ["--cache-dir", network.directory / f"cache-{name}", "--listen", "127.0.0.1:0", "--json"]
+        words = f"--scheduler {service.address} --identity {home} --batch-size {BATCH} --cache-bytes 1000000".split()
+        words += f"--cache-dir {network.directory}/cache-{name} --listen 127.0.0.1:0 --json".split()
         command = ["--", sys.executable, "-c", program] if program else []
         return start("worker", *words, *command, **environment)
 
@@ -68,7 +65,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Network, work: Work) -> None:
+def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Network, work: Start) -> None:
     """A program that closes its loader may leave without the interpreter's end."""
     service = network.schedule(seq_len=SEQ_LEN, packing="best_fit", lease_s=600.0)
     lines, report, _ = finish(work(service, f"{READ_ALL}loader.close()\nos._exit(0)"))
@@ -81,7 +78,7 @@ def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Netwo
     assert report["done"] == 1 and report["wasted_samples"] == 0 and 0 <= report["wait_share"] <= 1
 
 
-def test_arguments_of_the_program_come_before_those_of_the_worker(network: Network, work: Work) -> None:
+def test_arguments_of_the_program_come_before_those_of_the_worker(network: Network, work: Start) -> None:
     service = network.schedule(seq_len=SEQ_LEN)
     program = f"""
 import json, forebay
@@ -99,7 +96,7 @@ with forebay.Loader({str(network.directory / "dataset")!r}, seq_len=16, batch_si
     assert (report["loaders"], report["samples"]) == (1, 3)
 
 
-def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, work: Work, tmp_path: Path) -> None:
+def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, work: Start, tmp_path: Path) -> None:
     """As torchrun starts them: RANK and WORLD_SIZE are in their environment."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     # None begins before the other can: else a late one finds nothing left.
@@ -122,7 +119,7 @@ sys.exit(sum(rank.wait() for rank in ranks))
     network.assert_used_once(SAMPLES)
 
 
-def test_the_status_of_a_command_is_the_workers(network: Network, work: Work) -> None:
+def test_the_status_of_a_command_is_the_workers(network: Network, work: Start) -> None:
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     failing = "import sys, forebay\nfor batch in forebay.Loader():\n    sys.exit(7)\n"
     _, report, errors = finish(work(service, failing), 7)
@@ -133,7 +130,7 @@ def test_the_status_of_a_command_is_the_workers(network: Network, work: Work) ->
     assert lines[0]["step"] == 1 and lines[0]["loss"] > 0, "without a command, batches are counted"
 
 
-def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, work: Work) -> None:
+def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, work: Start) -> None:
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0, epochs=100_000)
     process = work(service)
     until(lambda: service.status()["samples_used"] > 400)
@@ -146,7 +143,7 @@ def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, wor
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_whole_process_group(
-    network: Network, work: Work, tmp_path: Path, number: signal.Signals
+    network: Network, work: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
     """The command's own child, too; leases return at once though nothing was closed."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
@@ -167,7 +164,7 @@ child = subprocess.Popen([sys.executable, "-c", marks])
     assert service.status()["slices_leased"] == 0
 
 
-def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Work) -> None:
+def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Start) -> None:
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     killed, orphan = (work(service, READ_ALL, name, PAUSE_S="0.2") for name in ("a", "b"))
     pids = [process.ready()["pid"] for process in (killed, orphan)]
@@ -182,8 +179,8 @@ def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Work) ->
     network.assert_used_once(SAMPLES)
 
 
-def test_a_command_that_cannot_run_is_named(network: Network, start: Callable[..., Process]) -> None:
-    words = ["worker", "--scheduler", network.schedule(seq_len=SEQ_LEN).address, "--identity", network.homes["a"]]
+def test_a_command_that_cannot_run_is_named(network: Network, start: Start) -> None:
+    words = f"worker --scheduler {network.schedule(seq_len=SEQ_LEN).address} --identity {network.homes['a']}".split()
     for command, expected in (
         (["--", "no-such-program"], "worker: cannot run no-such-program: No such file or directory"),
         (["--"], "expected a command behind --"), (["web", "x.py"], "unrecognized arguments: x.py"),

@@ -47,7 +47,7 @@ def test_the_gpt_trains_on_text(tmp_path: Path) -> None:
     corpus.write_text("".join(json.dumps({"text": f"the {i}th line of the text"}) + "\n" for i in range(400)))
     settings = {"dataset_name": str(corpus), "tokenizer_name": "bytes", "seq_len": 16, "num_steps": 30}
 
-    async def run() -> list[float]:
+    async def run():
         async with WorkerClient(WorkerConfig(**settings, trainer=GPT, device="cpu"), log=print) as worker:
             return list((await worker.run_training()).losses)
 

@@ -29,12 +29,11 @@ from forebay.network.pki.identity import Identity
 from forebay.storage.transfers import ChunkTransfer
 from support.cached import put
 from support.feeding import make_dataset
-from support.handlers import Request, serve
+from support.handlers import Make, Request, serve
 from support.leases_by_hand import DATASET, FetchingWorker, answer
 from support.origin_server import OriginServer
 from support.waiting import until
 
-Make = Callable[[str], Identity]
 CONTENT = random.Random(7).randbytes(300_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
@@ -70,7 +69,7 @@ Nodes = Callable[..., Node]
 def make_node(make_identity: Make, tmp_path: Path) -> Iterator[Nodes]:
     created = []
 
-    def make(name: str, content: bytes = CONTENT, origin: bool = True) -> Node:
+    def make(name, content=CONTENT, origin=True):
         file = tmp_path / f"{name}.bin"
         file.write_bytes(content)
         created.append(Node(make_identity(name), file, origin))
@@ -255,7 +254,7 @@ def test_a_full_disk_ends_the_work_only_once_it_lasts(
 ) -> None:
     node, real, is_full = make_node("a"), os.pwrite, [True]
 
-    def write(*args: Any) -> int:
+    def write(*args):
         if is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
@@ -281,7 +280,7 @@ def test_a_slice_waits_for_space_until_others_are_used(
     other, claim, refusals = put(worker.cache, bytes(800_000)), worker.cache.claim_slice, []
     assert worker.cache.get(other, pin=True)
 
-    def claim_slice(*args: Any, **more: Any) -> Any:
+    def claim_slice(*args, **more):
         claimed, reason = claim(*args, **more)
         refusals.append(reason)
         return claimed, reason

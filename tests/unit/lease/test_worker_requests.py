@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def work(tmp_path: Path) -> Iterator[Work]:
         service.start()
         stack.callback(service.stop)
 
-        def run(**more: Any) -> dict[str, float]:
+        def run(**more):
             return work_on(three, "data", service.address, tmp_path / "cache", batch_size=2, receipt_s=0.2, **more)
 
         yield run
@@ -56,7 +55,7 @@ def test_requests_go_on_after_an_unexpected_exception(work: Work, monkeypatch: p
     real, calls, deaths = SchedulerClient.exchange, [], []
     monkeypatch.setattr(threading, "excepthook", deaths.append)
 
-    def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
+    def exchange(self, *args):
         calls.append(len(calls))
         if len(calls) == 2:
             raise OSError(24, "Too many open files")
@@ -76,7 +75,7 @@ def test_attempts_that_were_heard_and_not_answered_end_no_work(work: Work, monke
     """A copy of each of some exchanges comes first, and its answer is lost: the next attempt is answered."""
     real, calls = Client.request_json, []
 
-    def request_json(self: Client, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
+    def request_json(self, address, method, path, *args, **more):
         if path == "/v2/exchange":
             calls.append(path)
             if 2 <= len(calls) <= 5:
@@ -93,7 +92,7 @@ def test_attempts_that_were_heard_and_not_answered_end_no_work(work: Work, monke
 def test_without_a_reply_for_patience_s_the_exception_ends_the_work(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
+    def exchange(self, *args):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(SchedulerClient, "exchange", exchange)

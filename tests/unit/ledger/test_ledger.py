@@ -88,8 +88,7 @@ def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path
 
 @given(st.lists(st.integers(0, 3), max_size=50))
 def test_runs_round_trip(counts: list[int]) -> None:
-    runs = encode_runs(np.array(counts, np.int64))
-    assert decode_runs(runs).tolist() == counts
+    assert decode_runs(encode_runs(np.array(counts, np.int64))).tolist() == counts
     assert decode_runs(counts).tolist() == counts
 
 

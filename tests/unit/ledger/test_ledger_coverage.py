@@ -42,7 +42,7 @@ _INTERVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integer
 def test_coverage_equals_counting_points(
     samples: list[int], uses: list[tuple[int, ...]], gone: list[tuple[int, ...]]
 ) -> None:
-    def fitting(rows: list[tuple[int, ...]]) -> list[tuple[int, int, int]]:
+    def fitting(rows):
         return [(i, a, min(a + n, samples[i])) for i, a, n in rows if a < samples[i]]
 
     uses_in, gone_in = fitting(uses), fitting(gone)
@@ -69,8 +69,7 @@ def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path) -> None:
     write_job(path, USES)
     append(path, ("epoch", {"epoch": 0, "samples": 13}))
     assert verify_ledger(path, KEY, check).ok
-    late = Used("c", 0, 2, 0, 5, 9)
-    append(path, ("uses", {"worker": WORKER, "uses": [late.to_row()], "receipt": ""}))
+    append(path, ("uses", {"worker": WORKER, "uses": [Used("c", 0, 2, 0, 5, 9).to_row()], "receipt": ""}))
     assert "which had ended" in str(verify_ledger(path).problems)
     append(path, ("epoch", {"epoch": 0}))
     assert "had ended before" in str(verify_ledger(path).problems)
@@ -107,8 +106,7 @@ def test_receipts_by_sample_ids(tmp_path: Path) -> None:
     signed = [Used(*use.to_row(), replay(job, use.epoch, use.slice, use.start, use.stop)[1]) for use in USES]
     write_job(tmp_path / "right", signed)
     assert verify_ledger(tmp_path / "right", KEY, check, replay).ok
-    other = Used(*USES[1].to_row(), signed[0].digest)
-    write_job(tmp_path / "wrong", [signed[0], other, signed[2]])
+    write_job(tmp_path / "wrong", [signed[0], Used(*USES[1].to_row(), signed[0].digest), signed[2]])
     assert verify_ledger(tmp_path / "wrong", KEY, check).ok
     assert "it read other samples" in verify_ledger(tmp_path / "wrong", KEY, check, replay).problems[0]
 
@@ -167,7 +165,7 @@ def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ledger.append("resumed", {}, sync=False)
         with monkeypatch.context() as patch:
 
-            def no_room(fd: int) -> None:
+            def no_room(fd):
                 raise OSError(28, "No space left on device")
 
             patch.setattr(writer.os, "fsync", no_room)
@@ -182,7 +180,7 @@ def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(fd: int, size: int) -> None:
+    def fail(fd, size):
         raise OSError(errno.EIO, "cannot")
 
     write = os.write

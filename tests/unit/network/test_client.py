@@ -8,7 +8,7 @@ import email.utils
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,12 +20,11 @@ from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client, ConnectionLostError, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.http import StreamedResponse
 from forebay.network.peer import Scope
-from forebay.network.pki.identity import Identity, join
-from support.handlers import PatientClient
-from support.rude_peer import Asked, RudePeer, http
+from forebay.network.pki.identity import join
+from support.handlers import Make, PatientClient
+from support.rude_peer import RudePeer, http
 from support.waiting import until
 
-Make = Callable[[str], Identity]
 OK = http(200, {"fine": True})
 KEY = "idempotency-key"
 
@@ -43,20 +42,12 @@ def member(make_identity: Make) -> Iterator[Client]:
         yield client
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The client's clock, of deadlines and of dates."""
-    clock = Clock()
+    clock = SimpleNamespace(now=1000.0, time=lambda: clock.now, monotonic=lambda: clock.now)
     for module in ("client", "http"):
-        monkeypatch.setattr(f"forebay.network.{module}.time", SimpleNamespace(monotonic=clock, time=clock))
+        monkeypatch.setattr(f"forebay.network.{module}.time", clock)
     return clock
 
 
@@ -117,11 +108,11 @@ def test_a_get_is_sent_again_only_where_a_kept_connection_failed(client: Client)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_nothing_is_sent_again_after_a_time_out(client: Client, clock: Clock, method: str) -> None:
+def test_nothing_is_sent_again_after_a_time_out(client: Client, clock: SimpleNamespace, method: str) -> None:
     """An answer is read by its deadline, however its bytes come."""
     ended = threading.Event()
 
-    def drip(asked: Asked) -> Iterator[bytes]:
+    def drip(asked):
         for byte in OK[:-1]:
             clock.now += 1.0
             yield bytes([byte])
@@ -138,7 +129,7 @@ def test_nothing_is_sent_again_after_a_time_out(client: Client, clock: Clock, me
         assert len(peer.asked) == 2 and peer.connections == 1
 
 
-def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client: Client, clock: Clock) -> None:
+def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client: Client, clock: SimpleNamespace) -> None:
     with RudePeer(None, lambda asked: OK) as peer:
         for _ in range(2):
             client.request_json(peer.address, "POST", "/x", {})
@@ -180,7 +171,7 @@ def test_a_refusal_that_breaks_off_is_a_lost_answer(client: Client) -> None:
     assert caught.value.code == "stale_attempt" and first == again and first.headers[KEY] != second.headers[KEY]
 
 
-def test_a_refusal_says_how_long_to_wait(client: Client, clock: Clock) -> None:
+def test_a_refusal_says_how_long_to_wait(client: Client, clock: SimpleNamespace) -> None:
     date = email.utils.format_datetime(dt.datetime.fromtimestamp(clock.now + 90, dt.UTC), usegmt=True)
     answers = [
         http(503, Retry_After="7"),
@@ -244,10 +235,10 @@ def test_more_than_was_asked_for_is_not_kept(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "is_slow"), [(4095, True), (4096, False)])
-def test_a_body_below_the_least_rate_is_a_stall(clock: Clock, num_bytes: int, is_slow: bool) -> None:
+def test_a_body_below_the_least_rate_is_a_stall(clock: SimpleNamespace, num_bytes: int, is_slow: bool) -> None:
     """So a peer that gives a byte now and then holds up no other, whatever each of its reads takes."""
 
-    def readinto(view: memoryview) -> int:
+    def readinto(view):
         clock.now += 1.0
         return min(num_bytes, len(view))
 

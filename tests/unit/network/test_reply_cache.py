@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from forebay.network import limits
 from forebay.network.app import ApiError, JsonResponse
@@ -136,10 +136,10 @@ async def ask(cache: ReplyCache, app: App, peer: str, key: str) -> int:
     """The number of the call that answered."""
     messages = []
 
-    async def send(message: Message) -> None:
+    async def send(message):
         messages.append(message)
 
-    async def receive() -> Message:
+    async def receive():
         raise AssertionError("nothing to read")
 
     await cache.answer((peer, key), app, {}, receive, send)
@@ -154,7 +154,7 @@ def loop() -> Iterator[VirtualLoop]:
 
 
 def test_after_a_failure_those_that_wait_ask_anew_one_at_a_time(loop: VirtualLoop) -> None:
-    async def run() -> list[int]:
+    async def run():
         return await asyncio.gather(*(ask(cache, app, "p", "k") for _ in range(5)))
 
     cache, app = ReplyCache(), App(503, 429)
@@ -166,7 +166,7 @@ def test_bounds_of_what_is_kept(loop: VirtualLoop, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(limits, "MAX_REPLIES_PER_PEER", 4)
     monkeypatch.setattr(limits, "MAX_REPLIES_BYTES", 1000)
 
-    async def run() -> None:
+    async def run():
         cache, app = ReplyCache(), App()
         for i in range(6):
             await ask(cache, app, "p", f"k{i}")

@@ -44,7 +44,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
 
 
 def test_each_wait_is_named_until_it_ends_by_one_thread(caplog: pytest.LogCaptureFixture, looks: Looks) -> None:
-    def broken() -> str:
+    def broken():
         raise ValueError("gone")
 
     with log_while_waiting(log, lambda: "the first"), log_while_waiting(log, broken):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +19,8 @@ from forebay.network.pki.identity import Identity, revoke
 from forebay.network.pki.revocation import sign_crl
 from forebay.network.revocation_sync import AVOID_S, TrustWatch
 from forebay.network.server import Server
-from support.handlers import PatientClient
+from support.handlers import Make, PatientClient
 from support.waiting import until
-
-Make = Callable[[str], Identity]
 
 
 class Clock:
@@ -115,7 +112,7 @@ def test_trust_goes_on_after_any_fault_of_a_peer_or_of_the_node(
     faults, changes = [RuntimeError("a fault of ours")], []
     with Server(make_app("x"), node, "127.0.0.1", 0) as server, PatientClient(reader) as client:
 
-        def peers() -> list[str]:
+        def peers():
             if faults:
                 raise faults.pop()
             return ["a..b:1", "nonsense", server.address]

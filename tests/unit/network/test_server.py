@@ -9,7 +9,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,12 @@ from forebay.network.app import ApiError, JsonResponse, file_response, peer_of
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
-from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
+from forebay.network.pki.identity import create_network, create_organisation, join, revoke
 from forebay.network.server import Server
-from support.handlers import PatientClient, Request, application, patient, serve
+from support.handlers import Make, PatientClient, Request, application, patient, serve
 from support.waiting import until
 from support.wire import connect
 
-Make = Callable[[str], Identity]
 SIZE = 3 * (1 << 20) + 17
 CONTENT = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
 
@@ -121,7 +120,7 @@ def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, t
     member = join(tmp_path / "org", tmp_path / "member", "member", scope=scope)
     seen = []
 
-    def handle(request: Request) -> Response:
+    def handle(request):
         assert request.http.state.peer is peer_of(request.http) is request.peer
         assert request.http.scope["client"][0] == "127.0.0.1" and request.http.scope["scheme"] == "https"
         seen.append(request.peer)
@@ -239,14 +238,14 @@ def test_a_loop_that_fails_begins_again_on_the_same_port(
 ) -> None:
     client.request_json(server.address, "GET", "/echo")
 
-    def select(timeout: float | None = None) -> object:
+    def select(timeout=None):
         raise OSError("a fault of the system")
 
     monkeypatch.setattr(server._loop._selector, "select", select)  # type: ignore[attr-defined]
     server.run_soon(lambda: None)
     until(lambda: "a fault of the system" in caplog.text)
 
-    def is_served_again() -> bool:
+    def is_served_again():
         with contextlib.suppress(NetworkError):
             return is_served(client, server)
         return False
@@ -284,7 +283,7 @@ def test_close_ends_answers_under_way(
     server = Server(app, make_identity("s"), "127.0.0.1", 0, limits=patient(upload_bytes_per_s=1.0)).start()
     with contextlib.ExitStack() as stack:
         stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        socks = [stack.enter_context(connect(server, client.identity)) for _ in range(8)]
+        socks = [stack.enter_context(connect(client.identity, server.address)) for _ in range(8)]
         socks[0].sendall(b"GET /file HTTP/1.1\r\n\r\n")
         socks[1].sendall(b"POST / HTTP/1.1\r\nContent-Length: 100\r\n\r\nx")
         for tls in socks[2:]:
@@ -305,7 +304,7 @@ def test_who_hangs_up_amid_its_body_or_closes_one_half_is_no_error_of_ours(
     server: Server, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     for half in (True, False):
-        with connect(server, client.identity) as tls:
+        with connect(client.identity, server.address) as tls:
             tls.sendall(b"POST /echo HTTP/1.1\r\nContent-Length: 100\r\n\r\nx")
             if half:
                 socket.socket.shutdown(tls, socket.SHUT_WR)

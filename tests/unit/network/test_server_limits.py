@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fastapi import Request as HttpRequest
@@ -52,7 +51,7 @@ def start(handler: Handler) -> Iterator[Start]:
     """Start a server with these limits; `identity` are its members."""
     created = []
 
-    def start(identity: Members | None = None, **limits: Any) -> MemoryServer:
+    def start(identity=None, **limits):
         created.append(MemoryServer(handler, identity or Members(), **limits))
         return created[-1]
 
@@ -151,8 +150,7 @@ def test_rate_of_requests(start: Start, own: bool) -> None:
     server = start(**{"requests_per_s" if own else "organisation_requests_per_s": 2})
     connections = [server.connect(f"acme/{name}") for name in "ab"]
     asking = [connections[0 if own else number % 2] for number in range(5)]
-    statuses = [connection.ask("/").status for connection in asking]
-    assert statuses == [200] * 4 + [429]  # the burst is twice the rate
+    assert [connection.ask("/").status for connection in asking] == [200] * 4 + [429]  # the burst is twice the rate
     refused = connections[0].ask("/")
     assert (refused.json()["error"], refused.headers["retry-after"]) == ("rate", "1")
     assert f"{'peer a' if own else 'organisation acme'}: expected at most 2 requests a s" in refused.json()["message"]
@@ -261,7 +259,7 @@ def test_a_server_that_was_slow_itself_cuts_no_client(start: Start) -> None:
     late, stranger = server.connect("late"), server.knock()
     late.send(b"GET / HTTP/1.1\r\n")
 
-    def stand_still() -> None:
+    def stand_still():
         server.loop.now += 100.0
 
     server.loop.call_later(1.0, stand_still)
@@ -289,7 +287,7 @@ def test_rates_of_bytes(start: Start, name: str) -> None:
 def test_a_task_that_fails_goes_on(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server, runs = start(), []
 
-    async def work() -> None:
+    async def work():
         runs.append(server.loop.now)
         if len(runs) < 3:
             raise RuntimeError("a fault of the disk")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,30 +30,22 @@ from forebay.network.pki.identity import create_network, create_organisation, jo
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = time.time()
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now=time.time())
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def server(network_dir: Path, tmp_path: Path, clock: Clock) -> Iterator[AdmissionServer]:
+def server(network_dir: Path, tmp_path: Path, clock: SimpleNamespace) -> Iterator[AdmissionServer]:
     """An organisation's admission server."""
     create_organisation(network_dir, tmp_path / "org", "acme", WORKER)
     with AuditLog(tmp_path / "audit.log") as audit:
-        server = AdmissionServer(Admissions(tmp_path / "org", audit, clock)).start()
+        server = AdmissionServer(Admissions(tmp_path / "org", audit, lambda: clock.now)).start()
         yield server
         server.close()
 
 
-def make_token(server: AdmissionServer, clock: Clock, **changes: object) -> str:
+def make_token(server: AdmissionServer, clock: SimpleNamespace, **changes: object) -> str:
     issuer = server.admissions.issuer
     names = read_network(server.admissions.directory).network_id, issuer.peer_id, server.address
     token = JoinToken("ab" * 16, *names, ("worker",), (), 1, clock.now + 3600, 30.0)
@@ -72,7 +65,7 @@ def kinds(tmp_path: Path) -> list[str]:
 
 
 def test_a_machine_joins_with_a_key_that_stays_on_it(
-    server: AdmissionServer, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
     ask = joining._post
@@ -89,7 +82,7 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
         join_by_token(make_token(server, clock), tmp_path / "n", "n")
 
 
-def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network_dir: Path) -> None:
+def test_tokens_that_do_not_count(server: AdmissionServer, clock: SimpleNamespace, network_dir: Path) -> None:
     good, other = make_token(server, clock), read_issuer(network_dir)
     public_key = server.admissions.issuer.key.public_key().public_bytes_raw()
     token, signed, signature = read_token(good)
@@ -112,7 +105,7 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network
 
 
 def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
-    server: AdmissionServer, clock: Clock, tmp_path: Path
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path
 ) -> None:
     text = make_token(server, clock, uses=2)
     a = join_by_token(text, tmp_path / "a", "a")
@@ -128,13 +121,13 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
     assert kinds(tmp_path) == ["admitted", "admitted", "renewed", "refused"]
 
 
-def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path) -> None:
     text = make_token(server, clock)
     join_by_token(text, tmp_path / "a", "a")
     server.admissions.close()
     path = tmp_path / "org" / USES_NAME
     path.write_bytes(path.read_bytes() + b'{"token": "ab')
-    again = Admissions(tmp_path / "org", now=clock)
+    again = Admissions(tmp_path / "org", now=lambda: clock.now)
     with pytest.raises(UsageError, match="another process admits"):
         Admissions(tmp_path / "org")
     with pytest.raises(ProtocolError, match="used up"):
@@ -142,7 +135,7 @@ def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: Clock, tmp
     again.close()
 
 
-def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path) -> None:
     create_network(tmp_path / "evil", "test-network")
     evil = AdmissionServer(Admissions(tmp_path / "evil")).start()
     try:
@@ -154,7 +147,7 @@ def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Clo
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path) -> None:
     node = join_by_token(make_token(server, clock, valid_days=2.0), tmp_path / "n", "n")
     renewed = renew_at(server.address, node.node_dir)
     assert (renewed.peer_id, renewed.scope, renewed.org) == (node.peer_id, node.scope, node.org)
@@ -186,7 +179,7 @@ def test_a_node_of_the_root_is_not_the_organisations_to_renew(
         server.admissions.renew(RenewRequest(request=request), "x", der_of(node.certificate))
 
 
-def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+def test_strangers_at_the_door(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path) -> None:
     """Plain HTTP, silence, an endless body: each is dropped, and the next is served."""
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port))):  # says nothing

@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,7 @@ from forebay.network.audit import AuditLog
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.scheduler.journal import _open_database, lock_state
 from forebay.storage.locks import try_acquire
-
-Make = Callable[[str], Identity]
+from support.handlers import Make
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +74,12 @@ def test_a_token_comes_from_a_file_or_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("forebay1.none\n")
-    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", str(tmp_path / "token")]) == 1
-    message = capsys.readouterr().err
-    assert "token: expected" in message
-    monkeypatch.setattr("sys.stdin", io.StringIO("forebay1.none\n"))
-    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", "-"]) == 1
+    assert main(f"network join {tmp_path}/n --name n --token {tmp_path}/token".split()) == 1
     assert "token: expected" in capsys.readouterr().err
-    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", str(tmp_path / "no")]) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("forebay1.none\n"))
+    assert main(f"network join {tmp_path}/n --name n --token -".split()) == 1
+    assert "token: expected" in capsys.readouterr().err
+    assert main(f"network join {tmp_path}/n --name n --token {tmp_path}/no".split()) == 2
     assert "cannot read the token" in capsys.readouterr().err
 
 
@@ -96,7 +94,7 @@ def test_the_commands_of_a_networks_owner(tmp_path: Path, capsys: pytest.Capture
     """init, join, revoke, show, renew: as they are typed."""
     net, node = str(tmp_path / "net"), str(tmp_path / "node")
     assert main(["network", "init", net]) == 0
-    assert main(["network", "join", net, node, "--name", "n", "--role", "worker", "--days", "0.5"]) == 0
+    assert main(f"network join {net} {node} --name n --role worker --days 0.5".split()) == 0
     assert main(["network", "revoke", "b" * 32, net, node]) == 0
     assert "is revoked by CRL" in capsys.readouterr().out
     assert main(["network", "show", node]) == 0

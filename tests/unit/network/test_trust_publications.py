@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from forebay.network.publications import (
     select_published,
     sign_dataset,
 )
+from support.handlers import Make
 
-Make = Callable[[str], Identity]
 ID, OWN_ID = "ab" * 32, "cd" * 32
 pytestmark = pytest.mark.usefixtures("changes_at_once")
 

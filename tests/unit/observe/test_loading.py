@@ -81,20 +81,17 @@ def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.L
 
 def test_little_waiting_is_no_bottleneck() -> None:
     assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
-    result = find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0)
-    assert result.cause == "disk"
+    assert find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0).cause == "disk"
 
 
 def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path) -> None:
     loader = Loader(folder, seq_len=10, batch_size=10, epochs=2)
     calls = []
     loader.add_callback(lambda metrics, step: calls.append((metrics, step)), every_steps=20)
-    total = sum(len(batch) for batch in loader)
-    assert total == 600 and [step for _, step in calls] == [20, 40, 60]
+    assert sum(len(batch) for batch in loader) == 600 and [step for _, step in calls] == [20, 40, 60]
     for metrics, step in calls:
         assert metrics["tokens"] == 100 * step and metrics["tokens_per_s"] > 0 and 0 <= metrics["wait_share"] <= 1
-        causes = sum(metrics[f"wait_{cause}_share"] for cause in CAUSES)
-        assert metrics["wait_share"] == pytest.approx(causes)
+        assert metrics["wait_share"] == pytest.approx(sum(metrics[f"wait_{cause}_share"] for cause in CAUSES))
     assert [metrics["epoch"] for metrics, _ in calls] == [0, 1, 2]
 
 

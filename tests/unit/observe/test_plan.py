@@ -160,7 +160,7 @@ def run_it(
     server.reset()
     max_value = 0
 
-    def sizes() -> dict[str, int]:
+    def sizes():
         result = {}
         for file in [*cache.iterdir(), *(cache / "chunks").iterdir()]:
             with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
@@ -204,7 +204,7 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     dataset = str(make_dataset(tmp_path / "data", 8, 64, 256))
     options = "--seq-len 256 --global-batch-size 8 --bandwidth 1Gb/s --step-s 0.1"
     common = ["plan", dataset, *options.split()]
-    assert main([*common, "--json", "--disk", str(tmp_path), "--memory", "8GB"]) == 0
+    assert main([*common, *f"--json --disk {tmp_path} --memory 8GB".split()]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert reported["ok"] and reported["slices"] == 8
     assert 0.1 < reported["first_batch_s"] < 0.101 and reported["stall_s"] >= 0

@@ -100,8 +100,7 @@ def test_drop_last_leaves_out_what_makes_no_batch() -> None:
     assert [len(batch) for batch in all_batches(run)] == [2] * 10 + [5] * 4
     assert run.progress(10).epoch == 1 and run.epoch_stop(3) == 10
     assert sum(map(len, all_batches(Run([order], run.batches, epochs=3)))) == 3 * 23  # None is left out otherwise.
-    short = Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=1, drop_last=True)
-    assert short.num_steps == 10
+    assert Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=1, drop_last=True).num_steps == 10
     for epochs in (2, None):
         with pytest.raises(UsageError, match="at least one batch"):
             Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=epochs, drop_last=True)

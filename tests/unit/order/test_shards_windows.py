@@ -85,7 +85,7 @@ def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: 
 
 
 def test_our_windows_follow_from_their_uid_seed_and_shard() -> None:
-    def draw(**other: int) -> list[int]:
+    def draw(**other):
         settings = {"uid": 1, "window": 9, "dataset_len": 5000, "steps": 2, "batch": 16, "seed": 42, "first_window": 5}
         return window_sample_ids(**{**settings, **other}, mode="forebay").tolist()  # type: ignore[arg-type]
 

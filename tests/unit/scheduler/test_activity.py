@@ -46,8 +46,7 @@ def test_shares_are_of_the_last_reports_and_of_a_wait_in_progress() -> None:
     for second in range(0, 60, 2):
         waits = {"network": 0.5 * second, "scheduler": 0.1 * max(0, second - 40)}
         usage.add_stats("s", WorkerStats(busy_s=0.4 * second, waits_s=waits), float(second))
-    shares = usage.describe(60.0)["wait_shares"]
-    assert shares == {"network": pytest.approx(0.5), "scheduler": pytest.approx(0.1)}
+    assert usage.describe(60.0)["wait_shares"] == {"network": pytest.approx(0.5), "scheduler": pytest.approx(0.1)}
     stuck = WorkerStats(busy_s=0.4 * 58, waits_s=waits, waiting_s=8.0, waiting_for="network")
     usage.add_stats("s", stuck, 68.0)
     assert usage.describe(68.0)["wait_shares"]["network"] > 0.6
@@ -77,8 +76,7 @@ def test_the_last_events_are_retained_with_names() -> None:
     again = Activity()
     again.notice(peer, 1.0)
     again.record([LeaseReturned(lease.lease_id, "expired")], core.table)
-    text = f"alice sent nothing for too long: slice {lease.slice} is free"
-    assert again.describe()["events"][0]["text"] == text
+    assert again.describe()["events"][0]["text"] == f"alice sent nothing for too long: slice {lease.slice} is free"
 
 
 @given(st.integers(1, 9000), st.data())

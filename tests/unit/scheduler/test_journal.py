@@ -113,7 +113,7 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
     journal = open_journal(tmp_path)
     grant = lease(journal, "w")
 
-    def die(*args: object, **settings: object) -> None:
+    def die(*args, **settings):
         raise Killed
 
     if step == "before ledger":
@@ -142,7 +142,7 @@ def test_what_could_not_be_written_is_not_answered_then_or_later(
     journal = open_journal(tmp_path)
     grant = lease(journal, "w")
 
-    def full() -> None:
+    def full():
         raise fault
 
     monkeypatch.setattr(journal.ledger, "sync", full)

@@ -45,10 +45,8 @@ def test_cached_slices_come_first_then_returned_ones_then_the_order() -> None:
     use(leases, first, 3)
     leases.release("1")
     cached = next(i for i in range(8) if i != first.slice_index)
-    b = leases.sessions.touch(("b", ""), 0.0)
-    set_cached(leases, b, sorted([cached, first.slice_index]))
-    got = grant(leases, "b", "2")
-    assert got.slice_index == cached
+    set_cached(leases, leases.sessions.touch(("b", ""), 0.0), sorted([cached, first.slice_index]))
+    assert grant(leases, "b", "2").slice_index == cached
     again = grant(leases, "c", "3")
     assert (again.slice_index, again.start, again.stop) == (first.slice_index, 3, 4)
 
@@ -60,15 +58,14 @@ def test_slices_cached_by_another_worker_are_left_to_it_while_others_remain() ->
     taken = [grant(leases, "b", str(i)) for i in range(5)]
     assert {lease.slice_index for lease in taken[:3] if lease} == {3, 4, 5}
     assert {lease.slice_index for lease in taken[3:] if lease} < {0, 1, 2}
-    last = grant(leases, "a", "x")
-    assert {last.slice_index, *(lease.slice_index for lease in taken if lease)} == set(range(6))
+    assert {grant(leases, "a", "x").slice_index, *(lease.slice_index for lease in taken if lease)} == set(range(6))
     # One that is gone keeps nothing from others.
     owner.cached = leases.free.replace_cached(owner.cached, None)
     assert leases.free.cached_by.max() == 0
 
 
 def test_another_seed_and_another_epoch_give_another_order() -> None:
-    def order(seed: int) -> list[list[int]]:
+    def order(seed):
         leases = table([1] * 50, epochs=2, seed=seed)
         taken = [[], []]
         for i in range(100):
@@ -94,8 +91,7 @@ def test_a_lost_lease_is_lost_and_the_offset_stays() -> None:
     assert leases.check_use("a", Used("1", 0, 0, 0, 2, 0)) is False
     with pytest.raises(LeaseLostError):
         leases.check_use("a", Used("1", 0, 0, 2, 3, 0))
-    again = grant(leases, "b", "2", now=15.0)
-    assert again.start == 2
+    assert grant(leases, "b", "2", now=15.0).start == 2
     with pytest.raises(LeaseLostError):
         leases.check_use("a", Used("2", 0, 0, 2, 3, 0))
     for start, stop in [(0, 1), (3, 4), (2, 2), (2, 6)]:

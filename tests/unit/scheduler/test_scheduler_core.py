@@ -352,8 +352,7 @@ def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once:
     """One that goes on, and released slices as it cannot fetch them, leaves them to others first."""
     core = SchedulerCore(spec("x", [3, 3]))
     grants = exchange(core, "a", want=2).leases
-    released = tuple(grant.lease_id for grant in grants)
-    assert not exchange(core, "a", 1.0, release=released, want=want).leases
+    assert not exchange(core, "a", 1.0, release=tuple(grant.lease_id for grant in grants), want=want).leases
     assert len(exchange(core, "a", 1.1, want=2).leases) == at_once
     assert len(exchange(core, "a", 4.0, want=2).leases) == 2 - at_once
 
@@ -361,8 +360,7 @@ def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once:
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
     core = SchedulerCore(spec("x", [3] * 8))
     core.add_origins([Provider("origin", "h:1", True)], 0.0)
-    have = {"x0": "0-7"}
-    exchange(core, "a", address="h:2", cached=have)
+    exchange(core, "a", address="h:2", cached={"x0": "0-7"})
     grant = exchange(core, "b", want=1).leases[0]
     assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
     invalid = ProviderFault("a", grant.slice, "wrong bytes")

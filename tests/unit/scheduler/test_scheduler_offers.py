@@ -32,8 +32,7 @@ def test_while_no_data_node_is_announced_only_slices_of_workers_are_leased() -> 
     for now in (10.0, 35.0):  # the origin is gone by then
         exchange(core, "a", now, address="h:2", cached={"x0": "7,300,599"})
         core.expire(now)
-    result = [index for _ in range(8) for index in use_slices(core, "b", 36.0)]
-    assert sorted(result) == [7, 300, 599]
+    assert sorted([index for _ in range(8) for index in use_slices(core, "b", 36.0)]) == [7, 300, 599]
     reply = exchange(core, "b", 36.0, want=1)
     assert not reply.leases and 0 < reply.wait_s <= 15 and not reply.done and not core.reasons
     # Slices in its own cache need no provider.
@@ -51,7 +50,7 @@ def test_a_late_provider_is_avoided_for_a_while_and_not_banned() -> None:
     core = make_core(8)
     core.add_origins([ORIGIN, Provider("other", "h:2", True)], 0.0)
 
-    def providers(worker: str, now: float) -> set[str]:
+    def providers(worker, now):
         return {provider.peer_id for provider in grant_to(core, worker, now).providers}
 
     for worker, index in (("a", 1), ("b", 2)):

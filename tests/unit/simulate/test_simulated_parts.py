@@ -40,7 +40,6 @@ def test_bounds_hold_for_worlds_that_can_be_computed_by_hand() -> None:
         workers=4, slices=8, samples=10, spread=0.0, speed=1.0, up=1e6, down=1e6, slice_bytes=1_000_000,
         origin_up=1e9, latency_s=1e-6,
     )  # fmt: skip
-    machines = draw(world, 1.0).machines
-    assert max(lease_bound(world, machines).values()) == pytest.approx(
+    assert max(lease_bound(world, draw(world, 1.0).machines).values()) == pytest.approx(
         1 + 20, rel=0.01
     )  # a slice's download, then 20 each

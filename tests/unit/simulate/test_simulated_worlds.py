@@ -59,12 +59,11 @@ def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) 
     """The record is independent: a journal that forgets is seen as samples used again or lost."""
     real = leasing._Scheduler._keep
 
-    def forgets(self: leasing._Scheduler, events: list[object]) -> None:
+    def forgets(self, events):
         real(self, [event for event in events if type(event).__name__ != "UsesRecorded"])  # type: ignore[misc]
 
     monkeypatch.setattr(leasing._Scheduler, "_keep", forgets)
-    result = simulate(Scenario(**_SMALL, restarts=4, seed=1))
-    assert not result.ok
+    assert not simulate(Scenario(**_SMALL, restarts=4, seed=1)).ok
 
 
 def test_the_command_reads_a_scenario_and_prints_one_line_of_json(
@@ -72,7 +71,7 @@ def test_the_command_reads_a_scenario_and_prints_one_line_of_json(
 ) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text("workers = 99\nsamples = 32\nliars = 0.2\n")
-    args = ["simulate", "--workers", "6", "--slices", "12", "--churn", "0.2", "--scenario", str(file), "--json"]
+    args = f"simulate --workers 6 --slices 12 --churn 0.2 --scenario {file} --json".split()
     assert main(args) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["ok"] and result["missing"] == result["repeated"] == 0

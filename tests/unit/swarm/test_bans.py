@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from forebay.network.audit import AuditLog
 from forebay.network.client import Client
 from forebay.network.messages import FailedFetch, SwarmRequest
 from forebay.network.peer import Provider
-from forebay.network.pki.identity import Identity
 from forebay.scheduler.catalog import ManifestStore, parse
 from forebay.swarm.tracker import Tracker
+from support.handlers import Make
 from support.nodes import make_dataset
 
 
-def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Identity], tmp_path: Path) -> None:
+def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Make, tmp_path: Path) -> None:
     identity = make_identity("node")
     identity.audit = AuditLog(tmp_path / "audit.jsonl")
     with closing(identity.audit), Client(identity) as client:

@@ -109,8 +109,7 @@ def test_a_slice_under_way_is_waited_for_and_named_again_to_who_asks_again() -> 
 
 
 def test_the_rarest_goes_first() -> None:
-    swarm = swarm_of(3, {"a": "0-2", "b": "0-1", "c": "0", "d": ""})
-    assert list(holders(swarm, "d", 0, 1, 2)) == [2, 1, 0]
+    assert list(holders(swarm_of(3, {"a": "0-2", "b": "0-1", "c": "0", "d": ""}), "d", 0, 1, 2)) == [2, 1, 0]
 
 
 def test_an_unreachable_member_gets_and_is_never_named() -> None:

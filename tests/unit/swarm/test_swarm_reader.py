@@ -135,8 +135,7 @@ def test_who_steers_is_not_for_a_key_to_choose() -> None:
     first = ranking("ab" * 32, 1, providers)
     assert sorted(first) == [item.peer_id for item in providers] != first
     assert ranking("ab" * 32, 1, providers[::-1]) == first
-    lead = {ranking(f"{i:064x}", day, providers)[0] for i in range(10) for day in range(10)}
-    assert len(lead) > 10
+    assert len({ranking(f"{i:064x}", day, providers)[0] for i in range(10) for day in range(10)}) > 10
     full = [*providers, provider("whole", True, 99)]
     assert all(ranking(f"{i:064x}", 1, full)[0] == "whole" for i in range(10))
 
@@ -152,11 +151,10 @@ def test_sharers_are_bounded() -> None:
 
 
 def test_a_tracker_that_is_busy_is_asked_again_later() -> None:
-    def busy(body: dict[str, Any]) -> Any:
+    def busy(body):
         raise RemoteError("too many requests", 429, "rate", 7.0)
 
-    client = StubClient({provider("t").address: busy})
-    trackers = TrackerClient(client, "ab" * 32, lambda: [provider("t")], None)
+    trackers = TrackerClient(StubClient({provider("t").address: busy}), "ab" * 32, lambda: [provider("t")], None)
     assert trackers.request({}, lambda body: None) == {"wait_s": 7.0} and trackers.current == provider("t")
 
 
@@ -167,7 +165,7 @@ def honest_tracker() -> Callable[[dict[str, Any]], dict[str, Any]]:
     swarm, now = Swarm(1), itertools.count()
     swarm.join(ORIGIN, None, 0.0)
 
-    def answer(body: dict[str, Any]) -> dict[str, Any]:
+    def answer(body):
         if body.get("leave"):
             return {}
         request = SwarmRequest.model_validate(body, strict=False)
@@ -210,7 +208,7 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
     before = threads.failures().get("swarm", 0)
     failing = [RuntimeError("unexpected"), RuntimeError("unexpected")]
 
-    def trackers() -> list[Provider]:
+    def trackers():
         if failing:
             raise failing.pop()
         return []

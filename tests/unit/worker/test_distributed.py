@@ -19,7 +19,7 @@ PATIENT: dict[str, Any] = {"stale_s": 600.0, "lost_s": 600.0}
 
 
 def run_alone(config: WorkerConfig, lines: list[str]) -> Any:
-    async def run() -> Any:
+    async def run():
         async with WorkerClient(config, log=lines.append) as worker:
             return await worker.run_training(use_distributed=True)
 
@@ -41,7 +41,7 @@ def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path) 
 
 
 def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
-    async def run(address: str) -> Any:
+    async def run(address):
         waits = threading.Event()
         config = WorkerConfig(trainer="count", coordinator=address)
         worker = WorkerClient(config, log=lambda line: waits.set() if "waiting" in line else None)

@@ -18,8 +18,7 @@ torch = pytest.importorskip("torch")
 def test_the_bound_holds_and_is_near(name: str) -> None:
     """Beside what autograd saves for the way back, for two shapes of a batch."""
     size, vocab_size, seq_len = SIZES[name], 300, 32
-    program = runpy.run_path(str(ROOT / "examples" / "train_gpt.py"))
-    model = program["Gpt"](vocab_size, seq_len, size)
+    model = runpy.run_path(str(ROOT / "examples" / "train_gpt.py"))["Gpt"](vocab_size, seq_len, size)
     assert size.num_parameters(vocab_size, seq_len) == sum(item.numel() for item in model.parameters())
     weights = {item.untyped_storage().data_ptr() for item in model.parameters()}
     for batch in (1, 3):
@@ -34,7 +33,7 @@ def _saved_bytes(model: Any, weights: set[int], ids: Any) -> int:
     current = []  # So that no two tensors have had one address.
     saved = {}
 
-    def keep(tensor: Any) -> Any:
+    def keep(tensor):
         current.append(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
@@ -49,7 +48,7 @@ def _saved_bytes(model: Any, weights: set[int], ids: Any) -> int:
 def test_the_command_proposes_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """By the guide 32 for tiny, 4 for medium; fewer where fewer fit; refused where none does."""
     for name, memory, proposed in (("tiny", "80GB", 32), ("medium", "24GB", 4), ("medium", "5GB", 2)):
-        assert main(["plan", "--model-size", name, "--seq-len", "1024", "--memory", memory]) == 0
+        assert main(f"plan --model-size {name} --seq-len 1024 --memory {memory}".split()) == 0
         assert f"batch_size={proposed}" in capsys.readouterr().out
     assert main(["plan", "--model-size", "medium", "--seq-len", "1024", "--memory", "2GB"]) == 1
     assert "one sample" in capsys.readouterr().out

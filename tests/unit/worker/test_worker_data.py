@@ -83,8 +83,7 @@ def test_names_and_the_rule_of_streaming() -> None:
 def test_dummy_tokens_never_change() -> None:
     tokens = dummy_samples(np.arange(8, dtype=np.int64), seed=42, seq_len=32, vocab_size=50257)
     assert tokens.shape == (8, 33)
-    digest = hashlib.sha256(tokens.astype("<i8").tobytes()).hexdigest()
-    assert digest[:16] == "7c218e3345a8c6c6"
+    assert hashlib.sha256(tokens.astype("<i8").tobytes()).hexdigest()[:16] == "7c218e3345a8c6c6"
 
 
 def test_a_dummy_begins_anew_each_time_and_has_a_length() -> None:
@@ -142,7 +141,7 @@ def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog:
 
 @pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
 def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
-    def fresh() -> Batches:
+    def fresh():
         if kind == "text":
             return text_dataset(texts)
         return DummyDataset(num_batches=6, batch_size=3, distributed=kind == "distributed_dummy")
@@ -164,7 +163,7 @@ def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
 def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
     """Two ranks take two steps of two samples each, then three ranks go on: nothing twice, nothing left out."""
 
-    def data(rank: int, world_size: int, batch_size: int = 2) -> Batches:
+    def data(rank, world_size, batch_size=2):
         if kind == "text":
             return text_dataset(texts, rank=rank, world_size=world_size, batch_size=batch_size, lanes=1)
         return DummyDataset(
@@ -172,7 +171,7 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
             distributed=kind == "distributed_dummy",
         )  # fmt: skip
 
-    def taken(source: Batches, steps: int) -> list[bytes]:
+    def taken(source, steps):
         batches = source.endless()
         result = [row.tobytes() for _ in range(steps) for row in next(batches).inputs]
         batches.close()
@@ -207,7 +206,7 @@ def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
 
 
 def test_the_first_cause_of_a_librarys_error_is_told() -> None:
-    def rows() -> Iterator[dict[str, str]]:
+    def rows():
         yield {"text": "one"}
         try:
             raise ImportError("install 'Pillow'.")

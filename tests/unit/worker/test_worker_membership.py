@@ -34,7 +34,7 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
     monkeypatch.setattr(threading, "excepthook", deaths.append)
     errors = iter([UsageError("revoked.txt: expected a peer id"), OSError(24, "Too many open files")])
 
-    def request_json(self: Client, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
+    def request_json(self, address, method, path, *args, **more):
         if path.endswith("/heartbeat") and (error := next(errors, None)) is not None:
             raised.append(error)
             raise error
@@ -109,7 +109,7 @@ def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(
     monkeypatch.setattr(membership_state, "NOTICE_S", 3600.0)
     real, refused = Client.request_json, threading.Event()
 
-    def request_json(self: Client, *args: Any, **more: Any) -> Any:
+    def request_json(self, *args, **more):
         try:
             return real(self, *args, **more)
         except RemoteError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import pytest
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.pki.certificates import peer_of
 from forebay.network.pki.identity import Identity, create_network, join, revoke
-
-Make = Callable[[str], Identity]
+from support.handlers import Make
 
 
 def test_a_join_that_was_killed_is_continued_with_its_key(network_dir: Path, make_identity: Make) -> None:

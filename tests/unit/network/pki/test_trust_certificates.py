@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,8 @@ from forebay.network.pki.files import (
     write_key,
 )
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew
+from support.handlers import Make
 
-Make = Callable[[str], Identity]
 PEM = serialization.Encoding.PEM
 DATA = Scope(frozenset({"data", "worker"}), ("c4-*",))
 
@@ -134,8 +133,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_p
     wider = issue(Issuer(org.key, root.cert, True), "acme", org.key.public_key(), Scope(), 9, organisation=True)
     earlier = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
     own, by_org = key_id_of(org.cert), [key_id_of(org.cert), carried(org.cert)]
-    root_der = read_root(network_dir)
-    assert verify_certificate(forge(org, node, *by_org), root_der).org == org.peer_id
+    assert verify_certificate(forge(org, node, *by_org), read_root(network_dir)).org == org.peer_id
     large = {"roles": ["worker"], "datasets": ["x" * 60] * 20_000}
     cases = [
         (org, [*by_org, scoped(CROWN)], ("x",), "may give data, worker, got admin"),

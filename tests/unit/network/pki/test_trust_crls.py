@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from forebay.network.pki.files import read_certs, read_issuer, read_key, read_ro
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew, revoke
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_REVOKED, Revocations, parse_crl, sign_crl
 from forebay.peer_id import serial_number_of
+from support.handlers import Make
 
-Make = Callable[[str], Identity]
 PEM = serialization.Encoding.PEM
 pytestmark = pytest.mark.usefixtures("changes_at_once")
 
@@ -32,14 +31,6 @@ def org_dir(network_dir: Path, tmp_path: Path) -> Path:
 
 def is_revoked(node: Identity, other: Identity) -> bool:
     return node.revocations.reason(other.as_peer) is not None
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_others_read_the_crl(network_dir: Path, make_identity: Make) -> None:
@@ -145,13 +136,13 @@ def test_revoking_an_organisation_revokes_its_nodes(
 
 
 def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network_dir: Path, org_dir: Path) -> None:
-    clock, org, root = Clock(), read_issuer(org_dir), read_issuer(network_dir)
-    registered = Revocations(org_dir, read_root(network_dir), clock)
+    now, org, root = 1000.0, read_issuer(org_dir), read_issuer(network_dir)
+    registered = Revocations(org_dir, read_root(network_dir), lambda: now)
     assert registered.accept(sign_crl(org, [1], 1)) is not None
     assert registered.accept(sign_crl(org, [2], 2)) is None and not registered.wants(org.peer_id, 2)
     for number in (1, 2, 3):
         assert registered.accept(sign_crl(root, [number], number)) is not None
-    clock.now += 61
+    now += 61
     assert registered.wants(org.peer_id, 2) and registered.accept(sign_crl(org, [2], 2)) is not None
     assert registered.numbers() == {root.peer_id: 3, org.peer_id: 2}
     assert registered.crls().keys() == {root.peer_id, org.peer_id}
