@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from forebay.prepare.clean import pii_scan
-from forebay.prepare.clean.pii_ids import compiled, find_ids
+from forebay.prepare.clean import pii_context, pii_scan
+from forebay.prepare.clean.pii_context import compiled
+from forebay.prepare.clean.pii_ids import find_ids
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
@@ -41,14 +42,6 @@ FINEWEB_MASKS = {
 }
 """What FineWeb puts in their place, one after the other. Source: datatrove's PIIFormatter, its defaults. It goes round
 over a whole run; here it begins again in each document, so that no document depends on another."""
-FILE_SUFFIXES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"avif", b"css", b"js"))
-"""`logo@2x.png` is no address."""
-CONTEXT_BYTES = 48
-CONTEXT = (
-    r"(?i)\b(?:tele)?(?:phone|fone|fon|foon|ph)|\btel|\bt[eé]l[eé]|\b(?:call|dial|ring|fax|cell|mobile|whatsapp|sms|"
-    r"viber|handy|mobil|m[oó]vil|reach|contact|hotline|extension|answer(?:ing)? at|messages? (?:to|at)|"
-    r"text (?:me|us) at)|电话|電話|手机|тел|φων|هاتف"
-)
 STARTS = (
     r"A[KS]IA|gh[pousr]_|github_pat_|xox[abeoprs]-|AIza|[rs]k_(?:live|test)_|sk-[A-Za-z0-9]|eyJ[A-Za-z0-9]|-----BEGIN "
     r"|(?i:api.?key|access.?key|secret|token|passw)[A-Za-z_\"']{0,12} {0,2}(?::=|=>|=|:) {0,2}[\"']"
@@ -104,7 +97,7 @@ class Pii(Stage):
     """
 
     name: ClassVar[str] = "pii"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     reasons: ClassVar[tuple[str, ...]] = ("pii_many", "pii_dense")
     kinds: Annotated[tuple[Kind | Country, ...], Field(min_length=1)] = DEFAULT_KINDS
     style: Literal["mask", "fineweb"] = "mask"
@@ -162,16 +155,27 @@ class Pii(Stage):
         wanted_bits |= pii_scan.PUBLIC_ONLY if self.public_only else 0
         n = pii_scan.scan(offsets, data, wanted_bits, pii_scan.iban_table(), starts, stops, scanned)
         starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), scanned[:n].astype(np.int64)
-        context, keep = compiled(CONTEXT), np.ones(n, bool)
-        for i in _in_turn(np.flatnonzero(kinds == pii_scan.EMAIL)):
-            keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
-        maybe = np.flatnonzero(kinds == pii_scan.MAYBE_PHONE)
-        rows = offsets[np.searchsorted(offsets, starts[maybe], side="right") - 1]
-        froms = np.maximum(rows, starts[maybe] - CONTEXT_BYTES)
-        for i, a, b in zip(_in_turn(maybe), _in_turn(froms), _in_turn(starts[maybe])):
-            keep[i] = context.search(data[a:b].tobytes()) is not None
-        kinds[maybe] = pii_scan.PHONE
-        return starts[keep], stops[keep], kinds[keep]
+        rows = np.searchsorted(offsets, starts, side="right")
+        personal = np.ones(n, bool)
+        version_stop = -1  # where the last version ends
+        for i in _in_turn(np.flatnonzero((kinds != pii_scan.IPV6) & (kinds != pii_scan.IBAN))):
+            start, stop, kind = int(starts[i]), int(stops[i]), kinds[i]
+            first, last = int(offsets[rows[i] - 1]), int(offsets[rows[i]])
+            before = data[max(first, start - pii_context.BEFORE_BYTES) : start].tobytes()
+            after = data[stop : min(last, stop + pii_context.AFTER_BYTES)].tobytes()
+            if kind == pii_scan.EMAIL:
+                personal[i] = pii_context.is_email(before, data[start:stop].tobytes(), after)
+            elif kind == pii_scan.IPV4:
+                follows = first < version_stop and pii_context.joins(data[version_stop:start].tobytes())
+                personal[i] = pii_context.is_ipv4(before, data[start:stop].tobytes(), after, follows)
+                version_stop = version_stop if personal[i] else stop
+            elif kind == pii_scan.CARD:
+                personal[i] = pii_context.is_card(before, after)
+            else:
+                called = kind == pii_scan.PHONE or compiled(pii_context.CALL).search(before[-48:]) is not None
+                personal[i] = called and pii_context.is_number(before, after)
+        kinds[kinds == pii_scan.MAYBE_PHONE] = pii_scan.PHONE
+        return starts[personal], stops[personal], kinds[personal]
 
 
 def _in_turn(numbers: Ints) -> Iterator[int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any, NamedTuple
 
-import re2
+from forebay.prepare.clean.pii_context import OTHER_NUMBER, compiled
 
 CONTEXT_BYTES = 64
 MAX_BYTES = 64  # No number is longer.
@@ -311,15 +311,6 @@ _BEFORE, _AFTER = frozenset(b"-./_@#$%&=:+\\"), frozenset(b"_@%")
 
 
 @functools.cache
-def compiled(pattern: str, longest: bool = False) -> Any:
-    """A pattern for bytes, which finds the first of its alternatives that fits, or the longest."""
-    options = re2.Options()
-    options.log_errors = False
-    options.longest_match = longest
-    return re2.compile(pattern.encode(), options)
-
-
-@functools.cache
 def _contexts(kinds: frozenset[str]) -> Any:
     """What finds a word that any of those kinds needs."""
     return compiled("(?i)" + "|".join(item.context or "$^" for item in IDENTIFIERS if item.kind in kinds), True)
@@ -353,6 +344,8 @@ def find_ids(text: bytes, kinds: frozenset[str]) -> Iterator[tuple[int, int, str
             if match is None or start < free or not _stands_alone(text, start, stop := match.end()):
                 continue
             if item.context and _context(item).search(before) is None:
+                continue
+            if item.kind == "us_ssn" and not item.context and compiled(OTHER_NUMBER).search(before):
                 continue
             plain = match.group().decode()
             if item.kind not in _AS_WRITTEN:

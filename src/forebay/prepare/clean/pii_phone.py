@@ -87,9 +87,10 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: Ints) -> int:
     first = i + 1 if bracket else i
     zero = data[first] == 48
     if data[i] == 43:
-        return SURE if 8 <= total <= 15 and data[i + 1] != 48 else 0
+        return SURE if 8 <= total <= 15 and data[i + 1] != 48 and _has_length(data, i + 1, total) else 0
     if zero and data[first + 1] == 48:
-        return SURE if 10 <= total <= 15 and n > 1 and not bracket else 0
+        international = 10 <= total <= 15 and n > 1 and not bracket and _has_length(data, first + 2, total - 2)
+        return SURE if international else 0
     for k in range(1, n):
         if lengths[k] < 2 or (groups[SEPARATOR, k] == 41 and not (k == 1 and bracket)):
             return 0
@@ -107,11 +108,30 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: Ints) -> int:
         same = same and groups[SEPARATOR, k] == groups[SEPARATOR, k - 1]
     if dated or (not same and groups[SEPARATOR, 1] != 47):
         return 0
-    if zero and 2 <= n <= 5 and 9 <= total <= 11 and lengths[0] >= 2:
+    if zero and 2 <= n <= 5 and 9 <= total <= 11 and lengths[0] >= 2 and not _ascending(data, n, groups):
         return SURE
     if _years(data, n, groups) or _thousands(data, n, groups):
         return 0
     return MAYBE if n <= 5 and 7 <= total <= 12 else 0
+
+
+@jit()
+def _has_length(data: Bytes, i: int, total: int) -> bool:
+    """Return whether an international number has a length that its country uses. Source: ITU-T E.164."""
+    return total == 11 or (data[i] != 49 and data[i] != 55)  # North America, Russia and Kazakhstan
+
+
+@jit()
+def _ascending(data: Bytes, n: int, groups: Ints) -> bool:
+    """Return whether the groups are two digits each, and ascend to at most 50: numbers of a lottery or of a list."""
+    last = -1
+    for k in range(n):
+        end = groups[END, k]
+        value = (data[end - 2] - 48) * 10 + data[end - 1] - 48
+        if groups[LENGTH, k] != 2 or value <= last:
+            return False
+        last = value
+    return last <= 50
 
 
 @jit()

@@ -128,7 +128,8 @@ def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
 def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[int, int]:
     """The IPv6 address whose first colon is at `colon`, or an empty span.
 
-    With `::` it needs three groups, or a first one of three or more digits not all letters: `abc::def` is a C++ name.
+    A group has three digits or more: `01:02:03:04:05:06:07:08` is a hardware address. With `::` it begins with what is
+    given to hosts (2000::/3), or is private: `face::bead` is a C++ name.
     """
     start = colon
     while start > free and colon - start < 5 and _hex(data[start - 1]) >= 0:
@@ -137,7 +138,7 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
         return colon, colon
     if start > free and (alnum(data[start - 1]) or data[start - 1] in (46, 58, 95)):
         return colon, colon
-    pos, end, groups, gap, digits, first, second = start, start, 0, False, False, 0, 0
+    pos, end, groups, gap, digits, longest, first, second = start, start, 0, False, False, 0, 0, 0
     while groups < 8:
         value, length = 0, 0
         while pos < stop and length < 5 and _hex(data[pos]) >= 0:
@@ -151,6 +152,7 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
             first = value
         elif groups == 1 and not gap:
             second = value
+        longest = max(longest, length)
         groups += 1
         end = pos
         if pos + 1 < stop and data[pos] == 58 and data[pos + 1] == 58 and not gap:
@@ -161,7 +163,8 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
             pos += 1
         else:
             break
-    complete = (groups == 8 and not gap) or (gap and groups < 8 and digits and (groups > 2 or colon - start > 2))
+    hosts = not gap or first >> 13 == 1 or _is_private(first << 16 | second, _PRIVATE6)
+    complete = longest > 2 and digits and hosts and (groups == 8) != gap
     if end < stop and (
         alnum(data[end])
         or data[end] == 95

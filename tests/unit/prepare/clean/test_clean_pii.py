@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from forebay.errors import UsageError
@@ -60,6 +62,15 @@ def test_masks(text: str, expected: str) -> None:
 )
 def test_leaves(text: str) -> None:
     assert stage_texts(Pii(), [text]) == [text]
+
+
+@pytest.mark.parametrize("label", ["0", "1"])
+def test_what_looks_like_personal_data_and_what_is(label: str) -> None:
+    """`pii_texts.tsv`: whether anything is masked, what it is or looks like, and the text. All are ours."""
+    lines = (Path(__file__).parent / "pii_texts.tsv").read_text("utf-8").splitlines()
+    texts = [text for expected, _, text in (line.split("\t") for line in lines) if expected == label]
+    wrong = [(a, b) for a, b in zip(texts, stage_texts(Pii(), texts)) if (a != b) != (label == "1")]
+    assert len(texts) > 140 and not wrong
 
 
 def test_options_and_counts() -> None:
