@@ -15,7 +15,8 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -36,10 +37,11 @@ from forebay.prepare.tokenize.tokenizers import (
 )
 from forebay.storage.store import Store
 
-ENCODER_VERSION = 2  # Changed when a text would get other ids.
+ENCODER_VERSION = 3  # Changed when a text would get other ids.
 LONG_CHARS = 2 << 20
 _SLACK_CHARS = 256 << 10
-_SPACE = re.compile("[!-~] (?=[!-~])")
+_LOOK_CHARS, _TRIALS = 512, 64  # Around a place to cut; places of each kind.
+_SPACE, _MARK, _WORD = re.compile(r"\s+"), re.compile(r"[^\w\s]"), re.compile(r"(?<!\S)\S|[^\w\s]")
 _CALL_BYTES = 1 << 20  # The tokenizers library keeps some 100 bytes a token until a call ends.
 _GROWTH_BYTES, _FAST_CALL_BYTES = 192 << 20, 8 << 20
 _CHECK_EVERY, _CHECK_CHARS = 8, 4096
@@ -125,7 +127,7 @@ def make_encoder(data: bytes, kind: str, choice: str = "") -> Encoder:
         return ByteEncoder()
     reference = LibraryEncoder(data)
     fast = None if choice == "reference" else fast_encoder(data, reference)
-    return LongTextEncoder(fast or reference, _safe_cut(data))
+    return LongTextEncoder(fast or reference, reference)
 
 
 def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -161,9 +163,8 @@ def encode_long(spec: EncoderSpec, text: str) -> Iterator[NDArray[Any]]:
     encoder = encoder_for(spec)
     if spec.bos_id is not None:
         yield np.array([spec.bos_id], dtype)
-    parts = [text] if spec.tokenizer else cut_long(text, encoder.cut if isinstance(encoder, LongTextEncoder) else "")
-    for part in parts:
-        yield encoder.encode([part])[0].astype(dtype)
+    for ids in encoder.encode_parts(text) if isinstance(encoder, LongTextEncoder) else encoder.encode([text]):
+        yield ids.astype(dtype)
     yield np.array([] if spec.eos_id is None else [spec.eos_id], dtype)
 
 
@@ -251,59 +252,63 @@ def _load_gigatoken(data: bytes) -> Any:
     return load_hf_json(json.dumps(plain))
 
 
-Cut = Literal["before", "at", ""]
-"""Which cut of a long text changes no id: before a space, at a space that is left out, or none that is known."""
-
-
 class LongTextEncoder:
-    """Gives an encoder no text much longer than `LONG_CHARS`; `name` is that of the encoder."""
+    """Passes an encoder no text much longer than `LONG_CHARS`; `name` is that of the encoder."""
 
-    def __init__(self, encoder: Encoder, cut: Cut) -> None:
-        self.encoder, self.name, self.cut = encoder, encoder.name, cut
+    def __init__(self, encoder: Encoder, reference: Encoder) -> None:
+        self.encoder, self.name, self.reference = encoder, encoder.name, reference
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         if all(len(text) <= LONG_CHARS for text in texts):
             return self.encoder.encode(texts)
-        return [np.concatenate([self.encoder.encode([part])[0] for part in cut_long(text, self.cut)]) for text in texts]
+        return [np.concatenate(list(self.encode_parts(text))) for text in texts]
+
+    def encode_parts(self, text: str) -> Iterator[NDArray[Any]]:
+        """The ids of one text in several arrays."""
+        for part, skip in cut_long(text, self.reference):
+            yield self.encoder.encode([part])[0][skip:]
 
 
-def cut_long(text: str, cut: Cut = "before") -> Iterator[str]:
-    """A text in parts of about `LONG_CHARS` characters, which depend on it and on `cut` alone.
+def cut_long(text: str, reference: Encoder | None = None) -> Iterator[tuple[str, int]]:
+    """A text in parts of about `LONG_CHARS` characters, each with how many of its first ids are not its own.
 
-    With `cut` a part ends at a space between two ASCII characters, which changes no id. Where none comes within 256 Ki
-    characters, or without `cut`, it ends anywhere but before a combining mark: tokens over that place are others than
-    the library's.
+    A place is taken where the ids of the two sides are those of the whole, as the reference says of the characters
+    around it: at white space, else at a mark, else anywhere. Where the second side alone would begin otherwise (with a
+    space that the tokenizer adds), it begins up to four words or marks earlier, and the ids of those are left out. If
+    no such place comes within 256 Ki characters and 256 trials, the cut is at white space, else anywhere but before a
+    combining mark: tokens over that place are others than the library's.
     """
-    start = 0
+    begin = skip = start = 0
     while len(text) - start > LONG_CHARS + _SLACK_CHARS:
-        stop = start + LONG_CHARS
-        space = _SPACE.search(text, stop - 1, stop + _SLACK_CHARS) if cut else None
-        if space is not None:
-            stop = space.end() - 1
-        else:
-            while unicodedata.combining(text[stop]) and stop < start + LONG_CHARS + _SLACK_CHARS:
-                stop += 1
-        yield text[start:stop]
-        start = stop + (space is not None and cut == "at")
-    yield text[start:]
+        stop, next_begin, next_skip = _find_cut(text, start + LONG_CHARS, reference)
+        yield text[begin:stop], skip
+        begin, skip, start = next_begin, next_skip, stop
+    yield text[begin:], skip
 
 
-def _safe_cut(data: bytes) -> Cut:
-    plain = json.loads(data)
-    added = [token for token in plain.get("added_tokens") or [] if not token.get("special")]
-    if any(" " in token["content"].strip(" ") for token in added):
-        return ""
-    model, first = plain["model"], plain.get("pre_tokenizer") or {}
-    if model["type"] != "BPE":
-        return ""
-    normal = plain.get("normalizer") or {"type": "NFC"}
-    byte_level = first.get("type") == "ByteLevel" and first.get("use_regex", True) and not first.get("add_prefix_space")
-    if byte_level and normal["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
-        return "before"
-    # Each text gets a `▁` before it, each space becomes one, and no token has one after anything else: then no merge
-    # crosses a space, and the `▁` of the next part stands for the space that is left out.
-    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    marked = not first and normal.get("normalizers") == steps
-    names = [*model["vocab"], *(token["content"].replace(" ", "▁") for token in added)]
-    complete = all(token.get("normalized") and not re.match("[ ▁]", token["content"]) for token in added)
-    return "at" if marked and complete and not any(re.search("[^▁]▁", name) for name in names) else ""
+def _find_cut(text: str, first: int, reference: Encoder | None) -> tuple[int, int, int]:
+    """Where a part ends, where the next begins, and how many of its ids to leave out."""
+    last = first + _SLACK_CHARS
+    spaces = [p for match in islice(_SPACE.finditer(text, first, last), _TRIALS) for p in match.span()]
+    marks = [match.end() for match in islice(_MARK.finditer(text, first, last), _TRIALS)]
+    for stop in [*spaces, *marks, *range(first, first + _TRIALS)] if reference else []:
+        left, right = max(0, stop - _LOOK_CHARS), stop + _LOOK_CHARS
+        whole, before = _ids(reference, text[left:right]), _ids(reference, text[left:stop])
+        after = whole[len(before) :]
+        if not after or whole[: len(before)] != before:
+            continue
+        words = [match.start() for match in _WORD.finditer(text, left, stop)]
+        for begin in (stop, stop + 1, *words[:-5:-1]):
+            ids = _ids(reference, text[begin:right])
+            skip = len(ids) - len(after)
+            if skip >= 0 and ids[skip:] == after:
+                return stop, begin, skip
+    stop = next(iter(spaces), first)
+    while not spaces and unicodedata.combining(text[stop]) and stop < last:
+        stop += 1
+    return stop, stop, 0
+
+
+def _ids(encoder: Encoder | None, text: str) -> list[int]:
+    ids: list[int] = encoder.encode([text])[0].tolist() if encoder else []
+    return ids

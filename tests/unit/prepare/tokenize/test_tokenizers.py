@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HubTokenizer
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tasks.encode import sample_texts
@@ -23,6 +27,7 @@ from forebay.prepare.tokenize.encoders import (
     cut_long,
     encode_column,
     fast_encoder,
+    make_encoder,
 )
 from forebay.prepare.tokenize.tokenizers import (
     TOKENIZER_FILE,
@@ -97,27 +102,55 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coders, "_SLACK_CHARS", 50)
 
 
-@pytest.mark.usefixtures("short_pieces")
-def test_long_texts_are_cut_where_nothing_changes(tmp_path: Path) -> None:
-    text = "Some words, and 12 more: don't, x  y.\nÀ la carte " * 50
-    assert "".join(cut_long(text)) == " ".join(cut_long(text, "at")) == text
-    assert max(map(len, cut_long(text))) <= 150
-    trained = train_tokenizer(iter([text]), 400)
-    ((*ids, _),) = encode_all(trained, tmp_path, [text])
-    assert ids == LibraryEncoder(trained.data).encode([text])[0].tolist()
+LLAMA_3 = r"(?i:'s|'t|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MODELS = {
+    "bpe": (models.BPE, trainers.BpeTrainer),
+    "unigram": (models.Unigram, partial(trainers.UnigramTrainer, unk_token="[UNK]")),
+}
+MODELS["wordpiece"] = (partial(models.WordPiece, unk_token="[UNK]"), trainers.WordPieceTrainer)
+WORDS = """river meadow sheep's 12345 3.14 naïve e\u0301tude don't (see) — 世界，日本語。 x² http://a.b/c?d=e"""
+SPACES = [" ", "  ", "\n", ", ", "\t\n", "."]
+CHOOSE = random.Random(1).choice
+LONG = "".join(CHOOSE(WORDS.split()) + CHOOSE(SPACES) for _ in range(800))
 
 
 @pytest.mark.usefixtures("short_pieces")
-def test_a_text_without_a_space_is_cut_too() -> None:
-    assert list(cut_long("x" * 500)) == ["x" * 100] * 5
-    assert [len(piece) for piece in cut_long("é" * 99 + "e\u0301\u0301" + "é" * 200)] == [102, 100, 100]
+@pytest.mark.parametrize(
+    ("model", "before"),
+    [
+        ("bpe", pre_tokenizers.Metaspace(prepend_scheme="first")),
+        ("bpe", pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
+        ("bpe", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        ("bpe", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+        ("bpe", pre_tokenizers.Split(Regex(LLAMA_3), "isolated")),
+        ("bpe", pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])),
+        ("unigram", pre_tokenizers.Metaspace(prepend_scheme="always")),
+        ("wordpiece", pre_tokenizers.BertPreTokenizer()),
+    ],
+)
+def test_long_texts_are_cut_where_nothing_changes(model: str, before: Any) -> None:
+    make, trainer = MODELS[model]
+    tokenizer = HubTokenizer(make())
+    tokenizer.pre_tokenizer = before
+    tokenizer.train_from_iterator([LONG], trainer(vocab_size=400, special_tokens=["[UNK]"], show_progress=False))
+    data = tokenizer.to_str().encode()
+    reference = LibraryEncoder(data)
+    for text in (LONG, LONG.replace(" ", ""), re.sub(r"\s", "", LONG)):
+        ((ids,), (expected,)) = (encoder.encode([text]) for encoder in (make_encoder(data, "json"), reference))
+        assert ids.tolist() == expected.tolist()
+        assert len(list(cut_long(text, reference))) > 10 and max(len(part) for part, _ in cut_long(text)) <= 150
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_text_without_a_safe_place_is_cut_too() -> None:
+    assert list(cut_long("x" * 500)) == [("x" * 100, 0)] * 5
+    assert [len(part) for part, _ in cut_long("é" * 99 + "e\u0301\u0301" + "é" * 200)] == [102, 100, 100]
 
 
 @pytest.mark.usefixtures("short_pieces")
 def test_long_texts_have_the_ids_of_a_real_tokenizer(tmp_path: Path) -> None:
     result, reference = loaded("llama-test-tokenizer.json")
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
-    assert len(list(cut_long(text, coders._safe_cut(result.data)))) > 10
     assert encode_all(result, tmp_path, [text]) == [reference.encode([text])[0].tolist()]
 
 
