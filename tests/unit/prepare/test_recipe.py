@@ -95,6 +95,6 @@ def test_sizes() -> None:
 def test_a_table_explains_itself() -> None:
     text = describe("gopher_quality")
     assert "min_words = 50" in text and "Rae et al. 2021" in text
-    assert "bands = 14" in describe("dedup") and "max_tokens = 2048" in describe("rows")
+    assert "bands = 16" in describe("dedup") and "max_tokens = 2048" in describe("rows")
     with pytest.raises(UsageError, match="Did you mean 'fineweb'"):
         describe("finewebb")

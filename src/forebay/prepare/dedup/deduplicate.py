@@ -3,13 +3,13 @@
 A `Signer` writes, with a prefix `P`, little-endian, one row a document: `P.NAME` u64 [documents, columns] of each
 method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does). Of each kind of unit
 `P.ENDING` u64 [rows, 2] and `P.COUNTS` u32 [documents]; of substrings `P.anchors` u64 and `P.anchor_counts`, of
-`overlap` `P.ngrams` and `P.ngram_counts`. That is 16 + 8 bands bytes a document (128 by default), 16 a line or
+`overlap` `P.ngrams` and `P.ngram_counts`. That is 16 + 8 bands bytes a document (144 by default), 16 a line or
 sentence, 0.6 a word for substrings, and 8 for `overlap`.
 
 Methods compare documents in order: of a component only the best document goes on to the next method. Units come last,
 over the documents that stay, each kind by itself; what any of them cuts goes. Substrings read `P.arrow` again, and so
 does `max_cut_share`. Every task is named by a hash of the signatures and settings; `STEM.result` is written last. Disk
-while it runs: 8 bytes a column of keys (224 bytes a document by default) and 8 for the components; what stays is a byte
+while it runs: 8 bytes a column of keys (256 bytes a document by default) and 8 for the components; what stays is a byte
 a document, one a line or span, and 9 a word of repeated substrings.
 """
 

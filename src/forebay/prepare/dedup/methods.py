@@ -113,8 +113,8 @@ def normalise_url(url: str) -> str:
 class MinHash:
     """Texts that share most of their runs of `ngram` words: `bands` keys, of `rows` min-wise hashes each."""
 
-    bands: int = 14
-    rows: int = 8
+    bands: int = 16
+    rows: int = 7
     ngram: int = 5
     seed: int = 1
     name: ClassVar[str] = "minhash"
@@ -307,7 +307,7 @@ class Dedup:
             `semantic`, `substring`, `overlap`, `max_cut_share`.
         own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
-    Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4; span as in C4 (Raffel et al. 2020), 2.2;
+    Source: ngram as in FineWeb (Penedo et al. 2024), 3.4, which has 14 bands of 8; span as in C4 (Raffel et al. 2020), 2.2;
     min_words as in Lee et al. 2021, 4.1, in words in place of BPE tokens; overlap as in DCLM (Li et al. 2024),
     appendix L; semantic as in SemDeDup (Abbas et al. 2023).
     """
@@ -320,8 +320,8 @@ class Dedup:
     sentences: bool = False
     substring: bool = False
     overlap: bool = False
-    bands: Annotated[int, Field(ge=1, le=1024)] = 14
-    rows: Annotated[int, Field(ge=1, le=256)] = 8
+    bands: Annotated[int, Field(ge=1, le=1024)] = 16
+    rows: Annotated[int, Field(ge=1, le=256)] = 7
     ngram: Annotated[int, Field(ge=1, le=256)] = 5
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
     keep: Literal["first", "longest", "best"] = "first"

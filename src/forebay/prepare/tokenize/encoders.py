@@ -293,9 +293,9 @@ def _find_cut(text: str, first: int, reference: Encoder | None) -> tuple[int, in
     marks = [match.end() for match in islice(_MARK.finditer(text, first, last), _TRIALS)]
     for stop in [*spaces, *marks, *range(first, first + _TRIALS)] if reference else []:
         left, right = max(0, stop - _LOOK_CHARS), stop + _LOOK_CHARS
-        whole, before = _ids(reference, text[left:right]), _ids(reference, text[left:stop])
-        after = whole[len(before) :]
-        if not after or whole[: len(before)] != before:
+        complete, before = _ids(reference, text[left:right]), _ids(reference, text[left:stop])
+        after = complete[len(before) :]
+        if not after or complete[: len(before)] != before:
             continue
         words = [match.start() for match in _WORD.finditer(text, left, stop)]
         for begin in (stop, stop + 1, *words[:-5:-1]):

@@ -23,11 +23,13 @@ def share_that_meets(texts: Any, config: Dedup) -> float:
 @pytest.mark.parametrize("bands, rows", [(14, 8), (16, 7)])
 def test_the_curve_is_that_of_theory(bands: int, rows: int) -> None:
     n = 1000
-    for seed, expected in enumerate((0.5, 0.75, 0.9)):
+    for seed, expected in enumerate((0.5, 0.8, 0.9)):
         texts, jaccard = similar_pairs(np.random.default_rng(seed), np.full(n, expected), 108)
         p = 1 - (1 - float(jaccard[0]) ** rows) ** bands
         error = 4 * (p * (1 - p) / n) ** 0.5 + 1 / n
-        assert share_that_meets(texts, Dedup(minhash=True, bands=bands, rows=rows)) == pytest.approx(p, abs=error)
+        share = share_that_meets(texts, Dedup(minhash=True, bands=bands, rows=rows))
+        assert share == pytest.approx(p, abs=error)
+        assert expected != 0.8 or share_that_meets(texts, Dedup(minhash=True)) >= 0.95
 
 
 @pytest.mark.parametrize("count", ["100", "1000"])
