@@ -307,8 +307,8 @@ class Dedup:
             `semantic`, `substring`, `overlap`, `max_cut_share`.
         own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
-    Source: ngram as in FineWeb (Penedo et al. 2024), 3.4, which has 14 bands of 8; span as in C4 (Raffel et al. 2020), 2.2;
-    min_words as in Lee et al. 2021, 4.1, in words in place of BPE tokens; overlap as in DCLM (Li et al. 2024),
+    Source: ngram as in FineWeb (Penedo et al. 2024), 3.4, which has 14 bands of 8; span as in C4 (Raffel et al. 2020),
+    2.2; min_words as in Lee et al. 2021, 4.1, in words in place of BPE tokens; overlap as in DCLM (Li et al. 2024),
     appendix L; semantic as in SemDeDup (Abbas et al. 2023).
     """
 
