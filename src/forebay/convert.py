@@ -34,9 +34,10 @@ from forebay.formats.conversion import (
 from forebay.formats.detect import format_of_suffix
 from forebay.formats.sources import naming_source, needs_table, open_source, open_tokens, table_of_tokens, verify_table
 from forebay.formats.token_stream import TokenDigest, build_stream
+from forebay.storage.addresses import is_bucket, is_url
 from forebay.storage.locks import try_acquire
-from forebay.storage.remote_path import is_url, url_name
-from forebay.storage.store import BucketStore, is_bucket
+from forebay.storage.remote_path import url_name
+from forebay.storage.store import BucketStore
 
 _WITH_INDEX = ("litdata", "mds")  # Formats of several files that are written with one index of all.
 

@@ -32,12 +32,13 @@ from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
+from forebay.storage.addresses import is_bucket
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
 from forebay.storage.fetch import RunFetcher
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import RemoteDataset, open_origin
 from forebay.storage.ranged_download import Workers
-from forebay.storage.store import FolderStore, Store, is_bucket, open_store
+from forebay.storage.store import FolderStore, Store, open_store
 from forebay.storage.transfers import FileTransfer, Transfer, map_path_of
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30

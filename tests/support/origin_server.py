@@ -22,6 +22,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 from support import faulty_server
 
@@ -65,7 +66,7 @@ class Uploads:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class _Handler(faulty_server.Handler):
+class Handler(faulty_server.Handler):
     def answer(self) -> None:
         owner, faults, url = self.owner, self.owner.faults, urllib.parse.urlsplit(self.path)
         signed = url.path.startswith(f"/{BUCKET}/")
@@ -81,7 +82,7 @@ class _Handler(faulty_server.Handler):
             return self._refuse(302, {"Location": owner.redirect + self.path})
         if not signed and owner.auth is not None and self.headers.get("Authorization") != owner.auth:
             return self._refuse(401)
-        if name in faults.forbidden or (signed and not _has_signature(self)):
+        if name in faults.forbidden or (signed and not has_signature(self)):
             return self._refuse(403)
         file = owner.directory / name
         if name in faults.missing or ".." in name or not file.is_file():
@@ -99,13 +100,13 @@ class _Handler(faulty_server.Handler):
         uploads, body = self.owner.uploads, self.read_body()
         query = dict(urllib.parse.parse_qsl(query_text, keep_blank_values=True))
         digest = self.headers.get("x-amz-content-sha256", "")
-        if not _has_signature(self) or digest not in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
+        if not has_signature(self) or digest not in ("UNSIGNED-PAYLOAD", hashlib.sha256(body).hexdigest()):
             return 403, b"", {}
         if self.owner.happens(uploads.refuse):
             return 503, b"", {}
         meta = {key.lower(): value for key, value in self.headers.items() if key.lower().startswith("x-amz-meta-")}
         etag = {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}
-        head = f"<Bucket>bucket</Bucket><Key>{name}</Key>"
+        head = f"<Bucket>bucket</Bucket><Key>{escape(name)}</Key>"
         upload = query.get("uploadId", "")
         pending, part = uploads.parts.get(upload), query.get("partNumber")
         match self.command:
@@ -155,7 +156,7 @@ class OriginServer(faulty_server.FaultyServer):
         shift_ranges: Ranges begin so much later than the request says.
     """
 
-    handlers = (_Handler,)
+    handlers = (Handler,)
 
     def __init__(self, directory: Path, *, seed: int = 1) -> None:
         super().__init__(directory, seed=seed)
@@ -186,32 +187,34 @@ class OriginServer(faulty_server.FaultyServer):
             return False
 
 
-def _has_signature(request: Any) -> bool:
+def has_signature(request: Any) -> bool:
     """Return True for a request with AWS's signature, version 4, of our secret."""
-    reported = request.headers.get("Authorization", "")
-    if not reported.startswith("AWS4-HMAC-SHA256 "):
+    url = urllib.parse.urlsplit(request.path)
+    query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+    reported = request.headers.get("Authorization", "").removeprefix("AWS4-HMAC-SHA256 ")
+    parts = dict(part.strip().split("=", 1) for part in reported.split(",") if part)
+    parts |= {name.removeprefix("X-Amz-"): value for name, value in query.items() if name.startswith("X-Amz-")}
+    given = query.pop("X-Amz-Signature", "") or parts.get("Signature", "")
+    if not given:
         return False
-    parts = dict(part.strip().split("=", 1) for part in reported.removeprefix("AWS4-HMAC-SHA256 ").split(","))
     key_id, *scope = parts["Credential"].split("/")
     names = parts["SignedHeaders"].split(";")
     if key_id != ACCESS_KEY or "host" not in names:
         return False
-    url = urllib.parse.urlsplit(request.path)
-    query = sorted(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
     canonical = "\n".join(
         [
             request.command,
             url.path,
-            "&".join(f"{urllib.parse.quote(k, safe='')}={urllib.parse.quote(v, safe='')}" for k, v in query),
+            "&".join(f"{urllib.parse.quote(k, safe='')}={urllib.parse.quote(v, safe='')}" for k, v in sorted(query.items())),
             *(f"{name}:{' '.join((request.headers.get(name) or '').split())}" for name in names),
             "",
             parts["SignedHeaders"],
-            request.headers.get("x-amz-content-sha256", ""),
+            request.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD"),
         ]
     )
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    text = "\n".join(["AWS4-HMAC-SHA256", request.headers.get("x-amz-date", ""), "/".join(scope), digest])
+    text = "\n".join(["AWS4-HMAC-SHA256", request.headers.get("x-amz-date") or parts["Date"], "/".join(scope), digest])
     key = f"AWS4{SECRET_KEY}".encode()
     for part in scope:
         key = hmac.new(key, part.encode(), hashlib.sha256).digest()
-    return hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), parts["Signature"])
+    return hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), given)

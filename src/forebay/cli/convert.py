@@ -67,7 +67,7 @@ def _convert_options(args: argparse.Namespace) -> ConvertOptions:
 def _doctor(args: argparse.Namespace) -> int:
     from forebay.doctor import CheckOptions, examine
     from forebay.formats.external import token_dtype
-    from forebay.storage.remote_path import is_url
+    from forebay.storage.addresses import is_url
 
     if url := next(filter(is_url, args.paths), None):
         raise UsageError(f"doctor: expected a file of this machine, got {url}. Download it and name its path.")

@@ -125,7 +125,8 @@ def _unfinished(path: str) -> dict[str, Any] | None:
     from forebay.prepare.failures import read_failures
     from forebay.prepare.progress import read_progress
     from forebay.prepare.report import REPORT_FILE
-    from forebay.storage.store import is_bucket, open_store
+    from forebay.storage.addresses import is_bucket
+    from forebay.storage.store import open_store
 
     if not is_bucket(path) and not Path(path).is_dir():
         return None

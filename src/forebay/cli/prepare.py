@@ -122,7 +122,7 @@ def _fetched(spec: str, args: argparse.Namespace) -> str:
     """Download the API that a file describes to JSON lines beside the dataset; an earlier run continues."""
     from forebay.observe.progress import bar
     from forebay.prepare.api import acquire
-    from forebay.storage.store import is_bucket
+    from forebay.storage.addresses import is_bucket
 
     out = Path(args.out.rpartition("/")[2] if is_bucket(args.out) else args.out)
     folder = out.with_name(f"{out.name}.inputs") / Path(spec).name.removesuffix(".api.toml")

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
-from urllib.parse import unquote, urlparse
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -425,14 +425,14 @@ def verify_dataset(path: str | Path, on_progress: Callable[[int], None] | None =
 
 
 def local_path(path: str | Path) -> Path:
-    """The directory that a path or `file://` URL names. Raises UsageError for a URL of another kind."""
-    text = str(path)
-    if "://" not in text:
+    """Return the path that a path or `file://` URL names, decoded. Raises UsageError for a URL of another kind."""
+    scheme, mark, rest = str(path).partition("://")
+    if not mark:
         return Path(path)
-    url = urlparse(text)
-    if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        raise UsageError(f"open a dataset: expected a directory or file:// URL, got {text}")
-    return Path(unquote(url.path))
+    host, slash, inside = rest.partition("/")
+    if scheme.lower() != "file" or host not in ("", "localhost"):
+        raise UsageError(f"expected a path or file:///PATH, got {path}. Name what is on this machine.")
+    return Path(unquote(slash + inside))
 
 
 def _read(folder: Path, name: str) -> bytes:

@@ -34,9 +34,10 @@ from forebay.formats.tables import TableDigest, flatten, is_list, is_number, lea
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
 from forebay.maps import release_pages
+from forebay.storage.addresses import is_url
 from forebay.storage.listing import Skipped, list_files
 from forebay.storage.origins import open_remote
-from forebay.storage.remote_path import RemotePath, find_paths, is_url, url_name
+from forebay.storage.remote_path import RemotePath, find_paths, url_name
 
 _NO_OPTIONS = ConvertOptions()
 _JSON_NUMBERS = ("jsonl", "webdataset")

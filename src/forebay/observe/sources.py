@@ -13,7 +13,7 @@ from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
 from forebay.observe.views import View
 from forebay.prepare.progress import read_progress
-from forebay.storage.store import is_bucket
+from forebay.storage.addresses import is_bucket
 from forebay.stream.text_stream import TextStream
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from forebay.dataset.reader import local_path
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
 from forebay.formats.detect import ARCHIVES, HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
@@ -38,6 +39,7 @@ from forebay.network.retry import log_while_waiting
 from forebay.prepare.crawl_index import CRAWL_INDEX
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
+from forebay.storage.addresses import is_hidden, is_url, location
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
 from forebay.storage.listing import Skipped, describe_skipped, list_files, shown_path
@@ -103,6 +105,7 @@ def find_inputs(
         inputs = [inputs]
     if not inputs:
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
+    inputs = [local_path(name) if not is_url(name) and "://" in str(name) else name for name in inputs]
     shown = shown_path(", ".join(map(str, inputs)))
     folders: dict[str, RemoteFolder] = {}
     num_resolved = num_files = 0
@@ -162,14 +165,18 @@ def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Itera
         yield from ((file, True) for file in files if file is not None)
     elif is_path_list(name):
         yield from ((entry, True) for entry in list_paths(name))
-    elif isinstance(name, str) and "://" in name:
+    elif is_url(name):
         from forebay.storage.remote_file import find_urls
 
-        base = name.partition("?")[0].rstrip("/").rpartition("/")[0] + "/"
-        for remote in find_urls(name):
-            own_name = remote.url.removeprefix(base).partition("?")[0]
+        folder, remotes = find_urls(str(name))
+        for remote in remotes:
+            path = location(remote.url)
+            own_name = path.removeprefix(folder.rpartition("/")[0] + "/")
+            if is_hidden(path.removeprefix(folder).removeprefix("/")):  # `.` and `..` too, which cannot be requested
+                yield Skipped(remote.url, "hidden"), False
+                continue
             file = InputFile(remote.url, own_name, "", "", remote.size, remote.version, remote.version)
-            yield file, remote.url == name
+            yield file, path == folder
     elif Path(name).is_dir():
         root = Path(name).resolve().name
         for path in list_files(Path(name), follow_links=follow_links, leave_out=leave_out):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from forebay.errors import CorruptInputError, PrepareError, UsageError
 from forebay.formats.detect import HEAD_BYTES, format_of_suffix
 from forebay.formats.inputs import InputFile, InputSplit, local_file, open_stored
+from forebay.storage.addresses import bucket_address, is_bucket, is_url, join_url, location, split_url
 from forebay.storage.compression import COMPRESSIONS, sniff_compression, unpack_stream
 from forebay.storage.listing import Skipped, shown_path
 from forebay.storage.store import Store
@@ -37,14 +38,13 @@ MAX_LIST_BYTES = 32 << 20
 _CRAWL = re.compile(r"[A-Za-z0-9-]{1,64}(/\d{4}/\d{2})?")
 _RANGE = re.compile(r"(\d{0,9}):(\d{0,9})")
 _LIST = re.compile(r"\.paths(\.gz|\.zst|\.bz2|\.xz)?$")
-_PART = r"[A-Za-z0-9_=+,@~-][A-Za-z0-9_=+,@~.-]*"
-_PATH = re.compile(rf"{_PART}(/{_PART})*")
+_PATH = re.compile(r"[^/.][^/]*(/[^/.][^/]*)*")
 _MAX_PATH = 1000
 
 
 def is_path_list(name: str | Path) -> bool:
     """Return whether an input is a list of paths by its name, or `commoncrawl:CRAWL`."""
-    path = str(name).partition("?")[0] if "://" in str(name) else str(name)
+    path = location(str(name))
     return path.startswith(PREFIX) or (_LIST.search(path) is not None and not Path(path).is_dir())
 
 
@@ -75,17 +75,17 @@ def list_paths(name: str | Path) -> Iterator[InputFile | Skipped]:
     if not paths:
         raise PrepareError(f"{name}: expected files in that range, got none. Choose a lower range.")
     for path in paths:
-        location = f"{root}/{path}"
-        if "://" in location:
+        address = join_url(root, path)
+        if is_url(address):
             # By the content WET is WARC, too: a copy on this machine must be the same input.
             format = "warc" if format_of_suffix(path) in ("warc", "wet") else ""
             compression = COMPRESSIONS.get("." + path.rpartition(".")[2], "") if format else ""
-            yield InputFile(location, path, format, compression, 0, "", is_listed=True)
+            yield InputFile(address, path, format, compression, 0, "", is_listed=True)
             continue
         try:
-            yield local_file(Path(location), path)
+            yield local_file(Path(address), path)
         except OSError as error:
-            yield Skipped(location, f"cannot be read: {error.strerror or error}", "failed")
+            yield Skipped(address, f"cannot be read: {error.strerror or error}", "failed")
 
 
 def _of_crawl(name: str) -> tuple[str, slice]:
@@ -103,10 +103,13 @@ def _of_crawl(name: str) -> tuple[str, slice]:
 
 def _root(name: str, first: str) -> str:
     """What the paths of a list, whose first part is `first`, are relative to."""
-    if "://" in name:
-        parts = urllib.parse.urlsplit(name)
-        before, slash, _ = parts.path.partition(f"/{first}/")
-        return urllib.parse.urlunsplit(parts._replace(path=before if slash else "", query="", fragment=""))
+    if is_bucket(name):
+        address = bucket_address(name)
+        above, slash, _ = f"/{address.key}".partition(f"/{first}/")
+        return str(address._replace(key=above[1:] if slash else ""))
+    if is_url(name):
+        before, slash, _ = location(name).partition(f"/{first}/")
+        return before if slash else "/".join(name.split("/")[:3])
     path = Path(name).absolute()
     for folder in path.parents:
         if (folder / first).is_dir() and (folder == path.parent or path.is_relative_to(folder / first)):
@@ -115,23 +118,22 @@ def _root(name: str, first: str) -> str:
 
 
 def is_path_below(path: str) -> bool:
-    """Return whether a path of a stranger stays below its root, in plain characters."""
-    return len(path) <= _MAX_PATH and _PATH.fullmatch(path) is not None
+    """Return whether a path of a stranger stays below its root, in characters that can be printed."""
+    return len(path) <= _MAX_PATH and path.isprintable() and _PATH.fullmatch(path) is not None
 
 
 def _read(name: str) -> bytes:
     """The unpacked bytes of a list, at most one more than MAX_LIST_BYTES."""
-    if "://" in name:
+    if is_url(name):
         from forebay.storage.remote_file import RemoteFolder
 
-        parts = urllib.parse.urlsplit(name)
-        path, _, file = parts.path.rpartition("/")
-        folder = RemoteFolder(urllib.parse.urlunsplit(parts._replace(path=path)))
-        remote = folder.find(urllib.parse.unquote(file))
+        above, file = split_url(name)
+        folder = RemoteFolder(above)
+        remote = folder.find(file)
         if remote is None or not remote.size:
             problem = "an empty file" if remote is not None else "nothing there"
             raise PrepareError(f"{name}: expected a list of paths, got {problem}. Check the name.")
-        data = folder.read(urllib.parse.unquote(file), 0, min(remote.size, MAX_LIST_BYTES + 1))
+        data = folder.read(file, 0, min(remote.size, MAX_LIST_BYTES + 1))
     else:
         with open_stored(InputFile(name, name, "", "", 0, "")) as stream:
             data = stream.read(MAX_LIST_BYTES + 1)
@@ -170,7 +172,10 @@ def _parse(data: bytes, name: str) -> list[str]:
 
 
 def _root_of(file: InputFile) -> str:
-    return file.path.removesuffix(f"/{file.name}")
+    if not is_bucket(file.path):
+        return file.path.removesuffix(f"/{file.name}")
+    address = bucket_address(file.path)
+    return str(address._replace(key=address.key.removesuffix(file.name).removesuffix("/")))
 
 
 def measured(file: InputFile, folders: dict[str, RemoteFolder]) -> InputFile | Skipped:
@@ -208,7 +213,7 @@ def downloaded(split: InputSplit, store: Store) -> Iterator[InputSplit]:
                     f"{file.path}: expected {missing / 1e9:.1f} GB free in {cache}, got {free / 1e9:.1f} GB. Make "
                     "room, then run the same command again."
                 )
-            RemoteFolder(_root_of(file)).fetch(RemoteFile(file.path, file.bytes, file.version), path)
+            RemoteFolder(_root_of(file)).fetch(file.name, RemoteFile(file.path, file.bytes, file.version), path)
             with path.open("rb") as data:
                 head = hashlib.sha256(data.read(HEAD_BYTES)).hexdigest()
             local = local_file(path, file.name)

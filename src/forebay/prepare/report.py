@@ -24,7 +24,8 @@ from forebay import html
 from forebay.errors import DatasetError, PrepareError
 from forebay.prepare.charts import count, rates, rule_charts, rule_lines, rule_name, sample_lines, share, short
 from forebay.prepare.progress import read_progress
-from forebay.storage.store import FolderStore, Store, is_bucket, open_store
+from forebay.storage.addresses import is_bucket
+from forebay.storage.store import FolderStore, Store, open_store
 from forebay.units import format_bytes, format_seconds
 
 Report = Mapping[str, Any]

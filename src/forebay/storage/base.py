@@ -22,7 +22,6 @@ from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
 from forebay.network.retry import backoff_s, log_while_waiting
 
 log = logging.getLogger("forebay.storage")
-BUCKET_SCHEMES = ("s3", "r2", "gs", "az")
 CHUNK_BYTES = 256 << 10  # read between two checks of the time; 4 x this is no faster on loopback
 _FIRST_WAIT_S = 0.25
 _T = TypeVar("_T")

@@ -3,21 +3,25 @@
 obstore's own retries are off for reading: `storage.transfers` and `PatientBucket` retry. `Retry-After` is not known.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
+import html
 import logging
 import os
 import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError, package_for
-from forebay.network.retry import FIRST_S, backoff_s, log_while_waiting
+from forebay.network.retry import backoff_s, log_while_waiting
+from forebay.storage.addresses import SECRET_OPTION, BucketAddress, bucket_address, is_plain
 from forebay.storage.base import (
     CHUNK_BYTES,
     ObjectMeta,
@@ -29,14 +33,20 @@ from forebay.storage.base import (
     require_env,
 )
 
+if TYPE_CHECKING:
+    from forebay.storage.http import WebOrigin
+
 _PERMANENT = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+NOT_PARTIAL = "non-partial response"  # obstore's words for a server without ranges
 _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
 _METADATA_SERVER = re.compile(r"//(169\.254\.\d+\.\d+|metadata\.google\.internal)\b")  # asked where nothing is set
 _CREDENTIALS = {"s3": ("AWS", "ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"), "gs": ("GOOGLE", "APPLICATION_CREDENTIALS"),
                 "az": ("AZURE", "STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY")}  # fmt: skip
 _VARIABLES = ("AWS_", "R2_DATASET_", "DATASET_BINS_PATH", "GOOGLE_", "AZURE_")
 _Origin = TypeVar("_Origin", bound="BucketOrigin")
+_MAX_PAGE_BYTES = 64 << 20  # of a listing; a page of 1000 keys has 0.5 MB
+_SIGNED_FOR = timedelta(hours=1)
 _FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
 _T = TypeVar("_T")
 log = logging.getLogger("forebay.storage")
@@ -44,60 +54,108 @@ _used_by = 0  # the process that has obstore's threads
 
 
 class BucketOrigin(ObjectOrigin):
-    """Objects below a prefix of a bucket.
+    """Objects below a prefix of a bucket; keys are literal, see `storage.addresses`.
 
     `s3://BUCKET/PREFIX` takes `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` and so on from the environment;
-    a query sets obstore's options, `?endpoint=http://host:9000&region=auto&skip_signature=true`, secrets excepted.
+    a query sets options, `?endpoint=http://host:9000&region=auto&skip_signature=true`, secrets excepted.
     `r2://[BUCKET][/PREFIX]` takes `R2_DATASET_ACCOUNT_ID` or `R2_DATASET_ENDPOINT`, `R2_DATASET_READ_ACCESS_KEY_ID` and
     `..._READ_SECRET_ACCESS_KEY`, and where the URL has none, `R2_DATASET_BUCKET_NAME` and `DATASET_BINS_PATH`.
+
+    Args:
+        url: A BucketAddress is taken as it is: its key may be empty, for the whole bucket.
     """
 
     r2_right = "READ"
     max_retries = 0
 
-    def __init__(self, url: str, *, timeouts: Timeouts | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
+    def __init__(self, url: str | BucketAddress, *, timeouts: Timeouts | None = None) -> None:
+        address = bucket_address(url) if isinstance(url, str) else url
         self._timeouts = timeouts or Timeouts()
-        self._options = dict(urllib.parse.parse_qsl(parts.query))
-        secret = [name for name in self._options if re.search("secret|token|password|account_key|sas", name)]
-        if secret:
+        self._options = dict(address.options)
+        if secret := [name for name in self._options if SECRET_OPTION.fullmatch(name)]:
             raise UsageError(
                 f"open an origin: expected no secret in the URL, got {', '.join(secret)}. Set it in the environment."
             )
-        bucket, prefix = parts.netloc, urllib.parse.unquote(parts.path).strip("/")
-        if parts.scheme == "r2":
-            bucket, prefix = self._read_r2(bucket, prefix)
-        if not bucket:
-            raise UsageError(f"open an origin: expected {parts.scheme}://BUCKET/PREFIX, got {url!r}. Name the bucket.")
-        self.url = f"{parts.scheme}://{bucket}/{prefix}".rstrip("/")
-        self._address = f"{'s3' if parts.scheme == 'r2' else parts.scheme}://{bucket}"
+        if address.scheme == "r2":
+            self._options = self._r2_options()
+        prefix = address.key.rstrip("/")
+        self.url = address._replace(key=prefix).location
+        self._address = f"{'s3' if address.scheme == 'r2' else address.scheme}://{address.bucket}"
         self._prefix = f"{prefix}/" if prefix else ""
+        self._is_s3 = self._address.startswith("s3:")
         self._lock = threading.Lock()
         self._opened: tuple[Any, Any] | None = None
 
     def head(self, name: str) -> ObjectMeta:
+        if (signed := self._signed(name)) is not None:
+            meta = signed.head("")
+            return ObjectMeta(meta.bytes, meta.etag.strip('"'))
         with self._convert_errors(name) as (obstore, store):
             return _meta(obstore.head(store, self._prefix + name))
 
     def find(self, name: str) -> list[tuple[str, ObjectMeta]]:
-        """Return the object of that name, or all below it, in any order. Errors as of `get`."""
-        with self._convert_errors(name) as (obstore, store):
-            if name and not name.endswith("/"):
-                with contextlib.suppress(FileNotFoundError):  # a prefix
-                    return [(name, _meta(obstore.head(store, self._prefix + name)))]
-            listed = obstore.list(store, (self._prefix + name).rstrip("/") or None)
-            return [(str(entry["path"])[len(self._prefix) :], _meta(entry)) for part in listed for entry in part]
+        """Return the object of that name, or all below it, in any order. Errors as of `get`.
+
+        Objects without bytes that stand for a folder are left out: `name/`, or `name` where others are below it.
+        """
+        found: list[tuple[str, ObjectMeta]] = []
+        if name and not name.endswith("/"):
+            try:
+                found = [(name, self.head(name))]
+            except PermanentError as error:
+                if not is_missing(error):
+                    raise
+        if found and found[0][1].bytes:
+            return found
+        return self.objects(f"{name.rstrip('/')}/" if name else "") or found
+
+    def objects(self, prefix: str) -> list[tuple[str, ObjectMeta]]:
+        """Return the objects whose names begin with `prefix`, "" or a folder with a slash. Errors as of `get`."""
+        with self._convert_errors(prefix) as (obstore, store):
+            try:
+                self.key(prefix.removesuffix("/"))
+                listed = obstore.list(store, (self._prefix + prefix).removesuffix("/") or None)
+                found = [(str(entry["path"]), _meta(entry)) for part in listed for entry in part]
+            except (UsageError, obstore.exceptions.InvalidPathError):  # a key that obstore cannot parse
+                if not self._is_s3:
+                    raise
+                found = self._list_signed(prefix)
+        folders = {(self._prefix + prefix).removesuffix("/")}
+        for key, _ in found:
+            while (key := key.rpartition("/")[0]) not in folders and key:
+                folders.add(key)
+        return [
+            (key[len(self._prefix) :], meta)
+            for key, meta in found
+            if meta.bytes or not (key.endswith("/") or key in folders)
+        ]
 
     def names(self, prefix: str) -> list[str]:
         """Return the sorted names that begin with `prefix`, without a further `/`. Errors as of `get`."""
         with self._convert_errors(prefix) as (obstore, store):
-            objects = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
-        names = (str(item["path"])[len(self._prefix) :] for item in objects)
+            try:
+                self.key("")
+                listed = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
+                names = [str(item["path"])[len(self._prefix) :] for item in listed]
+            except (UsageError, obstore.exceptions.InvalidPathError):
+                names = [name for name, _ in self.objects("") if "/" not in name]
         return sorted(name for name in names if name.startswith(prefix))
 
-    def read(self, name: str, start: int, stop: int, etag: str = "") -> Generator[memoryview, None, None]:
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
+        if (signed := self._signed(name)) is not None:
+            yield from signed.read("", start, stop, etag and f'"{etag}"')
+            return
         with self._convert_errors(name) as (obstore, store):
-            result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
+            try:
+                result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
+            except Exception as error:
+                # An object that was listed without its last slash, or a server that sends a range with status 200.
+                is_absent = isinstance(error, FileNotFoundError)
+                if not self._is_s3 or (not etag if is_absent else NOT_PARTIAL not in str(error)):
+                    raise
+                signed = self._request(urllib.parse.quote(self._prefix + name + "/" * is_absent))
+                yield from signed.read("", start, stop, etag and f'"{etag}"')
+                return
             check_etag(f"{self.url}/{name}", etag, _meta(result.meta).etag)
             if tuple(result.range) != (start, stop):
                 raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
@@ -106,11 +164,59 @@ class BucketOrigin(ObjectOrigin):
                 yield memoryview(chunk)
 
     def get(self, name: str, max_bytes: int) -> bytes:
+        if (signed := self._signed(name)) is not None:
+            return signed.get("", max_bytes)
         with self._convert_errors(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name)
             if int(result.meta["size"]) > max_bytes:
                 raise PermanentError(f"{self.url}/{name} is larger than {max_bytes} bytes")
             return bytes(result.bytes())
+
+    def key(self, name: str) -> str:
+        """Return the key of an object, or of a prefix. Raises UsageError for one that obstore cannot send as it is."""
+        key = self._prefix + name
+        if not is_plain(key.removesuffix("/" * (not name))):
+            raise UsageError(
+                f"{self.url}: expected a key without empty parts, `.`, `..` and control characters, got {key!r:.300}. "
+                "Choose another."
+            )
+        return key
+
+    def _signed(self, name: str) -> WebOrigin | None:
+        """Return the object at a signed URL if obstore would send another key or refuse it; else None."""
+        key = self._prefix + name
+        if is_plain(key) or not self._is_s3 or {".", ".."} & set(key.split("/")):  # HTTP resolves dots.
+            self.key(name)
+            return None
+        return self._request(urllib.parse.quote(key))
+
+    def _request(self, path_and_query: str) -> WebOrigin:
+        """Return what a signed URL of a path in the bucket answers. obstore signs what follows its endpoint."""
+        from forebay.storage.http import WebOrigin
+
+        obstore, store = self._store()
+        address = str(obstore.sign(store, "GET", "k", _SIGNED_FOR)).partition("?")[0].removesuffix("k")
+        mark = "&" if "?" in path_and_query else "?"
+        endpoint = f"{address}{path_and_query}{mark}x-forebay="  # The slash that follows is the value of that.
+        options = {**self._options, "endpoint": endpoint, "virtual_hosted_style_request": True}
+        url = str(obstore.sign(self._open_store(options), "GET", "", _SIGNED_FOR))
+        return WebOrigin(url, timeouts=self._timeouts, is_file=True)
+
+    def _list_signed(self, prefix: str) -> list[tuple[str, ObjectMeta]]:
+        found: list[tuple[str, ObjectMeta]] = []
+        token = ""
+        while True:
+            query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix} | (
+                {"continuation-token": token} if token else {}
+            )
+            request = self._request(f"?{urllib.parse.urlencode(query, quote_via=urllib.parse.quote)}")
+            page = request.get("", _MAX_PAGE_BYTES).decode()
+            for entry in re.findall(r"<Contents>(.*?)</Contents>", page, re.DOTALL):
+                key = urllib.parse.unquote_plus(_field(entry, "Key"))
+                found.append((key, ObjectMeta(int(_field(entry, "Size")), _field(entry, "ETag").strip('"'))))
+            token = _field(page, "NextContinuationToken")
+            if not token or _field(page, "IsTruncated") != "true":
+                return found
 
     def _store(self) -> tuple[Any, Any]:
         global _used_by
@@ -129,8 +235,12 @@ class BucketOrigin(ObjectOrigin):
     def _open(self) -> tuple[Any, Any]:
         with package_for(f"{self.url}: a bucket", "obstore", "remote"):
             import obstore
-            from obstore.store import from_url
-        endpoint = self._options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+        return obstore, self._open_store(self._options)
+
+    def _open_store(self, options: Mapping[str, Any]) -> Any:
+        from obstore.store import from_url
+
+        endpoint = options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
         client = {
             "allow_http": (endpoint or "").startswith("http://"),
             "connect_timeout": timedelta(seconds=self._timeouts.connect_s),
@@ -140,28 +250,26 @@ class BucketOrigin(ObjectOrigin):
         }
         opener: Any = from_url  # the options come from the user, not from its types
         try:
-            return obstore, opener(
-                self._address, **self._options, client_options=client, retry_config={"max_retries": self.max_retries}
+            return opener(
+                self._address, **options, client_options=client, retry_config={"max_retries": self.max_retries}
             )
         except Exception as error:
             raise UsageError(
                 f"{self.url}: cannot be opened: {_reason(error)}. Check the URL and its options."
             ) from error
 
-    def _read_r2(self, bucket: str, prefix: str) -> tuple[str, str]:
+    def _r2_options(self) -> dict[str, str]:
         endpoint = os.environ.get("R2_DATASET_ENDPOINT")
         if not endpoint:
             account = require_env("R2_DATASET_ACCOUNT_ID", "r2")
             endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
-        self._options = {
+        return {
             "endpoint": endpoint,
             "region": "auto",
             **self._options,
             "access_key_id": require_env(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
             "secret_access_key": require_env(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
         }
-        bucket = bucket or require_env("R2_DATASET_BUCKET_NAME", "r2")
-        return bucket, prefix or require_env("DATASET_BINS_PATH", "r2").strip("/")
 
     @contextlib.contextmanager
     def _convert_errors(self, name: str) -> Iterator[tuple[Any, Any]]:
@@ -185,11 +293,12 @@ class BucketOrigin(ObjectOrigin):
         if _NO_BUCKET.search(reason):
             return PermanentError(f"{self._address}: expected a bucket, got none of that name")
         text = f"{self.url}/{name}: {kind}: {reason}"
+        if isinstance(error, ValueError | TypeError):  # of the arguments, not of the network
+            return UsageError(f"{text}. Check the address and its options.")
         if (
             isinstance(error, FileNotFoundError)
             or kind.startswith(_PERMANENT)
             or "credential" in reason.lower()
-            or "non-partial response" in reason  # the server does not support ranges
             or re.search(r"(status|code|:)\D{0,12}4(00|01|03|04|16)\b", reason)
         ):
             return PermanentError(text)
@@ -206,30 +315,35 @@ class PatientBucket(BucketOrigin):
 
         Raises FileNotFoundError, NetworkError after five minutes, or DatasetError if the bucket refuses.
         """
-        url, began, tries = f"{self.url}/{name}", time.monotonic(), 0
-        while True:
-            try:
-                with log_while_waiting(log, lambda: url), self._convert_errors(name) as (obstore, store):
-                    return request(obstore, store, self._prefix + name)
-            except TransientError as error:
-                tries, elapsed_s = tries + 1, time.monotonic() - began
-                pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
-                if elapsed_s + pause_s > _PATIENCE_S:
-                    raise NetworkError(
-                        f"{url}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
-                        "Check the network and the endpoint, then run the same command again."
-                    ) from error
-                if elapsed_s + pause_s > FIRST_S:
-                    log.warning("waiting for %s (%.0f s so far): %s", url, elapsed_s, error)
-                time.sleep(pause_s)
-            except PermanentError as error:
-                if isinstance(error.__cause__, FileNotFoundError) and not _NO_BUCKET.search(str(error.__cause__)):
-                    raise FileNotFoundError(errno.ENOENT, "No such object", url) from error
-                raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
 
-    def key(self, name: str) -> str:
-        """The key of an object in the bucket."""
-        return self._prefix + name
+        def attempt() -> _T:
+            key = self.key(name)
+            with self._convert_errors(name) as (obstore, store):
+                return request(obstore, store, key)
+
+        return self.retry(name, attempt)
+
+    def retry(self, name: str, attempt: Callable[[], _T]) -> _T:
+        """The result of `attempt`, as of `call`."""
+        url, began, last = f"{self.url}/{name}", time.monotonic(), [""]
+        with log_while_waiting(log, lambda: f"{url}{last[-1]}"):
+            while True:
+                try:
+                    return attempt()
+                except TransientError as error:
+                    tries, elapsed_s = len(last), time.monotonic() - began
+                    last.append(str(error).removeprefix(url))
+                    pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
+                    if elapsed_s + pause_s > _PATIENCE_S:
+                        raise NetworkError(
+                            f"{url}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
+                            "Check the network and the endpoint, then run the same command again."
+                        ) from error
+                    time.sleep(pause_s)
+                except PermanentError as error:
+                    if is_missing(error):
+                        raise FileNotFoundError(errno.ENOENT, "No such object", url) from error
+                    raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
 
 
 class PartsBucket(PatientBucket):
@@ -238,16 +352,27 @@ class PartsBucket(PatientBucket):
     max_retries = 10
 
 
-def shared_bucket(url: str, kind: type[_Origin]) -> _Origin:
-    """The origin at a URL for all that read or write it in this process: they share its connections."""
+def shared_bucket(address: BucketAddress, kind: type[_Origin]) -> _Origin:
+    """The origin at an address for all that read or write it in this process: they share its connections."""
     settings = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
-    origin: _Origin = _shared_bucket(url, kind, os.getpid(), tuple(settings))
+    origin: _Origin = _shared_bucket(address, kind, os.getpid(), tuple(settings))
     return origin
 
 
 @lru_cache(maxsize=16)
-def _shared_bucket(url: str, kind: type[Any], pid: int, settings: tuple[tuple[str, str], ...]) -> Any:
-    return kind(url)
+def _shared_bucket(address: BucketAddress, kind: type[Any], pid: int, settings: tuple[tuple[str, str], ...]) -> Any:
+    return kind(address)
+
+
+def is_missing(error: PermanentError) -> bool:
+    """Return whether there is no such object, in a bucket that exists."""
+    is_absent = error.status in (404, 410) or isinstance(error.__cause__, FileNotFoundError)
+    return is_absent and not _NO_BUCKET.search(str(error.__cause__))
+
+
+def _field(text: str, name: str) -> str:
+    match = re.search(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    return html.unescape(match[1]) if match else ""
 
 
 def _reason(error: Exception) -> str:

@@ -53,6 +53,7 @@ _MIN_BYTES_PER_S = 1024
 _MAX_HEAD_BYTES = 64 << 10
 _TRANSIENT = (408, 423, 425, 429)
 _THROTTLED = (429, 503)
+_URL_CHARACTERS = "%/:@!$&'()*+,;=~[]|"  # of a path that is sent as it is
 
 
 class WebOrigin(ObjectOrigin):
@@ -61,13 +62,14 @@ class WebOrigin(ObjectOrigin):
     Args:
         headers: Sent to the URL's own host only, not to the targets of redirects.
         same_host: Refuse redirects to other hosts.
+        is_file: The URL is of one file, requested as it is, by the name "".
         untrusted: The URL came from the network: proxies of the environment are not used. `public`:
             connect to addresses of the public internet only, also after redirects, and refuse redirects to http.
     """
 
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, timeouts: Timeouts | None = None,
-        same_host: bool = False, untrusted: Literal["", "public", "any"] = "",
+        same_host: bool = False, untrusted: Literal["", "public", "any"] = "", is_file: bool = False,
     ) -> None:  # fmt: skip
         parts = urllib.parse.urlsplit(url)
         if not parts.hostname:
@@ -75,6 +77,8 @@ class WebOrigin(ObjectOrigin):
         self._base = parts._replace(path=parts.path.rstrip("/"), fragment="")
         host = parts.netloc.rpartition("@")[2]
         self.url = urllib.parse.urlunsplit((parts.scheme, host, self._base.path, "", ""))
+        path = urllib.parse.quote(parts.path, safe=_URL_CHARACTERS)
+        self._file = urllib.parse.urlunsplit(parts._replace(path=path, fragment="")) if is_file else ""
         self._headers = dict(headers or {})
         if parts.username is not None and "Authorization" not in self._headers:
             pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
@@ -126,7 +130,7 @@ class WebOrigin(ObjectOrigin):
     def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> Iterator[_Response]:
         """Send a GET and follow redirects."""
         own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
-        address = address or urllib.parse.urlunsplit(own)
+        address = address or self._file or urllib.parse.urlunsplit(own)
         redirect, deadline = self._redirects.get(name, ("", 0.0))
         is_stored, was_refused = bool(redirect) and deadline > time.monotonic(), False
         target = redirect if is_stored else address
@@ -239,12 +243,12 @@ class WebOrigin(ObjectOrigin):
     def _check_range(self, name: str, answer: StreamedResponse, start: int, stop: int) -> int:
         """Return how many bytes of the body come before `start`: 0, unless the server ignores ranges."""
         what = f"{self.url}/{name}"
-        if answer.status == 200:
+        header = answer.headers.get("Content-Range")  # Of some servers with status 200: rclone's.
+        match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", header or "")
+        if answer.status == 200 and not (match and int(match[1]) == start and int(match[2]) == stop - 1):
             if answer.length is not None and answer.length < stop:
                 raise PermanentError(f"{what} has {answer.length} bytes, fewer than the {stop} of the dataset's table")
             return start
-        header = answer.headers.get("Content-Range")
-        match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", header or "")
         if match is None or int(match[1]) != start:
             raise ProtocolError(f"{what}: expected bytes [{start}, {stop}), got Content-Range {header!r}")
         if int(match[2]) != stop - 1:

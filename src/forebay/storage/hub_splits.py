@@ -15,6 +15,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from forebay.errors import PrepareError, UsageError
+from forebay.storage.addresses import glob_matcher, is_ignored
 from forebay.storage.hub import API_TRIES, HubFile, HubRepo, fetch_range, find_repo
 
 PREFIX = "hf://datasets/"
@@ -94,7 +95,7 @@ def parse_url(url: str) -> HubName:
     return HubName(match[1], match[3], match[4] or "train", revision)
 
 
-def find_split(url: str, *, tries: int = API_TRIES) -> HubSplit | None:
+def find_split(url: str, *, tries: int = API_TRIES, repo: HubRepo | None = None) -> HubSplit | None:
     """The split that a URL names; None if only the package `datasets` reads its files.
 
     Sends the hub two or three requests, and one for each 1000 files if the card names none.
@@ -102,7 +103,7 @@ def find_split(url: str, *, tries: int = API_TRIES) -> HubSplit | None:
     name = parse_url(url)
     if name.is_local or re.search(r"[\[+]", name.split):
         return None
-    repo = find_repo("dataset", name.name, name.revision, tries=tries)
+    repo = repo or find_repo("dataset", name.name, name.revision, tries=tries)
     matches, config = _find_files(repo, name.config, name.split)
     if matches is None:
         return None
@@ -144,10 +145,11 @@ def _find_files(repo: HubRepo, config: str | None, split: str) -> tuple[Iterator
     files; None: the card's default.
     """
     configs = _configs(repo.card)
-    if config is not None and config not in configs and ("/" in config or _suffix(config) or _WILDCARD.search(config)):
+    if config is not None and config not in configs:
         if _suffix(config) or _WILDCARD.search(config):
             return _list_matches(repo, [config]), config
-        return _list_by_names(repo, config, split), config
+        if "/" in config or next(repo.files(config), None) is not None:
+            return _list_by_names(repo, config, split), config
     chosen = _choose_config(repo, configs, config)
     settings = configs.get(chosen, {})
     folder = str(settings.get("data_dir") or "").strip("/")
@@ -178,7 +180,7 @@ def _list_matches(repo: HubRepo, globs: list[str]) -> Iterator[HubFile]:
 
 def _list_by_names(repo: HubRepo, base: str, split: str) -> Iterator[HubFile]:
     """The split by the names of files and folders; the first rule that any file follows holds for all."""
-    files = [f for f in repo.files(base) if not _is_hidden(f.path) and _basename(f.path) not in _METADATA]
+    files = [f for f in repo.files(base) if not is_ignored(f.path) and _basename(f.path) not in _METADATA]
     data = f"{base}/data/" if base else "data/"
     rules: tuple[Callable[[str], list[str]], ...] = (
         lambda path: _SHARD.findall(path.removeprefix(data)),
@@ -219,11 +221,6 @@ def _family(path: str) -> str:
     return {"jsonl": "json"}.get(format_of(path), format_of(path)) or _suffix(path)
 
 
-def _is_hidden(path: str) -> bool:
-    parts = path.split("/")
-    return any(part.startswith(".") for part in parts) or any(part.startswith("__") for part in parts[:-1])
-
-
 def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     configs = [config for config in _as_list(card.get("configs")) if isinstance(config, Mapping)]
     return {str(config["config_name"]): config for config in configs if config.get("config_name")}
@@ -257,17 +254,6 @@ def _as_list(value: Any) -> list[Any]:
 
 def _globs(value: Any) -> list[str]:
     return [str(path).removeprefix("./") for path in _as_list(value) if path]
-
-
-def glob_matcher(glob: str) -> Callable[[str], bool]:
-    """A test of paths: `*` and `?` do not cross a slash, `**` does; hidden files only if the glob names them."""
-    from fsspec.utils import glob_translate  # of huggingface_hub's dependencies; `datasets` matches with it
-
-    try:
-        expression = re.compile(glob_translate(glob))
-    except ValueError as error:
-        raise UsageError(f"{glob}: expected a glob of files: {error}. `**` stands for whole folders.") from error
-    return lambda path: (_is_hidden(glob) or not _is_hidden(path)) and expression.match(path) is not None
 
 
 def _by_keyword(steps: list[str], end: str) -> list[str]:

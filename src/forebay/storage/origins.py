@@ -17,8 +17,8 @@ from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FI
 from forebay.dataset.reader import Dataset, local_path, table_of
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.storage.addresses import BUCKET_SCHEMES
 from forebay.storage.base import (
-    BUCKET_SCHEMES,
     Origin,
     PathOrigin,
     PermanentError,

@@ -20,7 +20,6 @@ import logging
 import os
 import threading
 import time
-import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -31,8 +30,16 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from forebay.errors import ForebayError, PrepareError
 from forebay.network.retry import log_while_waiting
-from forebay.storage.base import (
+from forebay.storage.addresses import (
     BUCKET_SCHEMES,
+    bucket_address,
+    fixed_folder,
+    glob_matcher,
+    is_bucket,
+    join_url,
+    location,
+)
+from forebay.storage.base import (
     ChangedError,
     ObjectMeta,
     PathOrigin,
@@ -43,7 +50,7 @@ from forebay.storage.base import (
     read_range,
     retry_transient,
 )
-from forebay.storage.buckets import BucketOrigin, shared_bucket
+from forebay.storage.buckets import BucketOrigin, is_missing, shared_bucket
 from forebay.storage.digests import ReadDigest
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
@@ -61,7 +68,7 @@ BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 64
 _MAX_AHEAD = 8
 _MAX_GAP_BLOCKS = 4  # skipped by a stream that reads on: the other columns of a row group
-_SCHEMES = ("http", "https", *(scheme for scheme in BUCKET_SCHEMES if scheme != "r2"))  # r2: for datasets only
+_SCHEMES = ("http", "https", *BUCKET_SCHEMES)
 _T = TypeVar("_T")
 
 
@@ -73,25 +80,41 @@ class RemoteFile(NamedTuple):
     version: str
 
 
-def find_urls(url: str) -> list[RemoteFile]:
-    """The file at a URL; of a bucket all objects below it, in sorted order."""
-    if urllib.parse.urlsplit(url).scheme not in _SCHEMES:
+def find_urls(url: str) -> tuple[str, list[RemoteFile]]:
+    """The files at a URL, sorted by the parts of their paths: one, all below a prefix, or those of a pattern; and the
+    location of that file, of the prefix, or of the folder before the pattern.
+
+    A pattern (`data/*/part-?.parquet`, `**`) names files of a bucket; an object or a prefix of that very name comes
+    first.
+    """
+    scheme = url.partition("://")[0].lower()
+    if scheme not in _SCHEMES:
         raise PrepareError(
             f"{url}: cannot read input: expected a path or a URL of {', '.join(_SCHEMES)} or hf, got another scheme. "
             "Download the files, and name their path."
         )
-    origin, name = _open(url)
-    if isinstance(origin, BucketOrigin):
-        objects = sorted(_retry(url, lambda: origin.find(name)), key=lambda entry: entry[0].split("/"))
-        files = [RemoteFile(f"{origin.url}/{name}", meta.bytes, _version(meta)) for name, meta in objects]
+    folder = location(url).rstrip("/")
+    if scheme in BUCKET_SCHEMES:
+        address = bucket_address(url)
+        origin = shared_bucket(address._replace(key=""), BucketOrigin)
+        objects, above = _retry(url, lambda: origin.find(address.key)), fixed_folder(address.key)
+        if not objects and above is not None:
+            matches, folder = glob_matcher(address.key), address._replace(key=above).location
+            listed = _retry(url, lambda: origin.objects(f"{above}/" if above else ""))
+            objects = [entry for entry in listed if matches(entry[0])]
+        files = [
+            RemoteFile(str(address._replace(key=key)), meta.bytes, _version(meta))
+            for key, meta in sorted(objects, key=lambda entry: entry[0].split("/"))
+        ]
     else:
-        meta = _retry(url, lambda: origin.head(name))
+        web, name = _open(url)
+        meta = _retry(url, lambda: web.head(name))
         files = [RemoteFile(url, meta.bytes, _version(meta))]
     if not files:
-        raise PrepareError(f"{url}: expected a file or a prefix with files, got none. Check the URL.")
+        raise PrepareError(f"{url}: expected a file, a prefix with files or a pattern, got none. Check the URL.")
     if (size := max(file.size for file in files)) > MAX_FILE_BYTES:
         raise PrepareError(f"{url}: expected at most {MAX_FILE_BYTES >> 40} TiB, got {size} bytes. Check the URL.")
-    return files
+    return folder, files
 
 
 def open_url(
@@ -187,12 +210,10 @@ class _RemoteStream(RangedStream):
 
 
 def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
-    parts = urllib.parse.urlsplit(url)
-    if not url.startswith("http"):
-        return shared_bucket(f"{parts.scheme}://{parts.netloc}", BucketOrigin), parts.path.lstrip("/")
-    folder, _, name = parts.path.rpartition("/")
-    address = urllib.parse.urlunsplit(parts._replace(path=folder))
-    return WebOrigin(address, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S)), urllib.parse.unquote(name)
+    if is_bucket(url):
+        address = bucket_address(url)
+        return shared_bucket(address._replace(key=""), BucketOrigin), address.key
+    return WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S), is_file=True), ""
 
 
 _open_shared = lru_cache(8)(lambda url, process_id: _open(url))
@@ -219,7 +240,7 @@ def _retry(url: str, attempt: Callable[[], _T], tries: int = 0, max_wait_s: floa
 
 def _reason(error: Exception, url: str) -> str:
     """An origin's message without its address, which may hold a secret in its query."""
-    return str(error).removeprefix(url.partition("?")[0].rstrip("/")).lstrip("/: ")
+    return str(error).removeprefix(location(url).rstrip("/")).lstrip("/: ")
 
 
 class RemoteFolder:
@@ -230,12 +251,12 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url.partition("?")[0]
+        self.url = url if is_bucket(url) else url.partition("?")[0]
         self._origin: WebOrigin | BucketOrigin | PathOrigin
         if url.startswith("http"):
             self._origin = WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
         else:
-            self._origin = BucketOrigin(url) if "://" in url else PathOrigin(Path(url))
+            self._origin = BucketOrigin(url) if is_bucket(url) else PathOrigin(Path(url))
 
     def find(self, name: str) -> RemoteFile | None:
         """Return the size and version of a file; None if there is none."""
@@ -245,11 +266,11 @@ class RemoteFolder:
                 with _overload():
                     return self._origin.head(name)
             except PermanentError as error:
-                if error.status in (404, 410) or isinstance(error.__cause__, FileNotFoundError):
+                if is_missing(error):
                     return None
                 raise
 
-        url = f"{self.url}/{name}"
+        url = join_url(self.url, name)
         meta = _retry(url, attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
         return None if meta is None else RemoteFile(url, meta.bytes, _version(meta))
 
@@ -263,14 +284,15 @@ class RemoteFolder:
                 raise TransientError(f"the connection was closed {stop - start - len(data)} bytes before the end")
             return data
 
-        return _retry(f"{self.url}/{name}", attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
+        return _retry(join_url(self.url, name), attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
 
-    def fetch(self, file: RemoteFile, path: Path) -> None:
-        """Download a file to `path`, or what is missing of it there; at most MAX_CONNECTIONS at once in its directory.
+    def fetch(self, name: str, file: RemoteFile, path: Path) -> None:
+        """Download the file of that name to `path`, or what is missing of it there.
 
+        At most MAX_CONNECTIONS are open at once for the directory of `path`.
         A file without a version cannot be continued: two versions of it might be mixed.
         """
-        name, size = file.url.removeprefix(f"{self.url}/"), file.size
+        size = file.size
         origin = _PatientOrigin(self._origin, file.version.removeprefix("etag:"))
         tries, tries_of_range = (1, _PATIENT_TRIES) if file.version else (_PATIENT_TRIES, 1)
         with path.open("ab") as out:

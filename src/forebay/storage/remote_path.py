@@ -11,19 +11,18 @@ import errno
 import os
 import re
 import stat
-import urllib.parse
-from collections.abc import Iterable, Mapping
-from fnmatch import translate
-from pathlib import Path, PosixPath, PurePosixPath
+from collections.abc import Mapping
+from pathlib import PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from forebay.errors import DatasetError, UsageError
+from forebay.storage.addresses import fixed_folder, glob_matcher, is_hidden, location
 
 if TYPE_CHECKING:
     from forebay.storage.remote_file import RemoteFile
 
 _HEAD_BYTES = 64 << 10
-_HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
+_INDEXES = ("manifest.json", "index.json")  # of a dataset: all files below are its
 
 
 class RemotePath(PosixPath):
@@ -81,8 +80,9 @@ class RemotePath(PosixPath):
 
 
 def url_name(url: str) -> str:
-    """The last part of a URL that is no pattern: the name of a directory with the files below it."""
-    return _folder_and_pattern(url)[0].rpartition("/")[2].partition("@")[0]
+    """The last part of a URL before any pattern: the name of a directory with the files below it."""
+    name = _folder(url).rpartition("/")[2]
+    return re.split("[@:]", name)[0] if url.startswith("hf://") else name
 
 
 def find_paths(url: str) -> list[RemotePath]:
@@ -91,26 +91,21 @@ def find_paths(url: str) -> list[RemotePath]:
     A path begins with `url_name`, as if a directory of that name had the files.
 
     Args:
-        url: `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, `s3://`, `gs://`, `az://`, or `http(s)://` of one file. The
-            last part may be a pattern (`train-*.parquet`), but of http.
+        url: `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, without a path the files of the card's default
+            configuration; `s3://`, `r2://`, `gs://`, `az://`, or `http(s)://` of one file. Parts of it may be a pattern
+            (`data/*/train-*.parquet`, `**`), but of http.
 
     Raises:
         DatasetError: There is none, or it cannot be listed.
     """
     from forebay.storage.remote_file import find_urls
 
-    folder, pattern = _folder_and_pattern(url)
-    files: Iterable[RemoteFile]
-    if url.startswith("hf://"):
-        base, files = _find_hub_files(folder)
-    else:
-        base, files = folder, find_urls(folder if pattern else url)
-    matches = re.compile(translate(pattern or "*")).fullmatch
+    base, files = _find_hub_files(url) if url.startswith("hf://") else find_urls(url)
     paths: dict[str, RemotePath] = {}
     for file in files:
-        address = file.url.partition("?")[0]
+        address = location(file.url)
         inside = address.removeprefix(base).strip("/")
-        if (pattern and ("/" in inside or not matches(inside))) or any(p.startswith(".") for p in inside.split("/")):
+        if is_hidden(inside):
             continue
         path = RemotePath(PurePosixPath(url_name(url), inside or address.rpartition("/")[2]))
         path.url, path.num_bytes, path.version, path.siblings = file.url, file.size, file.version, paths
@@ -120,28 +115,32 @@ def find_paths(url: str) -> list[RemotePath]:
     return sorted(paths.values(), key=lambda path: path.parts)
 
 
-def _folder_and_pattern(url: str) -> tuple[str, str]:
-    address = url.partition("?")[0].rstrip("/")
-    above, _, name = address.rpartition("/")
-    is_pattern = not url.startswith("http") and re.search(r"[*?\[]", name)
-    return (above, name) if is_pattern else (address, "")
+def _folder(url: str) -> str:
+    path = location(url).rstrip("/")
+    above = None if url.startswith("http") else fixed_folder(path)
+    return path if above is None else above
 
 
 def _find_hub_files(url: str) -> tuple[str, list[RemoteFile]]:
+    """What the paths begin with, and the files: of a split, as `prepare` reads it, if they are of a known format."""
     from forebay.storage.hub import find_repo
+    from forebay.storage.hub_splits import find_split, parse_url
     from forebay.storage.remote_file import RemoteFile
 
-    match = _HUB.fullmatch(url)
-    if match is None:
+    name = parse_url(url)
+    if "/" not in name.name:
         raise UsageError(f"{url}: expected hf://datasets/OWNER/NAME[@REVISION][/PATH]. Check the URL.")
-    repo = find_repo("dataset", match[1], urllib.parse.unquote(match[2] or "main"))
-    folder = match[3] or ""
-    files = list(repo.files(folder))
-    if not files and folder:  # It is a file.
-        files = [file for file in repo.files(folder.rpartition("/")[0], recursive=False) if file.path == folder]
+    repo, path = find_repo("dataset", name.name, name.revision), (name.config or "").rstrip("/")
+    above = fixed_folder(path)
+    folder = path if above is None else above
+    is_whole = any(file.path.endswith(_INDEXES) for file in repo.files(folder, recursive=False))
+    split = None if is_whole else find_split(url, repo=repo)
+    files = list(repo.files(folder) if split is None else split.files())
+    if split is None and above is not None:
+        matches = glob_matcher(path)
+        files = [file for file in files if matches(file.path)]
+    if not any(file.path.startswith(f"{folder}/") for file in files):
+        folder = ""
+    if len(files) == 1 and files[0].path == path:
+        folder = path
     return repo.file_url(folder), [RemoteFile(repo.file_url(file.path), file.size, file.version) for file in files]
-
-
-def is_url(path: str | Path) -> bool:
-    """Return whether a source or target is a URL of another scheme than `file`."""
-    return "://" in (text := str(path)) and not text.startswith("file://")

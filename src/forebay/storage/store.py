@@ -17,7 +17,6 @@ import secrets
 import shutil
 import stat
 import tempfile
-import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from forebay.dataset.chunks import hash_slice
+from forebay.dataset.reader import local_path
 from forebay.errors import DatasetError, UsageError
 from forebay.files import (
     atomic_write,
@@ -43,8 +43,8 @@ from forebay.files import (
     temporary_directory,
     temporary_path,
 )
-from forebay.storage.base import BUCKET_SCHEMES
-from forebay.storage.buckets import PartsBucket, PatientBucket, shared_bucket
+from forebay.storage.addresses import BucketAddress, bucket_address, is_bucket, is_url, join_url
+from forebay.storage.buckets import NOT_PARTIAL, PartsBucket, PatientBucket, shared_bucket
 
 _PIECE = 8 << 20
 _MAX_PARTS, _UPLOADS = 9000, 4  # of an object, of which buckets accept 10,000; and at once
@@ -156,19 +156,11 @@ class Store(ABC):
 def open_store(url: str | os.PathLike[str]) -> Store:
     """The store at a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`."""
     text = os.fspath(url)
-    scheme = text.partition("://")[0].lower() if "://" in text else ""
-    if scheme in BUCKET_SCHEMES:
+    if is_bucket(text):
         return BucketStore(text)
-    if scheme == "file":
-        return FolderStore(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
-    if scheme:
+    if is_url(text):
         raise UsageError(f"expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
-    return FolderStore(text)
-
-
-def is_bucket(url: str | os.PathLike[str]) -> bool:
-    """Whether `open_store` gives a bucket."""
-    return os.fspath(url).partition("://")[0].lower() in BUCKET_SCHEMES
+    return FolderStore(str(local_path(text)))
 
 
 @dataclass(frozen=True)
@@ -303,11 +295,10 @@ class BucketStore(Store):
 
     @property
     def url(self) -> str:  # type: ignore[override]
-        return self.address.partition("?")[0]
+        return self._parsed.location.rstrip("/")
 
     def child(self, name: str) -> BucketStore:
-        path, mark, query = self.address.partition("?")
-        return BucketStore(f"{path.rstrip('/')}/{name}{mark}{query}")
+        return BucketStore(join_url(str(self._parsed), name))
 
     def check(self) -> None:
         """Raise UsageError for a bucket that overwrites what exists: two runs could destroy each other's work there."""
@@ -380,10 +371,18 @@ class BucketStore(Store):
         if count < 0:
             count = self.size(name) // size - start
 
-        def request(obstore: Any, store: Any, key: str) -> Any:
-            return obstore.get_range(store, key, start=start * size, length=count * size)
+        first, stop = start * size, (start + count) * size
 
-        return np.frombuffer(memoryview(self._bucket.call(name, request)), dtype).copy()
+        def request(obstore: Any, store: Any, key: str) -> Any:
+            try:
+                return memoryview(obstore.get_range(store, key, start=first, length=stop - first))
+            except Exception as error:
+                if NOT_PARTIAL not in str(error):
+                    raise
+                end = min(stop, int(obstore.head(store, key)["size"]))
+                return b"".join(map(bytes, self._bucket.read(name, first, end)))
+
+        return np.frombuffer(self._bucket.call(name, request), dtype).copy()
 
     @contextmanager
     def local(self, name: str) -> Iterator[Path]:
@@ -415,12 +414,8 @@ class BucketStore(Store):
     def sizes(self, prefix: str = "") -> dict[str, int]:
         folder = prefix.rpartition("/")[0]
 
-        def request(obstore: Any, store: Any, key: str) -> dict[str, int]:
-            skipped = len(self._bucket.key(""))
-            listed = obstore.list(store, key.rstrip("/") or None)
-            return {str(entry["path"])[skipped:]: int(entry["size"]) for part in listed for entry in part}
-
-        return {name: size for name, size in self._bucket.call(folder, request).items() if name.startswith(prefix)}
+        listed = self._bucket.retry(folder, lambda: self._bucket.objects(f"{folder}/" if folder else ""))
+        return {name: meta.bytes for name, meta in listed if name.startswith(prefix)}
 
     def remove(self, names: Iterable[str]) -> None:
         names = list(names)
@@ -446,12 +441,16 @@ class BucketStore(Store):
                 yield from pool.map(function, batch)
 
     @property
+    def _parsed(self) -> BucketAddress:
+        return bucket_address(self.address)
+
+    @property
     def _bucket(self) -> PatientBucket:
-        return shared_bucket(self.address, PatientBucket)
+        return shared_bucket(self._parsed, PatientBucket)
 
     @property
     def _bucket_for_parts(self) -> PatientBucket:
-        return shared_bucket(self.address, PartsBucket)
+        return shared_bucket(self._parsed, PartsBucket)
 
     def _put(self, name: str, data: Any, mode: str = "create") -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:
