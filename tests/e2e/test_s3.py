@@ -93,7 +93,7 @@ def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pyte
 
 
 def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("forebay.storage.buckets._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     store = BucketStore(f"s3://bucket/{tmp_path.name}")
     for fault in ("busy", "drop", "truncate"):
         monkeypatch.setattr(server.faults, fault, 0.3)
@@ -112,7 +112,7 @@ def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch: 
         with pytest.raises(DatasetError, match="s3://absent: expected a bucket, got none of that name"):
             call()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
-    with pytest.raises(DatasetError, match=r"s3://bucket/x/y: .*Check the bucket and the credentials"):
+    with pytest.raises(DatasetError, match=r"s3://bucket/x/y: .*Check the URL, the name and the credentials"):
         open_store("s3://bucket/x").write("y", b"")
 
 

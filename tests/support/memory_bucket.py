@@ -1,8 +1,8 @@
 """A small S3 in memory: one bucket whose keys are any text, listed by pages, with signatures that are checked.
 
-    with MemoryBucket({"a//b": b"1"}) as bucket:
-        monkeypatch.setenv(...) for bucket.s3_environment.items()
-        open_origin("s3://bucket/a")
+with MemoryBucket({"a//b": b"1"}) as bucket:
+    monkeypatch.setenv(...) for bucket.s3_environment.items()
+    open_origin("s3://bucket/a")
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class _Handler(origin_server.Handler):
         )
         stop = start + self.owner.page
         more = f"<NextContinuationToken>{stop}</NextContinuationToken>" if stop < len(keys) else ""
-        return f"<ListBucketResult><IsTruncated>{str(bool(more)).lower()}</IsTruncated>{more}{entries}</ListBucketResult>"
+        return (
+            f"<ListBucketResult><IsTruncated>{str(bool(more)).lower()}</IsTruncated>{more}{entries}</ListBucketResult>"
+        )
 
 
 class MemoryBucket(origin_server.OriginServer):

@@ -205,7 +205,9 @@ def has_signature(request: Any) -> bool:
         [
             request.command,
             url.path,
-            "&".join(f"{urllib.parse.quote(k, safe='')}={urllib.parse.quote(v, safe='')}" for k, v in sorted(query.items())),
+            "&".join(
+                f"{urllib.parse.quote(k, safe='')}={urllib.parse.quote(v, safe='')}" for k, v in sorted(query.items())
+            ),
             *(f"{name}:{' '.join((request.headers.get(name) or '').split())}" for name in names),
             "",
             parts["SignedHeaders"],

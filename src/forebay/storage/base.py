@@ -7,6 +7,7 @@ again), `PermanentError` (this origin will not send the object), `UsageError` (w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -145,12 +146,17 @@ def check_etag(what: str, expected: str, etag: str) -> None:
 
 def retry_transient(attempt: Callable[[], _T], tries: int, max_wait_s: float) -> _T:
     """Return the result of `attempt`, repeated after a TransientError with back-off; the last one is raised."""
-    for tried in range(1, tries):
-        try:
-            return attempt()
-        except TransientError as error:
-            time.sleep(min(max_wait_s, backoff_s(tried, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
-    return attempt()
+    errors: list[TransientError] = []
+    with contextlib.ExitStack() as waiting:
+        for tried in range(1, tries):
+            try:
+                return attempt()
+            except TransientError as error:
+                errors.append(error)
+                if tried == 1:
+                    waiting.enter_context(log_while_waiting(log, lambda: str(errors[-1])))
+                time.sleep(min(max_wait_s, backoff_s(tried, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
+        return attempt()
 
 
 def read_range(
@@ -193,34 +199,38 @@ def read_small(origin: Origin, name: str, max_bytes: int, *, start: int | None =
             raise TransientError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
         return data
 
-    return _retry(attempt, f"{name} from {origin.url}", 25.0)
+    return retry_for(25.0, attempt, f"{name} from {origin.url}")
 
 
 def head_object(
     origin: ObjectOrigin, name: str, *, timeout_s: float = 300.0, stop: threading.Event | None = None
 ) -> ObjectMeta:
     """Return size and ETag of an object; retries for `timeout_s`, or until `stop` is set. Errors as of `read_small`."""
-    return _retry(lambda: origin.head(name), f"{name} from {origin.url}", timeout_s, stop)
+    return retry_for(timeout_s, lambda: origin.head(name), f"{name} from {origin.url}", stop)
 
 
-def _retry(attempt: Callable[[], _T], what: str, timeout_s: float, stop: threading.Event | None = None) -> _T:
+def retry_for(timeout_s: float, attempt: Callable[[], _T], what: str, stop: threading.Event | None = None) -> _T:
+    """Return the result of `attempt`, repeated after a TransientError for `timeout_s` or until `stop` is set.
+
+    Says what it waits for and the last error. Errors as of `read_small`.
+    """
     began, answers, stop = time.monotonic(), ["no response yet"], stop or threading.Event()
-    while True:
-        try:
-            with log_while_waiting(log, lambda: f"{what}: {answers[-1]}"):
+    with log_while_waiting(log, lambda: f"{what}: {answers[-1]}"):
+        while True:
+            try:
                 return attempt()
-        except PermanentError as error:
-            raise DatasetError(f"{error}. Check the URL, the name and the credentials.") from error
-        except TransientError as error:
-            tries = len(answers)
-            answers.append(str(error))
-            pause_s = backoff_s(tries, _FIRST_WAIT_S, min(15.0, timeout_s / 4), error.wait_s)
-            elapsed_s = time.monotonic() - began
-            if elapsed_s + pause_s >= timeout_s or stop.wait(pause_s):
-                raise NetworkError(
-                    f"{what}: no answer after {tries} attempts in {elapsed_s:.1f} s; the last: {error}. Check the "
-                    "network and the endpoint."
-                ) from error
+            except PermanentError as error:
+                raise DatasetError(f"{error}. Check the URL, the name and the credentials.") from error
+            except TransientError as error:
+                tries = len(answers)
+                answers.append(str(error).removeprefix(f"{what}: "))
+                pause_s = backoff_s(tries, _FIRST_WAIT_S, min(15.0, timeout_s / 4), error.wait_s)
+                elapsed_s = time.monotonic() - began
+                if elapsed_s + pause_s >= timeout_s or stop.wait(pause_s):
+                    raise NetworkError(
+                        f"{what}: no answer after {tries} attempts in {elapsed_s:.1f} s; the last: {answers[-1]}. "
+                        "Check the network and the endpoint, then run the same command again."
+                    ) from error
 
 
 class PathOrigin(ObjectOrigin):

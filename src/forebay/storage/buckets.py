@@ -8,19 +8,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import html
-import logging
 import os
 import re
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError, package_for
-from forebay.network.retry import backoff_s, log_while_waiting
+from forebay.errors import DatasetError, ForebayError, UsageError, package_for
 from forebay.storage.addresses import SECRET_OPTION, BucketAddress, bucket_address, is_plain
 from forebay.storage.base import (
     CHUNK_BYTES,
@@ -31,6 +28,7 @@ from forebay.storage.base import (
     TransientError,
     check_etag,
     require_env,
+    retry_for,
 )
 
 if TYPE_CHECKING:
@@ -47,9 +45,8 @@ _VARIABLES = ("AWS_", "R2_DATASET_", "DATASET_BINS_PATH", "GOOGLE_", "AZURE_")
 _Origin = TypeVar("_Origin", bound="BucketOrigin")
 _MAX_PAGE_BYTES = 64 << 20  # of a listing; a page of 1000 keys has 0.5 MB
 _SIGNED_FOR = timedelta(hours=1)
-_FIRST_WAIT_S, _MAX_WAIT_S, _PATIENCE_S = 0.25, 15.0, 300.0
+_PATIENCE_S = 300.0
 _T = TypeVar("_T")
-log = logging.getLogger("forebay.storage")
 _used_by = 0  # the process that has obstore's threads
 
 
@@ -132,14 +129,7 @@ class BucketOrigin(ObjectOrigin):
 
     def names(self, prefix: str) -> list[str]:
         """Return the sorted names that begin with `prefix`, without a further `/`. Errors as of `get`."""
-        with self._convert_errors(prefix) as (obstore, store):
-            try:
-                self.key("")
-                listed = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
-                names = [str(item["path"])[len(self._prefix) :] for item in listed]
-            except (UsageError, obstore.exceptions.InvalidPathError):
-                names = [name for name, _ in self.objects("") if "/" not in name]
-        return sorted(name for name in names if name.startswith(prefix))
+        return sorted(name for name, _ in self.objects("") if name.startswith(prefix) and "/" not in name)
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         if (signed := self._signed(name)) is not None:
@@ -325,25 +315,13 @@ class PatientBucket(BucketOrigin):
 
     def retry(self, name: str, attempt: Callable[[], _T]) -> _T:
         """The result of `attempt`, as of `call`."""
-        url, began, last = f"{self.url}/{name}", time.monotonic(), [""]
-        with log_while_waiting(log, lambda: f"{url}{last[-1]}"):
-            while True:
-                try:
-                    return attempt()
-                except TransientError as error:
-                    tries, elapsed_s = len(last), time.monotonic() - began
-                    last.append(str(error).removeprefix(url))
-                    pause_s = backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)
-                    if elapsed_s + pause_s > _PATIENCE_S:
-                        raise NetworkError(
-                            f"{url}: no answer after {tries} attempts in {elapsed_s:.0f} s; the last: {error}. "
-                            "Check the network and the endpoint, then run the same command again."
-                        ) from error
-                    time.sleep(pause_s)
-                except PermanentError as error:
-                    if is_missing(error):
-                        raise FileNotFoundError(errno.ENOENT, "No such object", url) from error
-                    raise DatasetError(f"{error}. Check the bucket and the credentials.") from error
+        url = f"{self.url}/{name}"
+        try:
+            return retry_for(_PATIENCE_S, attempt, url)
+        except DatasetError as error:
+            if isinstance(error.__cause__, PermanentError) and is_missing(error.__cause__):
+                raise FileNotFoundError(errno.ENOENT, "No such object", url) from error
+            raise
 
 
 class PartsBucket(PatientBucket):

@@ -178,10 +178,11 @@ class WebOrigin(ObjectOrigin):
             connection.key = _host(target)
             try:
                 if not is_reused:
-                    connection.timeout = self._timeouts.connect_s
+                    connection.timeout = waits_s = self._timeouts.connect_s
                     connection.connect()
                 if connection.proxy is not None and parts.scheme == "http":
                     path, headers = target, {**headers, **_proxy_headers(connection.proxy)}
+                waits_s = stall_s
                 deadline = time.monotonic() + stall_s
                 answer = exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
                 return _Response(connection, answer, stall_s)
@@ -197,8 +198,7 @@ class WebOrigin(ObjectOrigin):
                 location = f"{connection.host}:{connection.port}"
                 text = f"{self.url}: cannot be reached at {location}: {type(error).__name__}: {error}"
                 if isinstance(error, TimeoutError):
-                    waited_s = self._timeouts.connect_s if connection.sock is None else stall_s
-                    text = f"{self.url}: no answer from {location} in {waited_s:g} s"
+                    text = f"{self.url}: no answer from {location} in {waits_s:g} s"
                 raise TransientError(text) from error
             except BaseException:
                 connection.close()
