@@ -5,8 +5,8 @@
         monkeypatch.setenv(...) for server.environment().items()
 
 rclone accepts on a socket that it inherits, as of systemd, so that its port is taken before it starts. The proxy passes
-requests through as they are, so that rclone checks their signatures. It fixes two things: rclone answers a range with
-200 where S3 says 206, and ignores the conditions `If-None-Match: *` of a PUT and `If-Match` of a GET, which the proxy
+requests through as they are, so that rclone checks their signatures, and answers a range with 200 where S3 says 206. It
+fixes one thing: rclone ignores the conditions `If-None-Match: *` of a PUT and `If-Match` of a GET, which the proxy
 checks for it.
 """
 
@@ -97,8 +97,7 @@ class _Handler(faulty_server.Handler):
                 return self._refuse(412, "PreconditionFailed")
             if self.command != "HEAD" and response.length is None:  # a list of objects
                 return self.reply(response.status, self._without_young(response.read()), headers)
-            partial = response.status == 200 and "Content-Range" in headers
-            self.send_response_only(206 if partial else response.status)
+            self.send_response_only(response.status)
             for key, value in headers.items():
                 self.send_header(key, value)
             self.end_headers()

@@ -80,6 +80,7 @@ class BucketOrigin(ObjectOrigin):
         self._address = f"{'s3' if address.scheme == 'r2' else address.scheme}://{address.bucket}"
         self._prefix = f"{prefix}/" if prefix else ""
         self._is_s3 = self._address.startswith("s3:")
+        self._sends_200 = False  # Ranges come with this status, which obstore refuses.
         self._lock = threading.Lock()
         self._opened: tuple[Any, Any] | None = None
 
@@ -143,6 +144,7 @@ class BucketOrigin(ObjectOrigin):
                 is_absent = isinstance(error, FileNotFoundError)
                 if not self._is_s3 or (not etag if is_absent else NOT_PARTIAL not in str(error)):
                     raise
+                self._sends_200 = not is_absent
                 signed = self._request(urllib.parse.quote(self._prefix + name + "/" * is_absent))
                 yield from signed.read("", start, stop, etag and f'"{etag}"')
                 return
@@ -175,7 +177,7 @@ class BucketOrigin(ObjectOrigin):
     def _signed(self, name: str) -> WebOrigin | None:
         """Return the object at a signed URL if obstore would send another key or refuse it; else None."""
         key = self._prefix + name
-        if is_plain(key) or not self._is_s3 or {".", ".."} & set(key.split("/")):  # HTTP resolves dots.
+        if (is_plain(key) and not self._sends_200) or not self._is_s3 or {".", ".."} & set(key.split("/")):  # HTTP resolves dots.
             self.key(name)
             return None
         return self._request(urllib.parse.quote(key))

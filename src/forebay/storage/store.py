@@ -44,6 +44,7 @@ from forebay.files import (
     temporary_path,
 )
 from forebay.storage.addresses import BucketAddress, bucket_address, is_bucket, is_url, join_url
+from forebay.storage.base import TransientError
 from forebay.storage.buckets import NOT_PARTIAL, PartsBucket, PatientBucket, shared_bucket
 
 _PIECE = 8 << 20
@@ -380,7 +381,10 @@ class BucketStore(Store):
                 if NOT_PARTIAL not in str(error):
                     raise
                 end = min(stop, int(obstore.head(store, key)["size"]))
-                return b"".join(map(bytes, self._bucket.read(name, first, end)))
+                data = b"".join(map(bytes, self._bucket.read(name, first, end)))
+                if len(data) < end - first:
+                    raise TransientError(f"the connection was closed {end - first - len(data)} bytes early") from error
+                return data
 
         return np.frombuffer(self._bucket.call(name, request), dtype).copy()
 
