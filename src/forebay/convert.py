@@ -123,13 +123,16 @@ def _write(source: TokenSource | TableSource, staged: Path, to: str, options: Co
     if isinstance(source, TokenSource) and needs_table(to, options):
         return _write_as_table(source, staged, to, options)
     if isinstance(source, TokenSource):
-        if options.compress and options.compress not in (codecs := get_format(to).token_codecs):
+        if options.compress not in ("", "none", *(codecs := get_format(to).token_codecs)):
             expected = f"one of {', '.join(codecs)}" if codecs else "it for a table"
             raise UsageError(f"--set compress: expected {expected}, got {options.compress} for tokens to write {to}.")
         written = get_format(to).write_tokens(source, staged, options)
         if not options.sink.is_remote:
             _verify_tokens(staged, written, options, options.dtype or source.dtype)
         return written
+    for name in ("tensors", "resize", "seq_len"):
+        if getattr(options, name) and to != "forebay":
+            raise UsageError(f"{name}: expected none for a table to write {to}, got one. Leave it out.")
     written = get_format(to).write_rows(source, staged, options)
     if not options.sink.is_remote:
         verify_table(staged, written, options)

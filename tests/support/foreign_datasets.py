@@ -108,9 +108,14 @@ def write_mds(folder: Path, documents: Sequence[np.ndarray]) -> Path:
 
 
 def write_saved(folder: Path, documents: Sequence[np.ndarray]) -> Path:
-    """One file of one batch, as save_to_disk; each document a row."""
-    table = pa.table({"input_ids": pa.array([tokens.tolist() for tokens in documents], pa.list_(pa.uint16()))})
-    folder.mkdir()
+    """One batch, as save_to_disk; each document a row."""
+    ids = pa.array([tokens.tolist() for tokens in documents], pa.list_(pa.uint16()))
+    return save_table(folder, pa.table({"input_ids": ids}))
+
+
+def save_table(folder: Path, table: pa.Table) -> Path:
+    """Write a table as save_to_disk, in one file."""
+    folder.mkdir(parents=True)
     with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as writer:
         writer.write_table(table)
     state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}

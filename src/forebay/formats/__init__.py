@@ -17,7 +17,7 @@ from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import detect
 from forebay.formats.external import ExternalDataset, reading
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
-from forebay.formats.saved_arrow import STATE_FILE
+from forebay.formats.saved_arrow import STATE_FILE, check_split
 from forebay.formats.vectors import (
     HEADERS,
     IDS_PREFIX,
@@ -43,14 +43,15 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
     Args:
         path: A directory, one file, a pattern (`data/train_*.npy`), or the name that Megatron's two files share.
         dtype: Type of tokens that no header tells, such as `uint16`; unused where one does.
-        column: Of tokens, for formats with columns; by default `tokens` or `input_ids`.
+        column: Of tokens, for formats with columns; by default `input_ids` or `tokens`.
 
     Returns:
         None if nothing at the path is of a known format; also for a dataset of Forebay's own.
 
     Raises:
         DatasetError: If it is of a known format and is damaged, truncated or holds no tokens.
-        UsageError: If it cannot be read without `dtype`, or is several datasets: the message tells how to name one.
+        UsageError: If it cannot be read without `dtype`, is several datasets (the message tells how to name one), or
+            has columns beside the tokens that would be lost, as `formats.layout` says, and `column` names none.
     """
     path = Path(path)
     if re.search(r"[*?\[]", path.name) and not path.exists():
@@ -66,6 +67,7 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
         return _open_file(path, dtype)
     if not path.is_dir() or (path / MANIFEST_FILE).is_file():
         return None
+    check_split(path)
     if name := dataset_format(path):
         return get_format(name).open_tokens(path, dtype, column)
     return _open_directory(path, dtype)

@@ -15,14 +15,13 @@ import pyarrow.ipc
 
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.arrow_ipc import check_blocks, check_stream, checked_stream
-from forebay.formats.base import Format
 from forebay.formats.columns import READ_ERRORS, ColumnFormat, checked_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.external import ExternalDataset
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, open_stored
+from forebay.formats.layout import ColumnDirectory
 from forebay.formats.records import Record
-from forebay.formats.report import Report, check_external
-from forebay.formats.saved_arrow import SavedDataset, files_of
+from forebay.formats.saved_arrow import SavedDataset, files_of, schema_of
 from forebay.formats.tables import write_parts
 from forebay.storage.listing import is_saved_dataset
 
@@ -101,7 +100,7 @@ class Arrow(ColumnFormat):
         )
 
 
-class SavedArrow(Format):
+class SavedArrow(ColumnDirectory):
     """A directory that save_to_disk of Hugging Face datasets wrote."""
 
     name = "saved arrow"
@@ -115,5 +114,5 @@ class SavedArrow(Format):
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         return Arrow().open_rows(files_of(paths[0]), options)
 
-    def check(self, path: Path, report: Report) -> None:
-        check_external(report, lambda: SavedDataset(path))
+    def schema(self, folder: Path, dtype: Any = None) -> pa.Schema:
+        return schema_of(files_of(folder)[0])

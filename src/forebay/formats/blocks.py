@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,11 +24,9 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import tables
-from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
-from forebay.formats.report import Report, check_external
 
 INDEX_FILE = "index.json"
 MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
@@ -334,32 +331,9 @@ def _weight(row: dict[str, Any]) -> int:
     return sum(len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 8) for value in row.values())
 
 
-class BlockFormat(Format):
-    """Directories of blocks with an index, whose samples are tokens or rows."""
-
-    @abstractmethod
-    def holds_tokens(self, folder: Path) -> bool:
-        """Return whether samples are tokens, by the index. Raises DatasetError if that is damaged."""
-
-    def check(self, path: Path, report: Report) -> None:
-        """Tokens as `open_tokens` finds them; every value of rows."""
-        fault = "index-mismatch"
-        try:
-            if self.holds_tokens(path):
-                return check_external(report, lambda: self.open_tokens(path, report.options.dtype))
-            fault = "damaged"
-            num_rows = 0
-            for batch in self.open_rows([path], ConvertOptions()).batches():
-                report.read_bytes += batch.nbytes
-                num_rows += batch.num_rows
-            report.add_count("rows", num_rows)
-        except (DatasetError, UsageError) as error:
-            report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
-
-
 def decode_number(dtype: str) -> Callable[[bytes], Any]:
     """Return the decoder of numbers of a type."""
-    return lambda data: np.frombuffer(data, dtype).item()
+    return lambda data: np.frombuffer(data, dtype)[0]
 
 
 def damaged(path: Path, expected: str, got: str) -> DatasetError:

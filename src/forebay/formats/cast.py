@@ -76,8 +76,8 @@ def _exactly(values: Array, to: str, name: str, first_row: int) -> Array:
             changed = values.astype(DTYPES[to])
             is_same = _same(changed, values)
     if not is_same.all():
-        advice = "q8 quantizes" if values.dtype.kind == "f" else "Keep it wider"
-        raise _refused(values, ~is_same, to, name, first_row, f"{advice}, or leave out --set tensors.{name}.")
+        advice = "q8 quantizes." if values.dtype.kind == "f" else f"A wider type is --set tensors.{name}=i64."
+        raise _refused(values, ~is_same, to, name, first_row, advice)
     return changed
 
 

@@ -37,6 +37,8 @@ TOKEN_COLUMNS = ("input_ids", "tokens")  # Columns that are taken for tokens whe
 MAX_TOKENS = 64 << 20  # Of a slice that is a view: 128 or 256 MiB of a file.
 MAX_COPIED_TOKENS = 4 << 20  # Of a slice that must be copied: 8 or 16 MiB of memory for each that is open.
 
+REMEDY = "forebay.formats.open_external(PATH, column='{}')"  # Opens the tokens of one column.
+
 _MAX_MAPS = 64
 _STRUCTURE_CHECKS = (
     "size of every file",
@@ -69,6 +71,7 @@ class ExternalDataset(Dataset, ABC):
     """
 
     max_open_slices = 16  # Small, as some slices are copies; a slice that is in use stays open anyway.
+    left_out: tuple[str, ...] = ()  # Columns of its source that are not in it.
 
     def __init__(
         self,
@@ -100,7 +103,8 @@ class ExternalDataset(Dataset, ABC):
     def describe(self) -> dict[str, Any]:
         """As of Forebay's own datasets, and `format`: the format's name."""
         checked = "sizes, index and samples of the bytes; `forebay verify` reads all"
-        return {**super().describe(), "format": self.kind, "checked": checked}
+        left_out = {"left out": ", ".join(self.left_out)} if self.left_out else {}
+        return {**super().describe(), "format": self.kind, "checked": checked, **left_out}
 
     def slice_path(self, index: int) -> Path:
         """The file that holds slice `index`. Raises UsageError if it is outside [0, num_slices)."""

@@ -18,12 +18,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
+import pyarrow as pa
 import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError
-from forebay.formats import blocks, external, tables
+from forebay.formats import blocks, external, layout, tables
 from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.mds import inside_directory
@@ -71,7 +72,7 @@ class LitDataIndex(BaseModel, strict=True, defer_build=True):
         return self.config.item_loader == "PyTreeLoader"
 
 
-class LitData(blocks.BlockFormat):
+class LitData(layout.ColumnDirectory):
     """Directories of LitData's chunks."""
 
     name = "litdata"
@@ -90,7 +91,7 @@ class LitData(blocks.BlockFormat):
         folder = paths[0]
         index, names = _read_index(folder)
         columns = [
-            blocks.StoredColumn(name or "tokens", None, _decoder(folder, name, leaf))
+            blocks.StoredColumn(name, None, _decoder(folder, name, leaf))
             for name, leaf in zip(names, index.config.data_format)
         ]
         counts = [chunk.chunk_size for chunk in index.chunks]
@@ -117,9 +118,9 @@ class LitData(blocks.BlockFormat):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_chunks(samples, out, options, config, 0, digest.text), digest)
 
-    def holds_tokens(self, folder: Path) -> bool:
+    def schema(self, folder: Path, dtype: Any = None) -> pa.Schema:
         index, names = _read_index(folder)
-        return bool(_token_leaves(names, index.config.data_format))
+        return pa.schema([pa.field(name, _leaf_type(leaf)) for name, leaf in zip(names, index.config.data_format)])
 
 
 class LitDataset(external.ExternalDataset):
@@ -128,14 +129,8 @@ class LitDataset(external.ExternalDataset):
     def __init__(self, path: Path, column: str | None = None) -> None:
         self._index, names = _read_index(path)
         leaves = self._index.config.data_format
-        candidates = _token_leaves(names, leaves, column)
-        if not candidates:
-            raise DatasetError(
-                f"{path}: expected a leaf that is a vector of tokens ({column or ' or '.join(external.TOKEN_COLUMNS)}),"
-                f" got {', '.join(f'{n}: {leaf}' for n, leaf in zip(names, leaves))[:500]}. Say column=…, or convert "
-                "text to JSONL and prepare it."
-            )
-        self._leaf = candidates[0]
+        name, self.left_out = layout.layout_of_tokens(path, LitData().schema(path), column, external.REMEDY)
+        self._leaf = names.index(name)
         self._kind = np.dtype(_number_type(leaves[self._leaf]))
         chunks = self._index.chunks
         with ThreadPoolExecutor(4) as pool:
@@ -145,7 +140,7 @@ class LitDataset(external.ExternalDataset):
             external.ExternalSlice(i, chunk.filename, 0, count, chunk.chunk_size, external.file_size(files[i]))
             for i, (chunk, count) in enumerate(zip(chunks, counts))
         ]
-        settings = {"column": names[self._leaf], "leaf": leaves[self._leaf]}
+        settings = {"column": name, "leaf": leaves[self._leaf]}
         dtype = external.common_dtype(path, [self._kind])
         super().__init__(path, "litdata", dtype, files, external.fingerprints(files), parts, settings)
 
@@ -236,7 +231,7 @@ def _write_chunks(
 
 
 def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
-    """The index, and the name of each leaf: keys joined by dots, "" where a sample is one leaf."""
+    """The index, and the name of each leaf: keys joined by dots, `tokens` where a sample is one leaf."""
     path = folder / INDEX_FILE
     if external.file_size(path) > blocks.MAX_INDEX_BYTES:
         raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
@@ -244,6 +239,7 @@ def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
         index = LitDataIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES))
         spec, leaves = index.config.data_spec, index.config.data_format
         names = list(_leaf_names(orjson.loads(spec)[1], "")) if spec else [""] * len(leaves)
+        names = ["tokens"] if names == [""] else names
         if len(names) != len(leaves) or len(set(names)) != len(names):
             raise ValueError(f"config.data_spec: a name of its own for each of {len(leaves)} leaves expected")
         if not index.has_sizes and (len(leaves) != 1 or not _number_type(leaves[0])):
@@ -275,11 +271,11 @@ def _leaf_names(spec: Any, name: str) -> Iterator[str]:
         yield from _leaf_names(child, f"{name}.{key}" if name else str(key))
 
 
-def _token_leaves(names: Sequence[str], leaves: Sequence[str], column: str | None = None) -> list[int]:
-    candidates = [i for i, leaf in enumerate(leaves) if _number_type(leaf)[1:2] in ("i", "u")]
-    expected = external.TOKEN_COLUMNS if column is None else (column,)
-    named = [i for name in expected for i in candidates if names[i] == name]
-    return named or (candidates if column is None and len(candidates) == 1 else [])
+def _leaf_type(leaf: str) -> Any:
+    if kind := _number_type(leaf):
+        return pa.list_(pa.from_numpy_dtype(np.dtype(kind)))
+    plain = {"str": pa.string(), "text": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+    return plain.get(leaf, pa.binary())
 
 
 def _number_type(leaf: str) -> str:

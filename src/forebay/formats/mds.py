@@ -20,18 +20,18 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
+import pyarrow as pa
 import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import blocks, external, tables
+from forebay.formats import blocks, external, layout, tables
 from forebay.formats.blocks import I64, INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
-_VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _LEVEL = 3
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
 _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
@@ -105,7 +105,7 @@ class TokenColumn:
         return self.encoding.startswith("ndarray") and self.length is None
 
 
-class Mds(blocks.BlockFormat):
+class Mds(layout.ColumnDirectory):
     """Directories of MDS shards."""
 
     name = "mds"
@@ -120,10 +120,10 @@ class Mds(blocks.BlockFormat):
         return MdsDataset(path, dtype, column)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        """Every column but pickled ones; images as their bytes."""
+        """Every column but pickled ones; images as their bytes, tokens that are bytes as numbers of `input_dtype`."""
         folder = paths[0]
         shards = _read_index(folder / INDEX_FILE)
-        columns = [_stored_column(folder / INDEX_FILE, shards, i) for i in range(len(shards[0].column_names))]
+        columns = [_stored_column(folder / INDEX_FILE, shards, i, options) for i in range(len(shards[0].column_names))]
         counts = [shard.samples for shard in shards]
         return blocks.open_blocks(self.name, folder, columns, counts, lambda i: _open_shard(folder, shards[i]))
 
@@ -143,10 +143,8 @@ class Mds(blocks.BlockFormat):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_shards(samples, out, options, encodings), digest)
 
-    def holds_tokens(self, folder: Path) -> bool:
-        shard = _read_index(folder / INDEX_FILE)[0]
-        has_text = any(encoding in ("str", "json") for encoding in shard.column_encodings)
-        return not has_text or any(name in shard.column_names for name in external.TOKEN_COLUMNS)
+    def schema(self, folder: Path, dtype: Any = None) -> pa.Schema:
+        return _schema(_read_index(folder / INDEX_FILE)[0], dtype)
 
 
 class MdsDataset(external.ExternalDataset):
@@ -154,7 +152,7 @@ class MdsDataset(external.ExternalDataset):
 
     def __init__(self, path: Path, dtype: Any = None, column: str | None = None) -> None:
         self._folder, self._shards = path, _read_index(path / INDEX_FILE)
-        self._column = _find_column(path / INDEX_FILE, self._shards, dtype, column)
+        self._column, self.left_out = _find_column(path / INDEX_FILE, self._shards, dtype, column)
         with ThreadPoolExecutor(16) as pool:
             counts = list(pool.map(self._count, self._shards))
             stored = list(pool.map(partial(_stored_file, path), self._shards))
@@ -305,9 +303,13 @@ def _stored_file(folder: Path, shard: MdsShard) -> tuple[Path, ShardFile]:
     raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
 
 
-def _stored_column(path: Path, shards: list[MdsShard], index: int) -> blocks.StoredColumn:
+def _stored_column(path: Path, shards: list[MdsShard], index: int, options: ConvertOptions) -> blocks.StoredColumn:
     name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
     size = shards[0].column_sizes[index] or None
+    if encoding == "bytes" and name in (*external.TOKEN_COLUMNS, options.column):
+        return blocks.StoredColumn(
+            name, size, partial(np.frombuffer, dtype=_bytes_type(path, name, options.input_dtype))
+        )
     kind, _, rest = encoding.partition(":")
     if kind == "ndarray" and rest.partition(":")[0] in _TYPES:
         dtype, _, dims = rest.partition(":")
@@ -350,37 +352,38 @@ def _read_index(path: Path) -> list[MdsShard]:
     return shards
 
 
-def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | None) -> TokenColumn:
+def _schema(shard: MdsShard, dtype: Any, column: str | None = None) -> pa.Schema:
+    fields = []
+    for name, encoding in zip(shard.column_names, shard.column_encodings):
+        what, *rest = encoding.split(":")
+        kind = {"str": pa.string(), "int": pa.int64(), "str_int": pa.int64(), "str_float": pa.float64()}.get(what)
+        if what in _TYPES:
+            kind = pa.from_numpy_dtype(np.dtype(_TYPES[what]))
+        elif what == "ndarray" and rest and rest[0] in _TYPES:
+            kind = pa.list_(pa.from_numpy_dtype(np.dtype(_TYPES[rest[0]])))
+        elif encoding == "bytes" and name in (*external.TOKEN_COLUMNS, column):
+            kind = pa.list_(pa.from_numpy_dtype(external.token_dtype(dtype or "int64")))
+        fields.append(pa.field(name, kind or pa.binary()))
+    return pa.schema(fields)
+
+
+def _find_column(
+    path: Path, shards: list[MdsShard], dtype: Any, column: str | None
+) -> tuple[TokenColumn, tuple[str, ...]]:
     names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
-    arrays = [name for name, encoding in zip(names, encodings) if encoding.split(":")[0] == "ndarray"]
-    candidates = [name for name in reversed(external.TOKEN_COLUMNS) if name in names] or (
-        arrays if len(arrays) == 1 else []
-    )
-    chosen = column if column is not None else next(iter(candidates), "")
-    if chosen not in names:
-        raise DatasetError(
-            f"{path}: expected a column of tokens ({column or ' or '.join(external.TOKEN_COLUMNS)}), got "
-            f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…; text is "
-            "converted to JSONL, and prepared (docs/how-to/migrate.md)."
-        )
+    chosen, left_out = layout.layout_of_tokens(path.parent, _schema(shards[0], dtype, column), column, external.REMEDY)
     index = names.index(chosen)
     kind, length = _parse_encoding(path, chosen, encodings[index], dtype)
     if length is not None and sizes[index] != length * kind.itemsize:
         raise DatasetError(f"{path}: expected {length * kind.itemsize} bytes of column {chosen}, got {sizes[index]}.")
     # The reference takes a size of 0 for none.
-    return TokenColumn(chosen, encodings[index], kind, length, index, [size or None for size in sizes])
+    return TokenColumn(chosen, encodings[index], kind, length, index, [size or None for size in sizes]), left_out
 
 
 def _parse_encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any], int | None]:
     what, *rest = encoding.split(":")
-    if what == "bytes" and not rest:
-        if dtype is None:
-            raise UsageError(
-                f"{path}: column {name} is bytes, of no known type. Say it: dtype='int64' (LLM Foundry's), 'uint16' …"
-            )
-        return external.token_dtype(dtype), None
-    if what != "ndarray" or len(rest) not in (1, 2) or rest[0] not in _VALUES:
-        raise DatasetError(f"{path}: expected column {name} of integers (ndarray:uint16 or bytes), got {encoding!r}.")
+    if what == "bytes":
+        return _bytes_type(path, name, dtype), None
     kind = np.dtype(rest[0]).newbyteorder("<")
     if len(rest) < 2:
         return kind, None
@@ -388,6 +391,15 @@ def _parse_encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[n
     if not all(n.isascii() and n.isdigit() and 0 < len(n) < 10 for n in shape):
         raise DatasetError(f"{path}: expected a shape of numbers in {encoding!r}.")
     return kind, math.prod(map(int, shape))
+
+
+def _bytes_type(path: Path, name: str, dtype: Any) -> np.dtype[Any]:
+    if dtype is None:
+        raise UsageError(
+            f"{path}: column {name} is bytes, of no known type. Say it: open_external(PATH, dtype='int64') (LLM "
+            "Foundry's), 'uint16' …, or --set input_dtype=int64 of forebay convert."
+        )
+    return external.token_dtype(dtype)
 
 
 def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:

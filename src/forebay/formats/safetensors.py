@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
-from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
+from forebay.dataset.slices import hash_file, open_slice, rows_that_fit, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
 from forebay.formats import tables
@@ -33,13 +33,19 @@ from forebay.formats.base import Format
 from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, TokenSource, Written
 from forebay.formats.images import with_images
+from forebay.formats.layout import KEY
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.tables import Array
 from forebay.formats.token_stream import TokenStream, build_stream, slices_of
 
 REJECTS_FILE = "rejects.jsonl"
 _IGNORED = -100
-_HEADER_BYTES = 4096
+_ARRAYS = ("npy", "npz", "safetensors")  # Formats whose integers are stored as they are.
+_ROW_DTYPES = {
+    "input_ids": "U32", "tokens": "U32", "labels": "I32",
+    **dict.fromkeys(("attention_mask", "special_tokens_mask", "token_type_ids"), "U8"),
+}  # fmt: skip
+"""Of integers of tables: what these columns have in one container, or by one library, they lack in another."""
 _TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -142,9 +148,11 @@ class ForebayDataset(Format):
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """A dataset of layout `rows`."""
+        if options.compress not in ("", "none"):
+            raise UsageError(f"--set compress: expected none for forebay, got {options.compress!r}. Leave it out.")
         rejected: list[dict[str, Any]] = []
         table = with_images(source, options, rejected)
-        columns, left_out = _columns(table.schema, options)
+        columns, left_out = _columns(table.schema, options, {} if table.format in _ARRAYS else _ROW_DTYPES)
         (out / "slices").mkdir(parents=True)
         kinds = {column.name: "I8" if column.to == QUANTIZED else column.to for column in columns}
         writer = _Writer(out, options, kinds, list(options.sink.committed))
@@ -173,10 +181,9 @@ class ForebayDataset(Format):
             )
             files.append(Path(REJECTS_FILE))
         converted = {
-            "format": table.format,
             "tensors": writer.tensors,
-            "changed": {c.name: [c.kind, c.to] for c in columns if c.kind != c.to},
-            "left_out": left_out,
+            "changed": {c.name: [c.kind, c.to] for c in columns if c.kind != c.to and "F" in c.kind},
+            "left_out": sorted(left_out),
             "rejected": len(rejected),
             "classes": table.metadata.get("classes"),
         }
@@ -235,8 +242,7 @@ class _Writer:
 
     def add(self, tensors: dict[str, Array]) -> None:
         count = len(next(iter(tensors.values())))
-        row_bytes = sum(array.nbytes for array in tensors.values()) / max(1, count)
-        num_rows = max(1, int((self.options.slice_bytes - _HEADER_BYTES) // max(1.0, row_bytes)))
+        num_rows = rows_that_fit(tensors, self.options.slice_bytes, self.kinds)
         start = 0
         while start < count:
             stop = min(count, start + num_rows - self._rows)
@@ -281,17 +287,18 @@ def _check_slice(path: Path, tensors: Mapping[str, Array]) -> None:
             raise DatasetError(f"{path.name}: expected {name} as it was written, got other values. Check the disk.")
 
 
-def _columns(schema: pa.Schema, options: ConvertOptions) -> tuple[list[_Column], list[str]]:
+def _columns(schema: pa.Schema, options: ConvertOptions, dtypes: Mapping[str, str]) -> tuple[list[_Column], list[str]]:
     columns, left_out = [], []
     for column in schema:
         leaf = tables.leaf_type(column.type)
         if not tables.is_number(leaf):
-            left_out.append(column.name)
+            left_out += [column.name] if column.name != KEY else []
             continue
         kind = (column.metadata or {}).get(tables.DTYPE_KEY, b"").decode() or name_of_dtype(
             np.dtype(leaf.to_pandas_dtype())
         )
-        to = dtype_name(options.tensors[column.name]) if column.name in options.tensors else kind
+        to = dtypes.get(column.name, kind) if pa.types.is_integer(leaf) else kind
+        to = dtype_name(options.tensors[column.name]) if column.name in options.tensors else to
         pad = _IGNORED if column.name == "labels" else (options.eos_id or 0) if column.name == "input_ids" else 0
         columns.append(_Column(column.name, kind, to, width=options.seq_len, pad=pad))
     unknown = sorted(set(options.tensors) - {column.name for column in columns})
@@ -324,8 +331,7 @@ def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, ND
             "values: fill or drop the column, or write --to parquet or jsonl."
         )
     flat = leaves.to_numpy(zero_copy_only=False)
-    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
-    if column.width is not None and is_list and not pa.types.is_nested(values.type.value_type):
+    if column.width is not None and tables.is_vector(values.type):
         return _padded(flat, counts, column, column.width, first_row)
     shape = _row_shape(values, column, first_row)
     if column.shape is None:
@@ -371,7 +377,7 @@ def _padded(
 def _ragged(column: _Column, expected: tuple[int, ...], got: tuple[int, ...], row: int) -> DatasetError:
     return DatasetError(
         f"column {column.name!r}: expected rows of one shape, {list(expected)}, got {list(got)} (row {row} or after). "
-        "Give --seq-len N to pad vectors."
+        "Give --seq-len N to pad vectors; or, for tokens alone, --set column=NAME."
     )
 
 
@@ -381,8 +387,7 @@ def _manifest(
     metadata = stream.source.metadata
     eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
     vocab_size = int(metadata.get("vocab_size", 0))
-    origin = {key: metadata[key] for key in ("name", "id") if key in metadata}
-    converted: dict[str, Any] = {"format": stream.source.format, **origin}
+    converted = {key: metadata[key] for key in ("id",) if key in metadata}  # The same from every container.
     return Manifest.of(
         table,
         {"converted": converted, "files": files},

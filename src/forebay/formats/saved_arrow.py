@@ -6,6 +6,7 @@ opens. Source: datasets 2.14, arrow_dataset.py.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-from forebay.errors import DatasetError
+from forebay.errors import DatasetError, UsageError
 from forebay.formats import external
-from forebay.formats.tables import is_list
+from forebay.formats.columns import common_schema
+from forebay.formats.layout import layout_of_tokens
 
 STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 64 << 20
@@ -29,22 +31,22 @@ class SavedDataset(external.ExternalDataset):
 
     def __init__(self, path: Path, column: str | None = None) -> None:
         files = files_of(path)
-        self._batches = [_batches_of(file, column) for file in files]
+        schemas = [schema_of(file) for file in files]
+        chosen, self.left_out = layout_of_tokens(path, common_schema(files, schemas), column, external.REMEDY)
+        self._batches = [_batches_of(file, chosen) for file in files]
         self._runs: dict[tuple[int, int], tuple[int, int]] = {}
         parts: list[external.ExternalSlice] = []
-        kinds: set[np.dtype[Any]] = set()
+        kind = np.dtype(schemas[0].field(chosen).type.value_type.to_pandas_dtype())
         for i, (file, batches) in enumerate(zip(files, self._batches)):
             counts = [len(lists.flatten()) for lists in batches]
             start = 0
             for k, (a, b) in enumerate(_join(counts)):
-                kind, count, rows = _kind_of(file, batches[a]), sum(counts[a:b]), sum(map(len, batches[a:b]))
-                kinds.add(kind)
+                count, rows = sum(counts[a:b]), sum(map(len, batches[a:b]))
                 self._runs[i, start] = a, b
                 name, num_bytes = f"{external.shown_name(path, file)}#{k:05d}", count * kind.itemsize
                 parts.append(external.ExternalSlice(i, name, start, count, rows, num_bytes))
                 start += count
-        dtype = external.common_dtype(path, kinds) if kinds else "U32"
-        super().__init__(path, "arrow", dtype, files, external.fingerprints(files), parts)
+        super().__init__(path, "arrow", external.stored_dtype(kind), files, external.fingerprints(files), parts)
 
     def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         a, b = self._runs[part.file, part.start]
@@ -57,6 +59,16 @@ class SavedDataset(external.ExternalDataset):
         pieces = [external.as_tokens(value.to_numpy(zero_copy_only=True), path) for value in values]
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return tokens, np.cumsum(lengths, dtype=np.uint64)
+
+
+def check_split(path: Path) -> None:
+    """Raise UsageError if a directory is several saved datasets, each in a directory of its own."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(state.parent.name for state in path.glob(f"*/{STATE_FILE}"))
+        raise UsageError(
+            f"{path}: expected one dataset, got the splits {', '.join(splits)[:300] or 'of none'}. Name the directory "
+            f"of one: {path / (splits or ['SPLIT'])[0]}."
+        )
 
 
 def files_of(path: Path) -> list[Path]:
@@ -72,30 +84,18 @@ def files_of(path: Path) -> list[Path]:
             f"{path}: expected rows in the order of their files, got a dataset that was shuffled or selected from. "
             "Save it again after flatten_indices()."
         )
-    if not all(isinstance(n, str) and n not in ("", ".", "..") and "/" not in n and n.isprintable() for n in names):
+    if not names or not all(
+        isinstance(n, str) and n not in ("", ".", "..") and "/" not in n and n.isprintable() for n in names
+    ):
         raise DatasetError(f"{state_file}: expected names of files beside it, got {str(names)[:200]}.")
     return [path / name for name in names]
 
 
-def _batches_of(path: Path, column: str | None) -> list[Any]:
+@contextmanager
+def _stream(path: Path) -> Iterator[Any]:
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            names = (
-                [column] if column is not None else [n for n in external.TOKEN_COLUMNS if n in reader.schema.names][:1]
-            )
-            if not names or names[0] not in reader.schema.names:
-                raise DatasetError(
-                    f"{path}: expected a column of token lists ({column or ' or '.join(external.TOKEN_COLUMNS)}), got "
-                    f"{', '.join(reader.schema.names)[:500]}. Say column=…, or tokenize text first with "
-                    "`forebay prepare`."
-                )
-            batches = [batch.column(names[0]) for batch in reader if len(batch)]
-            for lists in batches:
-                _kind_of(path, lists)
-                lists.validate()
-                if lists.null_count:
-                    raise DatasetError(f"{path}: expected a list in every row of {names[0]}, got none in some.")
-            return batches
+            yield reader
     except OSError as error:
         raise external.unreadable(path, error) from error
     except (pa.ArrowException, ValueError) as error:
@@ -104,12 +104,21 @@ def _batches_of(path: Path, column: str | None) -> list[Any]:
         ) from error
 
 
-def _kind_of(path: Path, lists: Any) -> np.dtype[Any]:
-    kind = lists.type
-    if is_list(kind) and pa.types.is_integer(kind.value_type):
-        dtype: np.dtype[Any] = np.dtype(kind.value_type.to_pandas_dtype())
-        return dtype
-    raise DatasetError(f"{path}: expected lists of integers, got {kind}. Name another column, or write it again.")
+def schema_of(path: Path) -> pa.Schema:
+    """Return the columns of a file. Raises DatasetError if it is damaged."""
+    with _stream(path) as reader:
+        return reader.schema
+
+
+def _batches_of(path: Path, column: str) -> list[Any]:
+    with _stream(path) as reader:
+        columns = (batch.column(column) for batch in reader if len(batch))
+        batches = [getattr(lists, "storage", lists) for lists in columns]  # Of tensors their lists.
+        for lists in batches:
+            lists.validate()
+            if lists.null_count:
+                raise DatasetError(f"{path}: expected a list in every row of {column}, got none in some.")
+        return batches
 
 
 def _join(counts: list[int]) -> Iterator[tuple[int, int]]:

@@ -27,10 +27,11 @@ from forebay.formats import ExternalDataset, dataset_format, open_external, open
 from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import U64, ConvertOptions, Position, TableSource, TokenPart, TokenSource, Written
 from forebay.formats.detect import Detection, detect
-from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.images import Images
+from forebay.formats.layout import decide_layout, layout_of_tokens
 from forebay.formats.records import batched
-from forebay.formats.tables import TableDigest, flatten, is_list, is_number, leaf_type
+from forebay.formats.saved_arrow import check_split
+from forebay.formats.tables import TableDigest, flatten, leaf_type
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
 from forebay.maps import release_pages
@@ -81,15 +82,18 @@ def _open_source(
     prefers_table = needs_table(to, options)
     table: TableSource | None = None
     tokens, problem = _try_tokens(path, options)
-    if tokens is None or (prefers_table and tokens.format in _WITH_COLUMNS):
+    keeps_columns = to in _BLOCKS and options.column is None
+    has_columns = tokens is not None and tokens.format in _WITH_COLUMNS
+    if tokens is None or (has_columns and (prefers_table or (keeps_columns and "left_out" in tokens.metadata))):
         table = open_table(path, options)
-    if prefers_table and table is not None:
-        return table
-    if tokens is not None:
-        return tokens
     if table is not None:
-        as_rows = to is None or (get_format(to).supports("write_rows") and _holds_more(table, to, options.column))
-        return table if as_rows else tokens_of_table(table, options)
+        layout = decide_layout(table.schema, options.column)
+        as_rows = to is None or get_format(to).supports("write_rows")
+        if prefers_table or (as_rows and (layout.is_rows or (keeps_columns and layout.left_out))):
+            return table
+        return tokens_of_table(table, options)
+    if tokens is not None:
+        return _narrowed(tokens) if has_columns and options.dtype is None else tokens
     if problem is not None:
         raise problem
     shown = max(path.paths, key=lambda file: file.num_bytes) if isinstance(path, _RemoteFolder) else Path(path)
@@ -106,16 +110,6 @@ def needs_table(to: str | None, options: ConvertOptions) -> bool:
     if to is None or not get_format(to).supports("write_rows"):
         return False
     return not get_format(to).supports("write_tokens") or bool(options.tensors)
-
-
-def _holds_more(table: TableSource, to: str, column: str | None) -> bool:
-    name = token_column(table.schema, column)
-    others = [field.type for field in table.schema if field.name != name]
-    if to in _WITH_COLUMNS and others and column is None:
-        return True
-    return name is None or (
-        column is None and any(is_number(getattr(leaf := leaf_type(kind), "value_type", leaf)) for kind in others)
-    )
 
 
 def _try_tokens(
@@ -154,6 +148,8 @@ def tokens_of_dataset(dataset: Dataset) -> TokenSource:
     properties: dict[str, Any] = {"name": m.name}
     if not isinstance(dataset, ExternalDataset):
         properties |= {"tokenizer": m.tokenizer, "vocab_size": m.vocab_size, "eos_id": m.eos_id, "id": dataset.id}
+    else:
+        properties |= {"left_out": dataset.left_out}
     metadata = {key: value for key, value in properties.items() if value or (key == "eos_id" and value is not None)}
 
     def read(position: Position | None) -> Iterator[tuple[Position | None, TokenPart]]:
@@ -190,19 +186,25 @@ def _open_remote_tokens(source: _RemoteFolder, options: ConvertOptions) -> Token
     return None if external is None else tokens_of_dataset(external)
 
 
+def _narrowed(source: TokenSource) -> TokenSource:
+    """Return tokens with the type that a table of them gets: that of the largest, whatever type its columns have."""
+    if source.dtype != "U32":
+        return source
+    largest = max((int(part.tokens.max()) for part in source.parts() if len(part.tokens)), default=0)
+    if largest >> 31:
+        raise DatasetError(
+            f"{source.format}: expected token ids in [0, 2**31), got {largest}, or {largest - (1 << 32)}. Name the "
+            "column of tokens with --set column=NAME."
+        )
+    return source if largest >> 16 else replace(source, dtype="U16")
+
+
 def tokens_of_table(table: TableSource, options: ConvertOptions = _NO_OPTIONS) -> TokenSource:
     """Return the list column of a table as tokens; each row is a document.
 
     Reads a local table once, to count; of one at a URL the column or the options tell the type.
     """
-    column = options.column
-    name = token_column(table.schema, column)
-    if name is None:
-        raise UsageError(
-            f"{table.format}: expected a column of lists of integers ({column or ' or '.join(TOKEN_COLUMNS)}), got "
-            f"{', '.join(f'{f.name}: {f.type}' for f in table.schema)[:500]}. Name one with --set column=NAME, or "
-            "tokenize text with `forebay prepare`."
-        )
+    name, others = layout_of_tokens(table.format, table.schema, options.column, "--set column={}")
     total: int | None = None
     rows: int | None = None
     if any(isinstance(path, RemotePath) for path in table.files):
@@ -213,8 +215,7 @@ def tokens_of_table(table: TableSource, options: ConvertOptions = _NO_OPTIONS) -
             total, rows = total + len(values), rows + len(document_ends)
             largest = max(largest, int(values.max()) if len(values) else 0)
         dtype = "U16" if largest < 1 << 16 else "U32"
-    others = [field.name for field in table.schema if field.name != name]
-    metadata = {"left_out": others} if others else {}
+    metadata: dict[str, Any] = {"left_out": others} if others else {}
     kind = TOKEN_DTYPES[dtype]
 
     def read(position: Position | None = None) -> Iterator[tuple[Position | None, TokenPart]]:
@@ -275,20 +276,6 @@ def table_of_stream(schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: st
     return TableSource("stream", table, None, read)
 
 
-def token_column(schema: pa.Schema, column: str | None = None) -> str | None:
-    """Return the column of tokens: the one named, or `input_ids` or `tokens`; None unless it is lists of integers."""
-    for name in [column] if column is not None else TOKEN_COLUMNS:
-        if name in schema.names and _is_token_list(schema.field(name).type):
-            return name
-    return None
-
-
-def _is_token_list(kind: Any) -> bool:
-    if isinstance(kind, pa.FixedShapeTensorType):
-        return len(kind.shape) == 1 and pa.types.is_integer(kind.value_type)
-    return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
-
-
 def _lists(
     table: TableSource, column: str, position: Position | None = None
 ) -> Iterator[tuple[Position | None, NDArray[Any], U64]]:
@@ -322,8 +309,7 @@ def open_table(path: str | Path | _RemoteFolder, options: ConvertOptions = _NO_O
             return None
         if name and get_format(name).supports("open_rows"):
             return get_format(name).open_rows([target], options)
-        if (target / "dataset_dict.json").is_file():
-            raise UsageError(f"{target}: expected one dataset, got several splits. Name the directory of one.")
+        check_split(target)
     groups, skipped = _by_format(path.paths if isinstance(path, _RemoteFolder) else table_files(target))
     if len(groups) > 1:
         got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())

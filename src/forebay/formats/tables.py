@@ -173,6 +173,17 @@ def is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def is_vector(kind: Any) -> bool:
+    """Return whether a type is of vectors: lists, or tensors of one dimension, whose values are not nested."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return len(kind.shape) == 1
+    return (
+        is_list(kind)
+        and not pa.types.is_nested(kind.value_type)
+        and not isinstance(kind.value_type, pa.BaseExtensionType)
+    )
+
+
 def is_number(kind: Any) -> bool:
     """Whether a type is of booleans, integers or floats."""
     return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))

@@ -23,6 +23,7 @@ from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.cast import cast
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.records import Record, batched, shown, to_record
@@ -70,7 +71,7 @@ class TFRecord(Format):
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         kinds: dict[str, int] = {}
-        lists: set[str] = set()
+        lists = set(TOKEN_COLUMNS)  # Also where each document has one token.
         binary: set[str] = set()
         size = 0
         for location, row, num_bytes in _records(paths):
@@ -92,10 +93,13 @@ class TFRecord(Format):
         return TableSource(self.name, schema, None, lambda: _read_batches(paths, schema, kinds))
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        """`compress`: gzip, zstd or nothing, or as the suffix of `out` says; TensorFlow reads gzip."""
         source = unwrap_images(source)
         tables.refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
         encode = partial(_encoded, checksum=crc32c())
-        return tables.write_parts(source, out, options, ".tfrecord", partial(tables.Encoded, encode=encode))
+        compressor, suffix = tables.compressor_of(out, options, "TFRecord")
+        part = partial(tables.Encoded, encode=encode)
+        return tables.write_parts(source, out, options, ".tfrecord" + suffix, part, compressor=compressor)
 
     def check(self, path: Path, report: Report) -> None:
         """Compare the checksums of every record, or of as many as the options allow."""

@@ -30,13 +30,13 @@ from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.jsonl import json_values, parse_json, parse_line, too_many_values
+from forebay.formats.layout import KEY
 from forebay.formats.records import SHOWN_CHARS, Record, batched, source_of, values_of
 from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, document_of
 from forebay.formats.vectors import read_header
 
-KEY = "__key__"
 _DOCUMENT_KINDS = ("txt", "text", "json", "jsonl", "html", "htm")
 _MAX_MEMBERS = 1000
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff")

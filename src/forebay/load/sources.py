@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from forebay.order.mixture import Weights
 from forebay.toml import read_toml
 
 DatasetSource: TypeAlias = "str | Path | Dataset"
+_log = logging.getLogger("forebay")
 _OPENERS = 16  # Threads that open the datasets of a mixture.
 
 
@@ -125,13 +127,15 @@ def open_dataset(
     if not (path / MANIFEST_FILE).is_file():
         from forebay.formats import open_external
 
-        dataset: Dataset | None = open_external(path)
-        if dataset is not None:
-            return dataset
-        if path.is_file():
+        external = open_external(path)
+        if external is not None:
+            if external.left_out:
+                _log.warning("%s: columns left out beside the tokens: %s", path, ", ".join(external.left_out))
+            return external
+        if path.is_file() or (path.is_dir() and any(path.iterdir())):
             raise DatasetError(
-                f"{path}: expected a dataset, got a file of another kind. forebay.TextStream reads text files; "
-                "`forebay prepare` makes a dataset of them."
+                f"{path}: expected a dataset, got files of another kind. Make one: of text `forebay prepare`, of "
+                "tables, tokens and images `forebay convert`. forebay.TextStream reads text as it is."
             )
     return open_local(source, verify=verify)
 

@@ -61,9 +61,18 @@ def test_a_suffix_names_the_compression(tmp_path: Path, name: str, start: bytes)
 
 
 def test_rows_of_a_slice(tmp_path: Path) -> None:
-    convert(made_table({"x": list(range(100))}), tmp_path / "f", "forebay", ConvertOptions(slice_bytes=4096 + 8 * 40))
-    sizes = [open_slice(path).num_rows for path in sorted((tmp_path / "f" / "slices").iterdir())]
-    assert sizes == [40, 40, 20]
+    """As many as fit with the header as it is."""
+    for slice_bytes, expected in (
+        (72 + 8 * 40, [40, 40, 20]),
+        (72 + 8 * 40 + 7, [40, 40, 20]),
+        (4000, [100]),
+        (1, [1] * 100),
+    ):
+        out = tmp_path / str(slice_bytes)
+        convert(made_table({"x": list(range(100))}), out, "forebay", ConvertOptions(slice_bytes=slice_bytes))
+        paths = sorted((out / "slices").iterdir())
+        assert [open_slice(path).num_rows for path in paths] == expected
+        assert slice_bytes == 1 or all(path.stat().st_size <= slice_bytes for path in paths)
 
 
 # Arrays.
@@ -157,20 +166,6 @@ def test_members_of_a_tar_of_others(tmp_path: Path) -> None:
         tar.add(tmp_path / "d", "d")
     row = read_table(tmp_path / "other").to_pylist()[0]
     assert (row["__key__"], row["text"], row["label"], row["width"], row["tags"]) == ("d/a", "hello", 7, 3, ["x"])
-
-
-def test_labels_beside_tokens_are_kept_or_said_to_be_left_out(tmp_path: Path) -> None:
-    """Rows with labels stay rows; where a format holds tokens alone, the report says what it does not hold."""
-    path = tmp_path / "chat.jsonl"
-    path.write_text('{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "url": "x"}\n' * 5)
-    assert convert(path, tmp_path / "rows", "forebay", ConvertOptions()).written.num_rows == 5
-    dataset = open_dataset(tmp_path / "rows")
-    assert dataset.manifest.layout == "rows"
-    assert dataset.open_slice(0).tensors["labels"][0].tolist() == [-100, 2, 3]
-    report = convert(path, tmp_path / "pairs", "megatron", ConvertOptions())
-    assert "columns left out: labels, url" in report.written.notes
-    convert(path, tmp_path / "tokens", "forebay", ConvertOptions(column="input_ids"))
-    assert open_dataset(tmp_path / "tokens").manifest.layout == "tokens"
 
 
 def test_what_a_directory_holds_beside_tables_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,10 +190,9 @@ def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path: Path, e
 def test_mds_columns() -> None:
     with pytest.raises(UsageError, match="dtype='int64'"):
         open_external(FOREIGN / "mds_bytes")
-    with pytest.raises(DatasetError, match="column=…"):
-        open_external(FOREIGN / "mds_raw", column="text")
-    with pytest.raises(DatasetError, match="got 'str'"):
-        open_external(FOREIGN / "mds_zstd", column="source")
+    for name, column in (("mds_raw", "text"), ("mds_zstd", "source")):
+        with pytest.raises(UsageError, match=r"a column of tokens.*open_external\(PATH, column='NAME'\)"):
+            open_external(FOREIGN / name, column=column)
 
 
 def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path: Path) -> None:
@@ -479,7 +478,7 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path) -> None:
         (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
         with pytest.raises(DatasetError, match="names of files"):
             open_external(folder)
-    with pytest.raises(DatasetError, match="got input_ids"):
+    with pytest.raises(UsageError, match="got input_ids"):
         open_external(FOREIGN / "arrow", column="text")
 
 
@@ -492,7 +491,7 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path) -> None:
             3,
             "expected 6 bytes of column tokens, got 7",
         ),
-        ({"column_encodings": ["pkl"]}, 3, "expected column tokens of integers"),
+        ({"column_encodings": ["pkl"]}, 3, "expected a column of tokens, lists of integers"),
         ({"column_sizes": [2]}, 3, "expected vectors of tokens, got 30 dimensions"),
         ({"column_sizes": [2]}, 1, "expected the same columns"),
         ({"column_names": []}, 3, "expected the same columns"),
@@ -505,7 +504,7 @@ def test_an_mds_index_that_lies(tmp_path: Path, change: dict[str, Any], shards: 
     with changed_index(folder) as index:
         for shard in index["shards"][:shards]:
             shard |= change
-    with pytest.raises(DatasetError, match=match):
+    with pytest.raises((DatasetError, UsageError), match=match):
         read_all(opened(folder))
 
 

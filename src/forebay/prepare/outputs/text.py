@@ -24,9 +24,9 @@ from forebay.formats.base import get_format
 from forebay.formats.blocks import INDEX_FILE, merge_indexes
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
+from forebay.formats.layout import KEY
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.formats.sources import table_of_stream
-from forebay.formats.webdataset import KEY
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file
