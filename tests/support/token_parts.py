@@ -10,11 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
 from forebay.prepare.tasks.shuffle import EncodedPart
 from forebay.prepare.tokenize.encoders import EncoderSpec
-from forebay.prepare.tokenize.tokenizers import TOKENIZER_FILE, load_tokenizer
+from forebay.prepare.tokenize.tokenizers import load_tokenizer
 from forebay.storage.store import open_store
 
 SCHEMA = pa.schema(

@@ -22,6 +22,7 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
@@ -46,7 +47,6 @@ _ROW_DTYPES = {
     **dict.fromkeys(("attention_mask", "special_tokens_mask", "token_type_ids"), "U8"),
 }  # fmt: skip
 """Of integers of tables: what these columns have in one container, or by one library, they lack in another."""
-_TOKENIZER_FILE = "tokenizer.json"
 
 
 class SafeTensors(Format):
@@ -402,11 +402,11 @@ def _manifest(
 
 def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
     dataset = source.dataset
-    is_listed = dataset is not None and _TOKENIZER_FILE in listed_files(dataset.manifest)
-    if dataset is None or not is_listed or not (dataset.path / _TOKENIZER_FILE).is_file():
+    is_listed = dataset is not None and TOKENIZER_FILE in listed_files(dataset.manifest)
+    if dataset is None or not is_listed or not (dataset.path / TOKENIZER_FILE).is_file():
         return {}
-    shutil.copyfile(dataset.path / _TOKENIZER_FILE, out / _TOKENIZER_FILE)
-    return {_TOKENIZER_FILE: hash_file(out / _TOKENIZER_FILE)}
+    shutil.copyfile(dataset.path / TOKENIZER_FILE, out / TOKENIZER_FILE)
+    return {TOKENIZER_FILE: hash_file(out / TOKENIZER_FILE)}
 
 
 def _are_vectors(first: Any, second: Any) -> bool:

@@ -187,6 +187,11 @@ class Loader(Closing, BatchSource[BatchT]):
         return self.plan.dataset
 
     @property
+    def vocab_size(self) -> int:
+        """Ids are below it, by what the datasets record; 0 if none does."""
+        return max(dataset.manifest.vocab_size for dataset in self.datasets.values())
+
+    @property
     def tail_tokens(self) -> int:
         """Tokens of an epoch that are in no sample, fewer than seq_len at the end of each slice."""
         return sum(index.tail_tokens for index in self.plan.indexes)

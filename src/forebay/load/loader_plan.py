@@ -84,8 +84,10 @@ class LoaderPlan:
         if options.scheduler is not None:
             self.jobs = open_jobs(options, self.mixture)
             sources = {name: job.dataset for name, job in self.jobs.items()}
-        opened = open_datasets(list(sources.values()), network.identity, network.from_urls, verify)
-        self.datasets = dict(zip(sources, opened))
+        self.datasets = open_datasets(
+            sources, network.identity, network.from_urls, verify,
+            allow_different_tokenizers=self.mixture is not None and self.mixture.allow_different_tokenizers,
+        )  # fmt: skip
         is_tokens = self.dataset.manifest.layout == "tokens"
         if is_tokens == (options.seq_len is None):
             raise UsageError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from forebay import html
+from forebay.dataset.agreement import TOKENIZER_FILE, differences, token_traits
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
@@ -19,6 +20,11 @@ from forebay.order.mixture import Weights
 from forebay.toml import read_toml
 
 DatasetSource: TypeAlias = "str | Path | Dataset"
+_ADVICE = {
+    "layout": "Mix rows with rows, and tokens with tokens.",
+    "dtype": "Prepare them with one tokenizer, or one again: forebay convert DATASET OUT --to forebay --dtype TYPE.",
+}
+_ESCAPE = "If ids mean the same in both, say allow_different_tokenizers=True of the Mixture (= true in its file)."
 _log = logging.getLogger("forebay")
 _OPENERS = 16  # Threads that open the datasets of a mixture.
 
@@ -31,6 +37,7 @@ class Mixture:
         datasets: By name: a directory, a URL or an open Dataset. All of one layout and one type of tokens.
         weights: By name, at least 0 and not all 0; or a list of (run step, weights), steps ascending from 0. A dataset
             that a change does not name has weight 0 from there on.
+        allow_different_tokenizers: Mix datasets whose tokenizers, vocabularies or ends of documents differ.
 
     Raises:
         UsageError: If a name is unknown, a weight is negative or no number, or steps do not ascend from 0.
@@ -38,10 +45,19 @@ class Mixture:
 
     datasets: Mapping[str, DatasetSource]
     weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
+    allow_different_tokenizers: bool = False
 
     def __post_init__(self) -> None:
-        if not self.datasets:
-            raise UsageError("mixture: expected at least one dataset, got none.")
+        if not isinstance(self.datasets, Mapping) or not self.datasets:
+            raise UsageError(f"mixture: expected datasets by name, {{name: dataset}}, got {self.datasets!r:.200}.")
+        if not isinstance(self.weights, Mapping) and not all(
+            isinstance(change, Sequence) and len(change) == 2 and isinstance(change[1], Mapping)
+            for change in self.weights
+        ):
+            raise UsageError(
+                f"mixture: expected weights by name, {{name: weight}}, or [(step, {{name: weight}})], got "
+                f"{self.weights!r:.200}. The names are {', '.join(self.datasets)}."
+            )
         for step, weights in self.changes:
             unknown = sorted(set(weights) - set(self.datasets))
             if unknown:
@@ -84,13 +100,20 @@ class Mixture:
         """
         path = Path(path)
         config = read_toml(path)
+        allow = config.pop("allow_different_tokenizers", False)
         datasets, changes = config.get("datasets"), config.get("change")
-        if not isinstance(datasets, dict) or not isinstance(changes, list) or set(config) - {"datasets", "change"}:
+        if (
+            not isinstance(datasets, dict)
+            or not isinstance(changes, list)
+            or set(config) - {"datasets", "change"}
+            or type(allow) is not bool
+        ):
             raise UsageError(f"{path}: expected [datasets] and [[change]] and nothing else, got {sorted(config)}.")
         try:
             return cls(
                 {name: url if "://" in url else path.parent / url for name, url in datasets.items()},
                 [(change["step"], change["weights"]) for change in changes],
+                allow,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: expected `step` and `weights` in each [[change]], got {error!r}.") from error
@@ -141,24 +164,23 @@ def open_dataset(
 
 
 def open_datasets(
-    sources: Sequence[DatasetSource], identity: Any = None, from_urls: Any = "", verify: Verify = "once"
-) -> list[Dataset]:
-    """Open several datasets, in threads. Raises DatasetError unless all have one layout and one type of tokens."""
+    sources: Mapping[str, DatasetSource], identity: Any = None, from_urls: Any = "", verify: Verify = "once", *,
+    allow_different_tokenizers: bool = False,
+) -> dict[str, Dataset]:  # fmt: skip
+    """Open several datasets, in threads, by name. Raises DatasetError unless they agree in what their tokens mean."""
 
     def open_one(source: DatasetSource) -> Dataset:
         return open_dataset(source, identity, verify=verify, from_urls=from_urls)
 
-    if len(sources) == 1:
-        return [open_one(sources[0])]
     with ThreadPoolExecutor(min(_OPENERS, len(sources))) as pool:
-        datasets = list(pool.map(open_one, sources))
-    first = datasets[0].manifest
-    for dataset in datasets[1:]:
-        other = dataset.manifest
-        if (other.layout, other.dtype) != (first.layout, first.dtype):
+        datasets = dict(zip(sources, pool.map(open_one, sources.values())))
+    for trait, first, expected, name, got in differences({n: token_traits(d.manifest) for n, d in datasets.items()}):
+        advice = _ADVICE.get(trait, "")
+        if advice or not allow_different_tokenizers:
+            file = f"{datasets[first].url}/{TOKENIZER_FILE}"
             raise DatasetError(
-                f"mixture: expected every dataset of layout {first.layout} {first.dtype} like {datasets[0].name}, got "
-                f"{other.layout} {other.dtype} of {dataset.name}. Prepare them with one tokenizer."
+                f"mixture: expected datasets of one {trait}, got {expected} of {first} and {got} of {name}. "
+                + (advice or f"Prepare {name} with --tokenizer {file}. {_ESCAPE}")
             )
     return datasets
 
@@ -175,7 +197,12 @@ def portable_source(source: DatasetSource | Mixture) -> str | Path | Mixture:
 
 
 def as_mixture(source: DatasetSource | Mixture) -> Mixture | None:
-    """A mixture, or the one in a TOML file; None for anything else."""
+    """A mixture, or the one in a TOML file; None for one dataset. Raises UsageError for several without weights."""
+    if not isinstance(source, (str, Path, Dataset, Mixture)):
+        raise UsageError(
+            f"dataset: expected a path, a URL or an open dataset, got {type(source).__name__}. Several are read by "
+            "forebay.Mixture({'web': 'a', 'books': 'b'}, {'web': 0.7, 'books': 0.3})."
+        )
     if isinstance(source, (str, Path)) and str(source).endswith(".toml") and Path(source).is_file():
         return Mixture.from_toml(source)
     return source if isinstance(source, Mixture) else None

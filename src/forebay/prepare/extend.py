@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow.parquet as pq
 
+from forebay.dataset.agreement import TOKENIZER_FILE, differences, token_traits
 from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import DOCUMENTS_FILE, SliceInfo
 from forebay.dataset.reader import Dataset, listed_files, open_dataset
@@ -30,7 +31,7 @@ from forebay.prepare.run import PrepareRun
 from forebay.prepare.sources import source_splits
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.text import TextTask, process_split, task_key
-from forebay.prepare.tokenize.tokenizers import TOKENIZER_FILE, TokenizerFile, load_tokenizer, parse
+from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer, parse
 from forebay.storage.store import FolderStore, Store
 
 _PART_TOKENS = 1 << 25
@@ -73,20 +74,14 @@ def check_extension(parent: Dataset, recipe: Recipe, tokenizer: TokenizerFile | 
     manifest, files = parent.manifest, listed_files(parent.manifest)
     if tokenizer is None:
         _refuse(parent, "its own tokenizer", f"{recipe.tokenize.tokenizer}. Leave out --tokenizer")
-    ours: dict[str, Any] = {"layout": "tokens" if recipe.rows is None else "rows", "tokenizer": tokenizer.sha256[:12]}
-    ours |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    theirs: dict[str, Any] = {"layout": manifest.layout, "tokenizer": files.get(TOKENIZER_FILE, "none")[:12]}
-    theirs |= {"vocab_size": manifest.vocab_size, "eos_id": manifest.eos_id}
-    if manifest.layout == "tokens":
-        ours["dtype"], theirs["dtype"] = tokenizer.dtype, manifest.dtype
-    before = manifest.lineage.get("recipe", {})
-    now = recipe.to_json()
-    if "rows" in now or "rows" in before:
-        ours["rows"], theirs["rows"] = now.get("rows"), before.get("rows")
-    ours["bos"], theirs["bos"] = recipe.tokenize.bos, before.get("tokenize", {}).get("bos", recipe.tokenize.bos)
-    for name, value in theirs.items():
-        if value != ours[name]:
-            _refuse(parent, f"its {name} {value!r}", f"{ours[name]!r}. Use the recipe and tokenizer that made it")
+    before, theirs = manifest.lineage.get("recipe", {}), token_traits(manifest)
+    theirs |= {"tokenizer": theirs["tokenizer"] or "none", "rows": before.get("rows", {})}
+    ours = {"layout": "tokens" if recipe.rows is None else "rows", "tokenizer": tokenizer.sha256[:12]}
+    ours |= {"vocab_size": tokenizer.vocab_size, "eos_id": "none" if tokenizer.eos_id is None else tokenizer.eos_id}
+    ours |= {"dtype": tokenizer.dtype, "rows": recipe.to_json().get("rows", {}), "bos": recipe.tokenize.bos}
+    theirs["bos"] = before.get("tokenize", {}).get("bos")
+    for name, _, expected, _, got in differences({"parent": theirs, "child": ours}):
+        _refuse(parent, f"its {name} {expected!r}", f"{got!r}. Use the recipe and tokenizer that made it")
     if document_ids and DOCUMENTS_FILE not in files:
         _refuse(parent, f"a dataset with {DOCUMENTS_FILE} for --document-ids", "none. Leave out --document-ids")
     if manifest.layout == "tokens" and parent.num_slices:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, UsageError
 from forebay.prepare.extend import check_extension, is_parents_tokenizer, parent_tokenizer
@@ -76,13 +77,13 @@ def train(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerF
     seed, vocab = run.recipe.slice.seed, tokenizers.vocab_to_train(run.recipe.tokenize.tokenizer) or 0
     parts = [result.part for result in texts]
     key = keys.hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
-    name = f"trained-{key}/{tokenizers.TOKENIZER_FILE}"
+    name = f"trained-{key}/{TOKENIZER_FILE}"
     if not run.work.exists(name):
         run.progress.update(Progress("tokenizer", 0, 1, " trained"))
         data = tokenizers.train_tokenizer(sample_texts(run.work, parts, seed), vocab).data
         run.work.create(name, data)
         run.progress.update(Progress("tokenizer", 1, 1, " trained"))
     with run.work.scratch() as folder:
-        (path := folder / tokenizers.TOKENIZER_FILE).write_bytes(run.work.read(name))
+        (path := folder / TOKENIZER_FILE).write_bytes(run.work.read(name))
         loaded = _load_tokenizer(run.recipe, str(path))
     return dataclasses.replace(loaded, description=run.recipe.tokenize.tokenizer)

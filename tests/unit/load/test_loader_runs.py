@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -100,18 +101,59 @@ def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
         {"weights": {"web": -1.0}},
         {"weights": [(1, {"web": 1.0})]},
         {"weights": [(0, {"web": 1.0}), (0, {"web": 2.0})]},
+        {"weights": [0.7, 0.3]},
+        {"weights": [(0, 0.7)]},
+        {"datasets": ["a", "b"]},
     ],
 )
 def test_wrong_mixtures(folders: dict[str, Path], wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="mixture|weights"):
         Mixture(**{"datasets": folders, "weights": {"web": 1.0}, **wrong})
 
 
-def test_datasets_of_a_mixture_are_alike(folders: dict[str, Path], tmp_path: Path) -> None:
-    write_token_slice(tmp_path / "0.safetensors", np.zeros(400, np.uint16), np.array([400], np.uint64))
-    import_slices(tmp_path, "narrow")
-    with pytest.raises(DatasetError, match="U16"):
-        Loader(Mixture({"web": folders["web"], "narrow": tmp_path}, {"web": 1.0}), seq_len=SEQ_LEN, batch_size=4)
+@pytest.mark.parametrize("several", [["a", "b"], {"a": "a"}, ("a",), 3])
+def test_several_datasets_are_a_mixture(several: Any) -> None:
+    with pytest.raises(UsageError, match=r"dataset: expected a path.*forebay\.Mixture\(\{"):
+        Loader(several, seq_len=SEQ_LEN, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "differing"),  # Of datasets a, b, c: the type, the hash of the tokenizer, vocab_size, eos_id.
+    [
+        ("U32 - 0 -|U32 - 0 -", ""),
+        ("U16 - 0 -|U32 - 0 -", "dtype, got U16 of a and U32 of b.*--dtype TYPE"),
+        ("U32 1 9 0|U32 1 9 0", ""),
+        ("U32 1 0 -|U32 2 0 -", "tokenizer, got 111111111111 of a and 222222222222 of b.*--tokenizer /.*/a/tokenizer"),
+        ("U32 - 0 -|U32 1 0 0", ""),
+        ("U32 1 0 -|U32 - 0 -|U32 2 0 -", "tokenizer, got 111111111111 of a and 222222222222 of c"),
+        ("U32 - 9 -|U32 - 0 -|U32 - 8 -", "vocab_size, got 9 of a and 8 of c"),
+        ("U32 - 0 0|U32 - 0 2", "eos_id, got 0 of a and 2 of b"),
+        ("U32 - 0 0|U32 1 0 -", "eos_id, got 0 of a and none of b"),
+    ],
+)
+def test_datasets_of_a_mixture_agree_in_what_they_record(recorded: str, differing: str, tmp_path: Path) -> None:
+    """What is not recorded agrees with everything. Whoever knows better says so, in memory or in the file."""
+    for name, text in zip("abc", recorded.split("|")):
+        dtype, tokenizer, vocab_size, eos_id = text.split()
+        folder = tmp_path / name
+        folder.mkdir()
+        tokens = np.zeros(400, np.uint16 if dtype == "U16" else np.uint32)
+        write_token_slice(folder / "0.safetensors", tokens, np.array([400], np.uint64))
+        files = {} if tokenizer == "-" else {"tokenizer.json": tokenizer * 64}
+        manifest = replace(import_slices(folder, name).manifest, lineage={"files": files}, vocab_size=int(vocab_size))
+        manifest = replace(manifest, eos_id=None if eos_id == "-" else int(eos_id))
+        (folder / "manifest.json").write_bytes(manifest.to_json())
+    names = [path.name for path in tmp_path.iterdir()]
+    table = "".join(f"{name} = '{name}'\n" for name in sorted(names))
+    for allowed in ("false", "true"):
+        lines = ["allow_different_tokenizers =", allowed, "\n[datasets]\n", table, "[[change]]\nstep=0\nweights={a=1}"]
+        (tmp_path / "mix.toml").write_text(" ".join(lines))
+        for source in (tmp_path / "mix.toml", Mixture.from_toml(tmp_path / "mix.toml")):
+            if differing and (allowed == "false" or "dtype" in differing):
+                with pytest.raises(DatasetError, match=differing):
+                    Loader(source, seq_len=SEQ_LEN, batch_size=4)
+            else:
+                assert Loader(source, seq_len=SEQ_LEN, batch_size=4).vocab_size == (9 if "9" in recorded else 0)
 
 
 def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]) -> None:

@@ -217,7 +217,7 @@ def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: P
         ("its own tokenizer, got train:300", old, {"tokenize": {"tokenizer": "train:300"}}),
         ("expected its layout 'tokens', got 'rows'", old, {"rows": {"max_tokens": 64}}),
         ("expected its bos False", old, {"tokenize": {"tokenizer": "bytes", "bos": "auto"}}),
-        ("expected its eos_id 256, got None", old, {"tokenize": {"tokenizer": "bytes", "eos": False}}),
+        ("expected its eos_id 256, got 'none'", old, {"tokenize": {"tokenizer": "bytes", "eos": False}}),
         (r"dedup\.keep = 'first'", old, {"dedup": {"exact": True, "keep": "longest"}}),
         ("methods that compare text, got semantic", old, {"dedup": {"semantic": True, "dimension": 4}}),
         (r"got format 1\. Upgrade it: forebay import", FORMAT_1, {}),

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
@@ -48,7 +49,7 @@ from forebay.prepare.tasks.slicing import (
     write_slice,
 )
 from forebay.prepare.tokenize.encoders import EncoderSpec
-from forebay.prepare.tokenize.tokenizers import TOKENIZER_FILE, TokenizerFile
+from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import shown_path
 from forebay.storage.store import Store
 

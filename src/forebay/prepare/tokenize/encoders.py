@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.errors import PrepareError
 from forebay.formats.records import batched
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.engines.base import resident_bytes
 from forebay.prepare.tokenize.tokenizers import (
     OWN,
-    TOKENIZER_FILE,
     Tokenizer,
     TokenizerFile,
     encode_batch,

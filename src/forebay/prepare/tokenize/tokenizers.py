@@ -25,7 +25,6 @@ from forebay.plugins import load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
-TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_BYTES = 64 << 20  # Text that `train:` learns from, at most: bounds its memory to about 1 GB.
 EOS = "<|endoftext|>"
 AUTO = "auto"  # For `eos` and `bos`: the vocabulary's own token if it has one, else none.

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
+from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tokenize import encoders as coders
@@ -30,7 +31,6 @@ from forebay.prepare.tokenize.encoders import (
     make_encoder,
 )
 from forebay.prepare.tokenize.tokenizers import (
-    TOKENIZER_FILE,
     TokenizerFile,
     byte_tokenizer,
     load_tokenizer,
