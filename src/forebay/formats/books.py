@@ -77,6 +77,8 @@ def _record(index: int, file: InputFile, options: ReadOptions, read: Any, what: 
     data, fault = read_data(index, file, options)
     if fault is not None:
         return fault
+    if not data:
+        return Record(index)
     try:
         text, fields = read(data, options.max_document_bytes)
         text = strip_turn_marks(BLANK_LINES.sub("\n\n", text)).strip()

@@ -55,6 +55,8 @@ class ColumnFormat(Format):
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         file, number = split.files[0], -1
+        if not file.bytes:
+            return
         try:
             with self.open_file(file, options, split) as reader:
                 keys = select_columns(_schema_of(reader), options, file)
@@ -67,7 +69,8 @@ class ColumnFormat(Format):
         except READ_ERRORS as error:
             is_clear = isinstance(error, CorruptInputError)
             problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
-            yield Record(number + 1, problem=problem, location=f"row {number + 1}")
+            location = f"row {number + 1}"
+            yield Record(number + 1, problem=problem, location=location, failed=True, damaged=True)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schemas = []
@@ -145,7 +148,7 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
     types = {key: kind for key in required + optional if (kind := _type_of(schema, key)) is not None}
     for key in required:
         kind = types.get(key)
-        if kind is None or not (_is_text(kind) or key == options.messages_key):
+        if kind is None or not (_is_text(kind) or kind == pa.null() or key == options.messages_key):
             fields = sorted(schema, key=lambda field: not _is_text(field.type))
             got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
             got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""

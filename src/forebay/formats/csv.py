@@ -104,7 +104,8 @@ def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list
 
 def _row_record(index: int, row: dict[str, str], options: ReadOptions, location: str) -> Record:
     if options.messages_key in row:
-        value, problem = parse_json(row[options.messages_key].encode("utf-8", "surrogateescape"))
+        cell = row[options.messages_key].strip() or "null"
+        value, problem = parse_json(cell.encode("utf-8", "surrogateescape"))
         if problem:
             return Record(index, problem=problem, location=location)
         return object_record(index, {**row, options.messages_key: value}, options, location)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
@@ -139,6 +140,8 @@ def object_record(index: int, value: object, options: ReadOptions, location: str
         problem = f"expected an object, got {type(value).__name__}"
         return Record(index, text=shown_text(str(value)), problem=problem, location=location, start=start)
     record = to_record(index, value, options, start=start)
+    if record.missing:
+        return replace(record, location=location)
     if record.problem or (not record.text.isascii() and has_surrogate(record.text)):
         problem = record.problem or "half a surrogate pair in the text"
         return Record(index, record.id, shown_text(record.text), problem=problem, location=location, start=start)

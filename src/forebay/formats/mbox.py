@@ -98,7 +98,7 @@ def _first_line(file: BinaryIO, start: int) -> tuple[int, bool]:
 def _document(data: bytes, options: ReadOptions) -> Record:
     try:
         message = message_from_bytes(_QUOTED.sub(rb"\1", data))
-        if not message.keys():
+        if not message.keys() and data.strip():
             return Record(0, text=shown(data), problem="a message without headers")
         plain, html = list[str](), list[str]()
         problem = _collect(message, plain, html)
@@ -106,7 +106,7 @@ def _document(data: bytes, options: ReadOptions) -> Record:
         is_html = not text and bool(html)
         name = _decoded(message.get("Message-ID", "")).strip("<> \t\r\n")
         if not text and not html:
-            return Record(0, name, shown(data) if problem else "", problem=problem or "blank")
+            return Record(0, name, shown(data) if problem else "", problem=problem)
         url = _decoded(message.get("Archived-At", "")).strip("<> \t\r\n")
         values = tuple(value_of(_value(message, column), kind) for column, kind in options.columns.items())
         text = strip_turn_marks((html[0] if is_html else text).replace("\r\n", "\n"))

@@ -155,6 +155,8 @@ def _open(file: InputFile) -> pq.ParquetFile:
 
 def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
     row_group = parquet.metadata.row_group(group)
+    if not row_group.num_rows:
+        return
     columns = [row_group.column(i) for i in range(row_group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.startswith(tuple(keys))]
     size = sum(max(0, column.total_uncompressed_size) for column in columns)

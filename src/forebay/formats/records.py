@@ -6,7 +6,7 @@ Hides: dotted keys, the shapes in which conversations are stored, and characters
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -29,7 +29,8 @@ class Record:
     """One document as a reader yields it, or what is wrong with it.
 
     A record with a `problem` is malformed: it is counted, and stored with its location, `problem` and the first bytes
-    of `text`. `problem="blank"` is no document and is not counted (an empty line).
+    of `text`. `problem="blank"` is no document and is not counted (an empty line). A record without a problem whose
+    `text` is empty or white space is an ordinary absence (a null, a page without text): it is counted as `empty`.
 
     `location` is where it stands in its file, if that is not its line, row or record number `index` (from 0):
     `byte 5120`, `page "Anarchism"`, `inner/file.txt`.
@@ -37,11 +38,14 @@ class Record:
     `start`, if not -1: a split with this `start` begins with this record, so that reading may continue from here. In
     unpacked bytes where a format is a stream of them.
 
-    `failed`: the problem is that nothing (more) of its file can be read, not a fault of one record.
+    `failed`: the problem is that nothing (more) of its file can be read, not a fault of one record. `damaged`: as its
+    content is, while the file itself is there, and of the kind that was asked for.
 
     `values`: what `ReadOptions.columns` asks for, in that order.
 
     `fields`: the texts of `ReadOptions.text_keys`, which `text` joins.
+
+    `missing`: what is wrong with a file all of whose records are like this one, which lacks the key of its text.
     """
 
     index: int
@@ -53,8 +57,10 @@ class Record:
     location: str = ""
     start: int = field(default=-1, compare=False)
     failed: bool = False
+    damaged: bool = False
     values: tuple[float | str, ...] = ()
     fields: tuple[str, ...] = ()
+    missing: str = field(default="", compare=False)
 
 
 def strip_turn_marks(text: str) -> str:
@@ -121,22 +127,33 @@ def to_record(
         text, problem = _conversation(row, options.messages_key, options.keep_roles)
     elif options.prompt_key and options.response_key:
         (prompt, problem), (response, other) = _text(row, options.prompt_key), _text(row, options.response_key)
-        text, problem = PROMPT_MARK + prompt + RESPONSE_MARK + response, problem or other
+        problem, is_whole = problem or other, prompt is not None and response and not response.isspace()
+        text = f"{PROMPT_MARK}{prompt}{RESPONSE_MARK}{response}" if is_whole else ""
     elif options.text_keys:
         names = [key for key in row if key not in (options.id_key, options.url_key)]
         keys = names if ALL_FIELDS in options.text_keys else options.text_keys
         fields = tuple(field for key in keys if (field := "\n".join(_texts(look_up(row, key)))))
-        text = "\n\n".join(fields)
-        problem = "" if fields else f"expected text under {', '.join(options.text_keys)}, got none"
+        text, problem = "\n\n".join(fields), ""
     else:
-        text, problem = _text(row, options.text_key)
+        value, problem = _text(row, options.text_key)
+        text = value or ""
     name, url = source_of(row, options)
     if len(text) > options.max_document_bytes:
         problem = f"larger than max_document_bytes, {options.max_document_bytes}"
     if problem:
         return Record(index, name, text[:SHOWN_CHARS], problem=problem, location=location, start=start)
+    if not text:
+        return Record(index, name, location=location, start=start, missing=_missing(row, keys_of(options)[0]))
     values = values_of(row, options)
     return Record(index, name, text, url, location=location, start=start, values=values, fields=fields)
+
+
+def _missing(row: Mapping[str, object], keys: Sequence[str]) -> str:
+    if ALL_FIELDS in keys or any(key in row or key.partition(".")[0] in row for key in keys):
+        return ""
+    names = [str(name)[:40] for name in row]
+    got = f" among {', '.join(names[:8])}" + " …" * (len(names) > 8) if names else ""
+    return f"expected text under {', '.join(map(repr, keys))}, got nothing{got}, in every record"
 
 
 def source_of(row: Mapping[str, object], options: ReadOptions) -> tuple[str, str]:
@@ -177,7 +194,7 @@ def has_surrogate(text: str) -> bool:
     return False
 
 
-def _text(row: Mapping[str, object], key: str) -> tuple[str, str]:
+def _text(row: Mapping[str, object], key: str) -> tuple[str | None, str]:
     value = look_up(row, key)
     if isinstance(value, bytes):  # of a binary column, or a text column with bytes that are no text
         try:
@@ -186,11 +203,7 @@ def _text(row: Mapping[str, object], key: str) -> tuple[str, str]:
             return shown(value), f"not UTF-8: {error.reason} at byte {error.start}"
     if isinstance(value, str):
         return strip_turn_marks(value), ""
-    got = "nothing" if value is None and key not in row else "null" if value is None else type(value).__name__
-    if got == "nothing" and isinstance(row, dict) and row:  # a row of a table has its own columns checked before
-        names = [str(name)[:40] for name in row]
-        got += f" among {', '.join(names[:8])}" + (" …" if len(names) > 8 else "")
-    return "", f"expected a string under {key!r}, got {got}"
+    return None, "" if value is None else f"expected a string under {key!r}, got {type(value).__name__}"
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -206,20 +219,23 @@ def _texts(value: object) -> Iterator[str]:
 
 def _conversation(row: Mapping[str, object], key: str, keep_roles: bool) -> tuple[str, str]:
     turns = look_up(row, key)
-    if not isinstance(turns, list) or not turns:
-        return "", f"expected a list of messages under {key!r}, got {type(turns).__name__ if turns else 'none'}"
-    texts = []
+    if turns is None:
+        return "", ""
+    if not isinstance(turns, list):
+        return "", f"expected a list of messages under {key!r}, got {type(turns).__name__}"
+    texts, is_empty = [], True
     for index, turn in enumerate(turns):
         role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
         content = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
         if isinstance(content, list):
-            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-        content = "" if content is None and keep_roles and turn.get("tool_calls") else content
+            content = "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+        content = "" if content is None and role is not None else content
         if not isinstance(role, str) or not isinstance(content, str):
             return "", f"expected a role and a content, two strings, in message {index} under {key!r}"
         header = _header(row, turn, role, index == 0) if keep_roles else ""
         texts.append((RESPONSE_MARK if role in _LEARNT_ROLES else PROMPT_MARK) + header + strip_turn_marks(content))
-    return "".join(texts), ""
+        is_empty = is_empty and not header and not content.strip()
+    return "" if is_empty else "".join(texts), ""
 
 
 def _header(row: Mapping[str, object], turn: Mapping[str, object], role: str, is_first: bool) -> str:

@@ -62,9 +62,9 @@ def text_of(post: object) -> tuple[str, str]:
     if not isinstance(post, dict):
         return "", f"expected an object, got {type(post).__name__}"
     if "body" in post:
-        parts = [post["body"]]
+        parts = [post["body"] or ""]
     elif "title" in post:
-        parts = [post["title"], post.get("selftext") or ""]
+        parts = [post["title"] or "", post.get("selftext") or ""]
     else:
         return "", "expected a body (a comment) or a title (a submission), got neither"
     if not all(isinstance(part, str) for part in parts):

@@ -54,8 +54,8 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
             post = dict(_ATTRIBUTE.findall(row.decode("utf-8")))
         except UnicodeDecodeError as error:
             problem = problem or f"not UTF-8: {error.reason} at byte {error.start}"
-        if problem or "Id" not in post or "Body" not in post:
-            yield Record(0, text=start, problem=problem or "a row without Id or Body", location=location)
+        if problem or "Id" not in post:
+            yield Record(0, text=start, problem=problem or "a row without Id", location=location)
         else:
             is_post = post.get("PostTypeId", "") in ("1", "2")  # Questions and answers.
             try:
@@ -64,12 +64,10 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
                 yield Record(0, post["Id"], start, problem=str(error), location=location)
 
 
-def _document(post: dict[str, str], site: str, location: str, options: ReadOptions) -> Record | None:
-    text = html_to_text(html.unescape(post["Body"]))
+def _document(post: dict[str, str], site: str, location: str, options: ReadOptions) -> Record:
+    text = html_to_text(html.unescape(post.get("Body", "")))
     if title := strip_turn_marks(html.unescape(post.get("Title", ""))).strip():
         text = f"{title}\n\n{text}"
-    if not text:
-        return None
     kind = "a" if post.get("PostTypeId") == "2" else "q"
     values = values_of({name: html.unescape(post.get(name, "")) for name in options.columns}, options)
     url = f"https://{site}/{kind}/{post['Id']}" if site else ""

@@ -37,6 +37,8 @@ _ADDRESS = re.compile(rb"[0-9a-fA-F.:]{2,45}")
 _BLANK = b"\r\n"
 _COLUMNS = {"date": "warc-date", "language": "warc-identified-content-language"}
 """Names of columns for headers of a record; any other header is a column under its own name."""
+_ABSENT = re.compile("warcinfo|revisit|HTTP status")
+"""Records beside those of pages; a crawl may hold no others."""
 _FOR_PROGRAMS = re.compile(r"/(robots|ads|app-ads)\.txt$|\.(htc|xspf)$", re.IGNORECASE)
 """URLs of files for programs, whatever their type says."""
 _NO_TEXT = re.compile(
@@ -68,8 +70,8 @@ class Warc(Format):
                 if reason and len(reasons) < 100:
                     reasons[reason] += 1
                 index += 1
-            if not has_document:
-                others = "; ".join(f"{n:,} × {reason}" for reason, n in reasons.most_common(5)) or "no records at all"
+            if not has_document and not all(map(_ABSENT.match, reasons)):
+                others = "; ".join(f"{n:,} × {reason}" for reason, n in reasons.most_common(5))
                 problem = f"expected responses of HTML or plain text, got none: {others}"
                 if reasons["metadata record"] and reasons.keys() <= {"metadata record", "warcinfo record"}:
                     problem += ". A WAT file has no text of its pages: name the crawl's WARC or WET file of that number"

@@ -150,7 +150,7 @@ def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
 
 
 def _named(record: Record, name: str, location: str) -> Record:
-    problem = "an empty member" if record.problem == "blank" else record.problem
+    problem = "" if record.problem == "blank" else record.problem
     return replace(record, index=0, id=record.id or name, problem=problem, location=location, start=-1)
 
 

@@ -128,7 +128,7 @@ def _pages(stream: BinaryIO, offset: int, site: _Site, limit: int) -> Iterator[_
         pending += data
     if start >= 0:
         yield _Page(start, problem="damaged XML: a page that does not end")
-    elif b"</mediawiki" not in pending:
+    elif end and b"</mediawiki" not in pending:
         yield _Page(end, problem="damaged XML: it ends early")
 
 
@@ -177,7 +177,7 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
         return None
     plain = to_text(source, site.dropped)
     if not plain:
-        return None
+        return Record(0, name.strip(), location=location)
     columns = {column: fields.get(column, fields.get(f"revision/{column}", "")) for column in options.columns}
     values = values_of(columns, options)
     return Record(0, name.strip(), f"{title}\n\n{plain}", site.url(title), location=location, values=values)

@@ -11,6 +11,7 @@ import codecs
 import errno
 import hashlib
 import io
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from forebay.formats.inputs import (
     local_file,
     open_stored,
 )
-from forebay.formats.records import Record
+from forebay.formats.records import Record, keys_of
 from forebay.network.retry import log_while_waiting
 from forebay.prepare.crawl_index import CRAWL_INDEX
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
@@ -51,6 +52,7 @@ log = logging.getLogger("forebay.prepare")
 
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
+_LOOKS, _LOOK_BYTES = 16, 1 << 20
 MAX_EMPTY = 1_000_000  # Blank lines and malformed records in a row, at about 2 µs each.
 _CONNECTORS: dict[str, Format] = {HUB.name: HUB, CRAWL_INDEX.name: CRAWL_INDEX}
 T = TypeVar("T")
@@ -242,7 +244,7 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         if is_named:
             raise PrepareError(reason if is_ours else f"{file.path}: {reason}.") from error
         return Skipped(file.path, reason.removeprefix(f"{file.path}: "), "failed")
-    if is_named:
+    if is_named and head:
         advice = "Unpack it first." if reason in ARCHIVES.values() else "Force a format with --format, or leave it out."
         raise PrepareError(
             f"{file.path}: expected one of {', '.join(names)}, got {reason} that begins with bytes "
@@ -310,10 +312,9 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
             yield record
         for file in split.files:
             check_unchanged(file)
-    except CorruptInputError as error:
-        yield Record(index + 1, problem=str(error))
-    except UnreadableInputError as error:
-        yield Record(index + 1, problem=str(error), failed=True)
+    except (CorruptInputError, UnreadableInputError) as error:
+        is_damaged = isinstance(error, CorruptInputError)
+        yield Record(index + 1, problem=str(error), failed=True, damaged=is_damaged)
     except HubReadError as failure:
         raise failure.error from failure
     except ForebayError:
@@ -328,8 +329,11 @@ def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions)
     # The text of a connector comes from elsewhere: the size of the split says nothing about it.
     budget = OutputBudget(InputSplit(()) if split.format in _CONNECTORS else split, options)
     documents = malformed = empty = 0
+    has_key, missing = False, ""
     for record in records:
         yield record
+        if not has_key:
+            has_key, missing = not (record.problem or record.missing), missing or record.missing
         if record.problem:
             empty += 1
             malformed += record.problem != "blank"
@@ -340,7 +344,23 @@ def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions)
                 )
             if empty > MAX_EMPTY:
                 raise CorruptInputError(f"{empty} records in a row hold no document: the rest is left out.")
-        else:
+        elif record.text:
             empty = 0
             documents += 1
             budget.spend(len(record.text) + len(record.url) + len(record.id))
+    if missing and not has_key and not _is_elsewhere(split, keys_of(options)[0]):
+        raise UnreadableInputError(f"{missing}. Name it with text_key (--set read.text_key=NAME).")
+
+
+def _is_elsewhere(split: InputSplit, keys: Sequence[str]) -> bool:
+    """Whether a key is in another part of the file, by its bytes at evenly spaced places."""
+    (file,) = split.files
+    if split.bytes >= file.bytes:
+        return False
+    with open_stored(replace(file, extent=None), is_random=True) as stored:
+        for place in range(_LOOKS):
+            stored.seek(place * file.bytes // _LOOKS)
+            data = stored.read(_LOOK_BYTES)
+            if any(json.dumps(key.rpartition(".")[2]).encode() in data for key in keys):
+                return True
+    return False

@@ -124,7 +124,7 @@ class DocumentSequence:
 
     def _sound(self) -> Iterator[bytes]:
         for record, name in self.reading:
-            problem = record.problem
+            problem = record.problem or record.missing
             if record.html and not problem:
                 raise DatasetError(
                     f"{name}: expected text, got HTML ({record.location or 'its first record'}), which would be learnt "

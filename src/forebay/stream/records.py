@@ -195,7 +195,7 @@ class FileReading:
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
                 passed, num_read = num_read, 0
                 for record in read_split(piece, self._options):
-                    if record.failed:
+                    if record.failed and not record.damaged:
                         raise PrepareError(record.problem)
                     if record.start >= 0:
                         start, first, num_read = record.start, first + num_read, 0

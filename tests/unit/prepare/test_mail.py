@@ -76,6 +76,7 @@ def test_the_plain_part_is_the_text_and_html_where_there_is_no_other(tmp_path: P
     assert [(record.text.strip(), record.html, record.problem) for record in got] == [
         ("Plain.", False, ""),
         ("<p>Only <b>html</b>.</p>", True, ""),
+        ("", False, ""),
     ]
 
 

@@ -48,7 +48,7 @@ from forebay.storage.store import Store
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
-TEXT_VERSION = 3  # Changed when the same split would give other documents or statistics: old results are not used.
+TEXT_VERSION = 4  # Changed when the same split would give other documents or statistics: old results are not used.
 _imported: list[bool] = []  # Whether this process has read a document before.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -289,7 +289,7 @@ class _Reader(Rejects):
                 if record.failed:
                     self.failed[str(record.index if len(self._task.split.files) > 1 else 0)] = record.problem
                 continue
-            if not record.text:
+            if not record.text or record.text.isspace():
                 count.dropped["empty"] += 1
                 continue
             pending.append(record)
