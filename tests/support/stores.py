@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from forebay.prepare.executions import name_of
+from forebay.prepare.progress import name_of
 from forebay.prepare.results import Committing
 from forebay.storage.store import Store
 

@@ -122,8 +122,7 @@ def _show_report(args: argparse.Namespace) -> None:
 
 def _unfinished(path: str) -> dict[str, Any] | None:
     """The record of a run without a report, or with tasks that failed, and these tasks; None of a complete one."""
-    from forebay.prepare.failures import read_failures
-    from forebay.prepare.progress import read_progress
+    from forebay.prepare.progress import read_failures, read_progress
     from forebay.prepare.report import REPORT_FILE
     from forebay.storage.addresses import is_bucket
     from forebay.storage.store import open_store
@@ -143,7 +142,7 @@ def _unfinished(path: str) -> dict[str, Any] | None:
 def _show_unfinished(unfinished: Mapping[str, Any], *, is_json: bool) -> None:
     from forebay.observe.top import format_view
     from forebay.observe.views import preparation_view
-    from forebay.prepare.failures import render_failures
+    from forebay.prepare.progress import render_failures
 
     if is_json:
         print(json.dumps(unfinished))

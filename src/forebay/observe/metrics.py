@@ -51,10 +51,6 @@ _METRICS = {
     "preparation.largest process": ("prepare_process_max_bytes", "Peak memory of the largest process."),
     "preparation.tasks": ("prepare_tasks_total", "Tasks finished."),
     "preparation.retries": ("prepare_retries_total", "Attempts that failed and are repeated."),
-    "preparation.lost machines": ("prepare_lost_machines_total", "Machines, or jobs, that were lost with a task."),
-    "preparation.stragglers": ("prepare_stragglers", "Running tasks that take three times the median of their step."),
-    "preparation.worker-hours": ("prepare_worker_seconds_total", "Time of all processes, at work or not."),
-    "preparation.cost": ("prepare_cost_total", "Worker-hours at FOREBAY_PRICE_PER_CORE_HOUR."),
     "wait": ("wait_ratio", "Fraction of the workers' time spent waiting for batches, by cause; a mean over workers."),
     # Rows of a view's tables.
     "workers.rate tokens/s": ("worker_tokens_per_second", "Tokens used per second, by worker."),
@@ -133,7 +129,7 @@ def view_metrics(view: View) -> Iterator[Metric]:
 def _values(view: View) -> Values:
     kind = view["kind"]
     own = {"dataset": view["title"]} if kind == "job" else {}
-    figures = {name: value * 3600 if unit == "h" else value for name, (value, unit) in view.get("figures", {}).items()}
+    figures = {name: value for name, (value, _) in view.get("figures", {}).items()}
     for name, value in {**figures, **(view.get("progress") or {})}.items():
         yield f"{kind}.{name}", value, own
     if kind in ("job", "loader"):

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from forebay.units import format_seconds
 
 if TYPE_CHECKING:
-    from forebay.prepare.rates import Progress
+    from forebay.prepare.progress import Progress
 
 LINE_S = 10.0  # Interval of lines where stderr is no terminal.
 tqdm.monitor_interval = 0  # Its thread would keep `prepare` from forking.
@@ -43,7 +43,7 @@ class PrepareBar:
 
     def update(self, progress: Progress) -> None:
         """Show how far a stage is."""
-        if self._bar is None or progress.stage != self._stage or progress.done < self._bar.n:
+        if self._bar is None or progress.stage != self._stage:
             self.__exit__()
             self._stage = progress.stage
             self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled, rates=False)
@@ -58,14 +58,17 @@ class PrepareBar:
         if progress.documents:
             words.append(f"kept {100 * progress.documents_kept / progress.documents:.1f} %")
         self._bar.set_postfix_str(", ".join(words), refresh=False)
-        self._bar.update(progress.done - self._bar.n)
+        self._bar.update(max(0, progress.done - self._bar.n))
 
 
 class _Lines:
     """Stderr for a bar without a terminal: each state of it is a line of its own."""
 
+    last = ""
+
     def write(self, text: str) -> None:
-        if line := text.strip():
+        if (line := text.strip()) and line != self.last:
+            self.last = line
             sys.stderr.write(f"{line}\n")
 
     def flush(self) -> None:
@@ -74,15 +77,15 @@ class _Lines:
 
 def _bar(label: str, total: int | None, unit: str, enabled: bool, *, rates: bool = True) -> Any:
     """A bar of tqdm; without `rates` it shows those of its postfix alone."""
+    is_large = unit == "B" or (total or 0) >= 100_000
     if enabled and not sys.stderr.isatty():
         figures = ", {remaining} left, {rate_fmt}" if rates else ""
         return tqdm(
-            total=total, desc=label, unit=unit, unit_scale=True, unit_divisor=1000, file=_Lines(),
+            total=total, desc=label, unit=unit, unit_scale=is_large, unit_divisor=1000, file=_Lines(),
             delay=LINE_S,  # Short work prints nothing.
             mininterval=LINE_S, miniters=0,
             bar_format="{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}" + figures + "{postfix}",
         )  # fmt: skip
-    is_large = unit == "B" or (total or 0) >= 100_000
     return tqdm(
         total=total, desc=f"{label:<10}", unit=unit, unit_scale=is_large, unit_divisor=1000, file=sys.stderr,
         dynamic_ncols=True, miniters=0, disable=not enabled,

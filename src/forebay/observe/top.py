@@ -33,10 +33,8 @@ _CAUSE_STYLES = {
     "scheduler": "magenta", "network": "blue", "disk": "yellow", "tokenize": "cyan", "decode": "green",
     "device": "red", "queue": "white",
 }  # fmt: skip
-_STATE_STYLES = (
-    dict.fromkeys(("running", "working", "up", "done", "ended"), "green")
-    | dict.fromkeys(("silent", "lost", "failed", "incomplete", "does not answer"), "bold red")
-    | {"straggler": "yellow"}
+_STATE_STYLES = dict.fromkeys(("running", "working", "up", "done", "ended"), "green") | dict.fromkeys(
+    ("silent", "lost", "failed", "incomplete", "does not answer"), "bold red"
 )
 _LEVEL_STYLES = {"warning": "yellow", "error": "bold red"}
 
@@ -56,8 +54,6 @@ def format_figure(value: Any, unit: str) -> str:
             return format_seconds(value)
         case "id":
             return str(value)
-        case "price":
-            return f"{value:,.2f}"
         case "":
             return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
     for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -6,10 +6,10 @@ that are missing or empty have nothing to show:
 - `kind` (job, run, node, loader, preparation), `title`, `state`, `at` (Unix seconds), `message`.
 - `progress`: `done`, `total` in `unit`; `epoch` (from 1), `epochs`; `eta_s`.
 - `figures`: label to (value, unit); units are B, B/s, tokens/s, samples/s, documents/s, share, s,
-  h, price, id, and "" for a plain number.
+  id, and "" for a plain number.
 - `waits`: cause to its share of the time of all workers; `advice`: what to do about the largest.
 - `coverage`: see `scheduler.activity.coverage`.
-- `workers`, `nodes`, `datasets`, `peers`, `stages`, `members`, `tasks`, `attempts`, `steps`, `rules`, `dropped`: rows,
+- `workers`, `nodes`, `datasets`, `peers`, `stages`, `members`, `tasks`, `attempts`, `rules`, `dropped`: rows,
   each a dict, with the keys of COLUMNS.
 - `events` and `uses`: the last ones, latest first; `samples`: of dropped documents.
 """
@@ -54,15 +54,10 @@ COLUMNS = {
         "cpu_s": "s", "task": "", "error": "",
     },
     "tasks": {
-        "state": "", "running_s": "s", "median_s": "s", "host": "", "node": "", "pid": "id", "member": "", "task": "",
-        "step": "",
+        "state": "", "running_s": "s", "host": "", "node": "", "pid": "id", "member": "", "task": "", "step": "",
     },
     "attempts": {
         "kind": "", "attempt": "", "host": "", "node": "", "pid": "id", "task": "", "reason": "", "step": "",
-    },
-    "steps": {
-        "step": "", "stage": "", "tasks": "", "p50_s": "s", "p95_s": "s", "max_s": "s", "cpu_s": "s", "retries": "",
-        "losses": "", "smaller_batches": "", "stragglers": "",
     },
     "rules": {"rule": "", "documents_in": "", "documents_out": "", "kept_share": "share", "cpu_s": "s"},
     "dropped": {"rule": "", "reason": "", "documents": "", "share": "share"},
@@ -296,14 +291,12 @@ def _age(record: Mapping[str, Any]) -> str:
 
 
 def _running_tasks(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tasks that run, stragglers first, then the longest."""
-    stragglers = [{**task, "state": "straggler"} for task in record["stragglers"]]
-    names = {(task["name"], task["member"]) for task in stragglers}
-    others = [
+    """The tasks that run, the longest first."""
+    tasks = [
         {**task, "state": "running", "running_s": max(0.0, time.time() - task["started_at"])}
-        for task in record["workers"] if "started_at" in task and (task["name"], task["member"]) not in names
-    ]  # fmt: skip
-    return [*stragglers, *sorted(others, key=lambda task: -task["running_s"])][:MAX_ROWS]
+        for task in record["workers"]
+    ]
+    return sorted(tasks, key=lambda task: -task["running_s"])[:MAX_ROWS]
 
 
 def preparation_view(record: Mapping[str, Any]) -> View:
@@ -314,20 +307,13 @@ def preparation_view(record: Mapping[str, Any]) -> View:
     skipped, events = record["skipped"], [{**item, "level": "warning"} for item in reversed(record["messages"])]
     events += [{"at": None, "level": "warning", "text": f"{n:,} inputs: {reason}"} for reason, n in skipped.items()]
     events += [{"at": None, "level": "warning", "text": f"{r['where']}: {r['reason']}"} for r in record["rejects"]]
-    tasks = sum(step["tasks"] for step in record["steps"])
-    retries = sum(step["retries"] for step in record["steps"])
     figures = {
         "documents read": (record["documents_in"], ""), "kept": (record["documents_out"], ""),
         "kept share": (record["documents_out"] / read, "share"), "malformed": (record["malformed"], ""),
         "throughput": (rate, "documents/s") if rate else None,
         "processes": (len(record["workers"]) or record["num_workers"], ""),
         "CPU time": (sum(record["cpu_s"].values()), "s"), "time": (record["wall_s"], "s"),
-        "tasks": (tasks, "") if tasks else None, "retries": (retries, "") if tasks else None,
-        "lost machines": (len(record["lost_machines"]), "") if record["lost_machines"] else None,
-        "stragglers": (len(record["stragglers"]), "") if record["stragglers"] else None,
-        "core-hours": (sum(record["cpu_s"].values()) / 3600, "h"), "worker-hours": (record["worker_s"] / 3600, "h"),
-        "cost": None if record["cost"] is None else (record["cost"], "price"),
-        "cost at the stage's end": (record["cost_at_stage_end"], "price") if record["cost_at_stage_end"] else None,
+        "tasks": (record["tasks"], ""), "retries": (record["num_retries"], ""),
         "largest process": (record["peak_bytes"], "B") if record["peak_bytes"] else None,
     }  # fmt: skip
     events[:0] = [
@@ -352,7 +338,6 @@ def preparation_view(record: Mapping[str, Any]) -> View:
             for stage in stages
         ],
         members=record["members"], tasks=_running_tasks(record), attempts=record["retries"][::-1],
-        steps=record["steps"],
         rules=[
             {
                 "rule": entry["stage"], "documents_in": entry["documents_in"], "documents_out": entry["documents_out"],

@@ -30,18 +30,16 @@ from forebay.prepare.engines.share import ShareEngine, parse_share
 from forebay.prepare.extend import open_parent, sign_parent
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
-from forebay.prepare.members import price_per_core_hour
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
 from forebay.prepare.outputs.megatron import MegatronOutput
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
-from forebay.prepare.progress import ProgressRecord
-from forebay.prepare.rates import Progress
+from forebay.prepare.progress import Progress, ProgressRecord
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.reserve import disk_errors, locked, reserve
 from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError
 from forebay.prepare.run_tokenizer import open_tokenizer, train
-from forebay.prepare.sampling import Sampling
+from forebay.prepare.sampling import Sampling, kind_of
 from forebay.prepare.scores.base import annotating, segments, without_scoring
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats
@@ -155,7 +153,7 @@ def prepare_dataset(
         )
     progress = ProgressRecord(
         store, recipe.name, output.name, workers or cores(), on_progress, on_message,
-        member=str(share[0]) if share is not None else "", price_per_core_hour=price_per_core_hour(),
+        member=str(share[0]) if share is not None else "",
     )  # fmt: skip
     notify = progress.notify
     parent = open_parent(extend, store) if extend is not None else None
@@ -392,8 +390,11 @@ def _process_splits(
         TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path), hashes)
         for split in splits
     ]
-    sizes = [split.bytes for split in splits]
-    return run.map(process_split, tasks, run.count_documents("text", sizes), sizes)
+    sizes, kinds = [split.bytes for split in splits], [kind_of(split) for split in splits]
+    # One of each kind starts first: then the remaining time is known.
+    firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    weights = [size + (index in firsts.values()) * sum(sizes) for index, size in enumerate(sizes)]
+    return run.map(process_split, tasks, run.count_documents("text", sizes, kinds), weights)
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
@@ -444,7 +445,10 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     from forebay.prepare.dedup.deduplicate import deduplicate
 
     def report(step: str, done: int, total: int) -> None:
-        run.progress.update(Progress("dedup", done, total, " steps"))
+        if done:
+            run.progress.advance(1)
+        else:
+            run.progress.begin("dedup", {"": total}, " steps", total)
 
     earlier = sign_parent(run)
     run.progress.set_counts(corpus.stats)

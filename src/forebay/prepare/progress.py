@@ -1,9 +1,8 @@
-"""The record of a preparation's progress: a JSON file that is replaced about once a second while it runs.
+"""The progress of a preparation: how far its stages are, what its tasks did and which failed, and the record of it.
 
-`OUT/.work/progress.json` while the run is not complete, of each member of a job array `OUT/.work/members/I.json`, and
-`OUT/.progress.json` afterwards; `read_progress` reads either, and makes one record of those of members.
-It is no part of the output and never fails a run. Cost: below 0.5 % of the run's CPU time. A record has some 20 kB, at
-most 400.
+A record is a JSON file that is replaced about once a second: `OUT/.work/progress.json` while the run is not complete,
+of each member of a job array `OUT/.work/members/I.json`, and `OUT/.progress.json` afterwards; `read_progress` reads
+either, and makes one record of those of members. It is not part of the output, never fails a run, and is bounded.
 
 Its keys: docs/reference/preparation-record.md.
 """
@@ -12,34 +11,147 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import textwrap
 import threading
 import time
-from collections import deque
+import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from forebay.errors import ForebayError, PrepareError
-from forebay.files import HOST, atomic_write
-from forebay.prepare.executions import Execution, StepTimes, find_stragglers, merged_steps
-from forebay.prepare.failures import Failure
-from forebay.prepare.members import cost_of, merge, read_all
-from forebay.prepare.rates import Progress, RecentRate, ResultOf, StageProgress, progress_between
-from forebay.prepare.stats import StageCount, StageStats, Usage
+from forebay.files import HOST, atomic_write, is_running
+from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
 from forebay.storage.store import FolderStore, Store, open_store
+from forebay.units import format_bytes
 
-VERSION = 2
+VERSION = 3
 RUNNING_FILE, FINISHED_FILE = ".work/progress.json", ".progress.json"
 RUN_FILE = ".work/run.json"  # Which run an output is of, while it is not complete.
 MEMBERS = ".work/members/"  # The records of the members of a job array: each has its own.
-LIVE = "live"  # The folder of what the running tasks of this machine have done.
+FAILED = "failed/"  # In the work of a run: the last attempt of each task that failed, `STEP-NAME.json`.
 WRITE_S, BUCKET_WRITE_S = 1.0, 10.0
-_MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES = 3, 300, 100
+SILENT_S = 60.0  # A process that has not written its record for so long is named.
 MAX_LISTED = 20  # Malformed records, messages, and attempts that failed.
-MAX_MACHINES = 100
+LOG_BYTES = 16 << 10  # Of the last output of a process, and of a traceback.
+_WINDOW_S = 60.0  # Of recent results, from which the rates follow.
+_DECAY = 0.9  # By which the weight of a task's pace falls with each later task: the first ones compile kernels.
+_MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES, _MAX_FAILURES, _MAX_INPUTS = 3, 300, 100, 100, 20
+Record = Mapping[str, Any]
+
+
+def label(task: Any) -> str:
+    """Return the task's `label`, else its `name`, else its repr; at most 120 characters."""
+    text = str(getattr(task, "label", None) or getattr(task, "name", None) or task)
+    return text if len(text) <= 120 else text[:119] + "…"
+
+
+def name_of(task: Any) -> str:
+    """Return the task's `name` without a folder; "" without one."""
+    return str(getattr(task, "name", "")).rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is. `text` and `encode` count bytes, and documents read and kept; others count their own units.
+
+    Args:
+        remaining_s: Of this stage; None until a task of each kind (format, compression) is finished.
+        documents_per_s, bytes_per_s: Of the last minute; None until two results arrived.
+    """
+
+    stage: str
+    done: int
+    total: int
+    unit: str
+    documents: int = 0
+    documents_kept: int = 0
+    remaining_s: float | None = None
+    documents_per_s: float | None = None
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An attempt that failed.
+
+    Args:
+        kind: `error`: the task raised one; `memory`: it ran out of it; `died`: its process died; `lost`: its machine is
+            gone, or the process that had claimed it gives no sign.
+        attempt: From 1, over all processes and calls.
+        log: The last that the process wrote to standard error, "" where the engine does not have it.
+    """
+
+    kind: Literal["error", "memory", "died", "lost"]
+    task: str
+    reason: str
+    step: str = ""
+    inputs: list[str] = field(default_factory=list)
+    host: str = ""
+    node: str = ""
+    pid: int = 0
+    attempt: int = 1
+    failed_at: float = field(default_factory=time.time)
+    traceback: str = ""
+    log: str = ""
+    peak_bytes: int = 0
+
+
+def failure_of(error: Exception, label: str) -> Failure:
+    """Return the failure of a task in this process, by its exception."""
+    lines = "".join(traceback.format_exception(error))[-LOG_BYTES:]
+    kind: Literal["error", "memory"] = "memory" if isinstance(error, MemoryError) else "error"
+    reason, pid = f"{type(error).__name__}: {error}", os.getpid()
+    return Failure(kind, label, reason, host=HOST, pid=pid, traceback=lines, peak_bytes=peak_bytes())
+
+
+def write_failure(work: Store, step: str, name: str, task: Any, failure: Failure) -> None:
+    """Write the object of a failed attempt; without an error, as there is one to report already.
+
+    Whoever has the failure writes it: the task's process, which may share nothing but the store, or the engine.
+    """
+    path = f"{FAILED}{step}-{name}.json"
+    inputs = [file.path for file in getattr(getattr(task, "split", None), "files", ())[:_MAX_INPUTS]]
+    with suppress(OSError, ForebayError):
+        attempt = 1
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            attempt = json.loads(work.read(path))["attempt"] + 1
+        data = asdict(replace(failure, step=step, inputs=inputs, attempt=attempt))
+        work.write(path, json.dumps(data).encode("utf-8", "replace"))
+
+
+def read_failures(work: Store) -> list[dict[str, Any]]:
+    """Return the last failed attempt of each task that is not finished, latest first; at most 100."""
+    failures = []
+    for path in list(work.sizes(FAILED))[:_MAX_FAILURES]:
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            entry = json.loads(work.read(path))
+            name = path.removeprefix(f"{FAILED}{entry['step']}-")
+            if not work.exists(f"done/{entry['step']}/{name}"):
+                failures.append({**asdict(Failure("error", "", "")), **entry})
+    return sorted(failures, key=lambda entry: -entry["failed_at"])
+
+
+def render_failures(failures: Sequence[Record]) -> str:
+    """Return failed tasks for a terminal: each with where it ran, its traceback and the last output of its process."""
+    lines: list[str] = []
+    for failure in failures:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure["failed_at"]))
+        host = " ".join(filter(None, (failure["host"] or "an unknown host", failure["node"])))
+        lines += ["", f"failed task: {failure['task']}"]
+        lines.append(f"  {failure['step']}, attempt {failure['attempt']}, {moment}, process {failure['pid']} of {host}")
+        if failure["peak_bytes"]:
+            lines.append(f"  memory of the process: at most {format_bytes(failure['peak_bytes'])}")
+        lines += textwrap.wrap(failure["reason"], 100, initial_indent="  ", subsequent_indent="  ")
+        lines += [f"  input: {path}" for path in failure["inputs"]]
+        for title, text in (("traceback", failure["traceback"]), ("standard error, the last of it", failure["log"])):
+            if text:
+                lines += [f"  {title}:", *(f"    {line}" for line in text.rstrip().splitlines())]
+    return "\n".join("".join(c if c.isprintable() else "�" for c in line) for line in lines)
 
 
 @dataclass(frozen=True)
@@ -48,54 +160,93 @@ class TaskCounts:
 
     funnel: dict[str, StageCount]
     seconds: dict[str, float]
-    samples: dict[tuple[str, str], list[tuple[str, str]]]
+    samples: list[dict[str, str]]
     rejects: list[dict[str, str]]
 
     @classmethod
     def of(cls, stats: StageStats, rejects: Sequence[dict[str, str]] = ()) -> TaskCounts:
         """Of a task's statistics, and of what it rejected: `where` and `reason`."""
-        samples = {
-            rule: [(sample.location, sample.text[:_MAX_CHARACTERS]) for sample in samples[:_MAX_SAMPLES]]
-            for rule, samples in stats.samples.items()
-        }
+        samples = [
+            {"stage": stage, "reason": reason, "where": sample.location, "text": sample.text[:_MAX_CHARACTERS]}
+            for (stage, reason), group in stats.samples.items() if stage
+            for sample in group[:_MAX_SAMPLES]
+        ]  # fmt: skip
         return cls(stats.funnel, stats.usage.seconds, samples, list(rejects[:MAX_LISTED]))
 
 
-class TaskProgress:
-    """What a running task has done so far: a small file, replaced once a second, that the record adds to results."""
+class Stage:
+    """A stage of a run: how much is done of its tasks, by kind, and at which pace.
 
-    def __init__(self, store: Store, name: str, path: str, start: int) -> None:
-        """For a task of that name which reads a local file from an offset on; a file elsewhere has no position."""
-        self._file = store.directory(LIVE) / name
-        self._path, self._start, self._written_at = os.path.realpath(path), start, time.monotonic()
+    Counts are done, documents read and documents kept: of all, of this process, and of what was finished before.
+    """
 
-    def update(self, documents: int, documents_kept: int) -> None:
-        """Called by the task now and then."""
-        if (now := time.monotonic()) - self._written_at >= WRITE_S:
-            self._written_at = now
-            counts = documents, documents_kept, max(0, _offset_of(self._path) - self._start)
-            with suppress(OSError):
-                self._file.write_text(" ".join(map(str, counts)))
-            record: ProgressRecord | None = getattr(_of_thread, "record", None)
-            if record is not None and record.pid == os.getpid():  # the task runs in the process of the run
-                record.tick()
+    def __init__(self, name: str, unit: str) -> None:
+        self.name, self.unit, self.total, self.tasks = name, unit, 0, 0
+        self.started_at, self.stopped_at, self.cpu_s = time.time(), None, 0.0  # type: float, float | None, float
+        self.done, self.own, self.earlier = [0, 0, 0], [0, 0, 0], [0, 0, 0]
+        self.shown = 0  # With what running tasks have read; it never falls.
+        self._left: Counter[str] = Counter()  # Units of tasks that are not finished, by kind.
+        self._paces: dict[str, tuple[float, float]] = {}  # Seconds and units of finished tasks, by kind.
+        self._points: deque[tuple[float, list[int]]] = deque()  # Moments of the last minute, and `done` at each.
 
-    def close(self) -> None:
-        with suppress(OSError):
-            self._file.unlink(missing_ok=True)
+    def add(self, left: Mapping[str, int], tasks: int) -> None:
+        """Add tasks: how many, and their units by kind."""
+        self._left.update(left)
+        self.total, self.tasks = self.total + sum(left.values()), self.tasks + tasks
+
+    def advance(self, counts: list[int], kind: str, result_of: str, seconds: float, now: float) -> None:
+        """Count a task that is finished."""
+        self.done = list(map(add, self.done, counts))
+        if result_of == "task":
+            self.own = list(map(add, self.own, counts))
+        elif result_of == "earlier":
+            self.earlier = list(map(add, self.earlier, counts))
+        self.shown, self.tasks = max(self.shown, self.done[0]), self.tasks - 1
+        self._left[kind] -= counts[0]
+        if seconds:
+            pace = self._paces.get(kind, (0.0, 0.0))
+            self._paces[kind] = _DECAY * pace[0] + seconds, _DECAY * pace[1] + counts[0]
+        if result_of != "earlier":
+            self._points.append((now, self.done))
+            while len(self._points) > 2 and self._points[1][0] < now - _WINDOW_S:
+                self._points.popleft()
+
+    def progress(self, num_workers: int, now: float) -> Progress:
+        """Return how far the stage is, with its rates."""
+        left = {kind: units for kind, units in self._left.items() if units > 0}
+        remaining_s, rates = None, [None, None]  # type: float | None, list[float | None]
+        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in left):
+            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in left.items())
+            seconds /= max(1, min(num_workers, self.tasks))
+            remaining_s = max(seconds / 10, seconds - (now - self._points[-1][0]))  # Running tasks have done some.
+        if len(self._points) > 1 and (elapsed_s := now - self._points[0][0]) > 0:
+            rates = [(last - first) / elapsed_s or None for last, first in zip(self.done, self._points[0][1])]
+        per_s, bytes_per_s = rates[1], rates[0] if self.unit == "B" else None
+        return Progress(
+            self.name, self.shown, self.total, self.unit, *self.done[1:], remaining_s, per_s, bytes_per_s
+        )  # fmt: skip
+
+    def to_json(self, num_workers: int, now: float) -> dict[str, Any]:
+        """Return the stage as it is in a record."""
+        shown = self.progress(num_workers, now)
+        rates = ("documents_per_s", "bytes_per_s", "remaining_s")
+        return {
+            "stage": self.name, "done": shown.done, "total": self.total, "unit": self.unit.strip(),
+            "documents_in": shown.documents, "documents_out": shown.documents_kept,
+            "started_at": self.started_at, "stopped_at": self.stopped_at, "cpu_s": round(self.cpu_s, 3),
+            **{name: None if self.stopped_at else getattr(shown, name) for name in rates},
+            "own": self.own, "earlier": self.earlier,
+        }  # fmt: skip
 
 
 _of_thread = threading.local()  # The record of the run in this thread.
 
 
-def _offset_of(path: str) -> int:
-    """Where this process reads a file that it has open; 0 if that is not known."""
-    with suppress(FileNotFoundError):  # no Linux
-        for descriptor in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # closed by now
-                if str(descriptor.readlink()) == path:
-                    return int(Path("/proc/self/fdinfo", descriptor.name).read_text().split()[1])
-    return 0
+def tick() -> None:
+    """Let the record of this process's run be written while a task runs in its thread."""
+    record: ProgressRecord | None = getattr(_of_thread, "record", None)
+    if record is not None and record.pid == os.getpid():
+        record.tick()
 
 
 @dataclass
@@ -115,27 +266,23 @@ class ProgressRecord:
     workers: Callable[[], list[dict[str, Any]]] = list
     skipped: Mapping[str, int] = field(default_factory=dict)
     member: str = ""  # Of a job array: its number.
-    price_per_core_hour: float | None = None
-    result_of: ResultOf = "driver"  # What the next report of progress is of.
+    result_of: str = "task"  # What the next result is of: "task" of this process, "earlier", "other" processes.
+    task_s: float = 0.0  # How long the task took whose result comes next.
     step: str = ""  # Of the tasks that run.
 
     def __post_init__(self) -> None:
-        self._stages: dict[str, StageProgress] = {}
+        self._stages: dict[str, Stage] = {}
+        self._stage: Stage | None = None
         self._funnel: dict[str, StageCount] = {}
-        self._samples: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        self._samples: list[dict[str, str]] = []
         self._rejects: list[dict[str, str]] = []
         self._messages: deque[dict[str, Any]] = deque(maxlen=MAX_LISTED)
-        self._usage = Usage()
-        self._steps: dict[tuple[str, str], StepTimes] = {}
         self._retries: deque[dict[str, Any]] = deque(maxlen=MAX_LISTED)
-        self._lost_machines: dict[str, None] = {}
-        self._earlier_stages: dict[str, Mapping[str, Any]] = {}
-        self._worker_s, self._counts_all = 0.0, False
-        self._engine: Any = None
-        self._stage = ""
+        self._usage, self._tasks, self._num_retries, self._counts_all = Usage(), 0, 0, False
         self._started_at, self._earlier_s = time.time(), 0.0
-        self._first = self._ticked_at = self._written_at = self._counted_at = self.clock()
+        self._first = self._ticked_at = self._written_at = self.clock()
         self._state = self._error = self._key = ""
+        self._engine: Any = None
         self.pid = os.getpid()
 
     @contextmanager
@@ -165,134 +312,75 @@ class ProgressRecord:
         with suppress(FileNotFoundError, PrepareError, KeyError, TypeError, ValueError):
             earlier = _parse(self.store, self._file, self.store.read(self._file))
             if earlier["key"] == key:
-                self._continue(earlier)
-        if not self.member:  # else other members may have tasks that run
-            shutil.rmtree(self._live, ignore_errors=True)
+                self._funnel, self._samples, self._rejects = _funnel([earlier]), earlier["samples"], earlier["rejects"]
+                self._usage = Usage(dict(earlier["cpu_s"]), earlier["peak_bytes"])
+                self._tasks, self._num_retries = earlier["tasks"], earlier["num_retries"]
+                self._started_at, self._earlier_s = float(earlier["started_at"]), float(earlier["wall_s"])
+                self._retries.extend(earlier["retries"])
         self.write()
 
     @property
     def _file(self) -> str:
         return f"{MEMBERS}{self.member}.json" if self.member else RUNNING_FILE
 
-    @property
-    def _live(self) -> Path:
-        return self.store.child(".work").directory(LIVE)
-
-    def _continue(self, earlier: Mapping[str, Any]) -> None:
-        funnel = {
-            entry["stage"]: StageCount(entry["documents_in"], entry["documents_out"]) for entry in earlier["funnel"]
-        }
-        for entry in earlier["funnel"]:
-            funnel[entry["stage"]].dropped.update(entry["dropped"])
-            funnel[entry["stage"]].changed.update(entry["changed"])
-        samples: dict[tuple[str, str], list[tuple[str, str]]] = {}
-        for sample in earlier["samples"]:
-            samples.setdefault((sample["stage"], sample["reason"]), []).append((sample["where"], sample["text"]))
-        usage = Usage(dict(earlier["cpu_s"]), earlier["peak_bytes"])
-        self._started_at, self._earlier_s = float(earlier["started_at"]), float(earlier["wall_s"])
-        self._funnel, self._samples, self._usage, self._rejects = funnel, samples, usage, earlier["rejects"]
-        self._steps, self._worker_s = merged_steps(earlier["steps"]), earlier["worker_s"]
-        self._retries.extend(earlier["retries"])
-        self._lost_machines = dict.fromkeys(earlier["lost_machines"])
-        self._earlier_stages = {entry["stage"]: entry for entry in earlier["stages"]}
-
     def watch(self, engine: Any) -> None:
         """Take the engine's ticks, and what its processes do, if it tells."""
         engine.on_tick, self.workers = self.tick, getattr(engine, "running", list)
         self._engine = engine
 
-    def update(self, progress: Progress) -> None:
-        """Take how far a stage is, and hand it on with its rates."""
-        now, stage = self.clock(), self._stages.get(progress.stage)
-        if progress.stage != self._stage or stage is None:
+    def begin(self, name: str, left: Mapping[str, int], unit: str, tasks: int) -> None:
+        """Begin a stage of so many tasks, or add tasks to the one that runs; `left` are their units by kind."""
+        if self._stage is None or self._stage.name != name:
             self._stop_stage()
-            self._stage = progress.stage
-            stage = self._stages[progress.stage] = self._start_stage(progress)
-        is_new = progress.done > stage.progress.done and self.result_of in ("driver", "task")
-        stage.add(progress, self.result_of)
-        if is_new:
-            stage.rate.add(stage.timed, now)
-        self._show(stage, now)
-        self._write_after(2 * WRITE_S)  # where the engine has no ticks
+            self._stage = self._stages[name] = Stage(name, unit)
+        self._stage.add(left, tasks)
+        self._show()
 
-    def _start_stage(self, progress: Progress) -> StageProgress:
-        """A stage from nothing, or with what the record of an earlier call has of it."""
-        start = replace(progress, done=0, documents=0, documents_kept=0, bytes=0)
-        earlier = self._earlier_stages.get(progress.stage)
-        rate = RecentRate(self.num_workers)
-        if earlier is None:
-            return StageProgress(start, rate, time.time(), start, start, start, is_continued=False)
-        own, before = (
-            replace(start, done=done, documents=documents, documents_kept=documents_kept)
-            for done, documents, documents_kept in (earlier["own"], earlier["before"])
-        )
-        return StageProgress(start, rate, time.time(), start, own, before, is_continued=True, cpu_s=earlier["cpu_s"])
+    def advance(self, done: int, kind: str = "", documents: int = 0, documents_kept: int = 0) -> None:
+        """Count a finished task of the stage that runs."""
+        assert self._stage is not None
+        self._stage.advance([done, documents, documents_kept], kind, self.result_of, self.task_s, self.clock())
+        self._show()
+        self._write_after(2 * WRITE_S)  # where the engine has no ticks
 
     def tick(self) -> None:
         """Called while tasks run, about once a second or more often."""
-        now, stage = self.clock(), self._stages.get(self._stage)
+        now, stage = self.clock(), self._stage
         if self._state == "running" and stage is not None and now - self._ticked_at >= WRITE_S:
             self._ticked_at = now
-            self._add_live(stage, now)
-            self._show(stage, now)
+            if stage.unit == "B":
+                read = sum(map(_read_bytes, self.workers()))
+                stage.shown = max(stage.shown, min(stage.total, stage.done[0] + read))
+            self._show()
         self._write_after(WRITE_S)
 
-    def _add_live(self, stage: StageProgress, now: float) -> None:
-        """Add what running tasks have done to the results of a stage."""
-        counts = [0, 0, 0]
-        files = list(self._live.iterdir()) if self._live.exists() else []
-        if self.member:
-            names = {worker["name"] for worker in self.workers()}
-            files = [file for file in files if file.name in names]
-        for file in files:
-            with suppress(OSError, ValueError):  # it is just being replaced or removed
-                counts = [a + b for a, b in zip(counts, map(int, file.read_text().split()), strict=True)]
-        documents, documents_kept, read = counts
-        last = stage.progress
-        stage.live = replace(
-            last, done=min(last.done + read, last.total), documents=last.documents + documents,
-            documents_kept=last.documents_kept + documents_kept, bytes=last.bytes + read,
-        ) if files else None  # fmt: skip
-        stage.rate.add_live(progress_between(stage.timed, stage.live or last, last), len(files), now)
-
-    def _show(self, stage: StageProgress, now: float) -> None:
-        if self.on_progress is not None:
-            self.on_progress(stage.rate.apply(stage.current, now))
+    def _show(self) -> None:
+        if self.on_progress is not None and self._stage is not None:
+            self.on_progress(self._stage.progress(self.num_workers, self.clock()))
 
     def _write_after(self, pause_s: float) -> None:
         pause_s = pause_s if isinstance(self.store, FolderStore) else BUCKET_WRITE_S
         if self._state == "running" and self.clock() - self._written_at >= pause_s:
             self.write()
 
-    def add(self, usage: Usage, counts: TaskCounts | None, execution: Execution | None = None) -> None:
-        """Count what a task used and, of a task that reads or filters, what it dropped."""
-        seconds = sum(usage.seconds.values())
+    def add(self, usage: Usage, counts: TaskCounts | None, seconds: float | None = None) -> None:
+        """Count what a task of this process used and, of a task that reads or filters, what it dropped."""
         self._usage.add(usage)
+        cpu_s = sum(usage.seconds.values())
         if counts is not None:
-            seconds += sum(counts.seconds.values())
             self._usage.add(Usage(counts.seconds))
+            cpu_s += sum(counts.seconds.values())
             self._count(counts.funnel)
-            for rule, samples in counts.samples.items():
-                if len(self._samples) < _MAX_RULES or rule in self._samples:
-                    self._samples[rule] = [*self._samples.get(rule, []), *samples][:_MAX_SAMPLES]
+            self._sample(counts.samples)
             self._rejects = [*self._rejects, *counts.rejects][:MAX_LISTED]
-        if (stage := self._stages.get(self._stage)) is not None:
-            stage.cpu_s += seconds
-        if execution is not None:
-            self._times.add(execution)
-            self._times.cpu_s += seconds
-
-    @property
-    def _times(self) -> StepTimes:
-        key = (self._stage, self.step)
-        return self._steps.setdefault(key, StepTimes(*key))
+        if self._stage is not None:
+            self._stage.cpu_s += cpu_s
+        self._tasks += seconds is not None
+        self.task_s = seconds or 0.0
 
     def add_failure(self, failure: Failure) -> None:
         """Count an attempt that failed, and list it."""
-        if failure.kind != "error":  # which ends the run
-            self._times.add_failure(failure.kind)
-        if failure.kind == "lost":
-            self._lost_machines.setdefault(failure.node or failure.host or "unknown")
+        self._num_retries += failure.kind != "error"  # which ends the run
         names = ("kind", "task", "reason", "host", "node", "pid", "attempt", "failed_at")
         self._retries.append({"step": self.step, **{name: getattr(failure, name) for name in names}})
 
@@ -300,13 +388,14 @@ class ProgressRecord:
         for name, count in funnel.items():
             self._funnel.setdefault(name, StageCount()).add(count)
 
+    def _sample(self, samples: Sequence[dict[str, str]]) -> None:
+        self._samples = _limited([*self._samples, *samples])
+
     def set_counts(self, stats: StageStats) -> None:
         """Replace the counts by those of all tasks."""
         self._funnel, self._counts_all = {}, True
         self._count(stats.funnel)
-        for rule, samples in stats.samples.items():
-            if len(self._samples) < _MAX_RULES or rule in self._samples:
-                self._samples[rule] = [(s.location, s.text[:_MAX_CHARACTERS]) for s in samples[:_MAX_SAMPLES]]
+        self._sample(TaskCounts.of(stats).samples)
 
     def notify(self, text: str) -> None:
         """Record a message, a repeated one only with its last time, and hand it on."""
@@ -323,16 +412,15 @@ class ProgressRecord:
             self.write()
 
     def _stop_stage(self) -> None:
-        if (stage := self._stages.get(self._stage)) is not None:
-            stage.stopped_at = time.time()
+        if self._stage is not None:
+            self._stage.stopped_at = time.time()
 
     def write(self) -> None:
         """Replace the file. While the run lasts it is not flushed to disk, which would keep the run waiting."""
         self._written_at = self.clock()
         is_done = self._state == "done"
-        data = json.dumps(self.all_members() if is_done else self.to_json(), ensure_ascii=False).encode(
-            "utf-8", "replace"
-        )
+        record = self.all_members() if is_done else self.to_json()
+        data = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
         with suppress(OSError, ForebayError):  # a full disk, which the run reports
             if isinstance(self.store, FolderStore) and not is_done:
                 path = self.store.path / self._file
@@ -342,67 +430,77 @@ class ProgressRecord:
                 self.store.write(FINISHED_FILE if is_done else self._file, data)
 
     def all_members(self) -> dict[str, Any]:
-        """The record, with those of the members of a job array."""
+        """Return the record, with those of the members of a job array."""
         own = self.to_json()
         with suppress(OSError, ForebayError):
             members = {name: record for name, record in _read_running(self.store).items() if name != self._file}
             return merge([own, *(record for record in members.values() if record["key"] == self._key)])
         return own
 
-    def _count_time(self, now: float) -> None:
-        engine_workers: int = getattr(self._engine, "num_workers", 0)
-        self.num_workers = engine_workers or self.num_workers
-        self._worker_s += (now - self._counted_at) * self.num_workers
-        self._counted_at = now
-
     def to_json(self) -> dict[str, Any]:
-        now = self.clock()
-        self._count_time(now)
-        counts, stage = list(self._funnel.items()), self._stages.get(self._stage)
-        live, last = (stage.current, stage.progress) if stage is not None else (Progress("", 0, 0, ""),) * 2
-        workers = self._running()
-        record = {
+        """Return the record of this process."""
+        now, counts = self.clock(), list(self._funnel.values())
+        self.num_workers = getattr(self._engine, "num_workers", 0) or self.num_workers
+        is_running = self._state == "running"
+        return {
             "version": VERSION, "name": self.name, "output": self.output, "key": self._key,
             "state": self._state, "error": self._error, "started_at": self._started_at, "updated_at": time.time(),
             "wall_s": round(self._earlier_s + now - self._first, 3), "host": HOST, "pid": self.pid,
-            "member": self.member, "num_workers": self.num_workers,
-            "workers": workers, "stragglers": find_stragglers(workers, self._steps),
-            "steps": [times.to_json() for times in self._steps.values()],
-            "retries": list(self._retries), "lost_machines": list(self._lost_machines)[:MAX_MACHINES],
-            "worker_s": round(self._worker_s, 3), "price_per_core_hour": self.price_per_core_hour,
-            "counts_all": self._counts_all, "members": [],
-            "stage": self._stage if self._state == "running" else "",
-            "stages": [stage.to_json(now) for stage in self._stages.values()],
-            "documents_in": (counts[0][1].documents_in if counts else 0) + live.documents - last.documents,
-            "documents_out": (counts[-1][1].documents_out if counts else 0) + live.documents_kept - last.documents_kept,
-            "malformed": counts[0][1].dropped["malformed"] if counts else 0,
-            "funnel": [
-                {"stage": name, "documents_in": count.documents_in, "documents_out": count.documents_out,
-                 "dropped": count.dropped, "changed": count.changed}
-                for name, count in counts
-            ],
-            "samples": [
-                {"stage": stage, "reason": reason, "where": location, "text": text}
-                for (stage, reason), samples in self._samples.items() if stage
-                for location, text in samples
-            ],
-            "rejects": self._rejects, "skipped": dict(self.skipped), "messages": list(self._messages),
+            "member": self.member, "members": [], "num_workers": self.num_workers,
+            "workers": [{"step": self.step, "member": self.member, **w} for w in self.workers() if is_running],
+            "tasks": self._tasks, "num_retries": self._num_retries, "retries": list(self._retries),
+            "stage": self._stage.name if is_running and self._stage is not None else "",
+            "stages": [stage.to_json(self.num_workers, now) for stage in self._stages.values()],
+            "documents_in": counts[0].documents_in if counts else 0,
+            "documents_out": counts[-1].documents_out if counts else 0,
+            "malformed": counts[0].dropped["malformed"] if counts else 0,
+            "funnel": _funnel_to_json(self._funnel), "counts_all": self._counts_all,
+            "samples": self._samples, "rejects": self._rejects,
+            "skipped": dict(self.skipped), "messages": list(self._messages),
             "cpu_s": {name: round(seconds, 3) for name, seconds in self._usage.seconds.items()},
             "peak_bytes": self._usage.peak_bytes,
         }  # fmt: skip
-        return {**record, **cost_of(record)}
 
-    def _running(self) -> list[dict[str, Any]]:
-        if self._state != "running":
-            return []
-        return [{"step": self.step, "member": self.member, **worker} for worker in self.workers()]
+
+def _read_bytes(worker: Record) -> int:
+    """Return how far a process of this machine has read the file of its task; 0 if that is not known."""
+    path, start = worker.get("input", ("", 0))
+    with suppress(OSError):  # elsewhere, not Linux, or just closed
+        for descriptor in Path(f"/proc/{worker['pid']}/fd").iterdir() if path else ():
+            if str(descriptor.readlink()) == path:
+                position = Path(f"/proc/{worker['pid']}/fdinfo", descriptor.name).read_text().split()[1]
+                return max(0, int(position) - int(start))
+    return 0
+
+
+def _limited(samples: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the first samples of each rule, each document once."""
+    groups: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for sample in samples:
+        groups.setdefault((sample["stage"], sample["reason"]), {}).setdefault(sample["where"], sample)
+    return [sample for group in list(groups.values())[:_MAX_RULES] for sample in list(group.values())[:_MAX_SAMPLES]]
+
+
+def _funnel(records: Sequence[Record]) -> dict[str, StageCount]:
+    """Return the sum of the funnels of records."""
+    funnel: dict[str, StageCount] = {}
+    for entry in (entry for record in records for entry in record["funnel"]):
+        counters = {key: Counter(entry[key]) for key in ("dropped", "changed")}
+        count = StageCount(entry["documents_in"], entry["documents_out"], **counters)
+        funnel.setdefault(entry["stage"], StageCount()).add(count)
+    return funnel
+
+
+def _funnel_to_json(funnel: Mapping[str, StageCount]) -> list[dict[str, Any]]:
+    names = ("documents_in", "documents_out", "dropped", "changed")
+    return [{"stage": stage, **{name: getattr(count, name) for name in names}} for stage, count in funnel.items()]
 
 
 def read_progress(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record of the preparation in a directory or bucket, as in the module's docstring.
+    """Return the record of the preparation in a directory or bucket, as in the module's docstring.
 
     Raises:
-        PrepareError: If there is none, or it is damaged or of a later version.
+        PrepareError: If there is none, or it is damaged or of another version.
     """
     store = open_store(out)
     records, finished = _read_running(store), None
@@ -420,8 +518,20 @@ def read_progress(out: str | os.PathLike[str]) -> dict[str, Any]:
     return merge([record for record in records.values() if record["key"] == last["key"]])
 
 
+def read_all(store: Store, prefix: str) -> dict[str, bytes]:
+    """Return the small objects whose names begin with a prefix, by name; without those that are removed meanwhile."""
+
+    def read(name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return store.read(name)
+        return None
+
+    names = list(store.sizes(prefix))
+    return {name: data for name, data in zip(names, store.each(read, names)) if data is not None}
+
+
 def running_files(store: Store) -> dict[str, bytes]:
-    """The records of an unfinished run by name: that of a run, and those of the members of a job array."""
+    """Return the records of an unfinished run by name: that of a run, and those of the members of a job array."""
     files = read_all(store, MEMBERS)
     with suppress(FileNotFoundError):
         files[RUNNING_FILE] = store.read(RUNNING_FILE)
@@ -441,6 +551,97 @@ def _parse(store: Store, name: str, data: bytes) -> dict[str, Any]:
     version = record.get("version") if isinstance(record, dict) else None
     if version != VERSION:
         raise PrepareError(
-            f"{path}: expected a record of version {VERSION}, got {version!r}. Update forebay, or prepare again."
+            f"{path}: expected a record of version {VERSION}, got {version!r}. Use the version of forebay that wrote "
+            "it, or prepare again."
         )
     return dict(record)
+
+
+def process_state(record: Record) -> str:
+    """Return what a process does by its record: `running`, `silent`, `lost`, or how it ended."""
+    if record["state"] != "running":
+        return str(record["state"])
+    if record["host"] == HOST and not is_running(record["pid"]):
+        return "lost"
+    return "silent" if time.time() - record["updated_at"] > SILENT_S else "running"
+
+
+def merge(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the record of a run, of the records of its processes: what each did, and how far they are together."""
+    if len(records) == 1 and not records[0]["member"]:
+        gone = {"state": "interrupted", "error": "the process is gone: killed, or out of memory", "workers": []}
+        return {**records[0], **(gone if process_state(records[0]) == "lost" else {})}
+    records = sorted(records, key=lambda record: record["member"].zfill(8))
+    names = ("host", "pid", "tasks", "num_workers", "updated_at", "error")
+    members = [
+        {
+            "member": record["member"] or "finish", "state": process_state(record),
+            **{name: record[name] for name in names}, "running": len(record["workers"]),
+            "task": record["workers"][0]["task"] if record["workers"] else "",
+            "last_report_s": round(max(0.0, time.time() - record["updated_at"]), 1),
+            "cpu_s": round(sum(record["cpu_s"].values()), 3),
+        }
+        for record in records
+    ]  # fmt: skip
+    state, error = _common_state(members)
+    active = [r for r, m in zip(records, members) if m["state"] == "running" and state == "running"]
+    latest = max(active or records, key=lambda record: record["updated_at"])
+    counted = [record for record in records if record["counts_all"]][-1:] or records
+    retries = sorted((entry for record in records for entry in record["retries"]), key=lambda e: e["failed_at"])
+    cpu_s: Counter[str] = Counter()
+    for record in records:
+        cpu_s.update(record["cpu_s"])
+    return {
+        **latest, "state": state, "error": error, "member": "", "members": members,
+        "started_at": min(record["started_at"] for record in records),
+        "wall_s": max(record["wall_s"] for record in records),
+        "workers": [worker for record in active for worker in record["workers"]],
+        "stages": _merged_stages(records, active), "funnel": _funnel_to_json(_funnel(counted)),
+        **{name: sum(r[name] for r in counted) for name in ("documents_in", "documents_out", "malformed")},
+        **{name: sum(r[name] for r in records) for name in ("tasks", "num_retries")},
+        "num_workers": sum(record["num_workers"] for record in active or records),
+        "samples": _limited([sample for record in records for sample in record["samples"]]),
+        "rejects": [reject for record in records for reject in record["rejects"]][:MAX_LISTED],
+        "retries": retries[-MAX_LISTED:], "cpu_s": cpu_s,
+        "peak_bytes": max(record["peak_bytes"] for record in records),
+    }  # fmt: skip
+
+
+def _common_state(members: Sequence[Record]) -> tuple[str, str]:
+    """Return the state of a run of several processes, and why it is not running."""
+    by_state = {member["state"]: member for member in reversed(members)}
+    for state in ("done", "running"):
+        if state in by_state:
+            return state, ""
+    if failed := by_state.get("failed"):
+        return "failed", f"job {failed['member']} ({failed['host']}): {failed['error']}"
+    if ended := by_state.get("ended"):
+        return "ended", ended["error"]
+    gone = [member for member in members if member["state"] in ("silent", "lost")]
+    return "interrupted", f"{len(gone)} of {len(members)} processes are gone, the others were stopped"
+
+
+def _merged_stages(records: Sequence[Record], active: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the stages over all processes: at least what one has seen, or all did and what was done before them."""
+    by_name: dict[str, list[tuple[bool, Record]]] = {}
+    for record in records:
+        for stage in record["stages"]:
+            by_name.setdefault(stage["stage"], []).append((record in active and not stage["stopped_at"], stage))
+    merged = []
+    for entries in by_name.values():
+        stages, running = [stage for _, stage in entries], [stage for is_running, stage in entries if is_running]
+        done = {
+            name: max(
+                *(stage[name] for stage in stages),
+                min(stage["earlier"][i] for stage in stages) + sum(stage["own"][i] for stage in stages),
+            )
+            for i, name in enumerate(("done", "documents_in", "documents_out"))
+        }
+        rates = {name: sum(s[name] or 0 for s in running) or None for name in ("documents_per_s", "bytes_per_s")}
+        paces = sum(1 / stage["remaining_s"] for stage in running if stage["remaining_s"])
+        merged.append({
+            **(running or stages)[-1], **done, **rates, "remaining_s": 1 / paces if paces else None,
+            "started_at": min(stage["started_at"] for stage in stages),
+            "cpu_s": round(sum(stage["cpu_s"] for stage in stages), 3),
+        })  # fmt: skip
+    return sorted(merged, key=lambda stage: stage["started_at"])

@@ -218,39 +218,14 @@ def times_table(record: Report) -> Table:
     )
 
 
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.3g}"
-
-
 def _task_tables(record: Report) -> Iterator[Table]:
-    """Where time and money went: by stage, by step, the slowest tasks, attempts that failed."""
-    total, cost = sum(step["cpu_s"] for step in record["steps"]), record["cost"]
-    rows = []
-    for stage in record["stages"]:
-        steps = [step for step in record["steps"] if step["stage"] == stage["stage"]]
-        cpu_s = sum(step["cpu_s"] for step in steps)
-        counts = [count(sum(step[n] for step in steps)) for n in ("tasks", "retries", "losses", "stragglers")]
-        elapsed = format_seconds((stage["stopped_at"] or record["updated_at"]) - stage["started_at"])
-        price = [] if cost is None else [f"{cost * cpu_s / total:,.2f}" if total else ""]
-        rows.append([stage["stage"], elapsed, _hours(cpu_s), *price, *counts])
-    lost = ", ".join(record["lost_machines"][:MAX_ROWS]) or "none"
-    money = "" if cost is None else f" Cost: {cost:,.2f}, divided by core-hours."
-    description = (
-        f"{_hours(sum(record['cpu_s'].values()))} core-hours in {_hours(record['worker_s'])} worker-hours.{money} Lost "
-        f"machines: {lost}. A straggler took three times the median of its step."
-    )
-    heads = ("Stage", "Time", "Core-hours", *(["Cost"] * (cost is not None)), "Tasks", "Retries", "Lost", "Stragglers")
-    yield Table("Stages", heads, rows if record["steps"] else [], description)
+    """Where time went by stage, and attempts that failed."""
     rows = [
-        [s["step"], count(s["tasks"]), *(format_seconds(s[n] or 0) for n in ("p50_s", "p95_s", "max_s", "cpu_s")),
-         *(count(s[n]) for n in ("retries", "losses", "stragglers"))]
-        for s in record["steps"]
+        [stage["stage"], format_seconds((stage["stopped_at"] or record["updated_at"]) - stage["started_at"]),
+         format_seconds(stage["cpu_s"])]
+        for stage in record["stages"]
     ]  # fmt: skip
-    heads = ("Step", "Tasks", "Median", "95 % within", "Longest", "CPU", "Retries", "Lost", "Stragglers")
-    yield Table("Tasks", heads, rows)
-    slowest = sorted(((t, s["step"]) for s in record["steps"] for t in s["slowest"]), key=lambda e: -e[0]["seconds"])
-    rows = [[t["task"], step, t["host"], format_seconds(t["seconds"])] for t, step in slowest[:MAX_ROWS]]
-    yield Table("Slowest tasks", ("Task", "Step", "Host", "Time"), rows)
+    yield Table("Stages", ("Stage", "Time", "CPU"), rows, f"{count(record['tasks'])} tasks.")
     rows = [
         [f["task"], f["step"], f["node"] or f["host"], str(f["attempt"]), f["reason"]] for f in record["retries"]
     ]  # fmt: skip
@@ -276,12 +251,7 @@ def render_text(report: Report, times: Report | None = None) -> str:
         longest = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in cpu[:6])
         words = f"{format_seconds(times['wall_s'])}, {format_seconds(sum(times['cpu_s'].values()))} of CPU: {longest}"
         lines += ["", *textwrap.wrap(words, 80, initial_indent="time  ", subsequent_indent="      ")]
-        counts = {n: sum(s[n] for s in times["steps"]) for n in ("retries", "losses", "stragglers")}
-        tasks = ", ".join(f"{count(n)} {name}" for name, n in counts.items())
-        lines.append(f"tasks {count(sum(s['tasks'] for s in times['steps']))}, {tasks}")
-        money = "" if times["cost"] is None else f"{times['cost']:,.2f}: "
-        hours = f"{_hours(sum(times['cpu_s'].values()))} core-hours in {_hours(times['worker_s'])} worker-hours"
-        lines.append(f"cost  {money}{hours}")
+        lines.append(f"tasks {count(times['tasks'])}, {count(times['num_retries'])} repeated")
     return "\n".join(cut(printable(line), 80).rstrip() for line in lines) + "\n"
 
 

@@ -19,8 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from forebay.errors import PrepareError
-from forebay.prepare.executions import Execution, label, name_of
-from forebay.prepare.failures import failure_of, write_failure
+from forebay.prepare.progress import failure_of, label, name_of, write_failure
 from forebay.prepare.stats import Usage, timed
 from forebay.storage.store import Store
 
@@ -29,12 +28,12 @@ R = TypeVar("R")
 
 
 class TaskOutput(NamedTuple):
-    """The result of a task and, if it ran for this call, what it used, its counts for the record, and where it ran."""
+    """The result of a task and, if it ran for this call, what it used, its counts for the record, and its time."""
 
     result: Any
     usage: Usage = Usage()
     counts: Any = None
-    execution: Execution | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Committing(Generic[R]):
         except Exception as error:
             write_failure(self.store, self.step, name, task, failure_of(error, label(task)))
             raise
-        return TaskOutput(result, usage, counts, Execution(label(task), perf_counter() - started))
+        return TaskOutput(result, usage, counts, perf_counter() - started)
 
     def load_all(self, names: Sequence[str]) -> dict[str, R]:
         """The results of earlier runs of these tasks, by name."""

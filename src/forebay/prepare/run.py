@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,11 +15,8 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import ForebayError
 from forebay.prepare.engines.base import Engine, OnDone
 from forebay.prepare.engines.local import cores
-from forebay.prepare.executions import name_of
-from forebay.prepare.failures import Failure, read_failures, write_failure
 from forebay.prepare.inputs import find_inputs, split_files
-from forebay.prepare.progress import ProgressRecord
-from forebay.prepare.rates import Progress
+from forebay.prepare.progress import Failure, ProgressRecord, name_of, read_failures, write_failure
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.results import Committing, TaskOutput
 from forebay.prepare.sampling import Sampling
@@ -110,23 +107,24 @@ class PrepareRun:
 
     def count_tasks(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
         """An `on_result` of `map` that reports each result as one more of `total`."""
-        done = itertools.count(1)
-        self.progress.update(Progress(stage, 0, total, unit))
-        return lambda *_: self.progress.update(Progress(stage, next(done), total, unit))
+        self.progress.begin(stage, {"": total}, unit, total)
+        return lambda *_: self.progress.advance(1)
 
-    def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, Any], None]:
-        """An `on_result` of `map` that reports the bytes of each task, and documents read and kept so far."""
-        done = documents = retained = 0
-        total = sum(sizes)
+    def count_documents(
+        self, stage: str, sizes: Sequence[int], kinds: Sequence[str] | None = None
+    ) -> Callable[[int, Any], None]:
+        """An `on_result` of `map` that reports the bytes of each task, and documents read and kept.
+
+        A byte of one kind of task may take longer than a byte of another.
+        """
+        kinds, left = kinds or [""] * len(sizes), Counter[str]()
+        for kind, size in zip(kinds, sizes):
+            left[kind] += size
+        self.progress.begin(stage, left, "B", len(sizes))
 
         def add(index: int, result: Any) -> None:
-            nonlocal done, documents, retained
-            done += sizes[index]
-            documents += result.documents_in
-            retained += result.documents_out
-            self.progress.update(Progress(stage, done, total, "B", documents, retained, done))
+            self.progress.advance(sizes[index], kinds[index], result.documents_in, result.documents_out)
 
-        self.progress.update(Progress(stage, 0, total, "B"))
         return add
 
     def end_of_tasks(self) -> None:
@@ -158,7 +156,6 @@ class PrepareRun:
         for index, name in enumerate(names):
             if name in finished:
                 on_result(index, finished[name])
-        self.progress.result_of = "driver"
         todo: dict[str, list[int]] = {}
         for index, name in enumerate(names):
             if name not in finished:
@@ -167,8 +164,8 @@ class PrepareRun:
 
         def done(position: int, output: TaskOutput) -> None:
             self.usage.add(output.usage)
-            self.progress.add(output.usage, output.counts, output.execution)
-            self.progress.result_of = "task" if output.execution is not None else "other"
+            self.progress.add(output.usage, output.counts, output.seconds)
+            self.progress.result_of = "task" if output.seconds is not None else "other"
             name = names[firsts[position]]
             finished[name] = output.result
             for index in todo[name]:
@@ -202,7 +199,7 @@ class PrepareRun:
                 _add_advice(error, f"`forebay report {self.store.url}` prints the log of the task.")
             raise
         finally:
-            self.progress.result_of = "driver"
+            self.progress.result_of, self.progress.task_s = "task", 0.0
 
 
 def _add_advice(error: Exception, advice: str) -> None:

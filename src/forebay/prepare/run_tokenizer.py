@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import version
 
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, UsageError
+from forebay.prepare.engines.base import TICK_S
 from forebay.prepare.extend import check_extension, is_parents_tokenizer, parent_tokenizer
 from forebay.prepare.outputs.base import Output
 from forebay.prepare.outputs.dataset import DatasetOutput
-from forebay.prepare.rates import Progress
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
+from forebay.prepare.stats import Usage
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tasks.text import TextResult
 from forebay.prepare.tokenize import tokenizers
+from forebay.units import format_bytes
 
 
 def open_tokenizer(
@@ -79,10 +83,18 @@ def train(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerF
     key = keys.hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
     name = f"trained-{key}/{TOKENIZER_FILE}"
     if not run.work.exists(name):
-        run.progress.update(Progress("tokenizer", 0, 1, " trained"))
-        data = tokenizers.train_tokenizer(sample_texts(run.work, parts, seed), vocab).data
-        run.work.create(name, data)
-        run.progress.update(Progress("tokenizer", 1, 1, " trained"))
+        trained = run.count_tasks("tokenizer", 1, " trained")
+        size = format_bytes(min(tokenizers.SAMPLE_BYTES, sum(text.bytes_out for text in texts)))
+        run.on_message(f"training a tokenizer of {vocab:,} tokens on {size} of text")
+        started = time.process_time()
+        with ThreadPoolExecutor(1) as pool:  # so that the time can be shown meanwhile
+            training = pool.submit(tokenizers.train_tokenizer, sample_texts(run.work, parts, seed), vocab)
+            while not wait([training], TICK_S).done:
+                run.progress.tick()
+        run.work.create(name, training.result().data)
+        run.progress.add(usage := Usage({"train tokenizer": time.process_time() - started}), None)
+        run.usage.add(usage)
+        trained(0, None)
     with run.work.scratch() as folder:
         (path := folder / TOKENIZER_FILE).write_bytes(run.work.read(name))
         loaded = _load_tokenizer(run.recipe, str(path))

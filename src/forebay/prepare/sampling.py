@@ -49,7 +49,9 @@ class Sampling:
         if fraction >= 1 or not splits:
             return cls(splits, 1.0, *total)
         count = min(number, max(1, round(number * fraction + 0.5)))
-        order = sorted(range(number), key=lambda index: (*_kind(splits[index]), index))
+        order = sorted(
+            range(number), key=lambda index: (kind_of(splits[index]), splits[index].bytes.bit_length(), index)
+        )
         chosen = [splits[index] for index in sorted(order[(2 * i + 1) * number // (2 * count)] for i in range(count))]
         return cls(chosen, min(1.0, fraction * number / count), *total)
 
@@ -85,9 +87,9 @@ class Sampling:
         return self.read_scale / self.share
 
 
-def _kind(split: InputSplit) -> tuple[str, str, int]:
-    compression = split.files[0].compression if split.files else ""
-    return split.format if split.files else "", compression, split.bytes.bit_length()
+def kind_of(split: InputSplit) -> str:
+    """Return the format of a split, and its compression: what its pace and its documents depend on."""
+    return f"{split.format} {split.files[0].compression}".strip()
 
 
 class SplitSums:

@@ -56,14 +56,13 @@ SCRIPT = """
 import sys
 from forebay import prepare_dataset
 from forebay.errors import ForebayError
-from forebay.prepare import executions, inputs
+from forebay.prepare import inputs
 from forebay.prepare.engines import share
 from steps import Steps
 
 if __name__ == "__main__":
     inputs.GROUP_BYTES = 1
     share.BEAT_S, share.STALE_S = 0.5, 15.0  # More than a machine stands still.
-    executions.STRAGGLER_MIN_S = 0.2
     source, out, workers, *options = sys.argv[1:]
     try:
         result = prepare_dataset(
@@ -92,7 +91,6 @@ def start(folder: Path, out: Path, workers: int, **options: str) -> subprocess.P
     name = options.get("task", "run").replace("/", "-")
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PYTHONWARNINGS": "ignore",
-        "FOREBAY_PRICE_PER_CORE_HOUR": "3600" if "task" in options else "",
     }  # fmt: skip
     command = [sys.executable, str(folder / "run.py"), str(folder / "source"), str(out), str(workers)]
     with (folder / f"{name}.log").open("w") as log:
@@ -127,23 +125,20 @@ def test_an_array_with_a_killed_job_and_slow_tasks(tmp_path: Path) -> None:
     jobs = [start(tmp_path, out, 1, task=f"{index}/3") for index in range(3)]
     try:
         # Two jobs wait in a slow task; the third has finished all others, one after its process died.
-        view = top_until(
-            out, lambda view: view["figures"].get("tasks") == [22, ""] and view["figures"].get("stragglers") == [2, ""]
-        )
+        view = top_until(out, lambda view: view["figures"].get("tasks") == [22, ""] and len(view.get("tasks", ())) == 2)
         assert view["state"] == "running" and view["progress"]["stage"] == "text"
         assert [(m["member"], m["state"], m["host"], m["pid"]) for m in view["members"]] == [
             (str(i), "running", HOST, job.pid) for i, job in enumerate(jobs)
         ]
         assert sum(m["tasks"] for m in view["members"]) == 22
-        slow = {Path(task["task"]).name: task for task in view["tasks"] if task["state"] == "straggler"}
+        slow = {Path(task["task"]).name: task for task in view["tasks"]}
         assert set(slow) == {"10.txt", "14.txt"}
-        assert all(task["host"] == HOST and task["running_s"] > 3 * task["median_s"] for task in slow.values())
+        assert all(task["host"] == HOST and task["running_s"] > 0 for task in slow.values())
         (died,) = view["attempts"]
         assert died["kind"] == "died" and died["task"].endswith("03.txt") and "SIGKILL" in died["reason"]
         assert (died["host"], died["attempt"]) == (HOST, 1) and view["figures"]["retries"] == [1, ""]
-        assert view["figures"]["cost"][0] == pytest.approx(3600 * view["figures"]["worker-hours"][0], rel=0.01)
         printed = forebay("top", out)
-        assert "straggler" in printed and "members (3)" in printed and "attempts (1)" in printed
+        assert "tasks (2)" in printed and "members (3)" in printed and "attempts (1)" in printed
 
         killed = int(slow["10.txt"]["member"])
         os.killpg(jobs[killed].pid, signal.SIGKILL)
@@ -166,11 +161,8 @@ def test_an_array_with_a_killed_job_and_slow_tasks(tmp_path: Path) -> None:
     assert start(tmp_path, out, 1, task="finish").wait() == 0
     assert not (out / ".work").exists() and "failed task" not in forebay("report", out)
     record = json.loads((out / ".progress.json").read_text())
-    by_step = {step["step"]: step for step in record["steps"]}
-    text = by_step["process_split"]
-    assert (text["tasks"], text["retries"], text["losses"], text["smaller_batches"]) == (24, 2, 1, 1)
-    assert text["stragglers"] >= 1 and text["slowest"][0]["task"].endswith("14.txt")
-    assert record["lost_machines"] == [HOST] and record["cost"] > 0 and record["state"] == "done"
+    assert record["tasks"] >= 24 and record["num_retries"] == 2 and record["state"] == "done"
+    assert [retry["kind"] for retry in record["retries"]] == ["died", "lost"]
     assert start(tmp_path, tmp_path / "alone", 2).wait() == 0
     assert open_dataset(out).id == open_dataset(tmp_path / "alone").id
 

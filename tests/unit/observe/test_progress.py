@@ -10,7 +10,7 @@ import pytest
 from forebay.cli.arguments import plain
 from forebay.observe import progress
 from forebay.observe.progress import PrepareBar
-from forebay.prepare.rates import Progress
+from forebay.prepare.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -24,9 +24,9 @@ def test_a_bar_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     with PrepareBar() as bar:
         bar.update(Progress("filter", 0, 100, "B"))
-        bar.update(Progress("filter", 10, 100, "B", 10, 6, 10))
+        bar.update(Progress("filter", 10, 100, "B", 10, 6))
         assert "left" not in terminal.getvalue()  # not known yet
-        bar.update(Progress("filter", 50, 100, "B", 1000, 612, 2_000_000, 90.0, 1000.0, 2e6))
+        bar.update(Progress("filter", 50, 100, "B", 1000, 612, 90.0, 1000.0, 2e6))
         bar._bar.refresh()
         bar.update(Progress("slice", 1, 2, " slices"))
     shown = terminal.getvalue()
@@ -39,8 +39,8 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", plain)
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     with PrepareBar() as bar:
-        bar.update(Progress("filter", 10, 100, "B", 10, 5, 1))
-        bar.update(Progress("filter", 60, 100, "B", 60, 5, 1))
+        bar.update(Progress("filter", 10, 100, "B", 10, 5))
+        bar.update(Progress("filter", 60, 100, "B", 60, 5))
     assert "filter: 60.0 of 100B after 0" in plain.getvalue().splitlines()[-1]
     assert "\r" not in plain.getvalue()
 

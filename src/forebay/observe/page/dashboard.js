@@ -3,7 +3,7 @@
 
 const POLL_MS = 2000, PAGE_ROWS = 50;
 const CAUSES = ["scheduler", "network", "disk", "tokenize", "decode", "device", "queue"];
-const TITLES = { workers: "Workers", nodes: "Data nodes", datasets: "Datasets", peers: "Sent to", stages: "Stages", members: "Jobs of the array", tasks: "Running tasks", attempts: "Attempts that failed", steps: "Tasks, by step", rules: "Rules", dropped: "Dropped, by reason" };
+const TITLES = { workers: "Workers", nodes: "Data nodes", datasets: "Datasets", peers: "Sent to", stages: "Stages", members: "Jobs of the array", tasks: "Running tasks", attempts: "Attempts that failed", rules: "Rules", dropped: "Dropped, by reason" };
 const GOOD = ["running", "working", "up", "done", "ended"], BAD = ["silent", "lost", "failed", "incomplete", "does not answer"];
 const $ = (id) => document.getElementById(id);
 const tables = {}; // By name: the key that it is sorted by, the direction, the first row that is shown, a filter.
@@ -36,9 +36,7 @@ function format(value, unit) {
   if (typeof value === "string") return value;
   if (unit === "share") return `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
   if (unit === "s") return duration(value);
-  if (unit === "h") return `${value < 100 ? value.toPrecision(3) : Math.round(value).toLocaleString("en")} h`;
   if (unit === "id") return String(value);
-  if (unit === "price") return value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
   if (unit === "B") return scaled(value, ["B", "kB", "MB", "GB", "TB", "PB"], 1000);
   if (unit === "B/s") return `${scaled(value, ["B", "kB", "MB", "GB"], 1000)}/s`;
   if (unit) return `${scaled(value, ["", "k", "M", "G"], 1000)} ${unit}`;

@@ -22,8 +22,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import HOST
 from forebay.plugins import load_plugin
-from forebay.prepare.executions import label, name_of
-from forebay.prepare.failures import Failure
+from forebay.prepare.progress import Failure, label, name_of
 from forebay.storage.store import Store
 
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
@@ -168,8 +167,8 @@ class Attempts:
 
 def state_of(task: Any, pid: int | None = None) -> dict[str, Any]:
     """What `Engine.running` says of a task that starts now, by default in this process."""
-    name = name_of(task)
-    return {"host": HOST, "pid": pid or os.getpid(), "task": label(task), "name": name, "started_at": time.time()}
+    state = {"host": HOST, "pid": pid or os.getpid(), "task": label(task), "name": name_of(task)}
+    return {**state, "started_at": time.time(), "input": getattr(task, "position", ("", 0))}
 
 
 def attempt(run: TaskFunction, task: Any, scale: int) -> Outcome:

@@ -26,7 +26,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.files import HOST, temporary_path
 from forebay.machine import num_cores
 from forebay.prepare.engines import base, sandbox
-from forebay.prepare.failures import LOG_BYTES
+from forebay.prepare.progress import LOG_BYTES
 from forebay.storage.store import Store
 
 _EXIT_S = 5.0  # How long a worker whose pipe is closed may take to exit with its own exit code.

@@ -20,8 +20,7 @@ from forebay.errors import ForebayError, PrepareError, package_for
 from forebay.machine import num_cores
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
-from forebay.prepare.executions import name_of
-from forebay.prepare.members import read_all
+from forebay.prepare.progress import name_of, read_all
 from forebay.prepare.results import Committing
 from forebay.storage.store import FolderStore, Store
 

@@ -21,8 +21,7 @@ from forebay.files import HOST
 from forebay.network.retry import EVERY_S, FIRST_S
 from forebay.prepare.engines import base
 from forebay.prepare.engines.local import LocalEngine
-from forebay.prepare.executions import label, name_of
-from forebay.prepare.failures import Failure
+from forebay.prepare.progress import Failure, label, name_of
 from forebay.prepare.results import Committing, TaskOutput
 from forebay.storage.store import Store
 

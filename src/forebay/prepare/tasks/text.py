@@ -8,8 +8,9 @@ else. Memory: a few batches of 4 MiB, and the largest document.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -27,7 +28,7 @@ from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
 from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split
 from forebay.prepare.path_lists import downloaded
-from forebay.prepare.progress import MAX_LISTED, TaskCounts, TaskProgress
+from forebay.prepare.progress import MAX_LISTED, TaskCounts, tick
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
@@ -84,6 +85,11 @@ class TextTask:
         more = f" and {len(self.split.files) - 1} more" if len(self.split.files) > 1 else ""
         start = f" from {self.split.start}" if self.split.start else ""
         return f"{self.split.files[0].path}{start}{more}"
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """The path of its first file, and from where it is read."""
+        return os.path.realpath(self.split.files[0].path), self.split.start
 
     @property
     def prefix(self) -> str:
@@ -214,14 +220,13 @@ def process_split(task: TextTask, scale: int) -> TextResult:
 def _process(task: TextTask, scale: int) -> TextResult:
     stats, started = StageStats(), work_time()
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
-    live = TaskProgress(task.store, task.name, task.readable.files[0].path, task.split.start)
-    with open_documents(task.store, task.prefix, task.dedup) as out, closing(live):
+    with open_documents(task.store, task.prefix, task.dedup) as out:
         for batch in reader.batches(stats):
             for kept_rows in run_stages(task, batch, stats, reader):
                 out.add(kept_rows)
                 del kept_rows
             del batch
-            live.update(reader.documents, out.documents)
+            tick()
     sources = enumerate(task.readable.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     stats.usage.count("dedup", out.signing_s)
