@@ -222,9 +222,9 @@ class Stage:
         if len(self._points) > 1 and (elapsed_s := now - self._points[0][0]) > 0:
             rates = [(last - first) / elapsed_s or None for last, first in zip(self.done, self._points[0][1])]
         per_s, bytes_per_s = rates[1], rates[0] if self.unit == "B" else None
-        return Progress(
-            self.name, self.shown, self.total, self.unit, *self.done[1:], remaining_s, per_s, bytes_per_s
-        )  # fmt: skip
+        documents, documents_kept = self.done[1:]
+        counts = self.name, self.shown, self.total, self.unit, documents, documents_kept
+        return Progress(*counts, remaining_s, per_s, bytes_per_s)
 
     def to_json(self, num_workers: int, now: float) -> dict[str, Any]:
         """Return the stage as it is in a record."""
@@ -485,8 +485,8 @@ def _funnel(records: Sequence[Record]) -> dict[str, StageCount]:
     """Return the sum of the funnels of records."""
     funnel: dict[str, StageCount] = {}
     for entry in (entry for record in records for entry in record["funnel"]):
-        counters = {key: Counter(entry[key]) for key in ("dropped", "changed")}
-        count = StageCount(entry["documents_in"], entry["documents_out"], **counters)
+        dropped, changed = Counter[str](entry["dropped"]), Counter[str](entry["changed"])
+        count = StageCount(entry["documents_in"], entry["documents_out"], dropped=dropped, changed=changed)
         funnel.setdefault(entry["stage"], StageCount()).add(count)
     return funnel
 
