@@ -75,9 +75,12 @@ def _prepare(args: argparse.Namespace) -> None:
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
     what = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if to == "dataset" else f"as {to}"
+    failed = result["failed"]
+    missing = f"\n{failed['inputs']:,} inputs failed, {failed['share']:.1%} of the bytes are missing: "
+    missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
     print(
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
-        f"{args.out}  id {result['id']}"
+        f"{args.out}  id {result['id']}{missing}"
     )
 
 

@@ -69,8 +69,7 @@ class ColumnFormat(Format):
         except READ_ERRORS as error:
             is_clear = isinstance(error, CorruptInputError)
             problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
-            location = f"row {number + 1}"
-            yield Record(number + 1, problem=problem, location=location, failed=True, damaged=True)
+            yield Record(number + 1, problem=problem, location=f"row {number + 1}", unread=-1)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schemas = []
@@ -148,8 +147,8 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
     types = {key: kind for key in required + optional if (kind := _type_of(schema, key)) is not None}
     for key in required:
         kind = types.get(key)
-        if kind is None or not (_is_text(kind) or kind == pa.null() or key == options.messages_key):
-            fields = sorted(schema, key=lambda field: not _is_text(field.type))
+        if kind is None or not (is_text(kind) or kind == pa.null() or key == options.messages_key):
+            fields = sorted(schema, key=lambda field: not is_text(field.type))
             got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
             got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
             raise UnreadableInputError(
@@ -160,7 +159,7 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
 
 
 def _names_with_text(schema: pa.Schema) -> list[str]:
-    return [field.name for field in schema if contains(field.type, _is_text) and schema.names.count(field.name) == 1]
+    return [field.name for field in schema if contains(field.type, is_text) and schema.names.count(field.name) == 1]
 
 
 def _type_of(schema: pa.Schema, key: str) -> pa.DataType | None:
@@ -177,7 +176,8 @@ def _type_of(schema: pa.Schema, key: str) -> pa.DataType | None:
     return kind
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a type is that of texts, or of bytes that may be."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
@@ -208,7 +208,7 @@ def _column(batch: pa.RecordBatch, key: str) -> pa.Array:
 
 
 def _values(column: pa.Array) -> Iterator[object]:
-    if pa.types.is_dictionary(column.type) and _is_text(column.type):
+    if pa.types.is_dictionary(column.type) and is_text(column.type):
         words = column.dictionary  # One at a time: each may be large, and few of many be needed.
         for index in column.indices.to_pylist():
             yield None if index is None else next(_values(words.slice(index, 1)))
@@ -216,7 +216,7 @@ def _values(column: pa.Array) -> Iterator[object]:
     try:
         yield from column.to_pylist()
     except UnicodeDecodeError:
-        if not _is_text(column.type):
+        if not is_text(column.type):
             raise
         wide = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
         yield from column.cast(wide).to_pylist()  # Row by row: `to_record` reports those that are not UTF-8.

@@ -5,10 +5,11 @@ their order depend on the inputs alone, never on the number of tasks.
 """
 
 import codecs
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from forebay.errors import CorruptInputError, PrepareError, UnreadableInputError, UsageError
 from forebay.storage.compression import MAX_WINDOW_BYTES, MIN_UNPACKED_BYTES, ChunkStream, unpack_stream
@@ -18,6 +19,8 @@ GROUP_BYTES = 8 << 20
 GROUP_FILES = 1024
 MAX_INPUT_BYTES = 64 << 40  # A larger size is refused: a server may claim any.
 MAX_SPLITS = 100_000  # Splits of one file, at most.
+TEXT_KEYS = ("text", "content", "contents", "body", "raw_content", "raw_text", "document", "article")
+"""Fields with the text of a document: of a file without `text` the first that it has is read."""
 RESERVED_COLUMNS = frozenset(("place", "id", "url", "html", "text", "where", "text_bytes", "copies", "subset"))
 """Columns that readers, tasks and `[[subset]]` make; fields of the input may not take their names."""
 ALL_FIELDS = "*"
@@ -41,6 +44,7 @@ class InputFile:
             ETag or time of a URL. "" is not checked.
         encoding: Of a text file that is not UTF-8; `open_input` gives UTF-8.
         is_listed: Named by a list at a URL: the task that reads it downloads it first.
+        text_key: The field with its text, where it is not that of the options.
         extent: Bytes `[start, stop)` that a part of the file needs. A URL is then not read ahead beyond them.
     """
 
@@ -53,6 +57,7 @@ class InputFile:
     version: str = ""
     encoding: str = ""
     is_listed: bool = False
+    text_key: str = ""
     extent: tuple[int, int] | None = None
 
 
@@ -81,7 +86,8 @@ class ReadOptions:
     Args:
         format: A format by name, or `auto` to detect that of each file.
         encoding: Of text files: a name such as `latin-1` or `utf-16`; `auto`: UTF-8, or what the first bytes show.
-        text_key: The field or column with the text.
+        text_key: The field or column with the text. `text`: of each file the first of `text`, `content`, `contents`,
+            `body`, `raw_content`, `raw_text`, `document` and `article` that it has.
         text_keys: Several fields in its place, whose texts (those in lists and objects too) are joined by an empty
             line; `*`: every field but the id and the URL.
         id_key, url_key: The same for ids and URLs; a document without is no error.
@@ -174,6 +180,7 @@ def open_input(file: InputFile, options: ReadOptions) -> BinaryIO:
         raw = unpack_stream(
             raw, file.compression, max_ratio=options.max_unpacked_ratio, max_window_bytes=options.max_window_bytes
         )
+        _Tracked.unpacked = file.path, raw
     if file.encoding:
         raw = ChunkStream(_transcoded(raw, file.encoding), raw.close)
     return raw
@@ -195,11 +202,42 @@ def open_stored(file: InputFile, *, is_random: bool = False) -> BinaryIO:
         stream: BinaryIO = open_url(file.path, file.bytes, file.version, file.extent, is_random=is_random)
         return stream
     try:
-        return Path(file.path).open("rb", _BUFFER_BYTES)
+        return io.BufferedReader(_Tracked(file.path), _BUFFER_BYTES)
     except OSError as error:
         raise UnreadableInputError(
             f"{file.path}: cannot read input: {error.strerror or error}. Check that it exists and may be read."
         ) from error
+
+
+class _Tracked(io.FileIO):
+    """A file that notes where its last read began; of this process the last file that was read, and unpacked."""
+
+    last: ClassVar[tuple[str, int]] = "", 0
+    unpacked: ClassVar[tuple[str, Any]] = "", None
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        size = super().readinto(buffer)
+        if size:
+            _Tracked.last = str(self.name), self.tell() - size
+        return size
+
+
+def unread_bytes(split: InputSplit) -> int:
+    """Return how many bytes of a split were not read when reading it just ended: all of them if that is not known.
+
+    A local file was read at least up to the beginning of its last read.
+    """
+    file, (path, reached) = split.files[0], _Tracked.last
+    stop = split.stop or file.bytes
+    is_known = path == file.path and split.start <= reached <= stop <= file.bytes
+    return stop - reached if is_known else split.bytes
+
+
+def damage_of(split: InputSplit) -> str:
+    """Return the damage that ended the unpacking of a split's file, which was just read; "" if there is none."""
+    path, stream = _Tracked.unpacked
+    _Tracked.unpacked = "", None
+    return str(stream.error) if path == split.files[0].path and getattr(stream, "error", None) else ""
 
 
 def skip_to(file: BinaryIO, offset: int) -> None:

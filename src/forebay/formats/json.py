@@ -40,7 +40,7 @@ class Json(Format):
                     yield object_record(index, value, options, f"value {index}")
             except (ValueError, RecursionError, CorruptInputError) as error:
                 reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-                yield Record(index + 1, problem=reason, location=f"value {index + 1}")
+                yield Record(index + 1, problem=reason, location=f"value {index + 1}", unread=-1)
 
 
 class ApiRequest(Format):

@@ -102,7 +102,8 @@ class Parquet(ColumnFormat):
             except READ_ERRORS as error:
                 num_rows = reader.metadata.row_group(group).num_rows
                 location = f"row group {group}, of {num_rows} rows"
-                yield -1, Record(0, problem=f"damaged Parquet: {error_text(error)}", location=location)
+                unread = split.bytes // max(1, (split.stop or reader.num_row_groups) - split.start)
+                yield -1, Record(0, problem=f"damaged Parquet: {error_text(error)}", location=location, unread=unread)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """Row groups of 8 MiB or less; `compress`: zstd (by default), snappy or none."""

@@ -38,8 +38,9 @@ class Record:
     `start`, if not -1: a split with this `start` begins with this record, so that reading may continue from here. In
     unpacked bytes where a format is a stream of them.
 
-    `failed`: the problem is that nothing (more) of its file can be read, not a fault of one record. `damaged`: as its
-    content is, while the file itself is there, and of the kind that was asked for.
+    `failed`: the problem is that nothing (more) of its file can be read, not a fault of one record.
+
+    `unread`: how many bytes of its file are not read because of the problem; -1: the rest, of unknown size.
 
     `values`: what `ReadOptions.columns` asks for, in that order.
 
@@ -57,10 +58,10 @@ class Record:
     location: str = ""
     start: int = field(default=-1, compare=False)
     failed: bool = False
-    damaged: bool = False
     values: tuple[float | str, ...] = ()
     fields: tuple[str, ...] = ()
     missing: str = field(default="", compare=False)
+    unread: int = 0
 
 
 def strip_turn_marks(text: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.files import open_atomic
-from forebay.formats.inputs import InputSplit
+from forebay.formats.inputs import InputFile, InputSplit
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import part_batches
 from forebay.prepare.inputs import InputFiles
@@ -46,6 +46,11 @@ class Corpus:
     @property
     def documents_in(self) -> int:
         return sum(text.documents_in for text in self.texts)
+
+    @property
+    def failed(self) -> dict[str, float]:
+        """How many inputs failed, and how much of the input that is."""
+        return count_failed(self.inputs.skipped, self.inputs.files, self.sampling.read_bytes)
 
     @property
     def first_rows(self) -> list[int]:
@@ -87,6 +92,24 @@ def read_skipped(store: Store) -> list[Skipped]:
         return [Skipped(**json.loads(line)) for line in store.read(SKIPPED_FILE).splitlines()]
     except (OSError, ValueError, TypeError):
         return []
+
+
+def count_failed(skipped: Sequence[Skipped], files: Sequence[InputFile], num_bytes: int) -> dict[str, float]:
+    """Return how many inputs failed, with the bytes that are missing and their share of all.
+
+    Args:
+        files: The inputs that are read; a file of unknown size counts as their mean.
+        num_bytes: The size of what is read of them. A folder that cannot be read may hold anything: its share is 1.
+    """
+    failed = [item for item in skipped if item.status == "failed"]
+    mean = sum(file.bytes for file in files) // max(1, len(files))
+    missing = sum(item.bytes if item.bytes >= 0 else mean for item in failed)
+    unlisted = sum(
+        item.bytes if item.bytes >= 0 else mean for item in failed if item.path not in {f.path for f in files}
+    )
+    share = min(1.0, missing / (num_bytes + unlisted)) if num_bytes + unlisted else float(bool(failed))
+    share = 1.0 if any(item.path.endswith("/") for item in failed) else share
+    return {"inputs": len(failed), "bytes": missing, "share": round(share, 6)}
 
 
 def examine_kept(corpus: Corpus, config: Dedup, map: Map) -> None:

@@ -10,7 +10,8 @@ the kept text once (LZ4) and the tokens twice, three times if documents are shuf
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
 from forebay.formats.parquet import recorded_columns
 from forebay.prepare.compiled import has_compiled
 from forebay.prepare.config import apply_settings, load_recipe
-from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
+from forebay.prepare.corpus import SKIPPED_FILE, Corpus, count_failed, read_skipped, write_skipped
 from forebay.prepare.dedup.methods import Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
@@ -160,7 +161,7 @@ def prepare_dataset(
     own = tokenizer if output.needs_tokenizer and not isinstance(tokenizer, str) else None
     recipe, loaded = open_tokenizer(recipe, own, output, document_ids, parent, notify)
     sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or cores(), store, follow_links)
-    for line in describe_skipped(sources.skipped):
+    for line in (*describe_skipped(sources.skipped), *_describe_text_keys(sources.files)):
         notify(line)
     if strict:
         _refuse_skipped(sources.skipped)
@@ -200,8 +201,22 @@ def _open_inputs(
         return InputFiles(()), own_sources
     sample = 1.0 if own_sources else recipe.sample
     out = store.path if isinstance(store, FolderStore) else None
+    for path in map(Path, paths if out is not None else ()):
+        if out is not None and path.is_dir() and path.resolve().is_relative_to(out.resolve()):
+            raise UsageError(
+                f"prepare: expected --out beside or below the input folder {path}, got {out}, which is or contains it. "
+                f"Choose another --out, such as {path.resolve().name}-dataset."
+            )
     files = find_inputs(paths, recipe.read, workers=workers, leave_out=out, follow_links=follow_links, sample=sample)
     return files, own_sources
+
+
+def _describe_text_keys(files: Sequence[InputFile]) -> Iterator[str]:
+    """Yield a line for each field that has the text of files which have no `text`."""
+    keys = [file.text_key for file in files]
+    for key in sorted(set(keys) - {""}):
+        first = shown_path(files[keys.index(key)].path)
+        yield f"text is in {shown_path(key)!r} in {keys.count(key):,} inputs, such as {first}"
 
 
 def _with_recorded_columns(
@@ -269,17 +284,40 @@ def _find_existing(
             f"prepare: expected an empty directory, got {run.store.url}, which holds {kind} {name!r} "
             f"({id[:12]}…). A dataset never changes: choose another directory, or remove this one."
         )
-    skipped = count_reasons(read_skipped(run.store))
-    return PrepareResult(run.path, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
+    skipped = read_skipped(run.store)
+    failed = count_failed(skipped, sources.files, sum(file.bytes for file in sources.files))
+    reasons = count_reasons(skipped)
+    return PrepareResult(
+        run.path, name, id, **theirs["counts"], already_exists=True, skipped=reasons, failed=failed
+    )  # fmt: skip
 
 
 def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[Skipped]:
-    failed: dict[str, str] = {}
+    failed: dict[str, Skipped] = {}
     for split, text in zip(splits, texts):
-        for index, reason in text.failed.items():
+        for index, (reason, missing, _) in text.failed.items():
             path = split.files[int(index)].path
-            failed.setdefault(path, reason.removeprefix(f"{path}: "))
-    return [Skipped(path, reason, "failed") for path, reason in failed.items()]
+            before = failed.get(path, Skipped(path, reason.removeprefix(f"{path}: "), "failed"))
+            failed[path] = before._replace(bytes=before.bytes + missing)
+    return list(failed.values())
+
+
+def _refuse_failed(
+    run: PrepareRun, sources: InputFiles, failed: Mapping[str, float], unread: Collection[str] = ()
+) -> None:
+    """Raise PrepareError if too much of the input failed, or there are `unread` inputs, which the user names."""
+    limit, skipped = run.recipe.max_error_rate, sources.skipped
+    if limit >= 1 or not (unread or failed["share"] > limit or (failed["inputs"] and not limit)):
+        return
+    first = sorted((item for item in skipped if item.status == "failed"), key=lambda item: item.path not in unread)
+    examples = "; ".join(f"{shown_path(item.path)}: {item.reason.partition('. ')[0].rstrip('.')}" for item in first[:3])
+    what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
+    allowed = math.floor(100 * failed["share"] + 1) / 100 if not unread else 1
+    raise PrepareError(
+        f"prepare: expected {what}, got {failed['share']:.1%} of its bytes in {failed['inputs']:,} inputs that failed: "
+        f"{examples}. They are listed in {run.store.url}/{SKIPPED_FILE}. Mend or remove them; finished work is kept. "
+        f"To go on without them: --set max_error_rate={min(1.0, allowed):g}."
+    )
 
 
 @dataclass(frozen=True)
@@ -329,6 +367,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     output, sources = job.output, job.sources
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
+    _refuse_failed(run, sources, count_failed(sources.skipped, sources.files, sum(f.bytes for f in sources.files)))
     if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
         run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
     run.store.remove_stale()
@@ -340,6 +379,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     steps = segments(run.recipe.stages)
     texts = _process_splits(run, splits, own, sample, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
+    whole = _unread_inputs(sources, splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
@@ -351,7 +391,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     sampling.count(texts, run.work, stats, run.map)
     run.progress.set_counts(stats)
     write_hits(run.store, HITS_FILE, splits, texts, run.work)
-    _check_malformed(run, Corpus(sources, splits, texts, None, run.work, stats, sampling))
+    _check_malformed(run, Corpus(sources, splits, texts, None, run.work, stats, sampling), whole)
     hashed = {
         split.files[int(index)].path: sha256
         for split, text in zip(splits, texts)
@@ -366,7 +406,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     texts = _process_segments(run, sampling, texts, stats, steps)
     corpus = Corpus(sources, splits, texts, None, run.work, stats, sampling)
     if len(steps) > 1:
-        _check_malformed(run, corpus)
+        _check_malformed(run, corpus, whole)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
     needs_training = output.needs_tokenizer and job.tokenizer is None
     return output.write(run, corpus, train(run, texts) if needs_training else job.tokenizer, lineage)
@@ -397,9 +437,27 @@ def _process_splits(
     return run.map(process_split, tasks, run.count_documents("text", sizes, kinds), weights)
 
 
-def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
+def _unread_inputs(sources: InputFiles, splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> set[str]:
+    """The named inputs that failed and of which no document could be read."""
+    failed = {split.files[int(index)].path for split, text in zip(splits, texts) for index in text.failed}
+    read = {
+        file.path
+        for split, text in zip(splits, texts) if text.documents_in > text.malformed
+        for index, file in enumerate(split.files) if len(split.files) == 1 or str(index) not in text.failed
+    }  # fmt: skip
+    return (failed & sources.named) - read
+
+
+def _check_malformed(run: PrepareRun, corpus: Corpus, unread: Collection[str]) -> None:
+    """Raise PrepareError if too many documents are malformed, too much of the inputs failed, or nothing is left."""
     first = write_rejects(run.store, REJECTS_FILE, corpus.splits, corpus.texts, corpus.store)
-    malformed = sum(result.malformed for result in corpus.texts)
+    try:
+        _refuse_failed(run, corpus.inputs, corpus.failed, unread)
+    except PrepareError:
+        write_empty_report(run, corpus)
+        raise
+    of_failed = sum(records for text in corpus.texts for _, _, records in text.failed.values())
+    malformed = sum(result.malformed for result in corpus.texts) - of_failed
     if malformed > run.recipe.max_error_rate * corpus.documents_in:
         write_empty_report(run, corpus)
         more = f", or allow more: --set max_error_rate={(100 * malformed // corpus.documents_in + 1) / 100:g}"

@@ -8,13 +8,16 @@ reading continues after it as far as the format allows; only what is not in the 
 from __future__ import annotations
 
 import codecs
+import csv
 import errno
+import glob
 import hashlib
 import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,11 +25,13 @@ from typing import TYPE_CHECKING, TypeVar
 from forebay.dataset.reader import local_path
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
+from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text
 from forebay.formats.detect import ARCHIVES, HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
 from forebay.formats.inputs import (
     GROUP_BYTES,
     GROUP_FILES,
     MAX_INPUT_BYTES,
+    TEXT_KEYS,
     InputFile,
     InputSplit,
     OutputBudget,
@@ -41,15 +46,18 @@ from forebay.prepare.crawl_index import CRAWL_INDEX
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.addresses import is_hidden, is_url, location
+from forebay.storage.compression import unpacked_head
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
-from forebay.storage.listing import Skipped, describe_skipped, list_files, shown_path
+from forebay.storage.listing import OUTPUT, Skipped, describe_skipped, list_files, shown_path
 
 if TYPE_CHECKING:
     from forebay.storage.remote_file import RemoteFolder
 
 log = logging.getLogger("forebay.prepare")
 
+_ASSETS = (".svg", ".css", ".js", ".mjs", ".cjs", ".map")
+_MAX_ROWS = 100  # That tell which fields have text.
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
 _LOOKS, _LOOK_BYTES = 16, 1 << 20
@@ -62,14 +70,15 @@ T = TypeVar("T")
 class InputFiles:
     """The input files behind some inputs, and the files that are left out, each with the reason.
 
-    `sample`: the share of their documents that is still to be chosen; `scale`: how many times the files there are in
-    the lists from which these were chosen.
+    `named`: the paths that a user names, of which each is wanted. `sample`: the share of their documents that is still
+    to be chosen; `scale`: how many times the files there are in the lists from which these were chosen.
     """
 
     files: tuple[InputFile, ...]
     skipped: tuple[Skipped, ...] = ()
     sample: float = 1.0
     scale: float = 1.0
+    named: frozenset[str] = frozenset()
 
 
 def text_formats() -> tuple[str, ...]:
@@ -109,6 +118,7 @@ def find_inputs(
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     inputs = [local_path(name) if not is_url(name) and "://" in str(name) else name for name in inputs]
     shown = shown_path(", ".join(map(str, inputs)))
+    named = [str(name) if "://" in str(name) else str(Path(name)) for name in inputs]
     folders: dict[str, RemoteFolder] = {}
     num_resolved = num_files = 0
 
@@ -147,7 +157,7 @@ def find_inputs(
         raise PrepareError(
             f"prepare: expected input files, got none in {shown}{f' ({left_out})' if left_out else ''}. Check the path."
         )
-    return InputFiles(files, skipped, sample, num_listed / len(entries))
+    return InputFiles(files, skipped, sample, num_listed / len(entries), frozenset(named))
 
 
 def sampled(items: list[T], fraction: float) -> tuple[list[T], float]:
@@ -167,11 +177,23 @@ def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Itera
         yield from ((file, True) for file in files if file is not None)
     elif is_path_list(name):
         yield from ((entry, True) for entry in list_paths(name))
+    elif not is_url(name) and not Path(name).exists() and glob.has_magic(str(name)):
+        paths = sorted(glob.glob(str(name), recursive=True))  # noqa: PTH207 - the pattern may be absolute
+        if not paths:
+            raise UsageError(f"prepare: expected files that match {name}, got none. Check the pattern.")
+        for match in paths:
+            yield from ((entry, False) for entry, _ in _list(match, leave_out, follow_links))
     elif is_url(name):
         from forebay.storage.remote_file import find_urls
 
         folder, remotes = find_urls(str(name))
+        names = {remote.url for remote in remotes}
+        own = {url.removesuffix("slices.parquet") for url in names if url.endswith("/slices.parquet")}
+        own = {prefix for prefix in own if f"{prefix}manifest.json" in names}
+        yield from ((Skipped(prefix, OUTPUT), False) for prefix in sorted(own))
         for remote in remotes:
+            if remote.url.startswith(tuple(own)):
+                continue
             path = location(remote.url)
             own_name = path.removeprefix(folder.rpartition("/")[0] + "/")
             if is_hidden(path.removeprefix(folder).removeprefix("/")):  # `.` and `..` too, which cannot be requested
@@ -188,7 +210,7 @@ def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Itera
             try:
                 yield local_file(path, f"{root}/{path.relative_to(name).as_posix()}"), False
             except OSError as error:
-                yield Skipped(str(path), f"cannot be read: {error.strerror or error}", "failed"), False
+                yield Skipped(str(path), f"cannot be read: {error.strerror or error}", "failed", -1), False
     elif Path(name).is_file():
         yield local_file(Path(name), Path(name).name), True
     elif Path(name).exists():
@@ -231,10 +253,13 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         name, reason = (detection.format, detection.reason) if options.format == "auto" else (options.format, "")
         if not name and detection.problem and (is_named or format_of_suffix(file.name) in names):
             raise UnreadableInputError(f"{file.path}: {detection.problem}")
+        if not (is_forced or is_named) and file.name.lower().endswith(_ASSETS):
+            return Skipped(file.path, "a script, style sheet or drawing (--format code reads them)")
         if name in names:
             encoding = detection.encoding if options.encoding == "auto" else codecs.lookup(options.encoding).name
             is_utf8 = encoding in ("utf-8", "utf-8-sig", "ascii") or not text_format(name).is_plain_text
-            return replace(file, format=name, compression=detection.compression, encoding="" if is_utf8 else encoding)
+            file = replace(file, format=name, compression=detection.compression, encoding="" if is_utf8 else encoding)
+            return replace(file, text_key=_text_key(file, options, sample))
         reason = f"a file of the format {name}, which holds no text" if name else reason
     except HubReadError as failure:
         raise failure.error from failure
@@ -243,7 +268,7 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         reason = str(error) if is_ours else f"cannot be read: {getattr(error, 'strerror', '') or error}"
         if is_named:
             raise PrepareError(reason if is_ours else f"{file.path}: {reason}.") from error
-        return Skipped(file.path, reason.removeprefix(f"{file.path}: "), "failed")
+        return Skipped(file.path, reason.removeprefix(f"{file.path}: "), "failed", file.bytes)
     if is_named and head:
         advice = "Unpack it first." if reason in ARCHIVES.values() else "Force a format with --format, or leave it out."
         raise PrepareError(
@@ -251,6 +276,50 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             f"{head[:8].hex(' ')}. {advice}"
         )
     return Skipped(file.path, reason)
+
+
+def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
+    """Return the field that has the text of a file of rows, "" if it is that of the options or cannot be told.
+
+    Raises UnreadableInputError if a file of columns has none of TEXT_KEYS.
+    """
+    reader, names, columns = text_format(file.format), list[str](), list[str]()
+    if keys_of(options)[0] != [TEXT_KEYS[0]]:
+        return ""
+    if isinstance(reader, ColumnFormat):
+        with suppress(*READ_ERRORS), reader.open_file(file, options, None) as opened:  # Reading it reports them.
+            schema = opened.schema_arrow if hasattr(opened, "schema_arrow") else opened.schema
+            names = [field.name for field in schema if is_text(field.type)]
+            columns = [f"{field.name}: {field.type}" for field in schema]
+    elif file.format in ("jsonl", "json", "csv"):
+        head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
+        text = head.decode(file.encoding or "utf-8-sig", "replace")
+        names = _csv_header(text) if file.format == "csv" else _json_keys(text)
+    columns = columns or names
+    found = next((key for key in TEXT_KEYS if key in names), "")
+    if columns and not found and file.format not in ("jsonl", "json"):  # whose later rows may have one
+        got = shown_path(", ".join(columns))[:300]
+        raise UnreadableInputError(
+            f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got {got}. "
+            'Name it beside those of other files (--set \'read.text_keys=["text", "NAME"]\'), or by its number in a '
+            "CSV without a header (--set read.text_key=0)."
+        )
+    return found if found != options.text_key else ""
+
+
+def _csv_header(text: str) -> list[str]:
+    first = text.partition("\n")[0].rstrip("\r")
+    return next(csv.reader([first], delimiter=max(",\t;|", key=first.count)), [])
+
+
+def _json_keys(text: str) -> list[str]:
+    """Return the fields with text of the first objects."""
+    decode, names, position = json.JSONDecoder().raw_decode, dict[str, None](), 0
+    with suppress(ValueError, RecursionError):  # of the last one, which is cut
+        for _ in range(_MAX_ROWS):
+            row, position = decode(text, text.index("{", position))
+            names |= {name: None for name, value in row.items() if isinstance(value, str)}
+    return list(names)
 
 
 def split_files(files: Sequence[InputFile], options: ReadOptions) -> list[InputSplit]:
@@ -300,7 +369,8 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
 
     A file of which nothing can be read is a Record that `failed`; raises only for what is not in the data.
     """
-    reader = text_format(split.format)
+    reader, key = text_format(split.format), split.files[0].text_key
+    options = replace(options, text_key=key) if key else options
     records = reader.read_text(split, options)
     index = -1
     try:
@@ -312,9 +382,10 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
             yield record
         for file in split.files:
             check_unchanged(file)
-    except (CorruptInputError, UnreadableInputError) as error:
-        is_damaged = isinstance(error, CorruptInputError)
-        yield Record(index + 1, problem=str(error), failed=True, damaged=is_damaged)
+    except CorruptInputError as error:
+        yield Record(index + 1, problem=str(error), unread=-1)
+    except UnreadableInputError as error:
+        yield Record(index + 1, problem=str(error), failed=True)
     except HubReadError as failure:
         raise failure.error from failure
     except ForebayError:

@@ -85,7 +85,7 @@ def list_paths(name: str | Path) -> Iterator[InputFile | Skipped]:
         try:
             yield local_file(Path(address), path)
         except OSError as error:
-            yield Skipped(address, f"cannot be read: {error.strerror or error}", "failed")
+            yield Skipped(address, f"cannot be read: {error.strerror or error}", "failed", -1)
 
 
 def _of_crawl(name: str) -> tuple[str, slice]:
@@ -186,7 +186,7 @@ def measured(file: InputFile, folders: dict[str, RemoteFolder]) -> InputFile | S
     folder = folders.get(root) or folders.setdefault(root, RemoteFolder(root))  # One, whichever thread is first.
     remote = folder.find(file.name)
     if remote is None:
-        return Skipped(file.path, "is listed, but not there", "failed")
+        return Skipped(file.path, "is listed, but not there", "failed", -1)
     return replace(file, bytes=remote.size, sha256=remote.version, version=remote.version)
 
 

@@ -34,7 +34,7 @@ JSON_OPENING = '<script type="application/json" id="forebay-report">'
 REPORT_VERSION = 1  # Changed when a key changes its meaning.
 MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
 MAX_ROWS = 12  # Of a table that is not folded.
-FIRST = ("Sample", "Drop rates in the whole input", "Funnel")  # On the page.
+FIRST = ("Inputs that failed", "Sample", "Drop rates in the whole input", "Funnel")  # On the page.
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
 _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
@@ -281,8 +281,10 @@ def _documents_in(report: Report) -> int:
 def _totals(report: Report) -> list[tuple[str, str, str]]:
     t = dict.fromkeys(("documents_out", "bytes_in", "bytes_out", "tokens", "slices", "malformed"), 0)
     t |= report.get("totals", {})
-    total = _documents_in(report)
+    total, failed = _documents_in(report), report.get("failed") or {"inputs": 0}
+    missing = f"{failed['share']:.1%} of the bytes are missing" if failed["inputs"] else ""
     return [
+        *([("failed inputs", count(failed["inputs"]), missing)] if missing else []),
         ("documents", count(t["documents_out"]), f"of {count(total)} kept ({share(t['documents_out'], total)})"),
         ("text", format_bytes(t["bytes_out"]), f"{share(t['bytes_out'], t['bytes_in'])} of the bytes read"),
         ("tokens", short(t["tokens"]), f"in {count(t['slices'])} slices"),
@@ -302,6 +304,9 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
 
 def _tables(report: Report) -> Iterator[Table]:
     total = _documents_in(report)
+    failed = [item for item in report.get("skipped_files", []) if item.get("status") == "failed"]
+    failures = [(item.get("path", ""), format_bytes(item.get("bytes", 0)), item.get("reason", "")) for item in failed]
+    yield Table("Inputs that failed", ("Name", "Missing", "Reason"), failures, file="skipped.jsonl")
     yield Table("Sample", ("", ""), list(sample_lines(report)))
     heads = ("Rule", "Sampled documents", "Share", "Interval of 95 %")
     yield Table("Drop rates in the whole input", heads, list(rates(report)))

@@ -39,6 +39,8 @@ class PrepareResult:
         documents_in, documents_out, tokens, slices: Of this run; a dataset that it extends is not counted.
         already_exists: The directory held this output before.
         skipped: Inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
+        failed: Of these the `inputs` that failed, wholly or in part, the `bytes` of them that are missing, and their
+            `share` of the input's bytes.
     """
 
     path: Path | str
@@ -51,6 +53,7 @@ class PrepareResult:
     dropped: dict[str, int] = field(default_factory=dict)
     already_exists: bool = False
     skipped: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, float] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
         """What was written, and why documents were dropped."""
@@ -70,7 +73,7 @@ class PrepareResult:
 
     def to_json(self) -> dict[str, Any]:
         """The output of `forebay prepare --json`: the same for the same inputs and recipe."""
-        names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped")
+        names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped", "failed")
         return {name: getattr(self, name) for name in names}
 
 

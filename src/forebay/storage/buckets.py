@@ -177,7 +177,9 @@ class BucketOrigin(ObjectOrigin):
     def _signed(self, name: str) -> WebOrigin | None:
         """Return the object at a signed URL if obstore would send another key or refuse it; else None."""
         key = self._prefix + name
-        if (is_plain(key) and not self._sends_200) or not self._is_s3 or {".", ".."} & set(key.split("/")):  # HTTP resolves dots.
+        if (
+            (is_plain(key) and not self._sends_200) or not self._is_s3 or {".", ".."} & set(key.split("/"))
+        ):  # HTTP resolves dots.
             self.key(name)
             return None
         return self._request(urllib.parse.quote(key))

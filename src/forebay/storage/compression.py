@@ -75,6 +75,11 @@ class ChunkStream(io.BufferedReader):
         self._chunks = _Chunks(chunks, close)
         super().__init__(self._chunks, _BUFFER_BYTES)
 
+    @property
+    def error(self) -> CorruptInputError | None:
+        """The damage that ended the stream."""
+        return self._chunks.error
+
     def _checked(self, data: Any, size: int | None) -> Any:
         if not data and size != 0 and (error := self._chunks.error) is not None:
             # A copy each time: the traceback would keep pyarrow's readers alive.

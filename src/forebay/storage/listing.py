@@ -5,6 +5,7 @@ followed if its target is below the folder; others only on request. Files of /pr
 corpus would otherwise hold the keys in a process's environment.
 """
 
+import errno
 import os
 import stat
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LINK = "a link that leads out of the input folder (--follow-links reads it)"
+OUTPUT = "an output of Forebay: a dataset or a report"
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 _MAX_STATE_BYTES = 64 << 20
 _OF_TEXT = (
@@ -22,11 +24,15 @@ _OF_TEXT = (
 
 
 class Skipped(NamedTuple):
-    """A file or folder that is not read; `status` is `failed` if reading it was tried and failed."""
+    """A file or folder that is not read, or the rest of a file.
+
+    `status` is `failed` if reading it was tried and failed: then `bytes` of it are missing, -1 if that is not known.
+    """
 
     path: str
     reason: str
     status: str = "skipped"
+    bytes: int = 0
 
 
 def list_files(folder: Path, *, follow_links: bool = False, leave_out: Path | None = None) -> Iterator[Path | Skipped]:
@@ -59,8 +65,10 @@ def list_files(folder: Path, *, follow_links: bool = False, leave_out: Path | No
                 elif is_inside and stat.S_ISDIR(stat_result.st_mode):
                     reason = "a link to a folder that is read already"
         except OSError as error:
-            reason = "a link that leads nowhere" if entry.is_symlink() else error.strerror or str(error)
-            yield Skipped(entry.path, reason)
+            if entry.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
+                yield Skipped(entry.path, "a link that leads nowhere")
+            else:
+                yield Skipped(entry.path, f"cannot be read: {error.strerror or error}", "failed", -1)
             continue
         if f"{target}/".startswith(_SYSTEM):
             reason = "a file of the operating system"
@@ -88,7 +96,10 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str] | Skipped]:
         with os.scandir(folder) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
     except OSError as error:
-        yield Skipped(folder, f"cannot be read: {error.strerror or error}", "failed")
+        yield Skipped(f"{folder.rstrip('/')}/", f"cannot be read: {error.strerror or error}", "failed", -1)
+        return
+    if _is_output(Path(folder), {entry.name for entry in entries}):
+        yield Skipped(folder, OUTPUT)
         return
     side = _side_files(Path(folder), {entry.name for entry in entries})
     for entry in entries:
@@ -102,6 +113,12 @@ def is_saved_dataset(folder: Path) -> bool:
         return False
     with state.open("rb") as file:
         return b'"_data_files"' in file.read(_MAX_STATE_BYTES)
+
+
+def _is_output(folder: Path, names: set[str]) -> bool:
+    """Return whether a folder is a dataset of Forebay, a report, or an unfinished run, but none of prepared text."""
+    is_run = ".progress.json" in names or (".work" in names and (folder / ".work/run.json").exists())
+    return {"manifest.json", "slices.parquet"} <= names or (is_run and "text.json" not in names)
 
 
 def _side_files(folder: Path, names: set[str]) -> set[str]:
@@ -126,12 +143,12 @@ def count_reasons(skipped: Iterable[Skipped]) -> dict[str, int]:
 def describe_skipped(skipped: Iterable[Skipped]) -> list[str]:
     """Return a line for each reason, with the first names, safe to print on a terminal."""
     lines = []
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[tuple[bool, str], list[str]] = {}
     for file in skipped:
-        by_reason.setdefault(file.reason, []).append(file.path)
-    for reason, paths in sorted(by_reason.items()):
+        by_reason.setdefault((file.status == "failed", file.reason), []).append(file.path)
+    for (is_failed, reason), paths in sorted(by_reason.items()):
         shown = ", ".join(shown_path(path) for path in paths[:3]) + (", …" if len(paths) > 3 else "")
-        lines.append(f"left out {len(paths):,}: {reason} ({shown})")
+        lines.append(f"left out {len(paths):,}{' that failed' if is_failed else ''}: {reason} ({shown})")
     return lines
 
 

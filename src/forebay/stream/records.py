@@ -8,7 +8,6 @@ skipped, never yielded twice.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import heapq
 import json
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.errors import PrepareError, StateError, UsageError
+from forebay.errors import PrepareError, StateError
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.order.bijection import permute
@@ -163,7 +162,9 @@ def find_records(inputs: Sequence[str | Path], options: ReadOptions) -> FileReco
 
     Their identity is that of each file's format, size and first 4 KiB.
     """
-    listed = find_inputs([path for name in inputs for path in _expand(name)], options)
+    listed = find_inputs(inputs, options)
+    if failed := [item for item in listed.skipped if item.status == "failed"]:
+        raise PrepareError(f"stream: expected inputs that can be read, got {'; '.join(describe_skipped(failed))}")
     for line in describe_skipped(listed.skipped):
         _log.warning("stream: %s", line)
     fields = [(source.format, source.compression, source.bytes, source.sha256) for source in listed.files]
@@ -195,7 +196,7 @@ class FileReading:
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
                 passed, num_read = num_read, 0
                 for record in read_split(piece, self._options):
-                    if record.failed and not record.damaged:
+                    if record.failed:
                         raise PrepareError(record.problem)
                     if record.start >= 0:
                         start, first, num_read = record.start, first + num_read, 0
@@ -225,13 +226,3 @@ def check_position(position: Any) -> tuple[int, int, int, int, int]:
     if min(index, number, start + 1, first, num_read) < 0:
         raise StateError(f"stream state: expected a place in the files, got {position}. Take it from state_dict().")
     return index, number, start, first, num_read
-
-
-def _expand(name: str | Path) -> Sequence[str | Path]:
-    text = str(name)
-    if "://" in text or not glob.has_magic(text) or Path(text).exists():
-        return [name]
-    matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 - an absolute pattern is none for Path.glob
-    if not matches:
-        raise UsageError(f"stream: expected files that match {text!r}, got none. Check the pattern.")
-    return matches

@@ -75,8 +75,8 @@ def test_a_stream_logs_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8)
     assert "left out 1: a file of the format images, which holds no text" in caplog.text
-    (tmp_path / "a.csv").write_text("body\nhello\n")
-    with pytest.raises(PrepareError, match="expected a column 'text'"):
+    (tmp_path / "a.csv").write_text("title\nhello\n")
+    with pytest.raises(PrepareError, match="expected a column of text"):
         list(TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8, shuffle=False))
 
 

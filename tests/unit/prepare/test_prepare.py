@@ -45,6 +45,7 @@ def test_every_document_once_in_order(source: Path, tmp_path: Path) -> None:
         "slices": dataset.num_slices,
         "dropped": {},
         "skipped": {},
+        "failed": {"inputs": 0, "bytes": 0, "share": 0.0},
     }
     assert dataset.table.bytes.max() <= 4096 and dataset.num_slices > 20
     assert not (tmp_path / "d/.work").exists()

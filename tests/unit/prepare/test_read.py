@@ -235,9 +235,13 @@ def test_csv_rows_that_are_wrong(tmp_path: Path) -> None:
 
 
 def test_tables_say_which_columns_there_are(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
-    (failed,) = records(tmp_path / "a.parquet")
-    assert failed.failed and "expected a text column 'text', got columns body: string, n: int64" in failed.problem
+    pq.write_table(pa.table({"title": ["x"], "n": [1]}), tmp_path / "a.parquet")
+    (failed,) = records(tmp_path / "a.parquet", text_key="main")
+    assert failed.failed and "expected a text column 'main', got columns title: string, n: int64" in failed.problem
+    with pytest.raises(
+        PrepareError, match=r"of text named text, content, .*, got title: string, n: int64\. .*text_keys"
+    ):
+        records(tmp_path / "a.parquet")
     raw = pa.StringArray.from_buffers(2, pa.py_buffer(struct.pack("<3i", 0, 1, 3)), pa.py_buffer(b"\xffok"))
     pq.write_table(pa.table({"text": raw}), tmp_path / "c.parquet")
     assert good_texts(tmp_path / "c.parquet") == ["ok"]

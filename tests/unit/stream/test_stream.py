@@ -180,7 +180,11 @@ def test_wrong_arguments() -> None:
 
 
 def test_wrong_inputs(tmp_path: Path) -> None:
-    for inputs, message in ((str(tmp_path / "*.jsonl"), "match"), (iter(TEXTS), "iterator"), (7, "iterable")):
+    for inputs, message in (
+        (str(tmp_path / "*.jsonl"), "files that match"),
+        (iter(TEXTS), "iterator"),
+        (7, "iterable"),
+    ):
         with pytest.raises(UsageError, match=message):
             stream(inputs)
     with pytest.raises(PrepareError, match="does not exist"):

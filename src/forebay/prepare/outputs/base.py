@@ -118,7 +118,7 @@ def conclude(
     run.progress.complete()
     run.work.remove_all()
     skipped = count_reasons(corpus.inputs.skipped)
-    return PrepareResult(run.path, run.recipe.name, id, **counts, skipped=skipped)
+    return PrepareResult(run.path, run.recipe.name, id, **counts, skipped=skipped, failed=corpus.failed)
 
 
 def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int = 0) -> dict[str, Any]:
@@ -165,10 +165,11 @@ def report_data(
             "malformed": sum(text.malformed for text in corpus.texts),
         },
         "inputs": _count_inputs(corpus),
+        "failed": corpus.failed,
         "skipped": count_reasons(corpus.inputs.skipped),
         "skipped_files": [
-            {"path": shown_path(item.path), "reason": item.reason, "status": item.status}
-            for item in corpus.inputs.skipped[:_MAX_SKIPPED]
+            {**item._asdict(), "path": shown_path(item.path)}
+            for item in sorted(corpus.inputs.skipped, key=lambda item: item.status)[:_MAX_SKIPPED]
         ],
         "funnel": [{"stage": name, **vars(count)} for name, count in funnel],
         "histograms": {name: bars(sides) for name, sides in stats.histograms.items()},
@@ -235,7 +236,13 @@ def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
                 source = split.files[json.loads(line)["place"]]
                 counts[source.path, source.sha256][1] += 1
     return [
-        {"name": s.name, "format": s.format, "bytes": s.bytes, "documents": documents, "malformed": malformed}
+        {
+            "name": s.name,
+            "format": s.format + (f", {s.text_key}" if s.text_key else ""),
+            "bytes": s.bytes,
+            "documents": documents,
+            "malformed": malformed,
+        }
         for s in corpus.inputs.files
         for documents, malformed in [counts[s.path, s.sha256]]
     ]

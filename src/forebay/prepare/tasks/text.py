@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
+from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged, damage_of, unread_bytes
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
 from forebay.prepare.compiled import work_time
 from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
 from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
-from forebay.prepare.inputs import read_split
+from forebay.prepare.inputs import read_split, text_format
 from forebay.prepare.path_lists import downloaded
 from forebay.prepare.progress import MAX_LISTED, TaskCounts, tick
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
@@ -120,7 +120,8 @@ class TextResult:
     """The result of a TextTask. `places` is how many lines, rows or records it read; bytes are UTF-8 of text.
 
     `key` is `random_key`'s, "" until all files are hashed. `sha256s` and `failed` are by the number of the split's
-    source: hashes of the files that begin in it, and why nothing could be read of one. `hits` counts what stages found.
+    source: hashes of the files that begin in it; and why nothing, or not all, could be read of one, with the bytes
+    of it that are missing and the records that are malformed for that reason. `hits` counts what stages found.
     """
 
     name: str
@@ -131,7 +132,7 @@ class TextResult:
     places: int
     bytes_out: int
     sha256s: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     hits: int = 0
     signed: Signed | None = None
     counts: TaskCounts | None = None  # Of the call that ran it, for the record of its progress; not kept.
@@ -271,7 +272,7 @@ class _Reader(Rejects):
         self._task = task
         self._batch_bytes = batch_bytes
         self.documents = self.num_places = 0
-        self.failed: dict[str, str] = {}
+        self.failed: dict[str, tuple[str, int, int]] = {}
 
     def batches(self, stats: StageStats) -> Iterator[pa.RecordBatch]:
         count = stats.stage("read")
@@ -283,7 +284,7 @@ class _Reader(Rejects):
                 self.counted_s += (importing_s := work_time() - started)
                 stats.usage.count("start", importing_s)
             self.num_places = max(self.num_places, record.index + 1)
-            if record.problem == "blank" or not self._is_sampled(record.index):
+            if record.problem == "blank" or not (record.unread or record.failed or self._is_sampled(record.index)):
                 continue
             self.documents += 1
             count.documents_in += 1
@@ -291,8 +292,7 @@ class _Reader(Rejects):
                 count.dropped["malformed"] += 1
                 text = record.text[:REJECT_CHARACTERS]
                 self.reject([{"place": record.index, "where": record.location, "reason": record.problem, "text": text}])
-                if record.failed:
-                    self.failed[str(record.index if len(self._task.split.files) > 1 else 0)] = record.problem
+                self._count_unread(record)
                 continue
             if not record.text or record.text.isspace():
                 count.dropped["empty"] += 1
@@ -307,6 +307,27 @@ class _Reader(Rejects):
                 del batch
         if pending:
             yield self._counted(pending, stats)
+        if not self.failed and (damage := damage_of(self._task.readable)):
+            missing = 0 if "ends early" in damage else unread_bytes(self._task.readable)
+            self.failed["0"] = damage, missing, 1
+        if self.documents == self.malformed and self.documents and not self.failed:
+            reason = f"none of {self.documents:,} records is a document, the first: {self.rejects[0]['reason']}"
+            self.failed["0"] = reason, self._task.split.bytes, self.malformed
+
+    def _count_unread(self, record: Record) -> None:
+        """Count what is not read of a file because of a malformed record."""
+        files, index = self._task.split.files, 0
+        if (
+            self._task.source is None and text_format(self._task.split.format).is_grouped
+        ):  # whose files are a document each
+            index, unread = record.index, files[record.index].bytes
+        elif record.failed or record.unread < 0:
+            unread = unread_bytes(self._task.readable)
+        else:
+            unread = record.unread
+        if unread or record.failed:
+            reason, before, records = self.failed.get(str(index), (record.problem, 0, 0))
+            self.failed[str(index)] = reason, before + unread, records + 1
 
     def _records(self) -> Iterator[Record]:
         if self._stop < 0:
@@ -316,7 +337,7 @@ class _Reader(Rejects):
         for record in islice(self._task.records(), self._stop):
             index = record.index
             yield record
-        yield Record(index + 1, problem=self._reason)
+        yield Record(index + 1, problem=self._reason, unread=-1)
 
     def _counted(self, records: list[Record], stats: StageStats) -> pa.RecordBatch:
         batch = to_batch(records, self._task.read)
