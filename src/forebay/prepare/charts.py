@@ -81,9 +81,10 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
     parts = f"{count(sample['splits'])} of {count(sample['of_splits'])} parts of the input"
     sizes = f"{format_bytes(sample['bytes'])} of {format_bytes(sample['of_bytes'])}"
     yield "sample", f"{count(sample['documents'])} documents of {parts} ({sizes})"
-    if sample["splits"] < min(2, sample["of_splits"]):
-        yield "", "intervals hold if the other parts are like this one: sample more for a surer answer"
-    yield "whole input", "expected, with intervals of 95 %"
+    yield "", ", ".join(f"{count(n)} of {count(number)} {kind}" for kind, (n, number) in sample["kinds"].items())
+    is_known = len(report["cost"]["wall_s"]) > 1
+    how = "with intervals of 95 %" if is_known else "without intervals, as of some kind one part was read"
+    yield "whole input", f"expected, {how}"
     for name, label in _ESTIMATES:
         figures = report["estimate"].get(name)
         if figures:
@@ -92,8 +93,10 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
     if any(stage["stage"] == "dedup" for stage in report.get("funnel", [])):
         yield "", "more copies are found in the whole input than in a sample: fewer documents stay"
     cost = report["cost"]
-    expected, low, high, cpu = map(format_seconds, (*cost["wall_s"], cost["whole_cpu_s"]))
-    yield "  time", f"{expected} on {cost['processes']} processes ({low} to {high}); {cpu} of CPU"
+    expected, *bounds = map(format_seconds, cost["wall_s"])
+    between = f" ({' to '.join(bounds)})" if bounds else ""
+    cpu = format_seconds(cost["whole_cpu_s"])
+    yield "  time", f"{expected} on {cost['processes']} processes{between}; {cpu} of CPU"
     stages = sorted(cost["cpu_s"].items(), key=lambda item: -item[1][1])
     yield "  CPU", ", ".join(f"{name} {format_seconds(seconds)}" for name, (_, seconds) in stages[:5] if seconds)
     yield "  memory", f"{format_bytes(cost['peak_bytes'])} in a process, at most"

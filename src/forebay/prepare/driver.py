@@ -315,7 +315,7 @@ def _refuse_failed(
     allowed = math.floor(100 * failed["share"] + 1) / 100 if not unread else 1
     raise PrepareError(
         f"prepare: expected {what}, got {failed['share']:.1%} of its bytes in {failed['inputs']:,} inputs that failed: "
-        f"{examples}. They are listed in {run.store.url}/{SKIPPED_FILE}. Mend or remove them; finished work is kept. "
+        f"{examples}. They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove them; finished work is kept. "
         f"To go on without them: --set max_error_rate={min(1.0, allowed):g}."
     )
 
@@ -374,12 +374,12 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     run.progress.start(key)
     own = {split.files[0].path: source for split, source in job.own_splits}
     sampling = job.sampling(run.recipe)
-    splits, sample = sampling.splits, sampling.share
-    content = keys.content_key(run.recipe.read, run.recipe.stages, keys.stage_files(run.recipe.stages), sample)
+    splits, stages = sampling.splits, run.recipe.stages
+    content = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), sampling.fraction)
     steps = segments(run.recipe.stages)
-    texts = _process_splits(run, splits, own, sample, steps, hashes=bool(output.marker))
+    texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
-    whole = _unread_inputs(sources, splits, texts)
+    unread = _unread_inputs(sources, splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
@@ -391,7 +391,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     sampling.count(texts, run.work, stats, run.map)
     run.progress.set_counts(stats)
     write_hits(run.store, HITS_FILE, splits, texts, run.work)
-    _check_malformed(run, Corpus(sources, splits, texts, None, run.work, stats, sampling), whole)
+    _check_malformed(run, Corpus(sources, splits, texts, None, run.work, stats, sampling), unread)
     hashed = {
         split.files[int(index)].path: sha256
         for split, text in zip(splits, texts)
@@ -406,7 +406,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     texts = _process_segments(run, sampling, texts, stats, steps)
     corpus = Corpus(sources, splits, texts, None, run.work, stats, sampling)
     if len(steps) > 1:
-        _check_malformed(run, corpus, whole)
+        _check_malformed(run, corpus, unread)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
     needs_training = output.needs_tokenizer and job.tokenizer is None
     return output.write(run, corpus, train(run, texts) if needs_training else job.tokenizer, lineage)
@@ -414,22 +414,25 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
 
 def _process_splits(
     run: PrepareRun,
-    splits: Sequence[InputSplit],
+    sampling: Sampling,
     own: Mapping[str, DocumentSource],
-    sample: float,
     steps: Sequence[tuple[Stage, ...]],
     hashes: bool,
 ) -> list[TextResult]:
-    recipe, stages = run.recipe, steps[0]
+    recipe, stages, splits = run.recipe, steps[0], sampling.splits
     dedup = recipe.dedup if recipe.dedup.active and len(steps) == 1 else None
-    content = keys.content_key(recipe.read, stages, keys.stage_files(stages), sample)
-    formats = {split.format for split in splits}
-    task_keys = {format: task_key(content, format, stages, dedup) for format in formats}
-    options = (recipe.read, stages, dedup, sample, run.work)
+    files = keys.stage_files(stages)
+    task_keys = {
+        (format, share): task_key(keys.content_key(recipe.read, stages, files, share), format, stages, dedup)
+        for format, share in {(split.format, share) for split, share in zip(splits, sampling.shares)}
+    }
     tasks = [
-        TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path), hashes)
-        for split in splits
-    ]
+        TextTask(
+            split, recipe.read, stages, dedup, share, run.work, task_keys[split.format, share], recipe.limits,
+            own.get(split.files[0].path), hashes,
+        )
+        for split, share in zip(splits, sampling.shares)
+    ]  # fmt: skip
     sizes, kinds = [split.bytes for split in splits], [kind_of(split) for split in splits]
     # One of each kind starts first: then the remaining time is known.
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}

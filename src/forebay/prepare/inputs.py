@@ -296,15 +296,15 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
         text = head.decode(file.encoding or "utf-8-sig", "replace")
         names = _csv_header(text) if file.format == "csv" else _json_keys(text)
     columns = columns or names
-    found = next((key for key in TEXT_KEYS if key in names), "")
-    if columns and not found and file.format not in ("jsonl", "json"):  # whose later rows may have one
+    field = next((key for key in TEXT_KEYS if key in names), "")
+    if columns and not field and file.format not in ("jsonl", "json"):  # whose later rows may have one
         got = shown_path(", ".join(columns))[:300]
         raise UnreadableInputError(
             f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got {got}. "
             'Name it beside those of other files (--set \'read.text_keys=["text", "NAME"]\'), or by its number in a '
             "CSV without a header (--set read.text_key=0)."
         )
-    return found if found != options.text_key else ""
+    return field if field != options.text_key else ""
 
 
 def _csv_header(text: str) -> list[str]:

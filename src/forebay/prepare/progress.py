@@ -112,7 +112,7 @@ def failure_of(error: Exception, label: str) -> Failure:
 def write_failure(work: Store, step: str, name: str, task: Any, failure: Failure) -> None:
     """Write the object of a failed attempt; without an error, as there is one to report already.
 
-    Whoever has the failure writes it: the task's process, which may share nothing but the store, or the engine.
+    Who has the failure writes it: the task's process, which may share nothing but the store, or the engine.
     """
     path = f"{FAILED}{step}-{name}.json"
     inputs = [file.path for file in getattr(getattr(task, "split", None), "files", ())[:_MAX_INPUTS]]
@@ -174,7 +174,7 @@ class TaskCounts:
         return cls(stats.funnel, stats.usage.seconds, samples, list(rejects[:MAX_LISTED]))
 
 
-class Stage:
+class StageProgress:
     """A stage of a run: how much is done of its tasks, by kind, and at which pace.
 
     Counts are done, documents read and documents kept: of all, of this process, and of what was finished before.
@@ -185,14 +185,14 @@ class Stage:
         self.started_at, self.stopped_at, self.cpu_s = time.time(), None, 0.0  # type: float, float | None, float
         self.done, self.own, self.earlier = [0, 0, 0], [0, 0, 0], [0, 0, 0]
         self.shown = 0  # With what running tasks have read; it never falls.
-        self._left: Counter[str] = Counter()  # Units of tasks that are not finished, by kind.
+        self._remaining: Counter[str] = Counter()  # Units of tasks that are not finished, by kind.
         self._paces: dict[str, tuple[float, float]] = {}  # Seconds and units of finished tasks, by kind.
         self._points: deque[tuple[float, list[int]]] = deque()  # Moments of the last minute, and `done` at each.
 
-    def add(self, left: Mapping[str, int], tasks: int) -> None:
+    def add(self, remaining: Mapping[str, int], tasks: int) -> None:
         """Add tasks: how many, and their units by kind."""
-        self._left.update(left)
-        self.total, self.tasks = self.total + sum(left.values()), self.tasks + tasks
+        self._remaining.update(remaining)
+        self.total, self.tasks = self.total + sum(remaining.values()), self.tasks + tasks
 
     def advance(self, counts: list[int], kind: str, result_of: str, seconds: float, now: float) -> None:
         """Count a task that is finished."""
@@ -202,7 +202,7 @@ class Stage:
         elif result_of == "earlier":
             self.earlier = list(map(add, self.earlier, counts))
         self.shown, self.tasks = max(self.shown, self.done[0]), self.tasks - 1
-        self._left[kind] -= counts[0]
+        self._remaining[kind] -= counts[0]
         if seconds:
             pace = self._paces.get(kind, (0.0, 0.0))
             self._paces[kind] = _DECAY * pace[0] + seconds, _DECAY * pace[1] + counts[0]
@@ -213,10 +213,10 @@ class Stage:
 
     def progress(self, num_workers: int, now: float) -> Progress:
         """Return how far the stage is, with its rates."""
-        left = {kind: units for kind, units in self._left.items() if units > 0}
+        todo = {kind: units for kind, units in self._remaining.items() if units > 0}
         remaining_s, rates = None, [None, None]  # type: float | None, list[float | None]
-        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in left):
-            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in left.items())
+        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in todo):
+            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in todo.items())
             seconds /= max(1, min(num_workers, self.tasks))
             remaining_s = max(seconds / 10, seconds - (now - self._points[-1][0]))  # Running tasks have done some.
         if len(self._points) > 1 and (elapsed_s := now - self._points[0][0]) > 0:
@@ -271,8 +271,8 @@ class ProgressRecord:
     step: str = ""  # Of the tasks that run.
 
     def __post_init__(self) -> None:
-        self._stages: dict[str, Stage] = {}
-        self._stage: Stage | None = None
+        self._stages: dict[str, StageProgress] = {}
+        self._stage: StageProgress | None = None
         self._funnel: dict[str, StageCount] = {}
         self._samples: list[dict[str, str]] = []
         self._rejects: list[dict[str, str]] = []
@@ -328,12 +328,12 @@ class ProgressRecord:
         engine.on_tick, self.workers = self.tick, getattr(engine, "running", list)
         self._engine = engine
 
-    def begin(self, name: str, left: Mapping[str, int], unit: str, tasks: int) -> None:
-        """Begin a stage of so many tasks, or add tasks to the one that runs; `left` are their units by kind."""
+    def begin(self, name: str, remaining: Mapping[str, int], unit: str, tasks: int) -> None:
+        """Begin a stage of so many tasks, or add tasks to the one that runs; `remaining` are their units by kind."""
         if self._stage is None or self._stage.name != name:
             self._stop_stage()
-            self._stage = self._stages[name] = Stage(name, unit)
-        self._stage.add(left, tasks)
+            self._stage = self._stages[name] = StageProgress(name, unit)
+        self._stage.add(remaining, tasks)
         self._show()
 
     def advance(self, done: int, kind: str = "", documents: int = 0, documents_kept: int = 0) -> None:

@@ -120,10 +120,10 @@ class PrepareRun:
 
         A byte of one kind of task may take longer than a byte of another.
         """
-        kinds, left = kinds or [""] * len(sizes), Counter[str]()
+        kinds, remaining = kinds or [""] * len(sizes), Counter[str]()
         for kind, size in zip(kinds, sizes):
-            left[kind] += size
-        self.progress.begin(stage, left, "B", len(sizes))
+            remaining[kind] += size
+        self.progress.begin(stage, remaining, "B", len(sizes))
 
         def add(index: int, result: Any) -> None:
             self.progress.advance(sizes[index], kinds[index], result.documents_in, result.documents_out)

@@ -17,6 +17,7 @@ from forebay.prepare.outputs.base import Output
 from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
+from forebay.prepare.sampling import TRAINING
 from forebay.prepare.stats import Usage
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.encode import sample_texts
@@ -92,7 +93,7 @@ def train(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerF
             while not wait([training], TICK_S).done:
                 run.progress.tick()
         run.work.create(name, training.result().data)
-        run.progress.add(usage := Usage({"train tokenizer": time.process_time() - started}), None)
+        run.progress.add(usage := Usage({TRAINING: time.process_time() - started}), None)
         run.usage.add(usage)
         trained(0, None)
     with run.work.scratch() as folder:

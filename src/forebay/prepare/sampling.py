@@ -1,14 +1,14 @@
 """Runs on a share of the input: which documents are read, how sure their rates are, and what the whole run will cost.
 
-Splits (files, parts of large ones) are taken evenly over the input, and of these a share of the documents, by a hash of
-their position. Source of the intervals: Cochran 1977, "Sampling Techniques", section 11 (two-stage samples); Wilson
-1927.
+Of each kind of split (format, compression) at least two are taken, evenly over sizes, and of these a share of the
+documents, by a hash of their position: so of each kind the share of the input's bytes. Source of the intervals: Cochran
+1977, "Sampling Techniques", section 6.10 (ratios of stratified samples); Wilson 1927.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,11 @@ from forebay.prepare.engines.local import cores
 from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks.statistics import Map, add_stats, read_stats
 from forebay.prepare.tasks.text import TextResult
+from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
 from forebay.storage.store import Store
 
-SECONDS = "seconds"
+READ_US, OTHER_US = "reading", "other"
+TRAINING = "train tokenizer"
 _Z = 1.96  # Of an interval of 95 %.
 _CLOCK_ERROR = 0.2  # By which CPU times of the same work differ between runs and machines alike.
 _CORPUS_STAGES = ("dedup", "tokenize", "text")
@@ -28,37 +30,44 @@ _CORPUS_STAGES = ("dedup", "tokenize", "text")
 
 @dataclass(frozen=True)
 class Sampling:
-    """The splits that are read, of how many, and the share of their documents."""
+    """The splits that are read, the share of the documents of each, and how many splits there are of each kind."""
 
     splits: list[InputSplit]
-    share: float
+    shares: list[float]
+    kinds: Counter[str]
+    fraction: float
     num_splits: int
     num_bytes: int
     counts: list[Counter[str]] = field(default_factory=list)
-    """Of each split: documents dropped, by stage and reason, and microseconds."""
+    """Of each split: documents dropped, by stage and reason, and microseconds: of reading, and all others."""
 
     @classmethod
     def of(cls, splits: list[InputSplit], fraction: float, scale: float = 1.0) -> Sampling:
-        """About that share of the splits, and the share of their documents that makes it exact.
+        """About that share of the splits of each kind, two at least, and the share of their documents that is exact.
 
-        The whole input is `scale` times the splits. Splits are taken evenly over their formats and sizes, and over the
-        input where these are alike.
+        The whole input is `scale` times the splits. Splits are taken evenly over their sizes, and over the input where
+        these are alike.
         """
-        number = len(splits)
-        total = round(number * scale), round(sum(split.bytes for split in splits) * scale)
+        total = round(len(splits) * scale), round(sum(split.bytes for split in splits) * scale)
+        by_kind: dict[str, list[int]] = {}
+        for index in sorted(range(len(splits)), key=lambda index: (splits[index].bytes.bit_length(), index)):
+            by_kind.setdefault(kind_of(splits[index]), []).append(index)
+        kinds = Counter({kind: len(order) for kind, order in by_kind.items()})
         if fraction >= 1 or not splits:
-            return cls(splits, 1.0, *total)
-        count = min(number, max(1, round(number * fraction + 0.5)))
-        order = sorted(
-            range(number), key=lambda index: (kind_of(splits[index]), splits[index].bytes.bit_length(), index)
-        )
-        chosen = [splits[index] for index in sorted(order[(2 * i + 1) * number // (2 * count)] for i in range(count))]
-        return cls(chosen, min(1.0, fraction * number / count), *total)
+            return cls(splits, [1.0] * len(splits), kinds, 1.0, *total)
+        shares: dict[int, float] = {}
+        for order in by_kind.values():
+            number = len(order)
+            count = min(number, max(2, round(number * fraction + 0.5)))
+            chosen = [order[(2 * i + 1) * number // (2 * count)] for i in range(count)]
+            sizes = [max(1, splits[index].bytes) for index in order], [max(1, splits[index].bytes) for index in chosen]
+            shares |= dict.fromkeys(chosen, min(1.0, fraction * sum(sizes[0]) / sum(sizes[1])))
+        return cls([splits[i] for i in sorted(shares)], [shares[i] for i in sorted(shares)], kinds, fraction, *total)
 
     @property
     def is_whole(self) -> bool:
         """Whether all of the input is read."""
-        return self.share >= 1 and len(self.splits) == self.num_splits
+        return self.fraction >= 1
 
     def count(self, texts: Sequence[TextResult], store: Store, total: StageStats, map: Map) -> None:
         """Add the statistics of some stages, by split, to `counts` and to `total`."""
@@ -69,89 +78,83 @@ class Sampling:
                 self.counts.append(Counter())
             for stage, counted in stats.funnel.items():
                 self.counts[index].update({f"{stage}\n{reason}": n for reason, n in counted.dropped.items()})
-            seconds = sum(seconds for name, seconds in stats.usage.seconds.items() if name != "start")
-            self.counts[index][SECONDS] += round(1e6 * seconds)
+            seconds = {name: round(1e6 * seconds) for name, seconds in stats.usage.seconds.items() if name != "start"}
+            self.counts[index][READ_US] += seconds.pop("read", 0)
+            self.counts[index][OTHER_US] += sum(seconds.values())
 
     @property
     def read_bytes(self) -> int:
+        """The size of the splits that are read."""
         return sum(split.bytes for split in self.splits)
 
     @property
-    def read_scale(self) -> float:
-        """How many times what is read the whole input is."""
-        return self.num_bytes / self.read_bytes if self.read_bytes else 1.0
+    def documents_share(self) -> float:
+        """The share of the documents that are processed, of those that are read."""
+        return min(1.0, self.num_bytes / self.scale / max(1, self.read_bytes))
 
     @property
     def scale(self) -> float:
         """How many times the documents that are processed there are in the whole input."""
-        return self.read_scale / self.share
-
-
-def kind_of(split: InputSplit) -> str:
-    """Return the format of a split, and its compression: what its pace and its documents depend on."""
-    return f"{split.format} {split.files[0].compression}".strip()
-
-
-class SplitSums:
-    """Sums over splits of what was counted in each, from which follows how much the rates of splits differ."""
-
-    def __init__(self) -> None:
-        self._splits = self._total = self._total_squares = 0.0
-        self._sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-
-    def add(self, total: float, counts: Mapping[str, float]) -> None:
-        """Add a split: a total, and counts of which the rates to it are wanted."""
-        self._splits += 1
-        self._total += total
-        self._total_squares += total * total
-        for name, count in counts.items():
-            sums = self._sums[name]
-            for index, value in enumerate((count, count * count, count * total)):
-                sums[index] += value
-
-    def relative(self, name: str) -> float:
-        """The standard error in proportion to the ratio; 0 if it is not known."""
-        return (self.error(name) or 0.0) * self._total / self._sums[name][0] if self._sums[name][0] else 0.0
+        processed = sum(split.bytes * share for split, share in zip(self.splits, self.shares))
+        return self.num_bytes / processed if processed else 1 / self.fraction
 
     @property
-    def quantile(self) -> float:
-        """Standard errors from the middle of an interval of 95 % to its ends: Student's t.
+    def read_scales(self) -> list[float]:
+        """For each split how many times the bytes of its kind that are read there are of that kind."""
+        return [share / self.fraction for share in self.shares]
 
-        Source: Abramowitz and Stegun 1964, 26.7.5.
+    @property
+    def chosen(self) -> Counter[str]:
+        """How many splits of each kind are read."""
+        return Counter(map(kind_of, self.splits))
+
+    @property
+    def quantile(self) -> float | None:
+        """Standard errors from the middle of an interval of 95 % to its ends: Student's t; None if it is not known.
+
+        It is not where of a kind with several splits one was read. Source: Abramowitz and Stegun 1964, 26.7.5.
         """
-        n, z = self._splits - 1, _Z
+        if any(number == 1 < self.kinds[kind] for kind, number in self.chosen.items()):
+            return None
+        n, z = sum(number - 1 for kind, number in self.chosen.items() if number < self.kinds[kind]), _Z
         if n < 2:
             return 12.7 if n == 1 else z
         return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)
 
-    def error(self, name: str) -> float | None:
-        """The standard error of the ratio of a count to the total; None for one split."""
-        if self._splits < 2 or not self._total:
-            return None
-        count, squares, products = self._sums[name]
-        rate = count / self._total
-        between = max(squares - 2 * rate * products + rate * rate * self._total_squares, 0.0)
-        return math.sqrt(between * self._splits / (self._splits - 1)) / self._total
+    def error(self, totals: Sequence[float], counts: Sequence[float]) -> float:
+        """Return the standard error, between splits, of the ratio of the sum of counts to that of totals."""
+        sum_of_totals = sum(totals)
+        ratio = sum(counts) / sum_of_totals if sum_of_totals else 0.0
+        rest: dict[str, list[float]] = {}
+        for split, total, count in zip(self.splits, totals, counts):
+            rest.setdefault(kind_of(split), []).append(count - ratio * total)
+        variance = 0.0
+        for kind, values in rest.items():
+            mean, number = sum(values) / len(values), len(values)
+            unread = 1 - number / self.kinds[kind]
+            variance += unread * number / max(1, number - 1) * sum((value - mean) ** 2 for value in values)
+        return math.sqrt(variance) / sum_of_totals if sum_of_totals else 0.0
 
 
-def interval(
-    dropped: int, documents: int, error: float | None, splits: float, documents_share: float, z: float = _Z
-) -> list[float]:
+def kind_of(split: InputSplit) -> str:
+    """Return the format of a split, and its compression: what its pace and its documents depend on."""
+    return f"{split.format} {split.files[0].compression}".strip() if split.files else ""
+
+
+def interval(dropped: int, documents: int, error: float, documents_share: float, z: float) -> list[float]:
     """The interval of 95 % of the rate `dropped / documents` in the whole input.
 
     Args:
-        error: Of `SplitSums`: the standard error of the rate between splits.
-        splits, documents_share: The share of splits that was read, and of their documents.
+        error: The standard error of the rate between splits.
+        documents_share: The share of the documents of the splits that was read.
         z: Standard errors of the interval.
     """
     if not documents:
         return [0.0, 1.0]
     rate = dropped / documents
-    within = rate * (1 - rate) / documents
-    between = within if error is None else error * error
-    variance = (1 - splits) * between + splits * (1 - documents_share) * within
-    if splits >= 1 and documents_share >= 1:
+    if documents_share >= 1 and not error:
         return [rate, rate]
+    variance = error * error + (1 - documents_share) * rate * (1 - rate) / documents
     number = min(rate * (1 - rate) / variance, 1e15) if variance else float(documents)
     center = (rate + z**2 / (2 * number)) / (1 + z**2 / number)
     half = z / (1 + z**2 / number) * math.sqrt(rate * (1 - rate) / number + z**2 / (4 * number * number))
@@ -167,63 +170,66 @@ def describe_sample(
         texts: The results of the splits.
         figures: Of the sample: `documents_in`, `documents_out`, and others that are in proportion to these.
     """
-    documents = sum(text.documents_in for text in texts)
-    by_documents, by_bytes = SplitSums(), SplitSums()
-    for split, text, counts in zip(sampling.splits, texts, sampling.counts):
-        by_documents.add(text.documents_in, counts)
-        sizes = {"documents_in": text.documents_in, "documents_out": text.documents_out, SECONDS: counts[SECONDS]}
-        by_bytes.add(split.bytes, sizes)
-    share = len(sampling.splits) / sampling.num_splits
+    sizes, share, z = [text.documents_in for text in texts], sampling.documents_share, sampling.quantile
     rates = []
     for stage, count in stats.funnel.items():
         for reason, dropped in sorted(count.dropped.items()):
             # What deduplication drops depends on documents that are not in the sample: its rates have no interval.
-            error = by_documents.error(f"{stage}\n{reason}")
             bounds = None
-            if stage not in _CORPUS_STAGES:
-                z = by_documents.quantile if share < 1 else _Z
-                bounds = interval(dropped, documents, error, share, sampling.share, z)
+            if stage not in _CORPUS_STAGES and z is not None:
+                error = sampling.error(sizes, [counts[f"{stage}\n{reason}"] for counts in sampling.counts])
+                bounds = interval(dropped, sum(sizes), error, share, z)
             rates.append({"stage": stage, "reason": reason, "dropped": dropped, "interval": bounds})
+    chosen = sampling.chosen
     return {
         "sample": {
             "splits": len(sampling.splits), "of_splits": sampling.num_splits, "bytes": sampling.read_bytes,
-            "of_bytes": sampling.num_bytes, "share_of_documents": sampling.share, "documents": documents,
-            "rates": rates,
+            "of_bytes": sampling.num_bytes, "share_of_documents": share, "documents": sum(sizes), "rates": rates,
+            "kinds": {kind: [chosen[kind], number] for kind, number in sorted(sampling.kinds.items())},
         },
-        "estimate": {name: _estimate(sampling, by_bytes, name, figures) for name in figures},
-        "cost": _cost(sampling, by_bytes, usage),
+        "estimate": {name: _estimate(sampling, texts, name, figures) for name in figures},
+        "cost": _cost(sampling, usage, stats.last.bytes_out),
     }  # fmt: skip
 
 
-def _estimate(sampling: Sampling, sums: SplitSums, name: str, figures: Mapping[str, float]) -> list[float]:
-    """A figure for the whole input: expected; and the interval of 95 % if there are two splits or more."""
-    expected = figures[name] * sampling.scale
+def _estimate(sampling: Sampling, texts: Sequence[TextResult], name: str, figures: Mapping[str, float]) -> list[float]:
+    """A figure for the whole input: expected; and the interval of 95 % if it is known."""
+    expected, z = figures[name] * sampling.scale, sampling.quantile
     kind = "documents_in" if name == "documents_in" else "documents_out"
-    count, unread = figures[kind], 1 - len(sampling.splits) / sampling.num_splits
-    if not count or (unread and sums.error(kind) is None):
+    counts: list[float] = [getattr(text, kind) for text in texts]
+    if not figures[kind] or not sum(counts) or z is None:
         return [round(expected)]
-    variance = unread * sums.relative(kind) ** 2 + (1 - sampling.share) / count
-    half = (sums.quantile if unread else _Z) * expected * math.sqrt(variance)
+    sizes = [split.bytes * share for split, share in zip(sampling.splits, sampling.shares)]
+    relative = sampling.error(sizes, counts) * sum(sizes) / sum(counts)
+    half = z * expected * math.hypot(relative, math.sqrt((1 - sampling.documents_share) / figures[kind]))
     return [round(expected), round(max(0.0, expected - half)), round(expected + half)]
 
 
-def _cost(sampling: Sampling, sums: SplitSums, usage: Usage) -> dict[str, Any]:
+def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> dict[str, Any]:
     """CPU seconds by stage, of the sample and of the whole input; and its time with a process a core.
 
     What a process needs once (`start`: imports, models, compiled code) is not multiplied; nor is `hash`, the hashing of
-    what is not in the sample, as reading has that of what is.
+    what is not in the sample, as reading has that of what is. A tokenizer is trained on so much text at most.
     """
-    scales = {"start": 0.0, "read": sampling.read_scale, "hash": 0.0}
+    read = [counts[READ_US] * scale for counts, scale in zip(sampling.counts, sampling.read_scales)]
+    read_us = sum(counts[READ_US] for counts in sampling.counts)
+    trained = min(SAMPLE_BYTES, text_bytes * sampling.scale) / max(1, min(SAMPLE_BYTES, text_bytes))
+    scales = {"start": 0.0, "read": sum(read) / read_us if read_us else 1.0, "hash": 0.0, TRAINING: trained}
     processes = min(cores(), sampling.num_splits)
     stages = {
         name: [round(seconds, 4), round(seconds * scales.get(name, sampling.scale), 2)]
         for name, seconds in usage.seconds.items()
     }
     total_s, start = sum(seconds for _, seconds in stages.values()), usage.seconds.get("start", 0.0)
-    expected = total_s / processes + start
-    error = math.hypot(_CLOCK_ERROR, sums.quantile * sums.relative(SECONDS))
+    expected, z = total_s / processes + start, sampling.quantile
+    wall_s = [expected]
+    if z is not None:
+        spent = [us + counts[OTHER_US] * sampling.scale for us, counts in zip(read, sampling.counts)]
+        sizes = [split.bytes * scale for split, scale in zip(sampling.splits, sampling.read_scales)]
+        relative = sampling.error(sizes, spent) * sum(sizes) / sum(spent) if sum(spent) else 0.0
+        error = math.hypot(_CLOCK_ERROR, z * relative)
+        wall_s += [expected / (1 + error), expected * (1 + error)]
     return {
         "cpu_s": stages, "whole_cpu_s": round(total_s, 2), "processes": processes,
-        "wall_s": [round(value, 2) for value in (expected, expected / (1 + error), expected * (1 + error))],
-        "peak_bytes": usage.peak_bytes,
+        "wall_s": [round(value, 2) for value in wall_s], "peak_bytes": usage.peak_bytes,
     }  # fmt: skip

@@ -163,16 +163,16 @@ def test_a_folder_and_a_file_that_may_not_be_read(tmp_path: Path) -> None:
         (source / "locked").chmod(0)
         try:
             os.seteuid(65534 if user == 0 else user)
-            found = find_inputs(source, ReadOptions())
+            listed = find_inputs(source, ReadOptions())
         finally:
             os.seteuid(user)
             (source / "locked").chmod(0o755)
-    assert [(Path(file.name).name, file.bytes) for file in found.files] == [("x.txt", 700)]
-    assert [(item.path.removeprefix(str(source)), item.status, item.bytes) for item in found.skipped] == [
+    assert [(Path(file.name).name, file.bytes) for file in listed.files] == [("x.txt", 700)]
+    assert [(item.path.removeprefix(str(source)), item.status, item.bytes) for item in listed.skipped] == [
         ("/a/b/y.txt", "failed", 12), ("/locked/", "failed", -1),
     ]  # fmt: skip
-    assert count_failed(found.skipped[:1], found.files, 700) == {"inputs": 1, "bytes": 12, "share": 0.016854}
-    assert count_failed(found.skipped, found.files, 700)["share"] == 1  # nobody knows what is in a folder
+    assert count_failed(listed.skipped[:1], listed.files, 700) == {"inputs": 1, "bytes": 12, "share": 0.016854}
+    assert count_failed(listed.skipped, listed.files, 700)["share"] == 1  # nobody knows what is in a folder
 
 
 def test_strict_stops_at_what_would_be_left_out(everyday: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from forebay.prepare.progress import (
     Failure,
     Progress,
     ProgressRecord,
-    Stage,
+    StageProgress,
     TaskCounts,
     failure_of,
     merge,
@@ -122,7 +122,7 @@ def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeyp
 
 
 def test_the_remaining_time_knows_kinds_of_tasks_and_never_goes_back() -> None:
-    stage = Stage("text", "B")
+    stage = StageProgress("text", "B")
     stage.add({"jsonl": 1000, "warc gz": 200}, 12)
     for second in range(5):
         stage.advance([100, 10, 5], "jsonl", "task", 1.0, second)
