@@ -9,14 +9,11 @@ beside it, and back on failure; if a kill left only that, the next conversion re
 writing and one of verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
 """
 
-import errno
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
 from forebay.formats.base import get_format, names_with
-from forebay.formats.bucket_sink import BucketSink, plan_of
+from forebay.formats.bucket_sink import remove_path, stage_beside, write_to_bucket
 from forebay.formats.conversion import (
     ConvertOptions,
     TableSource,
@@ -35,9 +32,7 @@ from forebay.formats.detect import format_of_suffix
 from forebay.formats.sources import naming_source, needs_table, open_source, open_tokens, table_of_tokens, verify_table
 from forebay.formats.token_stream import TokenDigest, build_stream
 from forebay.storage.addresses import is_bucket, is_url
-from forebay.storage.locks import try_acquire
 from forebay.storage.remote_path import url_name
-from forebay.storage.store import BucketStore
 
 _WITH_INDEX = ("litdata", "mds")  # Formats of several files that are written with one index of all.
 
@@ -98,7 +93,7 @@ def convert(
         with naming_source(path if isinstance(path, (str, Path)) else source.format):
             return _convert_to_bucket(source, str(out), to, options)
     target = Path(out)
-    with naming_source(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
+    with naming_source(path if isinstance(path, (str, Path)) else source.format), stage_beside(target) as stage:
         check_output(path, target, to, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
         if isinstance(source, TokenSource) and not needs_table(to, options):
@@ -108,7 +103,7 @@ def convert(
                     f"{target.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
                     "Free some space, or choose another directory."
                 )
-        written = _write(source, staged, to, options)
+        written = _write(source, staged, options, to)
         for file in [staged, *staged.rglob("*")]:
             sync_file(file)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
@@ -118,7 +113,7 @@ def convert(
     return ConversionReport(source.format, to, target, written, num_bytes, id)
 
 
-def _write(source: TokenSource | TableSource, staged: Path, to: str, options: ConvertOptions) -> Written:
+def _write(source: TokenSource | TableSource, staged: Path, options: ConvertOptions, to: str) -> Written:
     """Write a source, and compare what was written; a sink elsewhere has compared each file."""
     if isinstance(source, TokenSource) and needs_table(to, options):
         return _write_as_table(source, staged, to, options)
@@ -142,7 +137,7 @@ def _write(source: TokenSource | TableSource, staged: Path, to: str, options: Co
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
     stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
-    written = _write(table, staged, to, options)
+    written = _write(table, staged, options, to)
     notes = (*written.notes, *stream.notes)
     return replace(written, num_tokens=stream.digest.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
 
@@ -169,7 +164,7 @@ def check_output(path: object, out: str | Path, to: str, force: bool) -> None:
             raise UsageError(f"convert: expected a path, s3://, r2://, gs:// or az:// to write to, got {out}.")
         if force:
             raise UsageError(f"{out}: expected --overwrite for a path alone, got a bucket. Delete what is there first.")
-        several = [name for name in sorted(names_with("write_rows")) if name not in _WITH_INDEX]
+        several = sorted({*names_with("write_rows"), "shards"} - {*_WITH_INDEX})
         if to not in several or format_of_suffix(url_name(str(out))):
             raise UsageError(
                 f"{out}: expected a format in several files ({', '.join(several)}) below a prefix that is no file's "
@@ -190,26 +185,6 @@ def check_output(path: object, out: str | Path, to: str, force: bool) -> None:
         out.parent.mkdir(parents=True)
 
 
-@contextmanager
-def _stage(out: Path) -> Iterator[Path]:
-    stage = out.parent / f".{out.name}.converting"
-    stage.mkdir(exist_ok=True)
-    lock = try_acquire(stage / ".lock")
-    if lock is None:
-        raise UsageError(f"{out}: expected no other conversion to it, got one that runs. Wait for it, or name another.")
-    with lock:
-        for stale in stage.iterdir():
-            if stale.name != ".lock":
-                _remove(stale)
-        for old in sorted(out.parent.iterdir()):
-            if re.fullmatch(re.escape(out.name) + r"\.replaced-[0-9a-f]{32}", old.name):
-                _remove(old) if os.path.lexists(out) else old.rename(out)
-        try:
-            yield stage
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-
-
 def _commit(staged: Path, out: Path) -> None:
     """Give the new output its name. At every moment the old or the new one has it, or the old one is beside it."""
     if not os.path.lexists(out):
@@ -223,44 +198,15 @@ def _commit(staged: Path, out: Path) -> None:
             old.rename(out)
             raise
         sync_directory(out.parent)
-        _remove(old)
+        remove_path(old)
     sync_directory(out.parent)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _convert_to_bucket(
     source: TokenSource | TableSource, url: str, to: str, options: ConvertOptions
 ) -> ConversionReport:
     is_table = isinstance(source, TokenSource) and needs_table(to, options)
-    store = BucketStore(url)
     own_name = source.metadata.get("name") if isinstance(source, TokenSource) else ""
-    options = replace(options, name=options.name or str(own_name or "") or url_name(store.url))
-    folder = store.directory("")
-    with _stage(folder / "convert") as stage:
-        if (free := shutil.disk_usage(folder).free) < 2 * options.slice_bytes:
-            raise _no_space(folder, options, f"{free} free")
-        sink = BucketSink(store, plan_of(source, to, options), options)
-        try:
-            source = source if is_table else sink.resume(source, to)
-            written = _write(source, stage / "output", to, replace(options, sink=sink))
-            num_bytes, id = sink.finish(stage / "output", written)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise _no_space(folder, options, error.strerror or str(error)) from error
-        finally:
-            sink.close()
+    options = replace(options, name=options.name or str(own_name or "") or url_name(url))
+    written, num_bytes, id = write_to_bucket(source, url, to, options, partial(_write, to=to), resumes=not is_table)
     return ConversionReport(source.format, to, url, replace(written, digest=""), num_bytes, id)
-
-
-def _no_space(folder: Path, options: ConvertOptions, got: str) -> UsageError:
-    return UsageError(
-        f"{folder}: expected space for two files of --slice-bytes, {2 * options.slice_bytes} bytes, got "
-        f"{got}. What is in the bucket stays: free some space, or set TMPDIR, and run it again."
-    )

@@ -50,6 +50,7 @@ BUILT_IN = {
     "code": "code:SourceCode",
     "bin": "raw_tokens:Bin",
     "ds": "raw_tokens:Ds",
+    "shards": "shard_writer:Shards",
     "forebay": "safetensors:ForebayDataset",
     "mds": "mds:Mds",
     "litdata": "litdata:LitData",

@@ -5,9 +5,14 @@ OutputFile, the hashes of its chunks, and from where the source is read to go on
 object a file, read by its number, so a stale listing does no harm. All are deleted when the output is complete.
 """
 
+import errno
+import os
+import re
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +22,7 @@ import numpy as np
 import orjson
 
 from forebay.dataset.chunks import chunk_size
-from forebay.dataset.manifest import MANIFEST_FILE, dataset_id
+from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import (
@@ -32,6 +37,7 @@ from forebay.formats.conversion import (
 )
 from forebay.formats.sources import verify_table
 from forebay.formats.tables import contains, is_bytes
+from forebay.storage.locks import try_acquire
 from forebay.storage.origins import object_state, open_origin
 from forebay.storage.remote_path import RemotePath
 from forebay.storage.store import BucketStore
@@ -95,6 +101,8 @@ class BucketSink(FileSink):
             return source
         # Of rows the last file is written again: it tells the shapes.
         records = self._records if is_tokens or to != "forebay" else self._records[:-1]
+        if to.startswith("shards"):  # Pairs of files.
+            records = records[: len(records) // 2 * 2]
         self.committed = tuple(file for file, _ in records)
         self._num_files, self._count = len(records), sum(file.count for file in self.committed)
         self._num_bytes = sum(file.num_bytes for file in self.committed)
@@ -190,6 +198,67 @@ class BucketSink(FileSink):
             return None
         entry, mark = orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return OutputFile(**entry | {"leaves": b""}), None if mark is None else (int(mark[0]), mark[1])
+
+
+def write_to_bucket(
+    source: TokenSource | TableSource, url: str, to: str, options: ConvertOptions,
+    write: Callable[[Any, Path, ConvertOptions], Written], resumes: bool = True,
+) -> tuple[Written, int, str]:  # fmt: skip
+    """Write a source below a prefix by `write`; return what was written, its bytes, and the id of a dataset."""
+    store = BucketStore(url)
+    folder, needed = store.directory(""), options.slice_bytes
+    if isinstance(source, TokenSource) and source.num_tokens is not None:
+        needed = min(needed, source.num_tokens * TOKEN_DTYPES[options.dtype or source.dtype].itemsize)
+
+    def no_space(got: str) -> UsageError:
+        return UsageError(
+            f"{folder}: expected space for two files of --slice-bytes, {2 * needed} bytes, got {got}. What is in the "
+            "bucket stays: free some space, or set TMPDIR, and run it again."
+        )
+
+    with stage_beside(folder / "convert") as stage:
+        if (free := shutil.disk_usage(folder).free) < 2 * needed:
+            raise no_space(f"{free} free")
+        sink = BucketSink(store, plan_of(source, to, options), options)
+        try:
+            source = sink.resume(source, to) if resumes else source
+            written = write(source, stage / "output", replace(options, sink=sink))
+            return written, *sink.finish(stage / "output", written)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise no_space(error.strerror or str(error)) from error
+        finally:
+            sink.close()
+
+
+@contextmanager
+def stage_beside(out: Path) -> Iterator[Path]:
+    """A directory beside an output, locked for the time of the block; what killed runs left is removed, or restored."""
+    stage = out.parent / f".{out.name}.converting"
+    stage.mkdir(exist_ok=True)
+    lock = try_acquire(stage / ".lock")
+    if lock is None:
+        raise UsageError(f"{out}: expected no other conversion to it, got one that runs. Wait for it, or name another.")
+    with lock:
+        for stale in stage.iterdir():
+            if stale.name != ".lock":
+                remove_path(stale)
+        for old in sorted(out.parent.iterdir()):
+            if re.fullmatch(re.escape(out.name) + r"\.replaced-[0-9a-f]{32}", old.name):
+                remove_path(old) if os.path.lexists(out) else old.rename(out)
+        try:
+            yield stage
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a link or a directory with what is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _record_name(index: int) -> str:
