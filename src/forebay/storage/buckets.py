@@ -144,16 +144,17 @@ class BucketOrigin(ObjectOrigin):
                 is_absent = isinstance(error, FileNotFoundError)
                 if not self._is_s3 or (not etag if is_absent else NOT_PARTIAL not in str(error)):
                     raise
-                self._sends_200 = not is_absent
-                signed = self._request(urllib.parse.quote(self._prefix + name + "/" * is_absent))
-                yield from signed.read("", start, stop, etag and f'"{etag}"')
+                self._sends_200, result = not is_absent, None
+            if result is not None:
+                check_etag(f"{self.url}/{name}", etag, _meta(result.meta).etag)
+                if tuple(result.range) != (start, stop):
+                    raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
+                stream = iter(result.stream(min_chunk_size=CHUNK_BYTES))
+                while (chunk := next(stream, None)) is not None:
+                    yield memoryview(chunk)
                 return
-            check_etag(f"{self.url}/{name}", etag, _meta(result.meta).etag)
-            if tuple(result.range) != (start, stop):
-                raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
-            stream = iter(result.stream(min_chunk_size=CHUNK_BYTES))
-            while (chunk := next(stream, None)) is not None:
-                yield memoryview(chunk)
+        signed = self._request(urllib.parse.quote(self._prefix + name + "/" * is_absent))
+        yield from signed.read("", start, stop, etag and f'"{etag}"')
 
     def get(self, name: str, max_bytes: int) -> bytes:
         if (signed := self._signed(name)) is not None:

@@ -12,9 +12,9 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # only the environment's settings, not its client
 
@@ -151,18 +151,18 @@ class WebOrigin(ObjectOrigin):
                         self._redirects[name] = (target, time.monotonic() + _REDIRECT_TTL_S)
                     yield response
                     return
-                location, error = answer.headers.get("Location"), _status_error(f"{self.url}/{name}", answer)
+                location, refusal = answer.headers.get("Location"), partial(_status_error, response.what, answer)
             finally:
                 self._close(response)
             if answer.status in (301, 302, 303, 307, 308) and location:
-                target = _join_url(target, location, error)
+                target = _join_url(target, location, refusal)
                 if self._same_host and _host(target) != _host(address):
-                    raise error
+                    raise refusal()
             elif is_stored or (target != address and answer.status == 403 and not was_refused):
                 is_stored, was_refused, target = False, True, address  # a signed URL that expired
                 self._redirects.pop(name, None)
             else:
-                raise error
+                raise refusal()
             check_redirect(address, target, https_only=self._untrusted == "public")
         raise PermanentError(f"{self.url}/{name}: more than {_MAX_REDIRECTS} redirects")
 
@@ -288,12 +288,12 @@ def _version(answer: StreamedResponse) -> str:
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
-def _join_url(target: str, location: str, error: Exception) -> str:
+def _join_url(target: str, location: str, refusal: Callable[[], Exception]) -> str:
     try:
         joined = urllib.parse.urljoin(target, location)
         _ = urllib.parse.urlsplit(joined).port
     except ValueError as cause:
-        raise error from cause
+        raise refusal() from cause
     return joined
 
 
