@@ -194,13 +194,13 @@ def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Itera
         for remote in remotes:
             if remote.url.startswith(tuple(own)):
                 continue
-            path = location(remote.url)
-            own_name = path.removeprefix(folder.rpartition("/")[0] + "/")
-            if is_hidden(path.removeprefix(folder).removeprefix("/")):  # `.` and `..` too, which cannot be requested
+            key = location(remote.url)
+            own_name = key.removeprefix(folder.rpartition("/")[0] + "/")
+            if is_hidden(key.removeprefix(folder).removeprefix("/")):  # `.` and `..` too, which cannot be requested
                 yield Skipped(remote.url, "hidden"), False
                 continue
             file = InputFile(remote.url, own_name, "", "", remote.size, remote.version, remote.version)
-            yield file, path == folder
+            yield file, key == folder
     elif Path(name).is_dir():
         root = Path(name).resolve().name
         for path in list_files(Path(name), follow_links=follow_links, leave_out=leave_out):
