@@ -13,7 +13,7 @@ from support.feeding import check_cache, make_dataset
 from support.origin_server import OriginServer
 
 NUM_SLICES, SAMPLES, SEQ_LEN = 6, 16, 512
-ORDER: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 8, "seed": 3, "epochs": 2}
+ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 8, "seed": 3, "epochs": 2}
 
 PROGRAM = """
 import json, sys

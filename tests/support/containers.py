@@ -30,9 +30,9 @@ class Machine:
         directory.mkdir()
         make_commands(self.programs)
         (self.programs / "chown").symlink_to("/bin/true")
-        self._ports: dict[str, int] = {}
-        self._volumes: dict[str, Path] = {}
-        self._containers: list[Container] = []
+        self._ports = {}
+        self._volumes = {}
+        self._containers = []
 
     def port(self, service: str, port: str) -> int:
         """A free port for a port of a service, below those that the kernel gives to a process that asks for any."""

@@ -60,7 +60,7 @@ class Coordinator:
         config = {"batch_size": 8, "lockstep": True}
         self.state = RunState(rules, config, config)
         self._clock, self._on_formed = clock, on_formed
-        self._waiting: list[tuple[MemberMessage, Respond]] = []
+        self._waiting = []
         self._tick()
 
     def receive(self, request: Request, respond: Respond) -> None:
@@ -156,9 +156,9 @@ class Group:
 
     def __init__(self, world: World, generation: RankGeneration) -> None:
         self.world, self.number, self.size = world, generation.number, len(generation.places)
-        self.members: dict[int, Rank] = {}
+        self.members = {}
         self.is_broken = False
-        self._read: dict[int, I64] = {}
+        self._read = {}
         self._stop = False
 
     def meet(self, rank: Rank, number: int) -> None:
@@ -375,10 +375,10 @@ class World:
         slowest = min(machine.speed for machine in draw(settings, 1.0).machines)
         self.about_s = self.num_steps * settings.batch / slowest
         self.schedule = draw(settings, self.about_s)
-        self.ranks: dict[str, Rank] = {}  # those that live, by worker id
-        self.groups: list[Group] = []
-        self.finals: list[Weights] = []
-        self._order: list[str] = []  # worker ids of the last generation, by rank
+        self.ranks = {}  # those that live, by worker id
+        self.groups = []
+        self.finals = []
+        self._order = []  # worker ids of the last generation, by rank
         self._chance = self.chance("answers")
         first = sum(machine.joins_at == 0.0 < 1.0 < machine.dies_at for machine in self.schedule.machines)
         self.coordinator = Coordinator(self.clock, Rules(min_workers=max(1, first)), self._form)

@@ -36,8 +36,8 @@ class Forks:
         self._popen = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._pids: queue.Queue[int] = queue.Queue()
-        self._codes: dict[int, int] = {}
+        self._pids = queue.Queue()
+        self._codes = {}
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

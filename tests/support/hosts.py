@@ -63,7 +63,7 @@ class Lab:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._namespaces: list[str] = []
+        self._namespaces = []
 
     def __enter__(self) -> Lab:
         _remove_stale()

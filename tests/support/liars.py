@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -58,7 +58,7 @@ def then_zeros(*pieces: bytes) -> Iterable[bytes]:
     return [*pieces, *repeat(bytes(1 << 16), 64)]
 
 
-LIES: dict[str, Callable[[Honest], Iterable[bytes]]] = {
+LIES = {
     "wrong_bytes": lambda answer: [answer.head(), bytes([answer.body[0] ^ 1]) + answer.body[1:]],
     # Bytes without an end, behind a head that names the right number.
     "endless": lambda answer: then_zeros(answer.head() + answer.body[:-1] + b"\xff"),
@@ -101,7 +101,7 @@ class Liar(RudePeer):
     ) -> None:
         super().__init__(identity, self._reply, lambda asked: self._kind(asked.path) == about)
         self.dataset, self.about, self.requests = dataset, about, []
-        self.identity: Identity = identity
+        self.identity = identity
         self._lie, self._claims = LIES.get(lie), claims
         self._slices = {dataset.table.row(i).sha256: dataset.slice_path(i) for i in range(dataset.num_slices)}
 

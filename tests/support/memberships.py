@@ -28,7 +28,7 @@ class CoordinatorHarness:
         config = {"batch_size": 2, **config}
         self.state = RunState(rules, config, config)
         self.now = 0.0
-        self.actions: list[Any] = []
+        self.actions = []
 
     def send(self, *events: Any, after_s: float = 0.0) -> list[Any]:
         self.now += after_s

@@ -72,8 +72,8 @@ class Members:
     """Stands for an identity: a member's certificate is its name, "ORGANISATION/NAME" or "NAME"."""
 
     def __init__(self) -> None:
-        self.refusals: dict[str, str] = {}  # by peer id
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.refusals = {}  # by peer id
+        self.events = []
 
     def peer(self, der: bytes) -> Peer:
         org, _, name = der.decode().rpartition("/")
@@ -165,7 +165,7 @@ class MemoryConnection(asyncio.Transport):
         self.is_open, self.is_reading = False, True
         self.received, self.num_consumed = bytearray(), 0
         self._unsent, self._is_paused = bytearray(), False
-        self._unread: list[bytes] = []
+        self._unread = []
 
     def open(self) -> None:
         """Finish the handshake."""

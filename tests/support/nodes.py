@@ -16,7 +16,6 @@ from forebay.dataset.slices import write_token_slice
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.discovery import Discovery
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.scheduler.server import SchedulerService
 from support.leases import work
@@ -69,8 +68,8 @@ class Network:
 
     def __init__(self, directory: Path, stack: ExitStack, *members: str, dht_nodes: int = 0) -> None:
         self.directory, self.stack = directory, stack
-        self.nodes: list[DataNode] = []
-        self.discovery: Discovery = LocalDiscovery()
+        self.nodes = []
+        self.discovery = LocalDiscovery()
         bootstrap = []
         if dht_nodes:
             dht = Bootstrap(dht_nodes)
@@ -91,9 +90,9 @@ class Network:
         self.nodes.append(self.stack.enter_context(node))
         return node
 
-    def schedule(self, dataset: str = NAME, **settings: Any) -> SchedulerService:
+    def schedule(self, dataset: str = NAME, state: str = "state", **settings: Any) -> SchedulerService:
         service = SchedulerService(
-            self.identity("scheduler"), dataset, self.discovery, self.client("scheduler"), self.directory / "state",
+            self.identity("scheduler"), dataset, self.discovery, self.client("scheduler"), self.directory / state,
             **{"rediscover_s": 0.5, **settings},
         )  # fmt: skip
         self.stack.callback(service.stop)

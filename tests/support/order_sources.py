@@ -183,7 +183,7 @@ class Source:
         self.job = job  # Arguments of its scheduler.
         self.num_workers = WORKERS
         self.spec = self.with_datasets(spec)
-        self.processes: list[Process] = []
+        self.processes = []
 
     def with_datasets(self, spec: dict[str, Any]) -> dict[str, Any]:
         names = spec["dataset"]

@@ -52,14 +52,14 @@ class RudePeer:
         self, identity: Identity | None, answer: Answer, is_last: Callable[[Asked], bool] = lambda asked: False
     ) -> None:
         self.identity = identity
-        self.asked: list[Asked] = []
+        self.asked = []
         self.connections = 0
         self._answer, self._is_last = answer, is_last
         self._context = None if identity is None else identity.server_context()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+        self.port = self._listener.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
-        self._open: set[socket.socket] = set()
+        self._open = set()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
 

@@ -47,10 +47,9 @@ class Run(CoordinatorHarness):
 
 
 def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
-    coordinator: Coordinator, network_dir: Path
+    coordinator: Coordinator, evil: Identity, honest: Identity
 ) -> None:
     """Each keeps its connection: one that closes is a process that ended."""
-    honest, evil = issue(network_dir, "honest", "worker"), issue(network_dir, "evil", "worker")
     with connect(honest, coordinator.address) as first, connect(evil, coordinator.address) as second:
 
         def post(sock, name, verb, **fields):
@@ -162,8 +161,9 @@ def test_a_member_of_one_certificate_alone_is_believed_and_not_given_up() -> Non
     assert run.state.reached == 4
 
 
-def test_a_workers_name_is_not_another_members_to_take(coordinator: Coordinator, network_dir: Path) -> None:
-    honest, evil = issue(network_dir, "honest", "worker"), issue(network_dir, "evil", "worker")
+def test_a_workers_name_is_not_another_members_to_take(
+    coordinator: Coordinator, evil: Identity, honest: Identity
+) -> None:
     assert post_as(coordinator, honest, "join")[0] == 200
     status, message = post_as(coordinator, evil, "join", worker_id="honest")
     assert (status, message["error"]) == (409, "duplicate")
@@ -174,9 +174,10 @@ def test_a_workers_name_is_not_another_members_to_take(coordinator: Coordinator,
     assert late.codes(late.join("a", "x", peer_id="peer evil")) == ["duplicate"]
 
 
-def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, network_dir: Path) -> None:
+def test_who_joins_and_leaves_without_end_has_to_wait(
+    coordinator: Coordinator, evil: Identity, honest: Identity
+) -> None:
     """Each join stops all others at the end of a step."""
-    evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
     statuses = []
     for _ in range(6):
         statuses.append(post_as(coordinator, evil, "join")[0])
@@ -186,10 +187,9 @@ def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, 
     assert coordinator._state.seats == {}
 
 
-def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_dir: Path) -> None:
+def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_dir: Path, evil: Identity) -> None:
     """Members without the role are no workers, and none settles what all train on."""
-    data, evil = issue(network_dir, "data", "data"), issue(network_dir, "evil", "worker")
-    assert post_as(coordinator, data, "join")[0] == 403
+    assert post_as(coordinator, issue(network_dir, "data", "data"), "join")[0] == 403
     settings = {"settings": {"dataset_name": "/etc", "num_steps": 1}}
     assert ask(evil, coordinator.address, "POST", "/v1/config", settings)[1]["config"] == {"batch_size": 2}
     for number in range(2):
@@ -198,16 +198,15 @@ def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_di
     assert (status, message["error"]) == (429, "too_many_workers")
 
 
-def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, network_dir: Path) -> None:
+def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, evil: Identity) -> None:
     limits = coordinator._server._core.limits
     assert limits.requests_per_s <= 16 and limits.requests_per_peer <= 8
-    evil = issue(network_dir, "evil", "worker")
     assert post_as(coordinator, evil, "join")[0] == 200
     beats = [{"worker_id": "evil", "session": "evil-session", "generation": 1, "step": step} for step in range(60)]
-    rate, began = coordinator._server._core.limits.requests_per_s, time.monotonic()
+    began = time.monotonic()
     with connect(evil, coordinator.address) as sock:
         result = [
             item.status for item in answers(sock, *(request("POST", "/v1/members/heartbeat", item) for item in beats))
         ]
-    allowed = rate * (2 + time.monotonic() - began) + 1  # a slow machine asks less often
+    allowed = limits.requests_per_s * (2 + time.monotonic() - began) + 1  # a slow machine asks less often
     assert set(result) <= {200, 429} and result.count(200) <= allowed

@@ -73,10 +73,9 @@ def until_named(node: DataNode, member: Identity, share: SliceShare) -> None:
 
 
 def test_addresses_of_one_member_keep_no_other_from_being_dialled(
-    node: DataNode, dataset: Dataset, network_dir: Path
+    node: DataNode, dataset: Dataset, evil: Identity, honest: Identity
 ) -> None:
     """Ports that accept and say nothing, named one after another."""
-    evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
     with contextlib.ExitStack() as stack:
         traps = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(40)]
         with connect(evil, node.address) as sock:
@@ -139,9 +138,9 @@ def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path)
             inner.accept()
 
 
-def test_names_that_nobody_has_are_not_kept(node: DataNode, network_dir: Path) -> None:
+def test_names_that_nobody_has_are_not_kept(node: DataNode, evil: Identity) -> None:
     """Failures of invented members."""
-    evil, before = issue(network_dir, "evil", "worker"), node.tracker.status()
+    before = node.tracker.status()
     failed = [{"index": 0, "member": f"{i}{'x' * 290}", "wrong": i % 2 == 0} for i in range(1024)]
     assert swarm(node, evil, {"failed": failed})[0] == 200
     after = node.tracker.status()[node.datasets[0].id]
@@ -152,11 +151,8 @@ def test_names_that_nobody_has_are_not_kept(node: DataNode, network_dir: Path) -
 
 
 @pytest.mark.parametrize("ranges", [",".join(str(i) for i in range(0, 300_000, 2)), "0," * 200_000 + "0"])
-def test_more_ranges_than_slices_are_refused_before_they_are_read(
-    ranges: str, node: DataNode, network_dir: Path
-) -> None:
+def test_more_ranges_than_slices_are_refused_before_they_are_read(ranges: str, node: DataNode, evil: Identity) -> None:
     """A message of ranges that costs more than its bytes."""
-    evil = issue(network_dir, "evil", "worker")
     for key in ("have", "want"):
         status, message = swarm(node, evil, {key: ranges})
         assert status == 400 and f"at most {SLICES} ranges" in message["message"]

@@ -53,6 +53,10 @@ def exchange(scheduler: SchedulerService, member: Identity, message: Any) -> tup
     return ask(member, scheduler.address, "POST", "/v2/exchange", message)
 
 
+def leased(scheduler: SchedulerService, member: Identity, want: int) -> list[dict[str, Any]]:
+    return exchange(scheduler, member, {"want": want})[1]["leases"]
+
+
 def core(scheduler: SchedulerService) -> SchedulerCore:
     return scheduler._open_journal().core
 
@@ -63,9 +67,8 @@ def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerServ
     assert (status, message["error"]) == (403, "not_worker")
 
 
-def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
+def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, evil: Identity) -> None:
     """64 datasets that no job has, each with millions of slices."""
-    evil = issue(network_dir, "evil", "worker")
     assert exchange(scheduler, evil, {"cached": {f"{i:064x}": "0-999999999" for i in range(64)}})[0] == 200
     (session,) = core(scheduler).sessions.all.values()
     assert session.cached_bytes == 0
@@ -74,13 +77,12 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, n
 
 
 def test_sessions_of_a_certificate_are_bounded(
-    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "MAX_SESSIONS_PER_PEER", 4)
-    evil = issue(network_dir, "evil", "worker")
     statuses = [exchange(scheduler, evil, {"session": f"s{i}"})[0] for i in range(6)]
     assert statuses == [200] * 4 + [429] * 2
-    assert exchange(scheduler, issue(network_dir, "honest", "worker"), {})[0] == 200
+    assert exchange(scheduler, honest, {})[0] == 200
 
 
 def test_what_an_organisation_says_it_has_is_bounded(
@@ -97,10 +99,9 @@ def test_what_an_organisation_says_it_has_is_bounded(
     assert sum(session.cached_bytes for session in state.sessions.all.values()) == 3 * SLICES * 8
 
 
-def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
+def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, evil: Identity) -> None:
     """Each would be a row of the journal, and memory for as long as the job lasts."""
-    evil = issue(network_dir, "evil", "worker")
-    (lease, *_) = exchange(scheduler, evil, {"want": 1})[1]["leases"]
+    (lease, *_) = leased(scheduler, evil, 1)
     invalid = [{"peer_id": f"absent{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
     for _ in range(3):
         assert exchange(scheduler, evil, {"reports": invalid})[0] == 200
@@ -111,18 +112,17 @@ def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: Schedu
 
 
 def test_only_who_is_accused_can_be_pardoned(
-    scheduler: SchedulerService, network_dir: Path, capsys: pytest.CaptureFixture[str]
+    scheduler: SchedulerService, network_dir: Path, honest: Identity, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker, home = issue(network_dir, "w", "worker"), network_dir.parent / "nodes" / "boss"
     boss = issue(network_dir, "boss", "admin")
-    (lease, *_) = exchange(scheduler, worker, {"want": 1})[1]["leases"]
+    (lease, *_) = leased(scheduler, honest, 1)
     node = lease["providers"][0]["peer_id"]
-    pardon = f"job pardon {node} --scheduler {scheduler.address} --identity {home}".split()
+    pardon = f"job pardon {node} --scheduler {scheduler.address} --identity {boss.node_dir}".split()
     status, message = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
     assert (status, message["error"]) == (404, "not_found")
     assert main(pardon) == 1
     assert "there are no reports about it here" in capsys.readouterr().err
-    assert exchange(scheduler, worker, {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]})[0] == 200
+    assert exchange(scheduler, honest, {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]})[0] == 200
     assert main(pardon) == 0 and capsys.readouterr().out == f"pardoned {node}\n"
     assert core(scheduler).reports == {}
 
@@ -133,10 +133,10 @@ def test_many_certificates_of_one_organisation_starve_nobody(scheduler: Schedule
     current = 0
     for number in range(4):
         evil = issue(network_dir, f"m{number}", "worker", by=org)
-        current += len(exchange(scheduler, evil, {"want": 16})[1]["leases"])
+        current += len(leased(scheduler, evil, 16))
     assert current == SLICES // 2
     for name, by in (("honest", None), ("other", organisation(network_dir, "other-org"))):
-        assert len(exchange(scheduler, issue(network_dir, name, "worker", by=by), {"want": 1})[1]["leases"]) == 1
+        assert len(leased(scheduler, issue(network_dir, name, "worker", by=by), 1)) == 1
 
 
 def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
@@ -159,10 +159,10 @@ def _use_of(lease: dict[str, Any], worker: Identity) -> dict[str, Any]:
 
 
 def test_proofs_that_are_checked_at_once_count_each(
-    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerService, honest: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a member with many sessions is checked at every lease for long, at the scheduler's cost."""
-    worker, together, checked = issue(network_dir, "worker", "worker"), threading.Barrier(3), []
+    together, checked = threading.Barrier(3), []
 
     def check(*about):
         checked.append(about)
@@ -171,20 +171,18 @@ def test_proofs_that_are_checked_at_once_count_each(
 
     monkeypatch.setattr(proofs, "is_checked", lambda secret, lease_id, num_proven: num_proven < 3)
     monkeypatch.setattr(scheduler._proofs, "_is_valid", check)
-    leases = exchange(scheduler, worker, {"want": 4})[1]["leases"]
-    *first, last = [_use_of(lease, worker) for lease in leases]
+    *first, last = [_use_of(lease, honest) for lease in leased(scheduler, honest, 4)]
     with ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(exchange, scheduler, worker, message) for message in first]
+        sent = [pool.submit(exchange, scheduler, honest, message) for message in first]
         assert [future.result()[0] for future in sent] == [200] * 3
-    assert exchange(scheduler, worker, last)[0] == 200
+    assert exchange(scheduler, honest, last)[0] == 200
     assert len(checked) == 3
 
 
 def test_checks_that_hang_hold_up_no_other_worker(
-    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
-    evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
     started, gate = threading.Event(), threading.Event()
 
     def hang(*_):
@@ -196,13 +194,13 @@ def test_checks_that_hang_hold_up_no_other_worker(
 
     scheduler._server.call(limit_threads())
     monkeypatch.setattr(scheduler._proofs, "_is_valid", hang)
-    (lease,) = exchange(scheduler, evil, {"want": 1})[1]["leases"]
+    (lease,) = leased(scheduler, evil, 1)
     message = _use_of(lease, evil)
     with ThreadPoolExecutor(1) as pool:
         try:
             waiting = pool.submit(exchange, scheduler, evil, message)
             started.wait()
-            assert len(exchange(scheduler, honest, {"want": 1})[1]["leases"]) == 1
+            assert len(leased(scheduler, honest, 1)) == 1
             assert not waiting.done()
         finally:
             gate.set()

@@ -62,11 +62,11 @@ class Disk:
 
     def __init__(self, root: Path, fault: Fault | None) -> None:
         self.root, self.fault = f"{root}/", fault
-        self.counts: Counter[str] = Counter()
-        self.problems: list[str] = []
+        self.counts = Counter()
+        self.problems = []
         self._began_ns = time.time_ns() - 10**7  # within a tick of the file system's clock
-        self._synced: dict[int, tuple[int, int]] = {}
-        self._unsynced_names: dict[Path, str] = {}
+        self._synced = {}
+        self._unsynced_names = {}
 
     def install(self) -> None:
         fsync, disk = os.fsync, self
@@ -236,7 +236,7 @@ class LedgerEntries(Scenario):
         return {"entries": content(path) if count == 5 else None}
 
 
-SCENARIOS: dict[str, Scenario] = {
+SCENARIOS = {
     "dataset": Prepare("dataset", "manifest.json"),
     "parquet": Prepare("parquet", "text.json"),
     "mds": Prepare("mds", "text.json"),

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,8 +64,8 @@ class Run:
     def begin(self, seed: int) -> None:
         """Another epoch, with a seed of its own."""
         self.seed = seed
-        self.state: dict[str, Any] | None = None
-        self.committed: list[list[int]] = []
+        self.state = None
+        self.committed = []
 
     def start(self, world: int) -> None:
         """Start ranks from the last state that all have reached."""

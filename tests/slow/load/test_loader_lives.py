@@ -86,7 +86,7 @@ def test_an_exception_in_the_loop_releases_everything(server: OriginServer, tmp_
     check_cache(tmp_path / "cache")
 
 
-@pytest.mark.parametrize(("fault", "prefetch"), [("black hole", 0), ("refusing", 2), ("slow", 0)])
+@pytest.mark.parametrize("fault, prefetch", [("black hole", 0), ("refusing", 2), ("slow", 0)])
 def test_an_interrupt_ends_a_wait_within_two_seconds(
     server: OriginServer, tmp_path: Path, fault: str, prefetch: int
 ) -> None:

@@ -27,7 +27,7 @@ from support.feeding import _processes, are_whole, make_dataset, read_lines, rea
 from support.local_discovery import LocalDiscovery
 
 SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4
-READ: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 16, "seed": 3, "epochs": 2, "world_size": RANKS}
+READ = {"seq_len": SEQ_LEN, "global_batch_size": 16, "seed": 3, "epochs": 2, "world_size": RANKS}
 READ |= {"order": OrderOptions(lanes=16)}  # So that ranks read different slices at a time, of few.
 
 

@@ -26,7 +26,7 @@ def logged(logger: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("logger", "name"),
+    "logger, name",
     [("wandb", "s3://bucket/a b"), ("tensorboard", "s3://bucket/a b"), ("mlflow", "s3___bucket_a_b")],
 )
 def test_figures_and_mixture_counts_reach_the_logger(logger: str, name: str, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.mark.parametrize(
-    ("rate", "step_s", "epochs"),
+    "rate, step_s, epochs",
     [
         pytest.param(7e6, 0.012, 1, id="training waits"),
         pytest.param(10e6, 0.004, 2, id="the second epoch is in the cache"),

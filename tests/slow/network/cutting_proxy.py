@@ -76,7 +76,7 @@ class CuttingProxy:
     """
 
     def __init__(self, chance: random.Random, rate: float) -> None:
-        self.cuts: Counter[str] = Counter()
+        self.cuts = Counter()
         self.target, self.carried, self.connections = "", 0, 0
         self._chance, self._rate = chance, rate
         self._listener = socket.create_server((HOST, 0))
@@ -192,7 +192,7 @@ class Node:
     def __init__(self, role: Callable[..., Any], log: Path, **settings: Any) -> None:
         self.role, self.log, self.settings = role, log, settings
         self._pipe, theirs = _processes.Pipe(duplex=False)
-        self._messages: dict[str, Any] = {}
+        self._messages = {}
         self.process = _processes.Process(target=_child, args=(role, log, theirs), kwargs=settings, daemon=True)
         self.process.start()
         theirs.close()
@@ -267,7 +267,7 @@ class Job:
         self.folder, self.plan = folder, plan
         self.cuts, self.faults, self.restarts = Counter(), [], 0
         self._chance = random.Random(f"cuts {seed}")
-        self._nodes: dict[str, Node] = {}
+        self._nodes = {}
         self._full, self._filled = set(), set()  # disks that are full now, that were
         self._homes = make_network(folder, list(NODES), [])
         make_dataset(folder / "dataset", SLICES, TOKENS)

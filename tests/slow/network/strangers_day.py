@@ -63,15 +63,15 @@ class Attacker:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.me, self.folder = Identity.load(settings["node"]), Path(settings["folder"])
-        self.scheduler: str = settings["scheduler"]
-        self.data: str = settings["data"]
+        self.scheduler = settings["scheduler"]
+        self.data = settings["data"]
         self.both = self.data, self.scheduler
-        self.others: list[str] = settings["others"]  # peer ids
+        self.others = settings["others"]  # peer ids
         dataset = open_dataset(settings["dataset"])
         self.dataset_id, self.num_slices = dataset.id, dataset.num_slices
         self.hashes = [dataset.table.row(i).sha256 for i in range(dataset.num_slices)]
         self.everything = f"0-{self.num_slices - 1}"
-        self.counts: dict[str, Counter[str]] = {}
+        self.counts = {}
         self.stop = threading.Event()
         self.traps = [socket.create_server((HOST, 0)) for _ in range(16)]  # accept, and say nothing
         self._lock, self._attack = threading.Lock(), threading.local()
@@ -323,7 +323,7 @@ def false_provider(a: Attacker) -> None:
             a.ask(*a.swarm(address=peer.address, have=a.everything))
 
 
-ATTACKS: list[Callable[[Attacker], Any]] = [
+ATTACKS = [
     accusations, leases_given_back, receipts,  # first, while it still gets leases
     addresses, endless, flood, garbage, half_closed, idle_connections, inventions, keys_of_others, powers_of_others,
     ranges_without_end, sessions, slow_heads, slow_readers, strangers,

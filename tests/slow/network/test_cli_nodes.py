@@ -107,27 +107,16 @@ def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of
     assert start(*words, "--exit-when-done").wait() == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('[[dataset]]\nname = "a"\n\n[[dataset]]\nname = "b"\nalow = []\n', ["dataset 2 alow"]),
-        ('[[dataset]]\nname = "a"\ndeny = ["everyone"]\n', ["dataset 1 deny 1", "'everyone'"]),
-        ('[[dataset]]\nname = "a"\nbytes_per_day = "lots"\n', ["dataset 1 bytes_per_day", "'lots'"]),
-        ('[[dataset]]\nname = "a"\nid = "b"\n', ["dataset 1: expected either name or id"]),
-        ('[defaults]\nallow = []\n[[dataset]]\nname = "a"\n', ["access list: defaults"]),
-        ("[[dataset]\n", ["access.toml:1: expected TOML"]),
-    ],
-)
 def test_a_bad_access_list_stops_a_data_node_before_it_starts(
-    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_dataset(tmp_path / "d", 2, 20)
     path = tmp_path / "access.toml"
-    path.write_text(text)
+    path.write_text("[[dataset]\n")
     node = make_network(tmp_path, ["node"], [])["node"]
     assert main(f"serve {tmp_path}/d --identity {node} --access {path}".split()) == 2
     message = capsys.readouterr().err
-    assert all(word in message for word in [*words, str(path)]) and len(message.splitlines()) == 1, message
+    assert f"{path}:1: expected TOML" in message and len(message.splitlines()) == 1, message
 
 
 def test_status_of_nodes_of_every_kind(

@@ -45,7 +45,7 @@ class Workers:
         self.process = Process(TESTS / "support" / "distributed_workers.py", address, OMP_NUM_THREADS="1")
         stack.callback(self.process.end)
         self.settings = settings
-        self.names: list[str] = []
+        self.names = []
 
     def begin(self, name: str) -> None:
         self.process.popen.stdin.write(json.dumps({"name": name, **self.settings}) + "\n")

@@ -226,7 +226,7 @@ def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "gather_s", "limits", "slices", "tokens", "seq_len"),
+    "cause, gather_s, limits, slices, tokens, seq_len",
     [
         # A batch takes 17 ms of the network: longer than the step, also on a slow machine.
         ("network", scheduler_server.GATHER_S, ServerLimits(upload_bytes_per_s=60_000.0), 200, 20_000, 128),

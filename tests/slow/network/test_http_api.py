@@ -22,7 +22,7 @@ from support.paths import TESTS
 
 SCHEMATHESIS = os.environ.get("FOREBAY_SCHEMATHESIS")
 EXAMPLES = os.environ.get("FOREBAY_SCHEMATHESIS_EXAMPLES", "100")
-BODIES: list[Any] = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generation": "x", "wait_s": 1e9},
+BODIES = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generation": "x", "wait_s": 1e9},
     {"settings": {"x": 10**30}}, {"settings": {"x": "a" * 10_000}},
 ]  # fmt: skip
 SERVERS = ("data", "scheduler", "coordinator")
@@ -52,7 +52,7 @@ def request_status(client: Client, address: str, method: str, path: str, body: A
     return 200
 
 
-@pytest.mark.parametrize(("name", "num_messages"), [("data", 1), ("scheduler", 2), ("coordinator", 6)])
+@pytest.mark.parametrize("name, num_messages", [("data", 1), ("scheduler", 2), ("coordinator", 6)])
 def test_servers_answer_as_their_documents_say(
     network: tuple[Network, dict[str, str]], name: str, num_messages: int
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +115,7 @@ def _claim(identity: Identity, **changed: Any) -> Any:
     return replace(claim, **changed).to_json(identity)
 
 
-CLAIMS: dict[str, Callable[[Identity, Identity], Any]] = {
+CLAIMS = {
     "anothers": lambda liar, other: [_claim(other)],
     "unsigned": lambda liar, other: [{**_claim(liar), "signature": "00" * 64}],
     "expired": lambda liar, other: [_claim(liar, expires_at=time.time() - 1.0)],

@@ -63,9 +63,8 @@ def test_names_that_are_not_served_and_paths_that_climb(
             client.get_bytes(node.address, path, 1 << 20)
         assert caught.value.status == 404, path
         assert "\n" not in str(caught.value) and "\r" not in str(caught.value)
-    with pytest.raises(RemoteError) as caught:
+    with pytest.raises(RemoteError, match="refused with 405"):
         client.request_json(node.address, "POST", "/v1/claims", {})
-    assert caught.value.status == 405
     assert client.request_json(node.address, "GET", "/v1/status")[0]["datasets"][0]["id"] == dataset.id
 
 
@@ -74,9 +73,8 @@ def test_a_lost_or_changed_file_is_not_handed_out(node: DataNode, client: Client
     with path.open("ab") as file:
         file.write(b"more")
     for code in ("slice_changed", "slice_lost"):
-        with pytest.raises(RemoteError) as caught:
+        with pytest.raises(RemoteError, match=rf"refused with \d+ {code}"):
             client.get_bytes(node.address, f"/v1/slices/{dataset.table.row(1).sha256}", 1 << 24)
-        assert caught.value.code == code
         path.unlink(missing_ok=True)
     assert client.get_bytes(node.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 24)
 

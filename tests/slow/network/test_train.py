@@ -95,9 +95,8 @@ def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerSer
     assert (refused[0]["code"], refused[0]["offset"]) == ("range", 0)
     accepted = owner.exchange(**owner.receipt(first, **step))["uses"]
     assert accepted == [{"lease_id": lease_id, "offset": 1, "stop": first["stop"]}]
-    with pytest.raises(RemoteError) as caught:
+    with pytest.raises(RemoteError, match="refused with 400"):
         owner.exchange(want=-1)
-    assert caught.value.status == 400
     assert service.status()["samples_used"] == 1
     # An exchange that comes late takes nothing back.
     owner.exchange(want=2, known_leases=[lease_id], attempt=2)
@@ -113,19 +112,17 @@ def test_a_use_needs_proof_that_its_slice_was_there(
     monkeypatch.setattr(proofs, "MAX_TOKENS_PER_S", 1.0)
     worker = ExchangeClient(network.client("w1"), service.address)
     first, second = worker.exchange(want=2)["leases"]
-    with pytest.raises(RemoteError, match="too soon") as caught:
+    with pytest.raises(RemoteError, match=r"refused with 429 .*too soon") as caught:
         worker.exchange(first)
-    assert caught.value.status == 429 and caught.value.wait_s > 0
+    assert caught.value.wait_s > 0
     monkeypatch.setattr(proofs, "MAX_TOKENS_PER_S", 1e9)
-    with pytest.raises(RemoteError) as caught:
+    with pytest.raises(RemoteError, match="refused with 400 no_proof"):
         worker.exchange(**worker.receipt(first, proof=""))
-    assert (caught.value.status, caught.value.code) == (400, "no_proof")
     assert worker.exchange(first)["uses"][0]["offset"] == first["stop"]
     # Of another lease's range, another worker's, or of other bytes: none is this one's.
     false = proof_by_hand(worker.client, {**second, "lease_id": first["lease_id"]})
-    with pytest.raises(RemoteError) as caught:
+    with pytest.raises(RemoteError, match="refused with 403 false_proof"):
         worker.exchange(**worker.receipt(second, proof=false))
-    assert (caught.value.status, caught.value.code) == (403, "false_proof")
     assert worker.exchange(want=1)["leases"] == [], "who lied is leased nothing for a while"
     assert ExchangeClient(network.client("w2"), service.address).exchange(want=1)["leases"]
 

@@ -115,9 +115,8 @@ def test_access_lists_and_quotas_at_the_door(
         DataNode(identity, [dataset], HOST, 0, None, access=AccessPolicy(rules)) as node,
     ):
         assert len(client.get_bytes(node.address, path, 1 << 20)) == row.bytes
-        with pytest.raises(RemoteError, match="quota") as caught:
+        with pytest.raises(RemoteError, match=r"refused with 429 .*quota"):
             client.get_bytes(node.address, path, 1 << 20)
-        assert caught.value.status == 429
         rules.write_text(f'[[dataset]]\nname = "{NAME}"\ndeny = ["peer:{client.identity.peer_id}"]\n')  # type: ignore[union-attr]
         for method, door in [
             ("GET", path), ("GET", f"/v1/datasets/{dataset.id}/manifest.json"), ("POST", f"/v1/swarm/{dataset.id}"),

@@ -56,7 +56,7 @@ def test_the_gpt_trains_on_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    "environment, expected",
     [
         ({}, ["PASSIVE", None]),
         ({"LOCAL_WORLD_SIZE": "1000"}, ["PASSIVE", "1"]),

@@ -43,10 +43,10 @@ class Node:
 
     def __init__(self, identity: Identity, file: Path, is_origin: bool) -> None:
         self.file = file
-        self.response: Response | None = None
+        self.response = None
         self.gate = threading.Event()
         self.gate.set()
-        self.ranges: list[str] = []
+        self.ranges = []
         self.server = serve(identity, self.answer)
         self.server.start()
         self.peer_id = identity.peer_id
@@ -161,7 +161,7 @@ def busy(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "is_wrong"),
+    "fault, is_wrong",
     [(wrong_byte, True), (whole_file, True), (impostor, False), (breaks_off, None), (gone, None), (absent, None),
      (busy, None)],
 )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
-from forebay.lease.state import ActiveLease, LeaseState
+from forebay.lease.state import LeaseState
 from forebay.network.peer import Provider
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.leases import JobSpec
@@ -41,13 +41,13 @@ class Worker:
         self.name = name
         self.world = world
         self.step_s = step_s
-        self.released: Counter[str] = Counter()
+        self.released = Counter()
         self.leases = LeaseState(BATCH, 10_000, RECEIPT_S, self._release)
-        self.used: list[tuple[int, int, int]] = []
-        self.lease: ActiveLease | None = None
-        self.request: ExchangeRequest | None = None
+        self.used = []
+        self.lease = None
+        self.request = None
         self.attempt = self.steps = 0
-        self.fetched: Counter[str] = Counter()
+        self.fetched = Counter()
 
     def _release(self, grant: Lease) -> None:
         self.released[grant.lease_id] += 1
@@ -91,8 +91,8 @@ class World:
         spec = JobSpec("job", DATASET, np.array(sizes, np.int64), epochs=epochs, lease_s=30.0, steal_s=0.1)
         self.core = SchedulerCore(spec)
         self.expire()
-        self.late: list[tuple[str, ExchangeRequest]] = []
-        self.recorded: Counter[tuple[int, int, int]] = Counter()
+        self.late = []
+        self.recorded = Counter()
         self.cuts = 0
 
     def expire(self) -> None:

@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from forebay.data_node import DataNode
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.lease.session import LeaseSession
 from forebay.network.client import Client, RemoteError
-from forebay.network.pki.identity import create_network, join
-from forebay.scheduler.server import SchedulerService
 from forebay.threads import failures
-from support.leases import work as work_on
-from support.local_discovery import LocalDiscovery
+from support.nodes import Network, make_dataset
 
 Work = Callable[..., dict[str, float]]
 
@@ -28,27 +21,11 @@ Work = Callable[..., dict[str, float]]
 @pytest.fixture
 def work(tmp_path: Path) -> Iterator[Work]:
     """Runs a worker on a job of four slices of ten samples."""
-    (tmp_path / "data" / "slices").mkdir(parents=True)
-    for index in range(4):
-        tokens = np.arange(80, dtype=np.uint16)
-        write_token_slice(tmp_path / "data" / "slices" / f"{index}.safetensors", tokens, np.array([80], np.uint64))
-    dataset = import_slices(tmp_path / "data", "data")
-    create_network(tmp_path / "network", "test")
-    item, two, three = (join(tmp_path / "network", tmp_path / name, name) for name in ("node", "scheduler", "worker"))
     with ExitStack() as stack:
-        discovery = LocalDiscovery()
-        node = DataNode(item, [dataset], "127.0.0.1", 0, discovery, ttl_s=30)
-        node.start()
-        stack.callback(node.stop)
-        client = stack.enter_context(Client(two))
-        service = SchedulerService(two, "data", discovery, client, tmp_path / "state", seq_len=8)
-        service.start()
-        stack.callback(service.stop)
-
-        def run(**more):
-            return work_on(three, "data", service.address, tmp_path / "cache", batch_size=2, receipt_s=0.2, **more)
-
-        yield run
+        network = Network(tmp_path, stack, "worker")
+        network.serve(make_dataset(tmp_path / "data", 5, 80))
+        service = network.schedule(seq_len=8)
+        yield lambda: network.work("worker", service, batch_size=2, receipt_s=0.2)
 
 
 def test_requests_go_on_after_an_unexpected_exception(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_a_node_that_listens_everywhere_is_named_as_the_other_sees_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ip", "source", "allowed"),
+    "ip, source, allowed",
     [
         ("8.8.8.8", "9.9.9.9", True),
         ("10.0.0.9", "10.0.0.9", True),

@@ -194,7 +194,7 @@ RANGE = b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 0-7/8\r\n
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    "answer, message",
     [
         (b"", "Remote end closed connection"),
         (b"HTTP/1.1 206", "closed amid the answer"),
@@ -234,7 +234,7 @@ def test_more_than_was_asked_for_is_not_kept(client: Client) -> None:
     assert into == b"12345678\0\0\0\0"
 
 
-@pytest.mark.parametrize(("num_bytes", "is_slow"), [(4095, True), (4096, False)])
+@pytest.mark.parametrize("num_bytes, is_slow", [(4095, True), (4096, False)])
 def test_a_body_below_the_least_rate_is_a_stall(clock: SimpleNamespace, num_bytes: int, is_slow: bool) -> None:
     """So a peer that gives a byte now and then holds up no other, whatever each of its reads takes."""
 

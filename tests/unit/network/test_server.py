@@ -37,7 +37,7 @@ class Handler:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.peers: list[str] = []
+        self.peers = []
         self.entered = threading.Semaphore(0)
         self.gate = threading.Event()
 
@@ -102,9 +102,8 @@ def test_json_there_and_back_on_one_connection(
         answer, peer = client.request_json(server.address, "POST", "/echo?a=1&b=", {"n": number})
         assert answer == {"got": {"n": number}, "query": {"a": "1", "b": ""}, "by": "POST"}
     assert (peer.peer_id, peer.name) == (server.identity.peer_id, "server")
-    with pytest.raises(RemoteError, match="PUT /echo: Method Not Allowed") as caught:
+    with pytest.raises(RemoteError, match="refused with 405 method_not_allowed: PUT /echo: Method Not Allowed"):
         client.request_json(server.address, "PUT", "/echo")
-    assert (caught.value.status, caught.value.code) == (405, "method_not_allowed")
     assert set(handler.peers) == {client.identity.peer_id} and server.num_connections == 1
     with pytest.raises(RemoteError) as caught:
         client.request_json(server.address, "GET", "/bug")
@@ -148,15 +147,13 @@ def test_files_and_ranges(
         client.read_range(server.address, "/file", memoryview(bytearray(SIZE + 1)), 0)
     with pytest.raises(NetworkError, match="broke off at byte 100"):  # the connection, not the server
         client.read_range(server.address, "/short", memoryview(bytearray(SIZE)), 0)
-    with pytest.raises(RemoteError) as caught:
+    with pytest.raises(RemoteError, match="refused with 500 unreadable"):
         client.get_bytes(server.address, "/gone", SIZE)
-    assert (caught.value.status, caught.value.code) == (500, "unreadable")
 
 
 def test_limits_on_bodies(server: Server, client: Client) -> None:
-    with pytest.raises(RemoteError) as caught:
+    with pytest.raises(RemoteError, match="refused with 413"):
         client.request_json(server.address, "POST", "/echo", "x" * (1 << 20))
-    assert caught.value.status == 413
     with pytest.raises(ProtocolError, match="at most 10 bytes"):
         client.get_bytes(server.address, "/file", 10)
     with pytest.raises(UsageError, match="printable"):

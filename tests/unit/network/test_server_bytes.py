@@ -26,7 +26,7 @@ class World:
     """A server, and the requests that its handler got."""
 
     def __init__(self, folder: Path) -> None:
-        self.requests: list[tuple[str, str, bytes]] = []
+        self.requests = []
         self.file = folder / "file"
         self.file.write_bytes(bytes(1000))
         self.server = MemoryServer(self.handle, Members())
@@ -107,7 +107,7 @@ def test_what_is_ambiguous_is_refused_and_ends_the_connection(
 
 
 @pytest.mark.parametrize(
-    ("data", "status"),
+    "data, status",
     [
         (b"POST /json HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[1,2,\r\n2\r\n3]\r\n0\r\n\r\n", 200),
         (b"POST /json HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\r\n[1]\r\n0\r\nTrailer: x\r\n\r\n", 200),
@@ -148,7 +148,7 @@ def test_a_client_that_waits_for_100_is_told_to_go_on(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "more"),
+    "first, more",
     [
         (b"GET /", b"a" * 10_000),
         (b"GET / HTTP/1.1\r\nA: ", b"b" * 10_000),

@@ -215,7 +215,7 @@ def test_requests_sent_at_once_are_all_answered(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "piece", "cut_s"),
+    "head, piece, cut_s",
     [
         (b"", b"", 60.0),  # idle
         (b"GET /", b"a", 10.0),

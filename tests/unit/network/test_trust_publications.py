@@ -155,7 +155,7 @@ class Served(Client):
 
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
-        self.signed: dict[str, bytes] = {}
+        self.signed = {}
 
     def get_bytes(self, address: str, path: str, *args: Any, **more: Any) -> bytes:
         try:

@@ -33,7 +33,7 @@ def test_scopes_count_without_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "admitted"),
+    "rule, admitted",
     [
         ("", "abc"),
         (f'allow = ["peer:{"a" * 32}"]', "a"),
@@ -83,21 +83,21 @@ def test_rules_are_read_again_and_garbled_ones_let_nobody_in(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text",
+    "text, message",
     [
-        "[[dataset]]\n",
-        '[[dataset]]\nname = "a"\nid = "b"\n',
-        '[[dataset]]\nname = "a"\nalow = []\n',
-        '[[dataset]]\nname = "a"\nallow = ["everyone"]\n',
-        '[[dataset]]\nname = "a"\nallow = ["role:king"]\n',
-        '[[dataset]]\nname = "a"\nbytes_per_day = "much"\n',
-        "dataset = 3\n",
-        "quota = 3\n",
-        "\x00",
+        ("[[dataset]]\n", "access list"),
+        ('[[dataset]]\nname = "a"\nid = "b"\n', "dataset 1: expected either name or id"),
+        ('[[dataset]]\nname = "a"\n\n[[dataset]]\nname = "b"\nalow = []\n', "dataset 2 alow"),
+        ('[[dataset]]\nname = "a"\ndeny = ["everyone"]\n', "dataset 1 deny 1.*'everyone'"),
+        ('[[dataset]]\nname = "a"\nallow = ["role:king"]\n', "dataset 1 allow 1.*'role:king'"),
+        ('[[dataset]]\nname = "a"\nbytes_per_day = "much"\n', "dataset 1 bytes_per_day.*'much'"),
+        ("dataset = 3\n", "access list"),
+        ('[defaults]\nallow = []\n[[dataset]]\nname = "a"\n', "access list: defaults"),
+        ("\x00", r"a\.toml:1: expected TOML"),
     ],
 )
-def test_rules_that_make_no_sense(text: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"access list|expected TOML"):
+def test_rules_that_make_no_sense(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
         rules(tmp_path / "a.toml", text)
 
 

@@ -8,25 +8,19 @@ import urllib.request
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 
 import forebay
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
 from forebay.errors import MissingPackageError
 from forebay.load.loader import Loader
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
 from forebay.observe.loading import progress, words
+from support.feeding import make_dataset
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for i in range(3):
-        tokens = np.arange(1000, dtype=np.uint16)
-        write_token_slice(tmp_path / f"{i}.safetensors", tokens, np.array([1000], np.uint64))
-    import_slices(tmp_path, "small")
-    return tmp_path
+    return make_dataset(tmp_path / "small", 3, 100, 10)
 
 
 def test_progress_gives_every_batch_and_is_silent_without_a_terminal(

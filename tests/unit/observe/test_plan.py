@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from forebay.cli import main
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions
@@ -20,6 +18,7 @@ from forebay.load.resources import RunSpec
 from forebay.load.sources import open_dataset
 from forebay.observe.plan import make_plan
 from forebay.units import format_bytes, format_seconds, parse_rate
+from support.feeding import make_dataset
 from support.origin_server import OriginServer
 
 GB = 10**9
@@ -71,7 +70,7 @@ def test_a_volume_smaller_than_the_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "warned"),
+    "settings, warned",
     [
         ({"bandwidth": 60e6}, "1 Gb/s or more"),
         ({"volume_bytes": 500 << 20}, "disk: 524 MB"),
@@ -144,15 +143,6 @@ def test_wrong_arguments_are_said_so() -> None:
 # --- against a loader
 
 
-def make_dataset(folder: Path, num_slices: int, samples: int, seq_len: int) -> Path:
-    folder.mkdir()
-    for index in range(num_slices):
-        tokens = np.arange(samples * seq_len + index, dtype=np.uint16)
-        write_token_slice(folder / f"{index:03d}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    import_slices(folder, "planned")
-    return folder
-
-
 def run_it(
     server: OriginServer, cache: Path, budget: int, lanes: int | None, window: int | None, seq_len: int
 ) -> tuple[dict[str, float], int]:
@@ -169,7 +159,7 @@ def run_it(
         return result
 
     position = {"cache_dir": cache, "cache_bytes": budget, "rank": 0, "world_size": 1, "global_batch_size": 8}
-    order = OrderOptions(lanes=lanes, window_bytes=None if window is None else window * seq_len * 2, max_fetch_ratio=0)
+    order = OrderOptions(lanes=lanes, window_bytes=None if window is None else window * seq_len * 4, max_fetch_ratio=0)
     with Loader(server.url, order=order, seq_len=seq_len, **position) as loader:
         for _ in loader:
             seen, later = sizes(), sizes()
@@ -178,7 +168,7 @@ def run_it(
         return loader.stats(), max_value
 
 
-@pytest.mark.parametrize(("lanes", "window"), [(None, None), (4, 96)])
+@pytest.mark.parametrize("lanes, window", [(None, None), (4, 96)])
 def test_a_loader_fetches_and_keeps_what_the_plan_says(tmp_path: Path, lanes: int | None, window: int | None) -> None:
     seq_len = 256
     dataset = make_dataset(tmp_path / "data", 16, 128, seq_len)
@@ -217,7 +207,7 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"),
+    "text, rate",
     [("1Gb/s", 125e6), ("10 Gbit/s", 1.25e9), ("179MB/s", 179e6), ("100MiB/s", 100 << 20), ("2.5Gbps", 312.5e6)],
 )
 def test_rates(text: str, rate: float) -> None:

@@ -51,7 +51,7 @@ def test_owners_do_not_change_with_a_version() -> None:
     assert assign_owners(slices, ["a", "b", "c"]).tolist() == [2, 2, 1, 0, 2, 1, 0, 0, 2, 2]
 
 
-@pytest.mark.parametrize(("workers", "slack"), [([], None), (["a", "a"], None), (["a"], -0.1)])
+@pytest.mark.parametrize("workers, slack", [([], None), (["a", "a"], None), (["a"], -0.1)])
 def test_what_cannot_be_is_refused(workers: list[str], slack: float | None) -> None:
     with pytest.raises(UsageError, match="rendezvous: expected"):
         assign_owners(hashes(3), workers, slack)

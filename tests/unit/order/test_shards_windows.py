@@ -19,7 +19,7 @@ from forebay.order.shard_windows import (
 
 
 @pytest.mark.parametrize(
-    ("step", "shards", "reset", "remap", "expected"),
+    "step, shards, reset, remap, expected",
     [
         (454, 14, None, {}, 0),
         (455, 14, None, {}, 1),  # swapped exactly here

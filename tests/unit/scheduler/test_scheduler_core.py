@@ -103,10 +103,10 @@ class Churn(RuleBasedStateMachine):
         self.spec = spec("x", samples, epochs=epochs, max_failures=2)
         self.core = SchedulerCore(self.spec)
         self.now = 0.0
-        self.events: list[Event] = []
+        self.events = []
         self.workers = {name: Worker(name) for name in WORKERS}
         self.salts = 0
-        self.counts: dict[tuple[int, int], dict[int, int]] = {}
+        self.counts = {}
 
     def keep(self, happened: list[Event]) -> None:
         self.events += happened
@@ -347,7 +347,7 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
     assert [grant.slice for grant in reply.leases] == [first.slice]
 
 
-@pytest.mark.parametrize(("want", "at_once"), [(0, 2), (1, 0)])
+@pytest.mark.parametrize("want, at_once", [(0, 2), (1, 0)])
 def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once: int) -> None:
     """One that goes on, and released slices as it cannot fetch them, leaves them to others first."""
     core = SchedulerCore(spec("x", [3, 3]))

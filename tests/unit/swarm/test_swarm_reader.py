@@ -101,7 +101,7 @@ class StubClient:
 
     def __init__(self, trackers: dict[str, Callable[[dict[str, Any]], Any]] | None = None) -> None:
         self.trackers = trackers or {}
-        self.requests: list[tuple[str, str]] = []  # peer id and address
+        self.requests = []  # peer id and address
 
     def request_json(self, address: str, method: str, path: str, body: Any, peer_id: str, *more: Any) -> Any:
         self.requests.append((peer_id, address))

@@ -15,7 +15,7 @@ from forebay.errors import UsageError
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.distributed import merge_settings, shared_settings
 
-PATIENT: dict[str, Any] = {"stale_s": 600.0, "lost_s": 600.0}
+PATIENT = {"stale_s": 600.0, "lost_s": 600.0}
 
 
 def run_alone(config: WorkerConfig, lines: list[str]) -> Any:

@@ -17,7 +17,7 @@ from forebay.worker.config import MODEL_SIZES
 from forebay.worker.trainer import CountTrainer
 from forebay.worker.training import OutOfMemoryError, is_out_of_memory, out_of_memory
 
-COUNT: dict[str, Any] = {"trainer": "count", "num_steps": 6}
+COUNT = {"trainer": "count", "num_steps": 6}
 
 
 def train(config: WorkerConfig) -> None:
@@ -47,7 +47,7 @@ def test_the_defaults_of_the_guide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "seq_len", "tokenizer"),
+    "settings, seq_len, tokenizer",
     [
         ({}, 32, None),
         ({"dataset_name": "pile"}, 2048, "EleutherAI/gpt-neox-20b"),
@@ -64,7 +64,7 @@ def test_given_goes_before_the_datasets_own(settings: dict[str, Any], seq_len: i
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "settings, words",
     [
         ({"dataset_type": "web"}, "'dummy', 'distributed_dummy', 'huggingface', got 'web'"),
         ({"model_size": "huge"}, "'tiny', 'small', 'medium', got 'huge'"),

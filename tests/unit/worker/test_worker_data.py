@@ -103,7 +103,7 @@ def test_dummies_as_tensors_leave_the_generator_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("world_size", "lanes"), [(1, None), (2, None), (3, 1), (4, 6)])
+@pytest.mark.parametrize("world_size, lanes", [(1, None), (2, None), (3, 1), (4, 6)])
 def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, lanes: int | None) -> None:
     alone = rows_by_id(text_dataset(texts, batch_size=2 * world_size, lanes=lanes or world_size))
     parts = [
