@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -20,9 +21,7 @@ _MAX_CHARACTERS = 2000  # of a document
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from forebay.load.sources import open_dataset
-
-    dataset = open_dataset(args.dataset, args.identity)
+    dataset = _open(args)
     fields = dataset.describe()
     fields["checked"] = fields.pop("checked", "") or "manifest and table of slices; `forebay verify` reads all"
     shown = dataset.head(args.documents) if args.documents else []
@@ -41,6 +40,21 @@ def _inspect(args: argparse.Namespace) -> None:
         print(text[:_MAX_CHARACTERS] if text else "\n".join(f"{key}: {value}" for key, value in item.items()))
         if len(text) > _MAX_CHARACTERS:
             print(f"… {len(text) - _MAX_CHARACTERS:,} more characters; --json prints all")
+
+
+def _open(args: argparse.Namespace) -> Any:
+    """Open a dataset, or the shared shards at a URL."""
+    from forebay.load.shard_files import SharedShards
+    from forebay.load.sources import open_dataset
+    from forebay.storage.addresses import is_url
+
+    try:
+        return open_dataset(args.dataset, args.identity)
+    except DatasetError as error:
+        if is_url(args.dataset) and not args.dataset.startswith("forebay:"):
+            with contextlib.suppress(ForebayError):
+                return SharedShards.open(args.dataset)
+        raise error
 
 
 def _plain_item(item: Any) -> dict[str, Any]:
@@ -82,14 +96,13 @@ def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -
     """Verify a local dataset by its files, which reports a damaged manifest; another one by its reader."""
     from forebay.dataset.manifest import MANIFEST_FILE
     from forebay.dataset.reader import local_path, verify_dataset
-    from forebay.load.sources import open_dataset
+    from forebay.storage.addresses import is_url
 
-    is_local = "://" not in args.dataset or args.dataset.startswith("file://")
-    if is_local:
+    if not is_url(args.dataset):
         folder = local_path(args.dataset)
         if (folder / MANIFEST_FILE).is_file() or not folder.exists():
             return verify_dataset(folder, on_progress=advance)
-    return open_dataset(args.dataset, args.identity).verify(on_progress=advance)
+    return _open(args).verify(on_progress=advance)
 
 
 def _report(args: argparse.Namespace) -> None:

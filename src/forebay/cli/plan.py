@@ -24,14 +24,22 @@ def _plan_shards(args: argparse.Namespace) -> int:
     from forebay.order.shard_windows import STEPS_PER_SHARD
     from forebay.units import format_bytes, format_seconds
 
-    if args.dataset is not None or args.bytes is None or args.slice_bytes is None:
-        raise UsageError("plan --shards: expected --bytes of all shards and --slice-bytes of one. Give both.")
-    shard_bytes, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
+    if args.dataset is None and (args.bytes is None or args.slice_bytes is None):
+        raise UsageError("plan --shards: expected their URL, or --bytes of all and --slice-bytes of one. Give them.")
+    if args.dataset is None:
+        shard_bytes, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
+    else:
+        from forebay.load.shard_files import SharedShards
+
+        found = SharedShards.open(args.dataset).describe()
+        shard_bytes, count = found["largest_shard_bytes"], found["shards"]
+    num_steps = args.steps_per_shard or STEPS_PER_SHARD
     start_bytes = min(3, count) * shard_bytes
     fetch_s = shard_bytes / args.bandwidth if args.bandwidth else None
-    stall_s = None if fetch_s is None or args.step_s is None else max(0.0, fetch_s - STEPS_PER_SHARD * args.step_s)
+    stall_s = None if fetch_s is None or args.step_s is None else max(0.0, fetch_s - num_steps * args.step_s)
     plan: dict[str, Any] = {
-        "shards": count, "shard_bytes": shard_bytes, "in_use_bytes": min(2, count) * shard_bytes,
+        "shards": count, "shard_bytes": shard_bytes, "steps_per_shard": num_steps,
+        "in_use_bytes": min(2, count) * shard_bytes,
         "start_bytes": start_bytes, "shard_fetch_s": fetch_s, "swap_stall_s": stall_s, "refused": [], "warnings": [],
     }  # fmt: skip
     free = None if args.disk is None else _free_bytes(args.disk)
@@ -49,7 +57,7 @@ def _plan_shards(args: argparse.Namespace) -> int:
     if fetch_s is not None:
         print(f"shard comes in {format_seconds(fetch_s)}: training waits at a swap if it lasts less")
     if stall_s is not None:
-        print(f"swap waits     {format_seconds(stall_s)}, with {STEPS_PER_SHARD} steps a shard")
+        print(f"swap waits     {format_seconds(stall_s)}, with {num_steps} steps a shard")
     print("".join(f"{kind.rstrip('s')}: {text}\n" for kind in ("warnings", "refused") for text in plan[kind]), end="")
     print("ok" if plan["ok"] else "NOT ok: this run cannot work as requested")
     return int(not plan["ok"])
@@ -149,7 +157,8 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("dataset", nargs="?", help="a directory or URL; only its description is read")
     p.add("--bytes", type=size, metavar="BYTES", help="size of a future dataset: 2TB (default: of DATASET)")
     p.add("--slice-bytes", type=size, metavar="BYTES", help="size of its slices: 1GB (required with --bytes)")
-    p.add("--shards", action="store_true", help="plan SharedShardedDatasetManager: --slice-bytes is a shard's")
+    p.add("--shards", action="store_true", help="plan SharedShardedDatasetManager: DATASET is the URL of shards")
+    p.add("--steps-per-shard", type=positive, metavar="N", help="with --shards: steps of a shard (default: 455)")
     p.add("--seq-len", type=positive, default=2048, metavar="L", help="tokens per sample")
     p.add("--global-batch-size", type=positive, default=512, metavar="N", help="samples of all ranks per step")
     p.add("--world-size", type=positive, default=1, metavar="N", help="number of ranks")

@@ -38,11 +38,11 @@ _NO_ENDS = np.empty(0, np.uint64)
 
 @dataclass(frozen=True)
 class Shard:
-    """A pair of files, or of URLs, with `num_samples` * seq_len tokens."""
+    """A pair of paths, or in a bucket of URLs, with `num_samples` * seq_len tokens."""
 
     index: int
-    tokens: Path | str
-    ids: Path | str
+    tokens: Any
+    ids: Any
     num_samples: int
 
 

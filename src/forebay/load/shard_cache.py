@@ -21,10 +21,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,7 @@ from forebay.load.shard_files import (
     find_shard,
     list_shards,
     read_layout,
+    read_samples,
     verify_pair,
 )
 from forebay.network.retry import backoff_s, log_while_waiting
@@ -62,6 +64,7 @@ _MIN_RATED_S = 1.0  # Shorter downloads say nothing about the network.
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 _MAX_SAME, _MAX_ROUNDS = 3, 10
 _POLL_S = 0.1
+_NUM_READERS = 16
 OnProgress = Callable[[int], object]
 log = logging.getLogger("forebay.load")
 
@@ -109,6 +112,13 @@ class ShardCache(Closing):
             origin = self._here if self.is_in_place(shard) else self.origin
             self._layouts[shard] = read_layout(origin, shard, self._seq_len)
         return self._layouts[shard]
+
+    def read(self, shard: ShardInfo, positions: NDArray[np.int64]) -> NDArray[Any]:
+        """Tokens [B, L] of samples of a described shard, verified, without storing them. Raises ForebayError."""
+        origin = self._here if self.is_in_place(shard) else self.origin
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            parts = pool.map(lambda at: read_samples(origin, shard, range(at, at + 1)), positions.tolist())
+            return np.concatenate([np.empty((0, shard.seq_len), shard.dtype), *parts])
 
     def evict(self, keep: Collection[int]) -> None:
         """Remove the shards that no process uses, except these, if they were described."""

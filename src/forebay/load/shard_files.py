@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,21 +20,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
+from forebay.dataset.reader import VerifyReport
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.files import commit_files, temporary_path
-from forebay.formats.vectors import Vector, header_size, vector_in
+from forebay.formats.vectors import Vector, header_size, sample_id, vector_in
 from forebay.maps import map_file
 from forebay.storage.base import (
     ObjectOrigin,
     PermanentError,
     PinnedOrigin,
     TransientError,
+    as_object_origin,
     head_object,
     read_small,
 )
 from forebay.storage.chunk_file import UNVERIFIED, ChunkFile, create
+from forebay.storage.origins import open_origin
 
 _HEAD_BYTES = 128
+_VERIFIED_BYTES = 8 << 20  # read at once
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 64 << 10, 1 << 20
 U64 = NDArray[np.uint64]
 
@@ -198,6 +202,71 @@ def read_layout(origin: ObjectOrigin, shard: ShardInfo, seq_len: int) -> ShardIn
             "sequence_length; fetch both again, or set sequence_length."
         )
     return replace(shard, tokens=tokens, ids=ids, dtype=vector.kind.str, seq_len=seq_len, num_samples=count)
+
+
+@dataclass(frozen=True)
+class SharedShards:
+    """All shards at an origin, with their layouts."""
+
+    origin: ObjectOrigin
+    shards: Sequence[ShardInfo]
+
+    @classmethod
+    def open(cls, url: str) -> SharedShards:
+        """Read the headers of the shards at a URL. Raises DatasetError or NetworkError."""
+        origin = as_object_origin(open_origin(url))
+        return cls(
+            origin, [read_layout(origin, find_shard(origin, index), 0) for index in list_shards(origin, timeout_s=25.0)]
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `inspect` prints."""
+        first, samples = self.shards[0], sum(shard.num_samples for shard in self.shards)
+        return {
+            "format": "shared shards", "shards": len(self.shards), "dtype": str(np.dtype(first.dtype)), "seq_len": first.seq_len,
+            "samples": samples, "tokens": sum(shard.num_samples * shard.seq_len for shard in self.shards),
+            "bytes": sum(shard.num_bytes for shard in self.shards),
+            "largest_shard_bytes": max(shard.num_bytes for shard in self.shards),
+            "checked": "sizes and headers; `forebay verify` compares every sample with its id",
+        }  # fmt: skip
+
+    def head(self, num_documents: int) -> list[Any]:
+        """Return nothing: shards hold no documents."""
+        return []
+
+    def verify(self, on_progress: Callable[[int], object]) -> VerifyReport:
+        """Compare every sample with its id; memory is that of a few thousand samples."""
+        bad = []
+        for shard in self.shards:
+            step = max(1, _VERIFIED_BYTES // shard.sample_bytes)
+            for first in range(0, shard.num_samples, step):
+                positions = range(first, min(first + step, shard.num_samples))
+                try:
+                    read_samples(self.origin, shard, positions)
+                except IntegrityError:
+                    bad.append(shard.tokens.name)
+                    break
+                on_progress(len(positions) * shard.sample_bytes)
+        return VerifyReport(not bad, bad, changed=bad, checks=("the id of every sample",))
+
+
+def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> NDArray[Any]:
+    """Return consecutive samples, U16 or U32 [B, L]. Raises IntegrityError if one does not have its id."""
+
+    def read(part: ShardObject, width: int) -> bytes:
+        start = len(part.header) + positions.start * width
+        return read_small(PinnedOrigin(origin, part.etag), part.name, len(positions) * width, start=start)
+
+    data, ids = read(shard.tokens, shard.sample_bytes), np.frombuffer(read(shard.ids, 8), "<u8")
+    samples = np.frombuffer(data, shard.dtype).reshape(-1, shard.seq_len)
+    wrong = [position for position, sample, id in zip(positions, samples, ids) if sample_id(sample) != id]
+    if wrong:
+        raise IntegrityError(
+            f"shard {shard.index}: expected each sample to have its id, got {len(wrong)} of {len(positions)} checked "
+            f"that have not, the first sample {wrong[0]} of {shard.url}/{shard.tokens.name}. Have the shard published "
+            "again."
+        )
+    return samples
 
 
 def _read_header(origin: ObjectOrigin, part: ShardObject, dtype: Any) -> tuple[ShardObject, Vector]:

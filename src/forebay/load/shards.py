@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forebay.closing import Closing
 from forebay.errors import ForebayError, UsageError
@@ -161,6 +162,26 @@ class SharedShardedDatasetManager(Closing):
                     epoch_step=inner, _dataset_index=np.full(len(part), dataset.index, np.int64),
                 )  # fmt: skip
             step += 1
+
+    def read_window(
+        self, global_step: int, *, batch_size: int, inner_steps: int = 1, uid: int = 0, mode: Sampler = "forebay",
+        seed: int = 42,
+    ) -> tuple[int, NDArray[np.int64], NDArray[Any]]:  # fmt: skip
+        """A window of any step, also of a shard that is not active: shard, positions [B] and tokens [B, L] of a rank.
+
+        Only these samples are read, by ranges, and each is verified by its id; nothing is stored, and the active shard
+        and the next one stay. Arguments as of `batches`. Raises ForebayError if they cannot be read or verified.
+        """
+        index = self._shard(global_step)
+        active = self.active_dataset
+        shard = self._shards.describe(index)
+        positions = window_sample_ids(
+            uid, global_step, shard.num_samples, inner_steps, batch_size, self.rank, self.world_size, mode=mode,
+            seed=seed, first_window=shard_turn(global_step, self.steps_per_shard, self.reset_step)[1],
+        )  # fmt: skip
+        if active is not None and active.index == index:
+            return index, positions, active[positions]
+        return index, positions, self._shards.read(shard, positions)
 
     async def initialize_datasets(self, current_shard_index: int) -> ShardDataset:
         """Make this shard active, and start to download the next one."""

@@ -1,0 +1,177 @@
+"""An address means the same to every command: keys are literal, each is read, and what is printed opens again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forebay import Loader, TextStream, open_dataset
+from forebay.cli import main
+from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.formats.shard_writer import write_shards
+from forebay.load.shards import SharedShardedDatasetManager
+from forebay.mirror import mirror
+from forebay.prepare.path_lists import list_paths
+from forebay.storage.addresses import BucketAddress
+from forebay.storage.buckets import BucketOrigin, shared_bucket
+from forebay.storage.origins import open_origin, open_remote
+from forebay.storage.remote_file import find_urls, open_url
+from forebay.storage.remote_path import find_paths
+from support.memory_bucket import MemoryBucket
+from support.token_slices import write_tokens
+
+PLAIN = [
+    "a b", "a+b", "a#b", "a?b", "100%", "%20", "a%2Fb", "a&b=c", "*", "x[1]", "{x}", "'\"", "ü", "u\u0308", "日本", "a;b",
+    "a:b", "a\\b", " a ", "<a>&amp;", "~", "q?region=eu", "k?endpoint=http://h", "$(x)", "a@b", "a|b", "`a`",
+]  # fmt: skip
+ODD = ["d//e", "/lead", "slash/", "tab\tx", "nl\nx"]  # obstore normalises or refuses them
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryBucket]:
+    with MemoryBucket({}) as created:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "R2_DATASET"))]:
+            monkeypatch.delenv(name)
+        for name, value in created.s3_environment.items():
+            monkeypatch.setenv(name, value)
+        r2 = {"ENDPOINT": created.url, "BUCKET_NAME": "bucket"}
+        for right in ("READ", "WRITE"):
+            r2 |= {f"{right}_{name}": created.s3_environment[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
+        for name, value in r2.items():
+            monkeypatch.setenv(f"R2_DATASET_{name}", value)
+        monkeypatch.setenv("DATASET_BINS_PATH", "./shards//")
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
+        yield created
+
+
+def row(text: str) -> bytes:
+    return json.dumps({"text": text}).encode() + b"\n"
+
+
+def run(*arguments: str) -> int:
+    return main([*arguments, "--quiet"] if arguments[0] in ("convert", "mirror", "verify") else [*arguments])
+
+
+@pytest.mark.parametrize("scheme", ["s3", "r2"])
+@pytest.mark.parametrize("page", [7, 1000])
+def test_every_key_is_listed_and_read_and_its_address_opens_it_again(
+    bucket: MemoryBucket, scheme: str, page: int
+) -> None:
+    names = [*PLAIN, *ODD, "a", "a/b", *(f"n{number}" for number in range(1100 if page == 1000 else 0))]
+    bucket.page, bucket.objects = page, {f"in/{name}": row(name) for name in names}
+    bucket.objects |= {"in/": b"", "in/sub/": b"", "in/a/": b"", "inside": row("another")}
+    _, files = find_urls(f"{scheme}://bucket/in")
+    assert len(files) == len(names)
+    for file in files[:60]:
+        with open_url(*file) as stream:
+            data = stream.read()
+        key = BucketAddress.parse(file.url).key
+        assert bucket.objects[key] == data == row(key.removeprefix("in/"))
+        assert [again.size for again in find_urls(file.url)[1]] == [len(data)] or key in ("in/a", "in/slash/")
+
+
+def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_path: Path) -> None:
+    names = [*PLAIN, *(name for name in ODD if not name.endswith("/"))]
+    bucket.objects = {f"in/{name}.jsonl": row(name) for name in names} | {"in/": b"", "in/x": b"", "in/x/y.jsonl": row("y")}
+    assert run("prepare", "s3://bucket/in", "--to", "jsonl", "--out", "o", "--set", "compress=") in (0, 2)
+    assert run("convert", "s3://bucket/in", "t.jsonl", "--to", "jsonl") == 0
+    read = {json.loads(line)["text"] for line in (tmp_path / "t.jsonl").read_text().splitlines()}
+    assert read == {*names, "y"}
+    assert {Path(path).parts for path in map(str, find_paths("s3://bucket/in"))}
+    (tmp_path / "l").write_text("")
+    bucket.objects["l/x#1.paths"] = "\n".join(f"in/{name}.jsonl" for name in PLAIN if name == name.strip()).encode()
+    listed = [entry.path for entry in list_paths("s3://bucket/l/x#1.paths")]
+    assert [BucketAddress.parse(path).key[3:-6] for path in listed] == [name for name in PLAIN if name == name.strip()]
+    stream = TextStream(["s3://bucket/in/a?b.jsonl"], tokenizer="bytes", seq_len=3, batch_size=1)
+    assert next(iter(stream)).inputs.tolist() == [list(b"a?b")]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket/*/a.jsonl", ["d1/a", "d2/a"]), ("s3://bucket/d?/[bc].jsonl", ["d1/b", "d2/c"]),
+        ("s3://bucket/**/c.jsonl", ["d2/c", "d2/e/c"]), ("s3://bucket/d2/**", ["d2/a", "d2/c", "d2/e/c"]),
+        ("s3://bucket/d*", ["d*/z"]), ("s3://bucket/d*/*.jsonl", ["d*/z", "d1/a", "d1/b", "d2/a", "d2/c"]),
+        ("r2://bucket/d1", ["d1/a", "d1/b"]), ("s3://bucket/d2/e/", ["d2/e/c"]),
+    ],
+)  # fmt: skip
+def test_a_pattern_may_stand_for_any_part_and_a_key_of_that_name_comes_first(
+    bucket: MemoryBucket, url: str, expected: list[str]
+) -> None:
+    bucket.objects = {f"{name}.jsonl": row(name) for name in ("d1/a", "d1/b", "d2/a", "d2/c", "d2/e/c", "d*/z")}
+    assert [BucketAddress.parse(file.url).key[:-6] for file in find_urls(url)[1]] == expected
+    assert sorted(BucketAddress.parse(path.url).key[:-6] for path in find_paths(url)) == expected
+
+
+@pytest.mark.parametrize("name", ["a b", "x#1?y=2", "%20", "n+1&c", "*[1]", "ü日本", "q?region=eu?region="])
+def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path: Path, name: str) -> None:
+    local = write_tokens(tmp_path / "d", [500] * 2)
+    url = f"s3://bucket/out/{name}"
+    key = BucketAddress.parse(url).key
+    assert run("mirror", "d", url) == 0 and f"{key}/manifest.json" in bucket.objects
+    assert run("mirror", url, f"r2://bucket/copy/{name}") == run("verify", url) == run("inspect", url) == 0
+    assert open_remote(f"r2://bucket/copy/{name}").id == local.id
+    with Loader(url, seq_len=16, batch_size=2, cache_dir=tmp_path / "c", cache_bytes=1 << 22) as loader:
+        assert sum(len(batch.inputs) for batch in loader) == 62
+
+
+@pytest.mark.parametrize("prefix", ["a//b", "./a", "a/../b", "a\tb"])
+def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket, tmp_path: Path, prefix: str) -> None:
+    write_tokens(tmp_path / "d", [500])
+    for command in (("mirror", "d"), ("convert", "d", "--to", "forebay"), ("prepare", "d")):
+        target = ["--out", f"s3://bucket/{prefix}"] if command[0] == "prepare" else [f"s3://bucket/{prefix}"]
+        assert run(*command[:2], *target, *command[2:]) in (1, 2)
+    assert not bucket.objects
+
+
+def test_options_are_known_names_and_secrets_are_refused() -> None:
+    address = BucketAddress.parse("S3://b/k?x?endpoint=http://h:9&region=auto")
+    assert address == ("s3", "b", "k?x", (("endpoint", "http://h:9"), ("region", "auto")))
+    assert BucketAddress.parse(str(address)) == address and address.location == "s3://b/k?x"
+    for url in ("s3://b/k?x", "s3://b/k?x=1", "s3://b/k?region", "s3://b/k#f", "s3://b/%6B"):
+        assert BucketAddress.parse(url).key == url[7:] and not BucketAddress.parse(url).options
+    with pytest.raises(UsageError, match="no secret"):
+        open_origin("s3://b/k?secret_access_key=k")
+
+
+def test_shards_in_a_bucket(
+    bucket: MemoryBucket, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written from a local and a remote dataset, after a kill too; looked at, planned, and read by a validator."""
+    local, settings = write_tokens(tmp_path / "d", [700] * 3), {"seq_len": 16, "shard_tokens": 530}
+    mirror(open_remote(str(tmp_path / "d")), "s3://bucket/d")
+    expected = write_shards(local, tmp_path / "s", **settings)
+    for source in (local, open_remote("s3://bucket/d")):
+        put, bucket.objects = bucket.objects, {name: data for name, data in bucket.objects.items() if name[:2] == "d/"}
+        shards = write_shards(source, "r2://", **settings)
+        assert [shard.num_samples for shard in shards] == [shard.num_samples for shard in expected] == [33, 33, 33, 32]
+        for shard in expected:
+            for path in (shard.tokens, shard.ids):
+                assert bucket.objects[f"shards/{path.name}"] == path.read_bytes()
+    assert sorted(bucket.objects)[-8:] == sorted(f"shards/{path.name}" for path in (tmp_path / "s").iterdir())
+    capsys.readouterr()
+    assert main(["inspect", "s3://bucket/shards", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["format"], shown["shards"], shown["samples"], shown["seq_len"]) == ("shared shards", 4, 131, 16)
+    assert main(["plan", "--shards", "r2://", "--json", "--steps-per-shard", "3"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["shards"], planned["steps_per_shard"], planned["shard_bytes"]) == (4, 3, 33 * 16 * 2 + 33 * 8 + 256)
+    assert run("verify", "r2://") == 0
+    with SharedShardedDatasetManager(16, url="r2://", folder="cache", steps_per_shard=2) as shards:
+        batches = [(step, shards.read_window(step, batch_size=4, uid=3)) for step in range(8)]
+        active = shards.at_step(0)
+        for batch, (step, (index, positions, tokens)) in zip(shards.batches(0, 8, batch_size=4, uid=3), batches):
+            assert (batch.step, batch.sample_ids.tolist()) == (step, positions.tolist())
+            assert (batch.inputs == tokens).all() and set(batch.dataset_index.tolist()) == {index}
+        assert active is not None
+        name = "shards/train_000002.npy"
+        bucket.objects[name] = bytes([*bucket.objects[name][:-1], bucket.objects[name][-1] ^ 1])
+    assert run("verify", "s3://bucket/shards") == 1
