@@ -21,7 +21,7 @@ import pytest
 
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice
 from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
+from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.load.loader import Loader
 from support.calibration import scaled
 from support.chunk_checks import check_chunks
@@ -31,6 +31,24 @@ SHA256 = re.compile(r"[0-9a-f]{64}(\.part)?")
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["forebay.load.loader", "forebay.storage.origins", "forebay.storage.http"])
+
+
+_STORED = """
+input_ids uint16 3 int64|labels int32 3 int64|attention_mask uint8 3 int64|token_type_ids int8 3 int64
+label uint8 - int64|codes uint16 2,5 int64|count uint32 - int64|images uint8 3,4,4 uint8|pixels uint8 7 uint8
+score float32 - float32|flags bool 3 bool|hash uint64 - uint64|bits uint16 5 uint16|x int8 6 int8|x.scale float32 - float32|far int64 - int64
+""".replace("|", "\n").split("\n")[1:-1]
+ROW_DTYPES = {line.split()[0]: line.split()[3] for line in _STORED}  # Of a batch: integers but images, bits and `q8`.
+
+
+def write_typed_rows(folder: Path) -> None:
+    """Write four rows of ones with tensors of every stored type; `bits` are BF16."""
+    folder.mkdir(exist_ok=True)
+    tensors = {}
+    for name, kind, shape, _ in map(str.split, _STORED):
+        tensors[name] = np.ones((4, *(map(int, shape.split(",")) if shape != "-" else ())), kind)
+    write_rows_slice(folder / "0.safetensors", tensors, {"bits": "BF16"})
+    import_slices(folder, "rows")
 
 
 def make_dataset(folder: Path, slices: int, samples: int, seq_len: int, *, first_samples: int | None = None) -> Path:

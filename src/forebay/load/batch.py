@@ -152,7 +152,7 @@ class TokenBatch(_Batch[Array]):
 
     @property
     def document_ids(self) -> Array:
-        """int32 [B, L], from 0 within a row, -1 on padding. UsageError without masks."""
+        """int32 (PyTorch: int64) [B, L], from 0 within a row, -1 on padding. UsageError without masks."""
         return self._mask("document_ids")  # type: ignore[no-any-return]
 
     @property

@@ -1,5 +1,7 @@
 """Batches of layout `rows`: the same rows of all tensors of a slice, stacked.
 
+Integers are int64, whatever their stored type, as in layout `tokens`: ids, labels, masks. U64 is not widened, nor is
+what only looks like integers: pixels and other bytes of a shape of their own, numbers of `q8`, bits of BF16 and F8.
 Vectors whose length differs between slices are padded to the longest of the batch. `dequantize(batch.tensors,
 tensor_dtypes(loader.dataset))` turns I8 with a scale, and bits of BF16, into F32.
 """
@@ -33,7 +35,7 @@ class RowPlan(NamedTuple):
 
 
 class RowCollator(Collator):
-    """Rows of tensors, stacked in new arrays of the tensors' own types.
+    """Rows of tensors, stacked in new arrays; integers as int64.
 
     Tensors of two dimensions whose rows differ in length are padded to the longest of the batch: `input_ids` with
     pad_id, `labels` with -100, others with 0. Without a tensor `labels` but with an attention_mask, labels are the
@@ -47,6 +49,7 @@ class RowCollator(Collator):
         self._trim_padding = trim_padding
         self._pads = {"input_ids": indexes[0].pad_id if pad_id is None else pad_id, "labels": IGNORE_INDEX}
         self._empty: dict[str, Array] = {}  # The tensors of a batch without rows.
+        self._dtypes: dict[str, str] = {}  # As they are stored.
 
     def num_open_bytes(self, key: int, row: SliceInfo, itemsize: int) -> int:
         return min(row.bytes, _HEAD_BYTES)
@@ -58,6 +61,7 @@ class RowCollator(Collator):
                 f"trim_padding: expected a tensor 'attention_mask', got {sorted(tensors)} ({slice_.path}). Leave "
                 "trim_padding out."
             )
+        self._dtypes |= slice_.dtypes
         self._empty = self._empty or {name: np.empty((0, *a.shape[1:]), a.dtype) for name, a in tensors.items()}
         return slice_.num_rows, {name: MappedArray(array, slice_.path) for name, array in tensors.items()}
 
@@ -77,10 +81,17 @@ class RowCollator(Collator):
             wide = {name: array for name, array in tensors.items() if array.shape[:2] == mask.shape and array.ndim == 2}
             tensors |= {name: np.ascontiguousarray(array[:, :width]) for name, array in wide.items()}
             mask = tensors["attention_mask"]
+        tensors = {name: self._widened(name, array, tensors) for name, array in tensors.items()}
         ids, labels = tensors.get("input_ids"), tensors.get("labels")
         if labels is None and ids is not None and mask is not None and ids.shape == mask.shape:
             labels = np.where(mask != 0, ids, np.int64(IGNORE_INDEX))
         return BatchArrays(tensors.get("images") if ids is None else ids, labels, tensors)
+
+    def _widened(self, name: str, array: Array, tensors: Mapping[str, Array]) -> Array:
+        ids, stored = tensors.get("input_ids"), self._dtypes[name]
+        is_number = array.ndim == 1 or name == "labels" or (ids is not None and array.shape == ids.shape)
+        is_wide = stored in ("U16", "I16", "U32", "I32") or (stored in ("U8", "I8") and is_number)
+        return array.astype(np.int64) if is_wide and name + SCALE_SUFFIX not in tensors else array
 
 
 def plan_rows(sources: Sequence[_Tensors], which: I64, rows: I64) -> RowPlan:

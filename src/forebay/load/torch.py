@@ -1,7 +1,8 @@
 """Batches for PyTorch: an IterableDataset over a Loader, whose tensors may be on a device already.
 
-Host memory is pinned and copied on a CUDA stream of its own; the loop's stream waits for the copy, not its thread.
-Inputs and labels that are views of one array cross as that array. Cost without a device: 10 us a batch.
+Integers are int64, but `cu_seqlens`, which attention kernels take as int32. Host memory is pinned and copied on a CUDA
+stream of its own; the loop's stream waits for the copy, not its thread. Inputs and labels that are views of one array
+cross as that array. Cost without a device: 10 us a batch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from forebay.order.step_index import check_integer
 BatchT = TypeVar("BatchT", covariant=True)
 TorchTokens: TypeAlias = TokenBatch[torch.Tensor]
 TorchRows: TypeAlias = RowBatch[torch.Tensor]
+_WIDENED = {"position_ids", "document_ids"}  # int32 in NumPy and JAX.
 
 
 class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # PyTorch is not checked
@@ -92,10 +94,12 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         return self._styled(batch, lambda arrays: {k: v.to(self.device) for k, v in _tensors(arrays).items()})
 
     def _styled(self, batch: Any, convert: Any) -> Any:
-        if self.style == "batch":
-            return batch.with_arrays(convert(batch.arrays()))
-        fields = batch.as_dict(self.style)
-        return {**fields, **convert({name: value for name, value in fields.items() if isinstance(value, np.ndarray)})}
+        fields = batch.arrays() if self.style == "batch" else batch.as_dict(self.style)
+        arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+        for name in _WIDENED & arrays.keys():
+            arrays[name] = arrays[name].astype(np.int64, copy=False)
+        tensors = convert(arrays)
+        return batch.with_arrays(tensors) if self.style == "batch" else {**fields, **tensors}
 
 
 class _CudaCopies:

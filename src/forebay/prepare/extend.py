@@ -76,7 +76,7 @@ def check_extension(parent: Dataset, recipe: Recipe, tokenizer: TokenizerFile | 
         _refuse(parent, "its own tokenizer", f"{recipe.tokenize.tokenizer}. Leave out --tokenizer")
     before, theirs = manifest.lineage.get("recipe", {}), token_traits(manifest)
     theirs |= {"tokenizer": theirs["tokenizer"] or "none", "rows": before.get("rows", {})}
-    ours = {"layout": "tokens" if recipe.rows is None else "rows", "tokenizer": tokenizer.sha256[:12]}
+    ours: dict[str, Any] = {"layout": "tokens" if recipe.rows is None else "rows", "tokenizer": tokenizer.sha256[:12]}
     ours |= {"vocab_size": tokenizer.vocab_size, "eos_id": "none" if tokenizer.eos_id is None else tokenizer.eos_id}
     ours |= {"dtype": tokenizer.dtype, "rows": recipe.to_json().get("rows", {}), "bos": recipe.tokenize.bos}
     theirs["bos"] = before.get("tokenize", {}).get("bos")

@@ -12,7 +12,7 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
-from support.feeding import make_dataset
+from support.feeding import ROW_DTYPES, make_dataset, write_typed_rows
 
 
 class FakeJax(ModuleType):
@@ -48,4 +48,8 @@ def test_shapes_never_change_and_padding_has_no_labels(tmp_path: Path, monkeypat
         Loader(data, global_batch_size=7, **arguments).to_jax(object())
     assert [batch.step for batch in loader.take(2).to_jax()] == [8, 9] and loader.step == 8
     assert {len(batch.inputs) for batch in Loader(data, global_batch_size=7, **arguments).to_jax()} == {4}
+    write_typed_rows(tmp_path / "rows")
+    (rows,) = Loader(tmp_path / "rows", batch_size=4).to_jax()
+    got = {name: str(array.dtype) for name, array in rows.tensors.items()}
+    assert got == {name: "int32" if kind == "int64" else kind for name, kind in ROW_DTYPES.items()}
     monkeypatch.delitem(sys.modules, "forebay.load.jax", raising=False)

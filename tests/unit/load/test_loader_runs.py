@@ -107,7 +107,7 @@ def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
     ],
 )
 def test_wrong_mixtures(folders: dict[str, Path], wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="mixture|weights"):
+    with pytest.raises(UsageError, match=r"mixture|weights"):
         Mixture(**{"datasets": folders, "weights": {"web": 1.0}, **wrong})
 
 

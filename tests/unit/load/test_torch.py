@@ -27,7 +27,7 @@ from forebay.load.batch import RowBatch, TokenBatch  # noqa: E402
 from forebay.load.loader import Loader  # noqa: E402
 from forebay.load.options import OrderOptions, SampleOptions  # noqa: E402
 from forebay.load.shared_memory import SegmentReader  # noqa: E402
-from support.feeding import make_dataset  # noqa: E402
+from support.feeding import ROW_DTYPES, make_dataset, write_typed_rows  # noqa: E402
 
 SEQ_LEN = 16
 ARGUMENTS: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 4, "seed": 5}
@@ -165,6 +165,32 @@ def test_a_helper_that_is_killed_amid_a_message_has_ended() -> None:
         with pytest.raises(EOFError):
             reader.receive()
         reader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("style", ["batch", "plain", "transformers"])
+def test_a_batch_is_used_as_it_comes(style: Any, workers: int, tmp_path: Path) -> None:
+    """Ids, labels and masks are int64 whatever their stored type; a model takes them without a cast."""
+    write_typed_rows(tmp_path)
+    with Loader(tmp_path, batch_size=4) as loader:
+        (batch,) = loader.to_torch(num_workers=workers, style=style)
+        tensors = batch.tensors if style == "batch" else batch
+        assert {name: str(tensors[name].dtype) for name in ROW_DTYPES} == {
+            name: f"torch.{kind}" for name, kind in ROW_DTYPES.items()
+        }
+        ids, mask = tensors["input_ids"], tensors["attention_mask"]
+        assert ids.tolist() == tensors["labels"].tolist() and bool(mask.all())
+        assert torch.nn.Embedding(9, 2)(ids).shape == (4, 3, 2)
+        torch.nn.functional.cross_entropy(torch.zeros(4, 9), tensors["label"])
+
+
+@pytest.mark.parametrize("style", ["batch", "plain", "transformers"])
+def test_tokens_with_masks_are_used_as_they_come(data: Path, style: Any) -> None:
+    batch = next(iter(Loader(data, document_masks=True, **ARGUMENTS).to_torch(style=style)))
+    fields = batch.arrays() if style == "batch" else batch
+    kinds = {name: str(value.dtype) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    assert {kinds.pop(name) for name in list(kinds) if name.startswith("cu_")} == {"torch.int32"}
+    assert set(kinds.values()) == {"torch.int64"} and "position_ids" in kinds
 
 
 def test_rows_come_by_name(tmp_path: Path) -> None:
