@@ -27,6 +27,9 @@ def _convert(args: argparse.Namespace) -> None:
     from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 
     options = _convert_options(args)
+    if (args.out is None) == (args.out_named is None):
+        raise UsageError("convert: expected one OUT, behind SRC or by --out, got none or both.")
+    args.out = args.out or args.out_named
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
     to = format_named(args.to)
@@ -150,7 +153,10 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add(
         "source", metavar="SRC", help="file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://"
     )
-    p.add("out", metavar="OUT", help="file or directory to write, or s3://, r2://, gs:// or az:// and a prefix")
+    p.add(
+        "out", nargs="?", metavar="OUT", help="file or directory to write, or s3://, r2://, gs:// or az:// and a prefix"
+    )
+    p.add("--out", dest="out_named", metavar="OUT", help="the same, for those who name it (default: behind SRC)")
     p.add("--to", metavar="FORMAT", help="forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)")
     p.add("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
     p.add("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")

@@ -29,10 +29,10 @@ def differences(traits: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
 
     None agrees with everything.
     """
-    known: dict[str, tuple[str, Any]] = {}
+    first_values: dict[str, tuple[str, Any]] = {}
     for name, values in traits.items():
         for trait, value in values.items():
             if value is not None:
-                first, expected = known.setdefault(trait, (name, value))
+                first, expected = first_values.setdefault(trait, (name, value))
                 if value != expected:
                     yield trait, first, expected, name, value

@@ -14,11 +14,12 @@ from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import formats, get_format
 from forebay.formats.blocks import INDEX_FILE
-from forebay.formats.detect import detect
+from forebay.formats.detect import RAW_TOKENS, detect
 from forebay.formats.external import ExternalDataset, reading
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
 from forebay.formats.saved_arrow import STATE_FILE, check_split
 from forebay.formats.vectors import (
+    GUESSED,
     HEADERS,
     IDS_PREFIX,
     RAW_SUFFIXES,
@@ -27,7 +28,7 @@ from forebay.formats.vectors import (
     ids_of,
 )
 
-__all__ = ["ExternalDataset", "dataset_format", "open_external", "open_token_files"]
+__all__ = ["GUESSED", "ExternalDataset", "dataset_format", "open_external", "open_token_files"]
 
 _MAX_SNIFFED = 1000  # Files of a directory that are examined before it counts as unknown.
 
@@ -42,7 +43,8 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
 
     Args:
         path: A directory, one file, a pattern (`data/train_*.npy`), or the name that Megatron's two files share.
-        dtype: Type of tokens that no header tells, such as `uint16`; unused where one does.
+        dtype: Type of tokens that no header tells, such as `uint16`; unused where one does. `guessed`: what their
+            first bytes tell, with a warning.
         column: Of tokens, for formats with columns; by default `input_ids` or `tokens`.
 
     Returns:
@@ -85,7 +87,9 @@ def open_token_files(folder: Path, files: Sequence[Path], dtype: Any = None) -> 
     """Open those of the files of a folder that hold a vector of tokens each; None if none does. Errors as above."""
     tokens = [file for file in files if not file.name.startswith(IDS_PREFIX)]
     chosen = [file for file in tokens if detect(file).format in HEADERS or ids_of(file) is not None]
-    if dtype is not None:
+    if dtype is GUESSED:
+        chosen += [file for file in tokens if file not in chosen and detect(file).format == RAW_TOKENS]
+    elif dtype is not None:
         chosen = [file for file in tokens if file in set(chosen) or file.suffix in RAW_SUFFIXES]
     if not chosen:
         return None
@@ -94,16 +98,16 @@ def open_token_files(folder: Path, files: Sequence[Path], dtype: Any = None) -> 
         raise UsageError(
             f"{folder}: expected one set of token files, got "
             f"{', '.join(f'{n}*{s}' for n, s in list(sets.items())[:8])}. "
-            "Give one such pattern in place of the directory."
+            f"Give one such pattern in place of the directory: {folder / next(iter(sets))}*{sets[next(iter(sets))]}."
         )
-    return VectorDataset(folder, chosen, dtype)
+    return VectorDataset(folder, sorted(chosen), dtype)
 
 
 def _open_file(path: Path, dtype: Any) -> ExternalDataset | None:
     detection = detect(path)
     if detection.problem:
         raise DatasetError(f"{path}: {detection.problem}")
-    is_tokens = dtype is not None or detection.format in HEADERS or path.suffix in RAW_SUFFIXES
+    is_tokens = dtype not in (None, GUESSED) or detection.format in (*HEADERS, RAW_TOKENS)
     if not is_tokens and (path.name.startswith(IDS_PREFIX) or ids_of(path) is None):
         return None
     return VectorDataset(path, [path], dtype)

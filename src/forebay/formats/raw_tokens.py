@@ -144,8 +144,6 @@ def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
     expected = report.options.dtype
     head = memory[: min(len(memory), _HEAD_BYTES) & ~7]
     guessed = vectors.guess_dtype(head) if len(head) >= _MIN_GUESSED_BYTES else None
-    if guessed == np.dtype("<u4") and not head.view("<u4")[1::2].any():
-        guessed = np.dtype("<i8")
     dtype = expected or guessed or np.dtype("<u2")
     report.metadata["dtype"] = f"{dtype} ({'given' if expected else 'guessed'})"
     if not len(memory):

@@ -9,6 +9,7 @@ and some of them are checked when opening, all by `verify`. Tokens are views of 
 
 import hashlib
 import io
+import logging
 import re
 import threading
 import tokenize
@@ -34,9 +35,13 @@ IDS_PREFIX = "sample_ids"
 HEADERS = ("npy", "llm.c")  # Formats of `detect` whose files say the type of their tokens.
 LLMC_HEADER_BYTES = 1024  # Of llm.c's header.
 MAX_HEADER_BYTES = 10_000  # NumPy's own bound.
+GUESSED = "guessed"  # In place of a type of headerless tokens: what their first bytes tell.
 _SPOT_SAMPLES = 8
 NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
 """13020603013274838756: the id of no bytes at all."""
+
+
+_log = logging.getLogger("forebay")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,11 @@ class VectorDataset(external.ExternalDataset):
             raise DatasetError(
                 f"{path}: expected files of one length of sample, got {got}. Open them as datasets of their own."
             )
+        if dtype is GUESSED and any(not v.offset and ids is None for v, ids in zip(self._vectors, self._ids)):
+            _log.warning(
+                "%s: its tokens have no header and are taken for %s, as their first bytes look. If they are of another "
+                "type, say it: forebay.formats.open_external(PATH, dtype='uint32').", path, self._vectors[0].kind,
+            )  # fmt: skip
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
         parts: list[external.ExternalSlice] = []
         for file, vector in enumerate(self._vectors):
@@ -198,7 +208,7 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
                 "np.save(path, tokens.astype(np.uint32))."
             )
         return vector
-    if dtype is not None:
+    if dtype not in (None, GUESSED):
         return _raw(path, external.token_dtype(dtype))
     if ids is not None and external.file_size(path) < 2 * ids.count:
         raise DatasetError(
@@ -206,20 +216,22 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
             f"{external.file_size(path)} bytes. It is truncated; fetch it again."
         )
     head = np.frombuffer(external.read_head(path, 1 << 16), np.uint8)
-    if ids is not None and (guess := guess_dtype(head[: len(head) & ~3])) is not None:
+    if (ids is not None or dtype is GUESSED) and (guess := guess_dtype(head[: len(head) & ~7])) is not None:
         return _raw(path, guess)
     raise UsageError(
-        f"{path}: tokens without a header, of no known type. Give dtype='uint16' or --set input_dtype=uint16 "
-        "(vocabularies below 65536), or uint32."
+        f"{path}: expected tokens with a header, got none, and no type. Say it: open_external(PATH, dtype='uint16') "
+        "(vocabularies below 65536) or 'uint32', or --set input_dtype=uint16 of forebay convert."
     )
 
 
 def guess_dtype(head: external.Bytes8) -> np.dtype[Any] | None:
-    """Return the type of headerless tokens, by their first bytes, a multiple of 4; None where these do not tell."""
+    """Return the type of headerless tokens, by their first bytes, a multiple of 8; None where these do not tell."""
     halves = head.view("<u2")
     if len(halves) and int(halves[1::2].max()) >= 16:
         return np.dtype("<u2")
-    return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None
+    if not len(halves) or int(halves[::2].max()) < 16:
+        return None
+    return np.dtype("<u4" if len(halves) == 4 or halves[2::4].any() else "<i8")
 
 
 def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:

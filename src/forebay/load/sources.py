@@ -148,9 +148,9 @@ def open_dataset(
     path = local_path(source)
     # Without a file at the path it may be a pattern, or what Megatron's two files share.
     if not (path / MANIFEST_FILE).is_file():
-        from forebay.formats import open_external
+        from forebay.formats import GUESSED, open_external
 
-        external = open_external(path)
+        external = open_external(path, dtype=GUESSED)
         if external is not None:
             if external.left_out:
                 _log.warning("%s: columns left out beside the tokens: %s", path, ", ".join(external.left_out))

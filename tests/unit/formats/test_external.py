@@ -187,6 +187,23 @@ def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path: Path, e
         opened(folder).open_slice(0)
 
 
+def test_a_loader_guesses_the_type_of_headerless_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, kind in (("train", "<u2"), ("val", "<u4"), ("wide", "<i8"), ("small", "<u2")):
+        tokens = STREAM % (9 if name == "small" else 1 << 16)
+        (tmp_path / f"{name}.bin").write_bytes(tokens.astype(kind).tobytes())
+        if name == "small":
+            with pytest.raises(UsageError, match=r"and no type.*open_external\(PATH, dtype='uint16'\)"):
+                Loader(tmp_path / f"{name}.bin", seq_len=16, batch_size=1)
+            continue
+        for path in (f"{name}.bin", f"{name}*.bin"):
+            caplog.clear()
+            loader = Loader(tmp_path / path, seq_len=16, batch_size=1, shuffle=False)
+            assert next(iter(loader)).inputs[0].tolist() == STREAM[:16].tolist()
+            assert [np.dtype(kind).name in record.message for record in caplog.records] == [True]
+    with pytest.raises(UsageError, match=r"one set of token files, got .*train\*\.bin.*Give one such pattern.*\.bin"):
+        Loader(tmp_path, seq_len=16, batch_size=1)
+
+
 def test_mds_columns() -> None:
     with pytest.raises(UsageError, match="dtype='int64'"):
         open_external(FOREIGN / "mds_bytes")
