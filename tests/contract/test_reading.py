@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import lzma
 import re
+import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
+import brotli
+import google_crc32c
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
+from forebay.formats.tfrecord import masked
 from support.preparing import prepare, read_records, write_jsonl
 
 MAIL = "From a@b Sat Jan  3 01:05:34 2004\n"
@@ -31,6 +39,24 @@ def warc(*blocks: str | bytes, head: str = "WARC-Type: response") -> bytes:
     records = (b"WARC/1.0\r\n%s\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n" % (head.encode(), len(b), b) for b in packed)
     return b"".join(records)
 
+
+def page(body: bytes, headers: str = "X: y") -> bytes:
+    return warc(f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n{headers}\r\n\r\n".encode() + body)
+
+
+def tar(kind: bytes, data: bytes = b"") -> bytes:
+    file, info = io.BytesIO(), tarfile.TarInfo("a.txt")
+    info.type, info.size = kind, len(data)
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+LINE = b'{"text":"a"}\n'
+GZ = gzip.compress(b"<p>a")
+SZ = b"\xff\x06\0\0sNaPpY\1\x11\0\0" + masked(google_crc32c.value(LINE)).to_bytes(4, "little") + LINE
+DICTIONARY = zstandard.train_dictionary(1024, [LINE + b"%d" % (i * i) for i in range(999)])
+DICTED = zstandard.ZstdCompressor(dict_data=DICTIONARY).compress(LINE)
 
 CASES: dict[str, tuple[str | bytes, str]] = {
     # Ordinary absences.
@@ -64,6 +90,41 @@ CASES: dict[str, tuple[str | bytes, str]] = {
     "a.mbox": (f"{MAIL}\n\n{MAIL}Subject: x\n\n\n{MAIL}Subject: y\n\na\n", "~|~|a"),
     "a-articles.xml": (WIKI % (PAGE % ("", "") + PAGE % ("", "a")), "~|T\n\na"),
     "Posts.xml": ('<posts>\n<row Id="1" PostTypeId="1" />\n<row Id="2" PostTypeId="2" Body="a" />\n</posts>', "~|a"),
+    # What is decoded, or rejected by name.
+    "br.warc": (page(brotli.compress(b"<p>a"), "Content-Encoding: br"), "<p>a"),
+    "two.warc": (page(gzip.compress(GZ), "Content-Encoding: x-gzip\r\nTransfer-Encoding: gzip, chunked"), "<p>a"),
+    "members.warc": (page(GZ + GZ, "Content-Encoding: gzip"), "<p>a<p>a"),
+    "zlib.warc": (page(zlib.compress(b"<p>a"), "Content-Encoding: gzip"), "<p>a"),
+    "no-header.warc": (page(zstandard.compress(b"<p>a")), "<p>a"),
+    "aws.warc": (page(b"4;chunk-signature=x\r\n<p>a\r\n0\r\n\r\n", "Content-Encoding: aws-chunked"), "<p>a"),
+    "lie.warc": (page(b"<p>a", "Content-Encoding: br, unknown"), "<p>a"),
+    "dcb.warc": (page(b"\xffDCB" + bytes(range(64)), "Content-Encoding: dcb"), "!in the coding 'dcb'"),
+    "compress.warc": (page(b"\x1f\x9d\x90" + bytes(64), "Content-Encoding: compress"), "!in the coding 'compress'"),
+    "base64.warc": (page(b"PHA+YTwvcD4=", "Content-Encoding: base64"), "!in the coding 'base64'"),
+    "cut.warc": (page(GZ[:-8], "Content-Encoding: gzip"), "<p>a|!ends early"),
+    "crc.warc": (page(GZ[:-8] + bytes(8), "Content-Encoding: gzip"), "!incorrect data check"),
+    "pdf.warc": (page(b"%PDF-1.4"), "!got a PDF document"),
+    "nul.warc": (page(bytes(9)), "!got binary data"),
+    "nul.txt": (bytes(9), "!NUL bytes alone"),
+    "partial.warc": (warc("HTTP/1.1 206 P\r\nContent-Type: text/html\r\n\r\n<p>a"), ""),
+    "model-articles.xml": (WIKI % PAGE % ("<model>json</model>", "{}"), "!the model json"),
+    "framed.jsonl.sz": (SZ + b"\xfe\1\0\0\0" + SZ, "a|a"),
+    "damaged.jsonl.sz": (SZ[:-1] + b"!", "!incorrect data check"),
+    "skippable.jsonl.zst": (b"\x50\x2a\x4d\x18\1\0\0\0x" + zstandard.compress(LINE) * 2, "a|a"),
+    "dictionary.jsonl.zst": (
+        b"\x5d\x2a\x4d\x18" + len(DICTIONARY.as_bytes()).to_bytes(4, "little") + DICTIONARY.as_bytes()
+        + DICTED, "a"),
+    "no-dictionary.jsonl.zst": (DICTED, "!it needs the dictionary"),
+    "alone.jsonl.lzma": (lzma.compress(LINE, lzma.FORMAT_ALONE), "a"),
+    "padded.jsonl.xz": (lzma.compress(LINE) + bytes(4) + lzma.compress(LINE), "a|a"),
+    "a.jsonl.br": (brotli.compress(LINE), "a"),
+    "volume.tar": (tar(b"M", b"a"), "!a member of the type 'M'"),
+    "link.tar": (tar(b"2"), "~"),
+    "uuencode.mbox": (f"{MAIL}Subject: x\n\na\nbegin 644 f\n#86)C\n`\nend\nb\n", "a\n\nb"),
+    "pgp.mbox": (f"{MAIL}Subject: x\n\n-----BEGIN PGP MESSAGE-----\nx\n", "!PGP"),
+    "smime.mbox": (f"{MAIL}Content-Type: application/pkcs7-mime\n\nx\n", "!pkcs7"),
+    "unknown.mbox": (f"{MAIL}Content-Transfer-Encoding: x-y\n\nx\n", "!transfer encoding 'x-y'"),
+    "signed.parquet": (table(["a"])[:-9] + b"x" + table(["a"])[-8:], "!an encrypted Parquet file"),
     "reddit.jsonl format=reddit": ('{"subreddit":"s","body":null}\n{"subreddit":"s","body":"a"}\n', "a"),
 }  # fmt: skip
 

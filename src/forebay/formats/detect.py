@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from forebay.formats.base import formats, get_format
+from forebay.formats.encodings import ARCHIVES, find_encoding
 from forebay.formats.external import reading
 from forebay.storage.compression import COMPRESSIONS, sniff_compression, unpacked_head
 
 HEAD_BYTES = 4096
 SAMPLE_BYTES = 64 << 10
 RAW_TOKENS = "raw tokens"
-ARCHIVES = {b"PK\x03\x04": "a ZIP archive", b"7z\xbc\xaf'\x1c": "a 7-Zip archive", b"Rar!\x1a\x07": "a RAR archive"}
 HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--[^>]*-->\s*)*<(!doctype html|html)", re.IGNORECASE)
 _MAY_BE_HTML = ("", "html", "text", "api")
 
@@ -44,7 +44,7 @@ def detect(source: Path | BinaryIO, name: str | None = None) -> Detection:
         with reading(source), source.open("rb") as file:
             return detect(file, source.name if name is None else name)
     sample, name = source.read(SAMPLE_BYTES), name or ""
-    compression = sniff_compression(sample)
+    compression = sniff_compression(sample) or ("br" if name.lower().endswith(".br") else "")
     if compression:
         source.seek(0)
         sample = unpacked_head(source, compression, SAMPLE_BYTES)
@@ -77,8 +77,8 @@ def _detected(head: bytes, compression: str, name: str) -> Detection:
     if by_content:
         return Detection(by_name if by_name in by_content else by_content[0], compression, "its first bytes")
     archive = next((name for magic, name in ARCHIVES.items() if head.startswith(magic)), "")
-    if by_name == RAW_TOKENS and (archive or (len(head) >= 16 and is_text(head))):
-        by_name = ""
+    if by_name and (archive if get_format(by_name).is_plain_text else by_name == RAW_TOKENS):
+        by_name = "" if archive or (len(head) >= 16 and is_text(head)) else by_name
     if by_name:
         return Detection(by_name, compression, "its suffix")
     if is_text(head):
@@ -104,44 +104,3 @@ def is_text(head: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return sum(head.count(bytes([c])) for c in (*range(1, 7), *range(14, 27))) * 50 <= len(head)
-
-
-_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_CONTROLS = bytes((*range(7), *range(14, 27), *range(28, 32), 127))
-_TYPOGRAPHY = frozenset("‘’‚“”„–—…«»‹›°§£€©®™·•¡¿ ´¨º¹²³½¼")
-
-
-def find_encoding(sample: bytes) -> str:
-    """Return the encoding of text, by Python's name; "" if it is UTF-8 (perhaps damaged), or no text."""
-    for mark, marked in _MARKS:
-        if sample.startswith(mark):
-            return marked
-    if b"\0" in sample:
-        return ""
-    as_utf8 = _decode(sample, "utf-8", "replace")
-    damaged = as_utf8.count("\ufffd")
-    if not damaged or sum(c > "\x7f" for c in as_utf8) >= 2 * damaged:  # Most of what is not ASCII is valid UTF-8.
-        return ""
-    if len(sample) - len(sample.translate(None, _CONTROLS)) > len(sample) // 50:
-        return ""
-    try:
-        from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
-
-        name: str = map_encoding_to_html5(detect_encoding(sample) or "") or ""
-        return name if _is_plausible(_decode(sample, name, "strict")) else ""
-    except (ImportError, LookupError, UnicodeDecodeError):
-        return ""
-
-
-def _decode(sample: bytes, name: str, errors: str) -> str:
-    return codecs.getincrementaldecoder(name)(errors).decode(sample)
-
-
-def _is_plausible(text: str) -> bool:
-    """Whether what is not ASCII is letters beside letters, or typography: a stray byte in a file is neither."""
-    others = [i for i, c in enumerate(text) if c > "\x7f"]
-    good = sum(
-        text[i] in _TYPOGRAPHY or (text[i].isalpha() and (text[i - 1 : i].isalpha() or text[i + 1 : i + 2].isalpha()))
-        for i in others
-    )
-    return 10 * good >= 8 * len(others)

@@ -1,16 +1,17 @@
 """HTTP responses as crawlers store them, and their bodies as text.
 
 Hides chunks, content encodings, and how a page's character set is found. Crawlers often undo chunks and encodings and
-leave the headers as they were: a body that does not decode as its header says is used as it is.
+leave the headers as they were: a body that does not decode as its headers say is used as it is if it looks like text,
+and one that is packed without a header is unpacked. What is in a coding that is not known has a `problem`.
 """
 
+import io
 import re
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import zstandard
+from forebay.errors import CorruptInputError
+from forebay.formats.encodings import binary_kind, find_encoding
+from forebay.storage.compression import sniff_compression, unpack_stream
 
 MAX_HEAD_BYTES = 256 << 10
 _HEAD_END = re.compile(rb"\n\r{0,4}\n")
@@ -20,7 +21,8 @@ _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,1000})?\r?\n")
 _CHARSET = re.compile(r"charset\s{0,8}=\s{0,8}[\"']?([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
 _META = re.compile(rb"<meta[^>]{0,500}?charset\s{0,8}=\s{0,8}[\"']?\s{0,8}([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
 _HTML_START = re.compile(rb"\s{0,200}(?:<!--.{0,500}?-->\s{0,200})?<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
-_MAX_ENCODINGS = 2
+_MAX_CODINGS = 4
+_CODINGS = {"gzip": "gz", "x-gzip": "gz", "deflate": "deflate", "zstd": "zst", "br": "br", "bzip2": "bz2", "xz": "xz"}
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _SEVEN_BIT = re.compile(r"^(iso-?2022|hz|utf-?16|utf-?7|utf-?32)", re.IGNORECASE)
@@ -28,13 +30,17 @@ _SEVEN_BIT = re.compile(r"^(iso-?2022|hz|utf-?16|utf-?7|utf-?32)", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Response:
-    """An HTTP response, its body decoded. `status` is 0, `mime` and `charset` are "" if the response lacks them."""
+    """An HTTP response, its body decoded. `status` is 0, `mime` and `charset` are "" if the response lacks them.
+
+    `problem`: why the body is no text. `cut`: why it is only the beginning of one.
+    """
 
     status: int
     mime: str
     charset: str
     body: bytes
     problem: str = ""
+    cut: str = ""
 
 
 def parse_http(block: bytes, max_bytes: int) -> Response:
@@ -45,13 +51,15 @@ def parse_http(block: bytes, max_bytes: int) -> Response:
     headers: dict[str, str] = {}
     for line in head.decode("latin-1").split("\n")[1:]:
         name, _, value = line.partition(":")
-        headers.setdefault(name.strip().lower(), value.strip())
-    if headers.get("transfer-encoding", "").lower().endswith("chunked"):
-        body = _unchunk(body)
+        name, value = name.strip().lower(), value.strip()
+        if name in ("content-encoding", "transfer-encoding") and name in headers:
+            value = f"{headers.pop(name)}, {value}"
+        headers.setdefault(name, value)
     mime = headers.get("content-type", "")
     charset = _CHARSET.search(mime)
-    body, problem = _unpack(body, headers.get("content-encoding", ""), max_bytes)
-    return Response(int(status[1]) if status else 0, mime, charset[1] if charset else "", body, problem)
+    codings = f"{headers.get('content-encoding', '')},{headers.get('transfer-encoding', '')}"
+    body, problem, cut = _decoded(body, codings, max_bytes)
+    return Response(int(status[1]) if status else 0, mime, charset[1] if charset else "", body, problem, cut)
 
 
 def http_complete(block: bytes) -> bool:
@@ -67,64 +75,66 @@ def is_html(mime: str, body: bytes) -> bool:
     return kind in _HTML_TYPES or (not kind and _HTML_START.match(body[:2048]) is not None)
 
 
-def _unchunk(body: bytes) -> bytes:
+def _unchunk(body: bytes) -> tuple[bytes, str]:
     """The body without its chunks' lines; as it is if it has none; up to the damage if one is wrong (RFC 9112, 7.1)."""
     parts: list[bytes] = []
     offset = 0
     while match := _CHUNK.match(body, offset):
         size, offset = int(match[1], 16), match.end()
         if size == 0:
-            return b"".join(parts)
+            return b"".join(parts), ""
         parts.append(body[offset : offset + size])
         offset += size
         if body[offset : offset + 2] == b"\r\n":
             offset += 2
         elif body[offset : offset + 1] == b"\n":
             offset += 1
-        elif offset < len(body):
-            return body if len(parts) == 1 else b"".join(parts)
-    return b"".join(parts) if parts else body
+        elif offset != len(body):
+            return (body, "") if len(parts) == 1 else (b"".join(parts), "a chunked body that ends early")
+    return (b"".join(parts), "") if parts else (body, "")
 
 
-def _unpack(body: bytes, encodings: str, max_bytes: int) -> tuple[bytes, str]:
-    names = [name.strip().lower() for name in encodings.split(",", _MAX_ENCODINGS)]
-    if len(names) > _MAX_ENCODINGS:
-        return b"", f"a body with more than {_MAX_ENCODINGS} content encodings"
-    for encoding in reversed(names):
-        decode = _DECODERS.get(encoding)
-        if decode is None or not body:
-            continue
-        try:
-            unpacked = decode(body, max_bytes + 1)
-        except ModuleNotFoundError:
-            raise
-        except Exception:  # noqa: BLE001 - each decoder has its own errors; the header is wrong
-            continue
-        if len(unpacked) > max_bytes:
-            return b"", f"a body that {encoding} unpacks to more than max_document_bytes = {max_bytes}"
-        body = unpacked
-    return body, ""
+def _decoded(body: bytes, codings: str, max_bytes: int) -> tuple[bytes, str, str]:
+    """The body, why it is no text, and why it is not all of it."""
+    names = [name for name in (name.strip().lower() for name in codings.split(",")) if name]
+    if len(names) > _MAX_CODINGS:
+        return b"", f"a body with more than {_MAX_CODINGS} codings", ""
+    cut = problem = ""
+    while body and not problem and (names or sniff_compression(body)):
+        name = names.pop() if names else ""
+        if name.endswith("chunked"):
+            body, cut = _unchunk(body)
+        else:
+            body, problem, ended = _unpacked(body, name, max_bytes)
+            cut = cut or ended
+            if not name and not ended and sniff_compression(body):
+                break
+    return body, problem, cut
 
 
-def _deflate(body: bytes, limit: int) -> bytes:
-    try:
-        return zlib.decompressobj().decompress(body, limit)
-    except zlib.error:
-        return zlib.decompressobj(-15).decompress(body, limit)
-
-
-def _zstd(body: bytes, limit: int) -> bytes:
-    decoder: Any = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-    with decoder.stream_reader(body) as stream:
-        data: bytes = stream.read(limit)
-        return data
-
-
-_DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
-    **dict.fromkeys(("gzip", "x-gzip"), lambda body, limit: zlib.decompressobj(47).decompress(body, limit)),
-    "deflate": _deflate,
-    "zstd": _zstd,
-}
+def _unpacked(body: bytes, name: str, max_bytes: int) -> tuple[bytes, str, str]:
+    is_zlib = body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0
+    compression = sniff_compression(body) or _CODINGS.get(name, "")
+    if compression in ("gz", "deflate") and is_zlib:
+        compression = "zlib"
+    kept, text, reason = (body, "", ""), b"", f"in the coding {name!r}, which is not read"
+    looks_coded = binary_kind(body[:4096]) or not re.search(rb"[\s<]", body[:4096])
+    if compression:
+        with unpack_stream(io.BytesIO(body), compression, max_ratio=1 << 40) as stream:
+            try:
+                text = stream.read(max_bytes + 1)
+                if len(text) > max_bytes:
+                    reason = f"that {name or compression} unpacks to more than max_document_bytes = {max_bytes}"
+                    return b"", f"a body {reason}", ""
+                stream.read(1)
+                return text, "", ""
+            except CorruptInputError as error:
+                reason = f"in the coding {name or compression}: {error}".rstrip(".")
+        if text and ("ends early" in reason or "Truncated" in reason):
+            return text, "", f"a body {reason}"
+        if text and "header check" in reason:  # Bytes that follow the last member.
+            return text, "", ""
+    return (b"", f"a body {reason}", "") if text or looks_coded else kept
 
 
 def body_text(body: bytes, charset: str, html: bool) -> str:
@@ -157,11 +167,9 @@ def _html5(name: str) -> str:
 
 def _detected(body: bytes, named: list[str]) -> str:
     """Text that is not valid in the encoding that it names: what cannot be decoded becomes U+FFFD."""
-    from resiliparse.parse.encoding import detect_encoding
-
-    for name in (*named, detect_encoding(body) or "utf-8"):
+    for name in (*map(_html5, named), find_encoding(body) or "utf-8"):
         try:
-            text = body.decode(_html5(name), "replace")
+            text = body.decode(name, "replace")
         except LookupError:
             continue
         if text.count("\ufffd") * 20 <= len(text):

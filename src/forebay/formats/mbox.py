@@ -29,6 +29,14 @@ from forebay.formats.text import LineFormat, skip_line
 _START = re.compile(rb"From [^\n]+ \d{1,2}:\d\d(?::\d\d)?[ \t][^\n]*\d{4}\b")
 _HEADER = re.compile(rb"From [^\n]*\n(?:>?[!-9;-~]+:|[ \t])")
 _QUOTED = re.compile(rb"^>(>*From )", re.MULTILINE)
+_ENCODINGS = ("", "7bit", "8bit", "binary", "quoted-printable", "base64", "x-uuencode", "uuencode", "uue", "x-uue")
+_OTHER_TEXT = re.compile("text/(?!calendar|x-vcard|vcard|x-amp)|application/(pgp-encrypted|(x-)?pkcs7-mime)")
+_ATTACHED = re.compile(
+    r"^begin [0-7]{3} .*\n(?:[ -`]{1,61}\r?\n)*(?:`|\s)?\r?\n?end\b.*|^=ybegin [^\0]*?^=yend .*"
+    r"|^\(This file must be converted with BinHex[^\0]*?:\s*^:[^:]*:",
+    re.MULTILINE,
+)
+"""Files within a text: uuencode, yEnc, BinHex."""
 _MAX_LINE = 1 << 20
 _MAX_HEADER = 10_000
 _ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError)
@@ -123,14 +131,22 @@ def _collect(part: Message[Any, Any], plain: list[str], html: list[str]) -> str:
         if not isinstance(children, list):
             return f"{kind} without its boundary"
         return next(filter(None, [_collect(child, plain, html) for child in children]), "")
-    if kind not in ("text/plain", "text/html") or part.get_content_disposition() == "attachment":
+    if part.get_content_disposition() == "attachment":
         return ""
+    if kind not in ("text/plain", "text/html"):
+        return f"expected a plain or HTML part, got {kind}" if _OTHER_TEXT.match(kind) else ""
+    encoding = str(part.get("Content-Transfer-Encoding", "")).strip().lower()
+    if encoding not in _ENCODINGS:
+        return f"{kind} in the unknown transfer encoding {encoding[:40]!r}"
     payload = part.get_payload(decode=True)
     if not isinstance(payload, bytes):
         return f"{kind} without a body"
     if any("Base64" in type(defect).__name__ for defect in part.defects):
         return f"{kind} in malformed base64"
     text = body_text(payload, part.get_content_charset("") or "", kind == "text/html")
+    if "-----BEGIN PGP MESSAGE-----" in text:
+        return "an encrypted message (PGP)"
+    text = _ATTACHED.sub("", text)
     if kind == "text/html":
         html.append(text)
         return ""
@@ -143,7 +159,7 @@ def _collect(part: Message[Any, Any], plain: list[str], html: list[str]) -> str:
 def _join_flowed(text: str, drops_space: bool) -> str:
     """The text with its soft line breaks joined: a line that ends in a blank goes on in the next (RFC 3676)."""
     lines: list[tuple[int, str]] = []
-    for line in text.splitlines():
+    for line in re.split("\r?\n", text.removesuffix("\n")):
         body = line.lstrip(">")
         depth = len(line) - len(body)
         body = body.removeprefix(" ")

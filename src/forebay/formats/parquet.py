@@ -41,7 +41,7 @@ class Parquet(ColumnFormat):
     is_divisible = True
 
     def sniff(self, head: bytes) -> bool:
-        return head.startswith(b"PAR1")
+        return head.startswith((b"PAR1", b"PARE"))
 
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> pq.ParquetFile:
         return _open(file)
@@ -151,7 +151,16 @@ def read_metadata(split: InputSplit) -> None:
 def _open(file: InputFile) -> pq.ParquetFile:
     if file.compression:
         raise CorruptInputError(f"a Parquet file inside {file.compression} cannot be read at random. Unpack it first.")
-    return pq.ParquetFile(open_stored(file, is_random=True) if "://" in file.path else file.path, **_SETTINGS)
+    stream = open_stored(file, is_random=True)
+    stream.seek(max(0, file.bytes - 9))
+    tail = stream.read(9)
+    is_signed = tail.endswith(b"PAR1") and tail[0] > 0  # Another footer ends with a byte of zero.
+    is_remote, is_encrypted = "://" in file.path, is_signed or tail.endswith(b"PARE")
+    if is_encrypted or not is_remote:
+        stream.close()
+    if is_encrypted:
+        raise CorruptInputError("an encrypted Parquet file, or one with a damaged footer. Decrypt it first")
+    return pq.ParquetFile(stream if is_remote else file.path, **_SETTINGS)
 
 
 def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:

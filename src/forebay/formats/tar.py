@@ -1,9 +1,11 @@
 """The members of a tar archive, read forward.
 
-Hides the headers of tar (ustar, GNU, pax), read so that a hostile header cannot take memory and a damaged one costs its
-member alone. Nothing is ever written to disk: names are only names, links are skipped.
+Hides the headers of tar (ustar, GNU, pax) and the maps of sparse members, read so that a hostile header cannot take
+memory and a damaged one costs its member alone. Nothing is ever written to disk: names are only names; links and
+devices that have the name of a text are members without data.
 
-Source: POSIX.1-2017 pax, "ustar Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format".
+Source: POSIX.1-2017 pax, "ustar Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format" and
+"Storing Sparse Files".
 """
 
 import io
@@ -76,6 +78,7 @@ class TarReader:
         self._limit = options.max_document_bytes
         self._unpacked_bytes = 0
         self._long_name, self._long_size = "", -1
+        self._sparse: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Member]:
         is_lost, start = False, self.offset
@@ -110,16 +113,23 @@ class TarReader:
 
     def _member(self, info: tarfile.TarInfo, header: bytes, offset: int) -> Member | None:
         flag, size = header[156:157], info.size
-        if flag in b"LKxg":
+        if flag in b"LKxgX":
             self._apply_extension(flag, self._body(size, _MAX_NAME_BYTES) or b"")
             return None
-        name = self._long_name or _name_of(header)
+        sparse, self._sparse = self._sparse, {}
+        if flag == b"S":
+            sparse = self._old_sparse(header)
+        name = sparse.get("name") or self._long_name or _name_of(header)
         size = self._long_size if self._long_size >= 0 else size
         self._long_name, self._long_size = "", -1
-        if flag not in (b"0", b"\0", b"7") or name.endswith("/"):
-            self._skip(0 if b"1" <= flag <= b"6" else size)
-            return None
         kind, compression = _kind(name)
+        if flag not in b"0\x007S" or name.endswith("/"):
+            self._skip(0 if b"1" <= flag <= b"6" else size)
+            if flag in b"1236" and self._kinds is not None and kind in self._kinds:
+                return Member(name, offset)
+            is_known = flag in b"123456DNVAI" or name.endswith("/")
+            other = f"{name}: a member of the type {flag.decode('latin-1')!r}, which is not read"
+            return None if is_known else Member(name, offset, problem=other)
         if self._kinds is not None and kind not in self._kinds:
             return Member(name, offset, problem="" if self._skip(size) else f"{name}: {_CUT_OFF}")
         data = self._body(size, self._limit)
@@ -127,6 +137,11 @@ class TarReader:
             return Member(name, offset, problem=f"{name}: larger than max_document_bytes, {self._limit}")
         if len(data) < size:
             return Member(name, offset, problem=f"{name}: {_CUT_OFF}")
+        if sparse:
+            try:
+                data = _expanded(data, sparse, self._limit)
+            except ValueError as error:
+                return Member(name, offset, problem=f"{name}: a sparse member: {error}")
         return self._unpack(name, offset, data, compression) if compression else Member(name, offset, data)
 
     def _unpack(self, name: str, offset: int, data: bytes, compression: str) -> Member:
@@ -155,8 +170,18 @@ class TarReader:
         elif flag == b"x":
             keywords = _parse_pax(body)
             self._long_name = keywords.get("path", self._long_name)
+            start = "GNU.sparse."
+            self._sparse = {key.removeprefix(start): value for key, value in keywords.items() if key.startswith(start)}
             size = keywords.get("size", "")
             self._long_size = int(size) if size.isascii() and size.isdigit() and len(size) < 20 else -1
+
+    def _old_sparse(self, header: bytes) -> dict[str, str]:
+        entries, more = header[386:482], header[482]
+        size = tarfile.nti(header[483:495])
+        while more and len(block := self._read(_BLOCK)) == _BLOCK and len(entries) < self._limit:
+            entries, more = entries + block[:504], block[504]
+        numbers = [entries[i : i + 12] for i in range(0, len(entries), 12)]
+        return {"map": ",".join(str(tarfile.nti(number)) for number in numbers if number[0]), "size": str(size)}
 
     def _read(self, size: int) -> bytes:
         data = self._file.read(size)
@@ -193,6 +218,29 @@ def _name_of(header: bytes) -> str:
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "replace")
 
 
+def _expanded(data: bytes, sparse: dict[str, str], limit: int) -> bytes:
+    """A sparse member with its holes: its map is in the headers, or (1.0) lines before the data."""
+    numbers = [int(number) for number in sparse.get("map", "").split(",") if number]
+    if sparse.get("major") == "1":
+        count = 2 * int(data[:20].partition(b"\n")[0])
+        lines = data.split(b"\n", count + 1)[: count + 1]
+        numbers = [int(line) for line in lines[1:]]
+        used = sum(map(len, lines)) + len(lines)
+        data = data[used + -used % _BLOCK :]
+    size = int(sparse.get("realsize") or sparse.get("size") or 0)
+    if size > limit:
+        raise ValueError(f"larger than max_document_bytes, {limit}")
+    text, offset = bytearray(size), 0
+    for start, length in zip(numbers[::2], numbers[1::2], strict=True):
+        if not 0 <= start <= start + length <= size:
+            raise ValueError("a map that leads beyond it")
+        text[start : start + length] = data[offset : offset + length]
+        offset += length
+    if offset != len(data) or len(text) != size:
+        raise ValueError(f"a map of {offset} bytes, got {len(data)}")
+    return bytes(text)
+
+
 def _parse_pax(body: bytes) -> dict[str, str]:
     """Keywords and values of a pax header: `length keyword=value newline`, repeated."""
     keywords: dict[str, str] = {}
@@ -202,6 +250,9 @@ def _parse_pax(body: bytes) -> dict[str, str]:
         if not digits.isdigit() or int(digits) <= len(digits):
             break
         keyword, _, value = body[start + len(digits) + 1 : start + int(digits) - 1].partition(b"=")
-        keywords[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
+        name, text = keyword.decode("utf-8", "replace"), value.decode("utf-8", "replace")
+        if name in ("GNU.sparse.offset", "GNU.sparse.numbytes"):
+            name, text = "GNU.sparse.map", f"{keywords.get('GNU.sparse.map', '')},{text}"
+        keywords[name] = text
         start += int(digits)
     return keywords

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from forebay.errors import CorruptInputError, UnreadableInputError
 from forebay.formats.base import Format
-from forebay.formats.detect import find_encoding
+from forebay.formats.encodings import find_encoding
 from forebay.formats.inputs import MAX_SPLITS, SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.records import SHOWN_CHARS, Record, shown, strip_turn_marks
 
@@ -153,7 +153,11 @@ def read_data(index: int, file: InputFile, options: ReadOptions) -> tuple[bytes,
 def document_of(index: int, data: bytes, location: str = "", html: bool = False, start: int = -1) -> Record:
     """Return the document that these bytes are; malformed, with `location`, if they are not UTF-8."""
     try:
-        return Record(index, text=strip_turn_marks(data.decode("utf-8-sig")), html=html, start=start)
+        text = strip_turn_marks(data.decode("utf-8-sig"))
+        problem = "NUL bytes alone" if "\0" in text[:1] and not text.strip("\0 \t\r\n") else ""
+        if problem:
+            return Record(index, problem=problem, location=location, start=start)
+        return Record(index, text=text, html=html, start=start)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: {error.reason} at byte {error.start}"
         return Record(index, text=shown(data), problem=problem, location=location, start=start)

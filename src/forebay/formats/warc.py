@@ -18,6 +18,7 @@ from typing import BinaryIO, ClassVar
 
 from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
+from forebay.formats.encodings import binary_kind
 from forebay.formats.http_message import body_text, http_complete, is_html, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
 from forebay.formats.records import Record, value_of
@@ -124,14 +125,15 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
         start = raw.block[:512].decode("utf-8", "replace")
         yield Record(index, identity, start, url, problem=raw.problem, location=raw.location)
         return ""
-    mime, charset, body, problem = raw.headers.get("content-type", ""), "", raw.block, ""
+    mime, charset, body, problem, cut = raw.headers.get("content-type", ""), "", raw.block, "", ""
     if raw.kind in ("response", "resource"):
         if raw.kind == "response" and body[:5] == b"HTTP/":
             response = parse_http(body, options.max_document_bytes)
             budget.spend(len(response.body) or (options.max_document_bytes if response.problem else 0))
             if response.status != 200:
                 return f"HTTP status {response.status}"
-            mime, charset, body, problem = response.mime, response.charset, response.body, response.problem
+            mime, charset, body = response.mime, response.charset, response.body
+            problem, cut = response.problem, response.cut
     elif raw.kind != "conversion":
         return f"{raw.kind[:20] or 'untyped'} record"
     html = is_html(mime, body) if raw.kind != "conversion" else False
@@ -141,10 +143,14 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
             return kind[:40] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
             return "a file for programs, such as robots.txt"
+        if not problem and not charset.lower().startswith(("utf-16", "utf-32")) and (found := binary_kind(body[:4096])):
+            problem = f"expected {kind or 'HTML'}, got {found}"
     if url.startswith(("filedesc:", "dns:", "whois:", "metadata:", "warcinfo:")):
         return "a record about the archive"
     text, values = body_text(body, charset, html), _values(raw, options)
     yield Record(index, identity, text[:512] if problem else text, url, html, problem, raw.location, values=values)
+    if cut and "warc-truncated" not in raw.headers:
+        yield Record(index, identity, "", url, problem=f"{cut}; its beginning is kept", location=raw.location)
     return ""
 
 

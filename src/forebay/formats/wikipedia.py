@@ -165,7 +165,7 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
         problem = f"damaged XML: {expat.ErrorString(error.code)}"
         return Record(0, problem=problem, location=f"byte {page.start}")
     title, namespace, name, model, source = map(fields.get, _FIELDS, ("", "0", "", "", ""))
-    if "deleted" in fields or model.strip() not in ("", "wikitext"):
+    if "deleted" in fields:
         return None
     if namespaces and (namespace.strip() or "0") not in namespaces:
         return None
@@ -175,6 +175,8 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
         return Record(0, name.strip(), source[:512], site.url(title), problem=problem, location=location)
     if "redirect" in fields or _REDIRECT.match(source):
         return None
+    if (model := model.strip()) not in ("", "wikitext"):
+        return Record(0, name.strip(), problem=f"expected wikitext, got a page of the model {model}", location=location)
     plain = to_text(source, site.dropped)
     if not plain:
         return Record(0, name.strip(), location=location)

@@ -1,9 +1,12 @@
 """Compressed data: which compression it is, streams of any size, and blocks that must be in memory at once.
 
 Hides the decoders of the standard library, zstandard and pyarrow behind one name for each compression (`gz`, `zst`,
-`bz2`, `xz`, `lz4`), members and frames that follow each other, streams that are cut off, and decompression bombs. All
+`bz2`, `xz` (also LZMA), `lz4`, `br`, `sz` (framed Snappy), `zlib`, `deflate`), members and frames that follow each
+other, the dictionary at the start of a `.warc.zst`, streams that are cut off, and decompression bombs. All
 that can be unpacked before damage is returned; then a read raises `CorruptInputError`. Memory: at most 64 MiB, and for
 zstd the window that its writer chose. Blocks (`bounded_unpack`) claim at most 128 MiB or 200 times their packed size.
+
+Source: google/snappy framing_format.txt; IIPC, "WARC File Compression with Zstandard".
 """
 
 import bz2
@@ -19,9 +22,10 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import zstandard
 
-from forebay.errors import CorruptInputError, DatasetError
+from forebay.errors import CorruptInputError, DatasetError, package_for
 
 COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2", ".xz": "xz", ".lz4": "lz4"}
+COMPRESSIONS |= {".lzma": "xz", ".br": "br", ".sz": "sz"}
 """The compression that a suffix stands for."""
 MIN_UNPACKED_BYTES = 256 << 20
 """This much may be unpacked from any file, however small it is."""
@@ -32,17 +36,23 @@ _MAGICS = {
     b"\x28\xb5\x2f\xfd": "zst",
     b"BZh": "bz2",
     b"\xfd7zXZ\x00": "xz",
+    b"]\0\0": "xz",
     b"\x04\x22\x4d\x18": "lz4",
+    b"\xff\x06\0\0sNaPpY": "sz",
 }
 _BUFFER_BYTES = 256 << 10
 _STEP_BYTES = 2 << 10  # Packed bytes that a decoder gets at once: bz2 and zstd make at most 64 MiB of them.
 _GZIP_STEP_BYTES = 16 << 10  # 16 MiB at most.
-_LZ4_STEP_BYTES = 64 << 10
+_ARROW_STEP_BYTES = 64 << 10
+_BY_ARROW = {"lz4": "lz4", "br": "brotli"}
+_DICTIONARY = b"\x5d\x2a\x4d\x18"
+_MAX_DICTIONARY_BYTES = 16 << 20
 _XZ_MEMORY = 512 << 20  # xz -9 needs 65 MiB.
 _ZSTD_HEAD_BYTES = 18
 _BLOCK_FLOOR = 128 << 20
 _BLOCK_RATIO = 200
 _LARGE_BYTES = 16 << 20
+_SNAPPY, _PLAIN, _SKIPPABLE = 0, 1, 0x80  # Types of chunks.
 _large = threading.Lock()
 _ERRORS = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError, ValueError)
 
@@ -53,7 +63,7 @@ def sniff_compression(head: bytes) -> str:
         if head.startswith(magic):
             return name
     if len(head) >= 8 and head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F:
-        return "zst"  # A skippable frame; those of lz4 begin alike, and are not seen in the wild.
+        return sniff_compression(head[8 + int.from_bytes(head[4:8], "little") :]) or "zst"  # A skippable frame.
     return ""
 
 
@@ -184,16 +194,23 @@ def unpack_members(packed: CountedReader, compression: str, max_window_bytes: in
 
     Raises the decoder's error, or EOFError where they end early, after all before it.
     """
-    if compression == "lz4":
-        with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
-            while data := stream.read(_LZ4_STEP_BYTES):
+    if compression in _BY_ARROW:
+        with pa.CompressedInputStream(pa.PythonFile(packed, "r"), _BY_ARROW[compression]) as stream:
+            while data := stream.read(_ARROW_STEP_BYTES):
                 yield data
         return
+    if compression == "sz":
+        yield from _snappy_chunks(packed)
+        return
     step = step or (_GZIP_STEP_BYTES if compression == "gz" else _STEP_BYTES)
-    rest = packed.read(step)
+    rest, dictionary = packed.read(step), None
+    if compression == "zst" and rest.startswith(_DICTIONARY):
+        size = min(8 + int.from_bytes(rest[4:8], "little"), _MAX_DICTIONARY_BYTES)
+        rest += packed.read(max(0, size - len(rest)))
+        dictionary, rest = _dictionary(rest[8:size]), rest[size:] or packed.read(step)
     while rest:
         packed.member = packed.count - len(rest)
-        decoder, head = _decoder(compression, max_window_bytes), b""
+        decoder, head = _decoder(compression, max_window_bytes, dictionary), b""
         while not decoder.eof:
             if not rest and not (rest := packed.read(step)):
                 raise EOFError("it ends early")
@@ -201,7 +218,7 @@ def unpack_members(packed: CountedReader, compression: str, max_window_bytes: in
             try:
                 data = decoder.decompress(rest)
             except zstandard.ZstdError:
-                _check_window(head, max_window_bytes)
+                _check_head(head, max_window_bytes, dictionary is not None)
                 raise
             rest = b""
             if data:
@@ -211,20 +228,50 @@ def unpack_members(packed: CountedReader, compression: str, max_window_bytes: in
             rest = more.lstrip(b"\0")
 
 
-def _decoder(compression: str, max_window_bytes: int) -> Any:
+def _dictionary(data: bytes) -> zstandard.ZstdCompressionDict:
+    if sniff_compression(data) == "zst":
+        data = zstandard.ZstdDecompressor().stream_reader(data).read(_MAX_DICTIONARY_BYTES)
+    return zstandard.ZstdCompressionDict(data)
+
+
+def _snappy_chunks(packed: CountedReader) -> Iterator[bytes]:
+    with package_for("Snappy", "google-crc32c", "prepare"):
+        import google_crc32c
+    while head := packed.read(4):
+        kind, size = head[0], int.from_bytes(head[1:], "little")
+        body = packed.read(size)
+        if len(head) + len(body) < 4 + size:
+            raise EOFError("it ends early")
+        if kind in (_SNAPPY, _PLAIN):
+            checksum, data = int.from_bytes(body[:4], "little"), body[4:]
+            if kind == _SNAPPY:
+                check_unpacked("a chunk", size, total := _snappy_size(data))
+                data = pa.decompress(data, total, "snappy", asbytes=True)
+            crc = google_crc32c.value(data)
+            if ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF != checksum:
+                raise ValueError("incorrect data check")
+            yield data
+        elif kind < _SKIPPABLE:
+            raise ValueError(f"a chunk of the unknown type {kind}")
+
+
+def _decoder(compression: str, max_window_bytes: int, dictionary: zstandard.ZstdCompressionDict | None) -> Any:
     match compression:
-        case "gz":
-            return zlib.decompressobj(31)
+        case "gz" | "zlib" | "deflate":
+            return zlib.decompressobj({"gz": 31, "zlib": 15}.get(compression, -15))
         case "bz2":
             return bz2.BZ2Decompressor()
         case "xz":
             return lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
-    return zstandard.ZstdDecompressor(max_window_size=max_window_bytes).decompressobj()
+    return zstandard.ZstdDecompressor(dict_data=dictionary, max_window_size=max_window_bytes).decompressobj()
 
 
-def _check_window(head: bytes, max_window_bytes: int) -> None:
+def _check_head(head: bytes, max_window_bytes: int, has_dictionary: bool) -> None:
     with suppress(zstandard.ZstdError):  # A damaged head.
-        if (window := zstandard.get_frame_parameters(head).window_size) > max_window_bytes:
+        frame = zstandard.get_frame_parameters(head)
+        if frame.dict_id and not has_dictionary:
+            raise ValueError(f"it needs the dictionary {frame.dict_id}, which is not in it. Unpack it first") from None
+        if (window := frame.window_size) > max_window_bytes:
             raise ValueError(
                 f"its window is {window} bytes, more than max_window_bytes = {max_window_bytes}. To read it, set "
                 f"read.max_window_bytes to {window}"

@@ -96,13 +96,11 @@ def test_a_piece_of_malformed_records_is_left(tmp_path: Path, monkeypatch: pytes
 
 
 def test_encodings_in_encodings_are_refused(tmp_path: Path) -> None:
-    path, body = tmp_path / "a.warc", PAGE
-    for _ in range(3):
-        body = gzip.compress(body)
+    path = tmp_path / "a.warc"
     path.write_bytes(http(gzip.compress(gzip.compress(PAGE)), b"Content-Encoding: gzip, gzip"))
     assert [(r.text, r.problem) for r in records(path)] == [(PAGE.decode(), "")]
-    path.write_bytes(http(body, b"Content-Encoding: gzip, gzip, gzip"))
-    assert problems(path) == ["a body with more than 2 content encodings"]
+    path.write_bytes(http(PAGE, b"Content-Encoding:" + b"gzip," * 5))
+    assert problems(path) == ["a body with more than 4 codings"]
 
 
 def test_a_sample_of_a_tar_is_bounded(tmp_path: Path) -> None:
