@@ -8,6 +8,7 @@ import lzma
 import re
 import tarfile
 import zlib
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def tar(kind: bytes, data: bytes = b"") -> bytes:
     return file.getvalue()
 
 
+B = b"\xef\xbb\xbf"
 LINE = b'{"text":"a"}\n'
 GZ = gzip.compress(b"<p>a")
 SZ = b"\xff\x06\0\0sNaPpY\1\x11\0\0" + masked(google_crc32c.value(LINE)).to_bytes(4, "little") + LINE
@@ -125,6 +127,31 @@ CASES: dict[str, tuple[str | bytes, str]] = {
     "smime.mbox": (f"{MAIL}Content-Type: application/pkcs7-mime\n\nx\n", "!pkcs7"),
     "unknown.mbox": (f"{MAIL}Content-Transfer-Encoding: x-y\n\nx\n", "!transfer encoding 'x-y'"),
     "signed.parquet": (table(["a"])[:-9] + b"x" + table(["a"])[-8:], "!an encrypted Parquet file"),
+    # Dialects of lines.
+    "bom.jsonl": (B + LINE + B + LINE, "a|a"),
+    "bom.csv": (B + b"text,n\r\na,1\r\n" + B + b"text,n\r\nb,2", "a|b"),
+    "bom.txt": (B + b"a\n" + B + b"b", "a\nb"),
+    "cr.jsonl": (LINE.replace(b"\n", b"\r") * 3, "a|a|a"),
+    "cr.csv": ('n,text\r1,"a\rb"\r2,c\r', "a\rb|c"),
+    "two.jsonl": (LINE + LINE[:-1] + LINE + LINE, "a|a|a|a"),
+    "seq.jsonl": (b"\x1e" + LINE + b'\x1e{\n"text":"b"}\n', "a|b"),
+    "lists.json": ('[{"text":"a"}\n,{"text":"b"}]\n[{"text":"c"}]', "a|b|c"),
+    "commas.jsonl": ('[{"text":"a"}\n,\n{"text":"b"}\n]\n', "a|b"),
+    "separators.jsonl": ('{"text":"a\u2028b\x85c"}\n{"text":NaN}\n', "a\u2028b\x85c|!got float"),
+    "utf16.jsonl": ((LINE * 3).decode().encode("utf-16-le"), "a|a|a"),
+    "excel.csv": ("text\tn\r\na;b\t1\r\n".encode("utf-16"), "a;b"),
+    "sep.csv": ('sep=;\r\n"text, long";text\r\n"1,5";"a ""b"""\r\n', 'a "b"'),
+    "semicolon.csv": ('"a, b, c";text\n1,5;a\n', "a"),
+    "powershell.csv": ('#TYPE System.Object\r\n"text"\r\n"a"\r\n', "a"),
+    "spark.csv": ('n,text\n1,"a \\"b\\" \\n c"\n2,d\n', 'a "b" \\n c|d'),
+    "mysql.csv text_key=1": ('"7",\\N\n"2","a \\"b\\\nc\\\\"\n', '~|a "b\nc\\'),
+    "copy.tsv text_key=1": ('7\t"a" \\tb\\n\\\\n\n2\t\\N\n\\.\n', '"a" \tb\n\\n|~'),
+    "latex.csv": ('n,text\n1,"\\alpha \\N"\n2,C:\\new\\\n', "\\alpha \\N|C:\\new\\"),
+    "stray.csv": ('text,n\n"a" b,1\nc,2\nd\n', "!not CSV|c|!expected 2 fields, got 1"),
+    "open.csv": ('text,n\na,1\n"b,2\nc,3\n', "a|!not CSV"),
+    "twice.csv": ("text,text\na,b\n", "!expected one column 'text', got 2"),
+    "large.csv": ("text,n\n" + "x" * 200_000 + ",1\n", "x" * 200_000),
+    "wide.csv": (",".join(map(str, range(5000))) + ",text\n" + "1," * 5000 + "a\n", "a"),
     "reddit.jsonl format=reddit": ('{"subreddit":"s","body":null}\n{"subreddit":"s","body":"a"}\n', "a"),
 }  # fmt: skip
 
@@ -154,3 +181,13 @@ def test_an_absence_is_counted_and_stops_nothing(tmp_path: Path, monkeypatch: py
     assert any(r.failed for r in read_records(path, text_key="body"))
     path.write_text("broken\n" * 1500)
     assert all(r.failed == ("the rest is left out" in r.problem) for r in read_records(path, max_malformed=0.1))
+
+
+def test_an_id_is_the_digits_in_the_file(tmp_path: Path) -> None:
+    ids = ["1234567890123456789012345", "-18446744073709551617", "1e3", "1.50", "7"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text":"a","id":{name}}}\n' for name in ids))
+    (tmp_path / "a.csv").write_text("text,id\n" + "".join(f"a,{name}\n" for name in ids))
+    pq.write_table(pa.table({"text": ["a"] * 5, "id": [Decimal(name) for name in ids]}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.csv"):
+        assert [r.id for r in read_records(tmp_path / name)] == ids
+    assert read_records(tmp_path / "a.parquet")[0].id == "1234567890123456789012345.00"

@@ -1,4 +1,8 @@
-"""Comma- and tab-separated values, plain or compressed.
+"""Comma- and tab-separated values, plain or compressed, in the dialects of Excel, PowerShell, MySQL and PostgreSQL.
+
+The delimiter is the one of comma, tab, semicolon and bar that makes most fields of the first line, or as a line `sep=;`
+says. Backslashes escape if the first 64 KiB have a field `\\N`, which is a null, or a quote within quotes that only a
+backslash explains; else quotes are doubled. The first line names the columns, and is left out where it comes again.
 
 As a table, an empty field without quotes is missing, and nothing else is; a value that comes after the first 16 MiB and
 is of another type is an error; bytes and lists are refused.
@@ -6,6 +10,7 @@ is of another type is an error; bytes and lists are refused.
 
 import csv
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +23,19 @@ from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.columns import error_text
 from forebay.formats.conversion import ConvertOptions, TableSource
+from forebay.formats.detect import SAMPLE_BYTES
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
 from forebay.formats.jsonl import object_record, parse_json
 from forebay.formats.records import Record, has_surrogate, keys_of, shown_text, to_record
 from forebay.formats.tables import BATCH_BYTES, open_unpacked
 from forebay.formats.text import split_lines
+
+_NOTE = re.compile(r"(?:sep=(.)|#TYPE .*)\r?\n", re.IGNORECASE)
+"""Lines before the first: of Excel, and of PowerShell."""
+_LONE_CR = re.compile(r"(?<=\r)(?!\n)")
+_ESCAPED = re.compile(r"\\(.)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "0": "\0"}
+_END_OF_COPY = b"\\."
 
 
 class Csv(Format):
@@ -35,11 +48,20 @@ class Csv(Format):
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         """Quoted fields may hold newlines. A row with more or fewer fields than the first is malformed."""
         csv.field_size_limit(options.max_document_bytes)
-        problems: list[str] = []
+        problems: list[tuple[int, str]] = []  # With the number of the line.
         lines = _decoded_lines(split, options, problems)
-        first = next(lines, "")
-        delimiter = "\t" if ".tsv" in split.files[0].path.lower() else max(",\t;|", key=first.count)
-        rows = csv.reader(itertools.chain([first] if first else [], lines), delimiter=delimiter)
+        head, size, num_notes = list[str](), 0, 0
+        for line in lines:
+            head.append(line)
+            size += len(line)
+            if size > SAMPLE_BYTES:
+                break
+        delimiter = "\t" if ".tsv" in split.files[0].path.lower() else ""
+        while head and (note := _NOTE.match(head[0])):
+            delimiter = note[1] or delimiter
+            num_notes += 1
+            del head[0]
+        rows = _rows(head, lines, delimiter)
         names: list[str] | None = None
         positions: dict[str, int] = {}
         index = -1
@@ -52,15 +74,16 @@ class Csv(Format):
             except csv.Error as error:
                 row, problem = [], f"not CSV: {error}"
             if names is None:
-                names, positions, is_header = _header(row, options, split.files[0])
+                names, positions, is_header = _header([name.strip() for name in row], options, split.files[0])
                 if is_header:
                     continue
             index += 1
-            location = f"line {rows.line_num}"
-            if problems or problem:
-                yield Record(index, problem=problem or problems[0], location=location)
-                problems.clear()
-            elif not row:
+            line_number = rows.line_num + num_notes
+            location = f"line {line_number}"
+            if problem or (problems and problems[0][0] <= line_number):
+                yield Record(index, problem=problem or problems[0][1], location=location)
+                problems[:] = [entry for entry in problems if entry[0] > line_number]
+            elif not row or row == names:
                 yield Record(index, problem="blank")
             elif len(row) != len(names):
                 problem = f"expected {len(names)} fields, got {len(row)}"
@@ -68,20 +91,44 @@ class Csv(Format):
             else:
                 yield _row_record(index, {key: row[i] for key, i in positions.items()}, options, location)
         if problems:
-            yield Record(index + 1, problem=problems[0])
+            yield Record(index + 1, problem=problems[0][1])
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         (columns,) = (reader.schema for _, reader in _csv_readers(paths[:1], ()))
         return TableSource(self.name, columns, None, lambda: _read_batches(paths, columns))
 
 
-def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[str]) -> Iterator[str]:
+def _rows(head: list[str], lines: Iterator[str], delimiter: str) -> Any:
+    """A reader of the rows of lines, the first of which, `head`, tell the dialect."""
+    first, sample = head[0] if head else "", "".join(head)
+    delimiter = delimiter or max(",\t;|", key=lambda char: len(next(csv.reader([first], delimiter=char), ())))
+    border = re.escape(delimiter)
+    null = re.compile(rf"(?<![^{border}])\\N(?={border}|\r?\n|$)")
+    if not null.search(sample.replace("\n", f"\n{delimiter}")) and not re.search(rf'\\"(?![{border}"\r\n])', sample):
+        return csv.reader(itertools.chain(head, lines), delimiter=delimiter, strict=True)
+
+    def unescape(match: re.Match[str]) -> str:
+        if delimiter == "\t":
+            return "\\" + _ESCAPES.get(match[1], match[1])
+        return match[0] if match[1] in f'"\\{delimiter}' else "\\" + match[0]
+
+    escaped = (_ESCAPED.sub(unescape, null.sub("", line)) for line in itertools.chain(head, lines))
+    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL  # As MySQL and PostgreSQL write it.
+    return csv.reader(escaped, delimiter=delimiter, escapechar="\\", quoting=quoting)
+
+
+def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[tuple[int, str]]) -> Iterator[str]:
+    number = 0
     for _, line, problem in split_lines(split, options):
+        number += 1
         if problem:
-            problems.append(problem)
+            problems.append((number, problem))
             yield "\n"
-        else:
-            yield line.decode("utf-8", "surrogateescape")
+        elif line.rstrip() != _END_OF_COPY:
+            text = line.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
+            pieces = _LONE_CR.split(text) if "\r" in text[:-2] else [text]
+            number += len(pieces) - 1
+            yield from pieces
 
 
 def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list[str], dict[str, int], bool]:
@@ -93,7 +140,9 @@ def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list
         positions = {key: int(key) for key in required + [key for key in optional if key.isdigit()]}
         if max(positions.values()) < len(row):
             return [str(index) for index in range(len(row))], positions, False
-    missing = [key for key in required if key not in row]
+    missing = [key for key in required if row.count(key) != 1]
+    if missing and missing[0] in row:
+        raise UnreadableInputError(f"{file.path}: expected one column {missing[0]!r}, got {row.count(missing[0])}.")
     if missing:
         raise UnreadableInputError(
             f"{file.path}: expected a column {missing[0]!r}, got columns {shown_text(', '.join(row))}. Name it with "

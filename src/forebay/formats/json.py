@@ -17,7 +17,7 @@ from forebay.formats.records import Record
 from forebay.formats.text import BOM
 
 _STEP = 1 << 20
-_BETWEEN = re.compile(r"[\s,]*")
+_BETWEEN = re.compile(r"[\s,\x1e\ufeff]*")
 
 
 class Json(Format):
@@ -28,7 +28,7 @@ class Json(Format):
     is_plain_text = True
 
     def sniff(self, head: bytes) -> bool:
-        is_object = re.match(rb'\s*(\[\s*)?\{\s*("|$)', head.removeprefix(BOM)) is not None
+        is_object = re.match(rb'[\s\x1e]*(\[\s*)?\{\s*("|$)', head.removeprefix(BOM)) is not None
         return is_object and not Jsonl().sniff(head)
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
@@ -36,7 +36,7 @@ class Json(Format):
         index = -1
         with open_input(split.files[0], options) as file:
             try:
-                for index, value in enumerate(_values(file, options.max_document_bytes)):
+                for index, value in enumerate(values(file, options.max_document_bytes)):
                     yield object_record(index, value, options, f"value {index}")
             except (ValueError, RecursionError, CorruptInputError) as error:
                 reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -62,7 +62,8 @@ class ApiRequest(Format):
         raise UsageError(f"{path}: describes an API. Name it NAME.api.toml and run `forebay prepare` on it.")
 
 
-def _values(file: BinaryIO, limit: int) -> Iterator[object]:
+def values(file: BinaryIO, limit: int) -> Iterator[object]:
+    """Yield the values of JSON one after the other, and those in its lists. Raises ValueError where it is damaged."""
     decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
     text, offset, is_started, is_ended, in_list, failure = "", 0, False, False, False, ""
     while True:
@@ -74,7 +75,8 @@ def _values(file: BinaryIO, limit: int) -> Iterator[object]:
             offset += in_list
             continue
         if in_list and text[offset : offset + 1] == "]":
-            return
+            is_started, in_list, offset = False, False, offset + 1
+            continue
         if offset < len(text) and (is_ended or text[offset] in '{["'):
             try:
                 value, offset = decode(text, offset)

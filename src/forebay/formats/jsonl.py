@@ -5,6 +5,7 @@ names the line, never left out; bytes and numbers that are not finite are refuse
 by `json`, which also reads NaN and integers of any length, and whose messages are better.
 """
 
+import io
 import itertools
 import json
 import re
@@ -33,6 +34,8 @@ MAX_VALUES = 2_000_000
 _BIG_JSON = 4 << 20
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[,{\[]', re.DOTALL)
 _MAX_LINE = 1 << 30
+_SEVERAL = "not JSON: Extra data"
+_BEFORE = "\ufeff\x1e"  # A mark of byte order where files were joined, and what begins a record of RFC 7464.
 
 
 class Jsonl(LineFormat):
@@ -57,7 +60,11 @@ class Jsonl(LineFormat):
             if problem:
                 yield Record(index, text=shown(line), problem=problem, location=f"byte {offset}", start=offset)
             else:
-                yield parse_line(index, line, options, offset, offset)
+                record = parse_line(index, line, options, offset, offset)
+                if record.problem.startswith(_SEVERAL):
+                    yield from _parse_values(index, line, options, offset)
+                else:
+                    yield record
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schema = tables.infer_schema((lines.location, lines.rows, lines.num_bytes) for lines in _line_batches(paths))
@@ -108,7 +115,22 @@ def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, s
         return Record(index, problem="blank", start=start)
     if problem:
         return Record(index, text=shown(line), problem=problem, location=location, start=start)
+    if isinstance(value, dict) and isinstance(value.get(options.id_key), float):
+        digits = json.loads(line, parse_float=str, parse_int=str)[options.id_key]  # A large integer is a float, too.
+        value[options.id_key] = digits
     return object_record(index, value, options, location, start)
+
+
+def _parse_values(index: int, line: bytes, options: ReadOptions, offset: int) -> Iterator[Record]:
+    """The documents of a line with several objects, or of lines that end in CR alone."""
+    from forebay.formats.json import values
+
+    try:
+        for value in values(io.BytesIO(line), options.max_document_bytes):
+            yield object_record(index, value, options, f"byte {offset}", offset)
+            offset = -1
+    except (ValueError, RecursionError) as error:
+        yield Record(index, text=shown(line), problem=f"a line of several values: {error}", location=f"byte {offset}")
 
 
 def too_many_values(data: bytes) -> bool:
@@ -125,7 +147,7 @@ def parse_json(line: bytes) -> tuple[object, str]:
     except ValueError:
         pass  # `json` reads more, and its messages are better.
     try:
-        return json.loads(line.decode()), ""
+        return json.loads(line.decode().lstrip(_BEFORE)), ""
     except UnicodeDecodeError as error:
         return None, f"not UTF-8: {error.reason} at byte {error.start} of the line"
     except RecursionError:

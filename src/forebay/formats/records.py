@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TypeVar
 
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
@@ -180,10 +181,12 @@ def value_of(value: object, kind: str) -> float | str:
 
 
 def name_of(value: object) -> str:
-    """Return an id as text: strings and integers are ids, other values give ""."""
+    """Return an id as text: strings and numbers are ids, other values give ""."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else ""
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value) if value.is_integer() else value)
+    return str(value) if isinstance(value, int | Decimal) and not isinstance(value, bool) else ""
 
 
 def has_surrogate(text: str) -> bool:

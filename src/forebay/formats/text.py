@@ -152,6 +152,8 @@ def read_data(index: int, file: InputFile, options: ReadOptions) -> tuple[bytes,
 
 def document_of(index: int, data: bytes, location: str = "", html: bool = False, start: int = -1) -> Record:
     """Return the document that these bytes are; malformed, with `location`, if they are not UTF-8."""
+    if b"\n" + BOM in data:  # Files were joined.
+        data = data.replace(b"\n" + BOM, b"\n")
     try:
         text = strip_turn_marks(data.decode("utf-8-sig"))
         problem = "NUL bytes alone" if "\0" in text[:1] and not text.strip("\0 \t\r\n") else ""

@@ -187,7 +187,7 @@ def test_numbers_and_absent_ids_and_dotted_keys(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert [(r.id, r.text, r.url) for r in records(path, text_key="data.text")] == [
         ("123456789012345678901234567890", "a", "u"),
-        ("", "b", ""),
+        ("1.5", "b", ""),
         ("7", "c", ""),
     ]
     table = pa.table({"data": [{"text": "a", "n": 1}, {"text": "b", "n": 2}], "id": [1, 2]})
