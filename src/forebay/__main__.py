@@ -17,7 +17,8 @@ def run() -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("forebay: interrupted", file=sys.stderr)
+        more = ": the same command continues" if "prepare" in sys.argv[1:] else ""
+        print(f"forebay: interrupted{more}", file=sys.stderr)
         code = 130
     # An interrupt during `exec` of a string (which creates dataclasses) makes Python exit by the signal although it
     # was caught, unless another string is executed after it.

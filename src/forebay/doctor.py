@@ -4,6 +4,7 @@ Formats are detected by content; a suffix counts only where the content says not
 MiB of each file or dataset are read, less where there are many (1 GiB of all, at least 4 MiB of each).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,15 +25,34 @@ _MIN_BYTES = 4 << 20
 
 def examine(paths: Sequence[Path], options: CheckOptions) -> list[Report]:
     """Examine files, directories and patterns. DatasetError if there is nothing at a path."""
-    chosen = [item for path in paths for item in _find_files(path, options)]
-    if not chosen:
+    chosen, others = list[tuple[Path, str]](), list[tuple[Path, str]]()
+    for path in paths:
+        for file, kind in _find_files(path, options):
+            is_checked = file == path or kind in names_with("check") or _is_misnamed(file, kind)
+            (chosen if is_checked else others).append((file, kind))
+    if not chosen and not others:
         raise DatasetError(
             f"{', '.join(map(str, paths))}: expected training data, got no file of a kind known here. Name a file."
         )
     if not options.full:
-        limit = max(_MIN_BYTES, min(options.max_bytes, _ALL_BYTES // len(chosen)))
+        limit = max(_MIN_BYTES, min(options.max_bytes, _ALL_BYTES // max(1, len(chosen))))
         options = replace(options, max_bytes=limit)
-    return [_examine_one(path, kind, options) for path, kind in chosen]
+    reports = [_examine_one(path, kind, options) for path, kind in chosen]
+    return [*reports, _count(paths[0], others, options, bool(reports))] if others else reports
+
+
+def _count(path: Path, others: Sequence[tuple[Path, str]], options: CheckOptions, is_beside: bool) -> Report:
+    """Return a report on files that are not examined: how many of each kind, and what their first bytes show."""
+    report, kinds, encodings = Report(path, options, "other files"), Counter[str](), Counter[str]()
+    for file, kind in others:
+        kinds[kind] += 1
+        encodings[detect(file).encoding] += 1
+    empty = sum(not file.stat().st_size for file, _ in others)
+    guessed = {f"guessed to be {name}": n for name, n in encodings.items() if name}
+    report.metadata = {"not examined": len(others), **kinds, **({"empty": empty} if empty else {}), **guessed}
+    report.depth = "kinds" if is_beside or kinds.keys() & set(names_with("read_text")) else "none"
+    report.total_bytes = sum(file.stat().st_size for file, _ in others)
+    return report
 
 
 def _find_files(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]:
@@ -55,13 +75,15 @@ def _find_in_directory(path: Path, options: CheckOptions) -> Iterator[tuple[Path
     entries = sorted(p for p in path.iterdir() if not p.name.startswith("."))
     for file in (p for p in entries if p.is_file() and not p.name.startswith(IDS_PREFIX)):
         kind = kind_of(file, options)
-        is_data_of_index = kind == "megatron" and file.suffix == ".bin"
-        is_misnamed = kind == "unknown" and _misnamed(file) and detect(file).reason not in ARCHIVES.values()
-        if (kind in names_with("check") and not is_data_of_index) or is_misnamed:
+        if not (kind == "megatron" and file.suffix == ".bin"):  # the data of an index
             yield file, kind
     for folder in entries:
         if folder.is_dir():
             yield from _find_in_directory(folder, options)
+
+
+def _is_misnamed(file: Path, kind: str) -> bool:
+    return kind == "unknown" and bool(_misnamed(file)) and detect(file).reason not in ARCHIVES.values()
 
 
 def kind_of(path: Path, options: CheckOptions) -> str:
@@ -86,7 +108,9 @@ def _examine_one(path: Path, kind: str, options: CheckOptions) -> Report:
     if kind in names_with("check"):
         get_format(kind).check(path, report)
     else:
-        report.depth = "none"
+        report.depth = "kinds" if kind in names_with("read_text") else "none"
+        if encoding := detect(path).encoding if path.is_file() else "":
+            report.metadata["encoding"] = f"{encoding} (guessed)"
         if evidence := _misnamed(path):
             report.add_finding("not-the-data", "byte 0", evidence)
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]

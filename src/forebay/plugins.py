@@ -6,6 +6,7 @@ names is asked for.
 """
 
 import importlib
+import sys
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -44,4 +45,6 @@ def load_plugin(group: str, name: str) -> Any:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
+        looked = ", ".join(path or "the working directory" for path in sys.path[:3])
+        where = f". It was looked for in {looked}, …" if isinstance(error, ModuleNotFoundError) else ""
+        raise UsageError(f"cannot import {name!r}: {type(error).__name__}: {error}{where}") from error

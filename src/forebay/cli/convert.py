@@ -90,12 +90,17 @@ def _doctor(args: argparse.Namespace) -> int:
         print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
     else:
         is_part = any(report.depth == "part" for report in reports)
-        print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}")
+        others = sum(report.metadata.get("not examined", 0) for report in reports)
+        more = f"; {others:,} files were not examined" if others else ""
+        print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}{more}")
     return 0 if ok else 1
 
 
+_OF_TEXT = "by first bytes alone: `forebay prepare` reads text, and reports what is wrong with it"
+
+
 def _print_report(report: Report) -> None:
-    depths = {"all": "read all of it", "none": "not checked"}
+    depths = {"all": "read all of it", "none": "not checked", "kinds": _OF_TEXT}
     depth = depths.get(report.depth, f"read {report.read_bytes:,} bytes; --full reads all")
     print(f"{report.path}: {report.kind}, {report.total_bytes:,} bytes ({depth})")
     for name, value in report.metadata.items():

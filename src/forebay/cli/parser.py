@@ -59,7 +59,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""
-        self.print_usage(sys.stderr)
         stop = "" if message.endswith("?") else "."
         report_failure("UsageError", f"{message}{stop} See `{self.prog} --help`.", "--json" in sys.argv)
         sys.exit(2)

@@ -74,14 +74,18 @@ def _prepare(args: argparse.Namespace) -> None:
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
-    what = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if to == "dataset" else f"as {to}"
+    what = f"{result['tokens']:,} tokens in {_numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
     failed = result["failed"]
-    missing = f"\n{failed['inputs']:,} inputs failed, {failed['share']:.1%} of the bytes are missing: "
+    missing = f"\n{_numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
     missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
     print(
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}{missing}"
     )
+
+
+def _numbered(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _show_report(out: str) -> None:
@@ -97,7 +101,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     from forebay.prepare.dedup.methods import KINDS
 
     options = {
-        "name": args.name, "sample": args.sample,
+        "name": args.name, "sample": _share(args.sample),
         "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
         "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
@@ -110,6 +114,17 @@ def _recipe(args: argparse.Namespace) -> Recipe:
             raise UsageError(f"--dedup {name!r}: expected some of {', '.join(KINDS)}.")
         settings = merge(settings, {"dedup": {name: True}})
     return load_recipe(args.recipe, args.config, settings, allow_code=args.allow_code)
+
+
+def _share(text: str | None) -> float | None:
+    """Return a share of the input, which is `2%` or `0.02`."""
+    try:
+        value = None if text is None else float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = 0.0
+    if value is not None and not 0 < value <= 1:
+        raise UsageError(f"--sample: expected a share such as 2% or 0.02, got {text!r}.")
+    return value
 
 
 def _without_none(tables: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.external import TOKEN_COLUMNS
-from forebay.formats.report import Report, check_external
+from forebay.formats.report import Report, check_external, check_rows
 
 KEY = "__key__"  # The name of a sample of WebDataset, beside its columns.
 
@@ -106,10 +106,7 @@ class ColumnDirectory(Format):
         try:
             if not decide_layout(self.schema(path, dtype)).is_rows:
                 return check_external(report, lambda: self.open_tokens(path, dtype))
-            fault, num_rows = "damaged", 0
-            for batch in self.open_rows([path], ConvertOptions(input_dtype=dtype and str(dtype))).batches():
-                report.read_bytes += batch.nbytes
-                num_rows += batch.num_rows
-            report.add_count("rows", num_rows)
+            fault = "damaged"
+            check_rows(report, self.open_rows([path], ConvertOptions(input_dtype=dtype and str(dtype))))
         except (DatasetError, UsageError) as error:
             report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.conversion import TableSource
 from forebay.formats.external import TOKEN_COLUMNS, ExternalDataset
 
 _MAX_FINDINGS = 1000  # Of one file or dataset.
@@ -84,7 +85,8 @@ class Report:
         kind: Its format: `npy`, `raw tokens`, `megatron`, `parquet` … or `unknown`.
         metadata: dtype, counts …
         findings: What is wrong; empty if nothing is.
-        depth: How much was checked: `all`, `part`, or `none` where the format has no check.
+        depth: How much was checked: `all`, `part`, `kinds` (of texts the first bytes alone, as `prepare` reports what
+            is wrong with them), or `none` where the format has no check.
         read_bytes, total_bytes: Bytes that were read, and all bytes.
     """
 
@@ -154,6 +156,20 @@ def check_external(report: Report, open_dataset: Callable[[], ExternalDataset]) 
         check_slices(report, dataset)
         if not m.tokens:
             report.add_finding("empty", "index", "expected tokens, got none")
+
+
+def check_rows(report: Report, table: TableSource) -> None:
+    """Add the rows of a table, every value of which is read."""
+    report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in table.schema)[:500]
+    if any("string" in str(field.type) for field in table.schema):
+        report.metadata["text"] = "`forebay prepare` tokenizes it"
+    num_rows = 0
+    for batch in table.batches():
+        report.read_bytes += batch.nbytes
+        num_rows += batch.num_rows
+        if report.is_enough(report.read_bytes):
+            break
+    report.add_count("rows", num_rows)
 
 
 def check_slices(report: Report, dataset: Dataset) -> None:

@@ -12,6 +12,7 @@ import inspect
 import json
 import operator
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -76,11 +77,13 @@ def load_recipe(
         UsageError: If a file is missing or no TOML, or a key or value is invalid: with file and key.
     """
     layers: list[Layer] = []
+    if allow_code:  # as torchrun and pytest do: where the recipe is, and where the command runs
+        folders = [str(Path(config).resolve().parent)] if config is not None else []
+        sys.path[:0] = [path for path in (*folders, str(Path.cwd())) if path not in sys.path]
     if name is not None:
         if name not in recipe_names():
-            raise UsageError(
-                f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config."
-            )
+            known, near = ", ".join(recipe_names()), _similar(name, recipe_names())
+            raise UsageError(f"recipe {name!r}: expected one of {known}; a file goes with --config{near}")
         layers.append((f"{name}.toml", tomllib.loads(recipe_text(name))))
     if config is not None:
         layers.append((str(config), read_toml(config)))
@@ -114,7 +117,8 @@ def stage_group(name: str) -> tuple[str, ...]:
     if name in GROUPS:
         return GROUPS[name]
     if name not in STAGES and name not in plugins("forebay.filters"):
-        raise UsageError(f"--filter {name!r}: expected some of {', '.join([*GROUPS, *STAGES])}.")
+        known = [*GROUPS, *STAGES]
+        raise UsageError(f"--filter {name!r}: expected some of {', '.join(known)}{_similar(name, known)}")
     return (name,)
 
 
@@ -282,6 +286,11 @@ def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence
 
 def _choices(kind: Any) -> Sequence[Any]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _similar(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f". Did you mean {near[0]}?" if near else "."
 
 
 def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:

@@ -62,13 +62,13 @@ KINDS = ("number", "text")
 
 
 def prepare_dataset(
-    inputs: Sequence[str | Path | DocumentSource],
+    inputs: str | Path | DocumentSource | Sequence[str | Path | DocumentSource],
     out: Path | str,
     *,
     recipe: Recipe | str | None = None,
     tokenizer: str | tokenizers.Tokenizer | None = None,
-    filters: Sequence[str | Stage] = (),
-    dedup: Sequence[str | Method] = (),
+    filters: str | Stage | Sequence[str | Stage] = (),
+    dedup: str | Method | Sequence[str | Method] = (),
     name: str | None = None,
     slice_bytes: int | None = None,
     seed: int | None = None,
@@ -89,8 +89,8 @@ def prepare_dataset(
     """Prepare a dataset of raw text. A killed call resumes when it is called again.
 
     Args:
-        inputs: Files, directories and URLs of any format of `forebay.formats`; inputs of entry points of
-            `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
+        inputs: One or several: files, directories, patterns and URLs of any format of `forebay.formats`; inputs of
+            entry points of `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
         out: The dataset's directory, which is created, or a prefix of a bucket: s3://, r2://, gs://, az://.
         recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
             tokenized as it is. The arguments that follow are laid over it.
@@ -131,6 +131,14 @@ def prepare_dataset(
             there is no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     store = open_store(out)
+    inputs, filters, dedup = map(_listed, (inputs, filters, dedup))
+    for item in filters:
+        if not isinstance(item, str) and not hasattr(item, "apply"):
+            name = getattr(item, "__name__", type(item).__name__)
+            raise UsageError(
+                f"filters: expected names or stages, got {name}. Decorate a function with @forebay.text_filter(NAME, "
+                f"version=…), and pass what a call of it returns: filters=[{name}()]."
+            )
     to = "parquet" if annotate and to == "dataset" else to
     output = next((output for output in OUTPUTS if output.name == to), to)
     if isinstance(output, str):
@@ -188,6 +196,11 @@ def prepare_dataset(
         except TasksFinishedError:
             progress.leave("all tasks are finished: `forebay prepare --finish` writes the output")
             return PrepareResult(run.path, recipe.name, "", 0, 0, 0, 0)
+
+
+def _listed(items: Any) -> list[Any]:
+    """Return the items of a list; another thing is the only one."""
+    return list(items) if isinstance(items, list | tuple | set | dict | Iterator) else [items]
 
 
 def _open_inputs(

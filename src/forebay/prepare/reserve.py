@@ -80,7 +80,13 @@ def disk_errors(store: Store) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        path = str(error.filename or "")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if path and not (isinstance(store, FolderStore) and path.startswith(str(store.path))):
+                raise PrepareError(
+                    f"{path}: no space left on the device. Finished work is kept: make room there (compiled kernels "
+                    "are below the home directory, files of tasks below TMPDIR), then run the same command again."
+                ) from error
             raise PrepareError(
                 f"{store.url}: no space left on the device. Finished work is kept: make room (the text and three times "
                 "the tokens; of a bucket, in TMPDIR for the files of a task), then run the same command again."

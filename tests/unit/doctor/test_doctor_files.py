@@ -166,14 +166,39 @@ def test_mds_whose_shard_is_not_what_its_index_says(tmp_path: Path) -> None:
     assert "bytes" in only("index-mismatch", folder).evidence
 
 
-def test_a_format_that_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
-    page.write_text("<!DOCTYPE html><html><body>A page that somebody wrote.</body></html>")
-    assert main(["doctor", str(page)]) == 1
-    assert "html" in (message := capsys.readouterr().out) and "NOT checked: 1 of 1" in message and "ok:" not in message
-    assert main(["doctor", str(page), "--json"]) == 1
-    (report,) = orjson.loads(capsys.readouterr().out)["reports"]
-    assert (report["ok"], report["depth"], report["read_bytes"]) == (False, "none", 0)
+PNG = b"\x89PNG\r\n\x1a\n\0\0"
+
+
+@pytest.mark.parametrize(
+    ("files", "ok", "shown"),
+    [
+        ({"a.png": PNG}, False, ["NOT checked: 1 of 1"]),
+        ({"page.html": b"<!DOCTYPE html><html><body>A page.</body></html>"}, True, ["html: 1", "forebay prepare"]),
+        (
+            {"a.txt": b"one", "b.md": b"# two", "e.txt": b"", "l.txt": "schöne Grüße".encode("latin-1"), "p.png": PNG},
+            True, ["not examined: 5", "text: 4", "images: 1", "empty: 1", "guessed to be ", "5 files were not"],
+        ),
+        ({"a.jsonl": b'{"text": "a"}\n', "a.txt": b"one", "p.png": PNG}, True, ["lines: 1", "2 files were not"]),
+        ({"a.jsonl": b"{broken\n", "a.txt": b"one"}, False, ["WRONG damaged", "text: 1", "NOT ok: 1 of 2"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_examined_is_counted_by_kind_and_texts_are_healthy(
+    files: dict[str, bytes], ok: bool, shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert main(["doctor", str(tmp_path)]) == (not ok)
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in shown), printed
+    assert main(["doctor", str(tmp_path), "--json"]) == (not ok)
+    assert orjson.loads(capsys.readouterr().out)["ok"] == ok
+
+
+def test_a_saved_set_of_text_is_healthy(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a", "b"], "id": [1, 2]}).save_to_disk(str(tmp_path / "saved"))
+    (report,) = reports(tmp_path / "saved")
+    assert report.ok and report.metadata["rows"] == 2 and "forebay prepare" in report.metadata["text"]
 
 
 # Forebay's own.

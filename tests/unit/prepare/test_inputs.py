@@ -122,7 +122,7 @@ def test_an_input_that_fails_is_told_everywhere_and_counts_by_its_bytes(
 
     assert main([*command, str(out), str(source)]) == 0
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[-1].startswith("1 inputs failed, ") and "skipped.jsonl" in shown.out
+    assert shown.out.splitlines()[-1].startswith("1 input failed, ") and "skipped.jsonl" in shown.out
     assert "forebay: left out 1 that failed: " in shown.err and reason in shown.err
     assert main([*command, str(out), str(source), "--json"]) == 0  # as it is there already
     failed = json.loads(capsys.readouterr().out)["failed"]

@@ -6,6 +6,7 @@ characters, at 38 MB of text a second and core, 4.9 times as fast as through the
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -49,6 +50,12 @@ class Language(Stage):
     version: ClassVar[int] = 3
     # Unsure: the likeliest language is one to keep, with too low a score.
     reasons: ClassVar[tuple[str, ...]] = ("language_other", "language_unsure")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [code for code in self.keep if not self.model and not re.fullmatch(r"[A-Za-z]{2,3}([_-]\w+)?", code)]
+        if wrong:
+            raise UsageError(f"keep: expected codes of languages such as en, eng or srp_Latn, got {wrong[0]!r}")
 
     def files(self) -> tuple[str, ...]:
         return () if self.model == COLUMN else (self.model or default_model(),)
