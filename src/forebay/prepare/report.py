@@ -212,24 +212,13 @@ def times_table(record: Report) -> Table:
         f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}. Without the compilation "
         "of kernels. All of the page but this section is the same for the same input and recipe."
     )
-    parts = [part for part in _task_tables(record) if part.rows]
-    return Table(
-        "Times", ("Rule or step", "CPU", "Share", "Documents a CPU second", "bar"), rows, description, "", parts
-    )
-
-
-def _task_tables(record: Report) -> Iterator[Table]:
-    """Where time went by stage, and attempts that failed."""
-    rows = [
-        [stage["stage"], format_seconds((stage["stopped_at"] or record["updated_at"]) - stage["started_at"]),
-         format_seconds(stage["cpu_s"])]
-        for stage in record["stages"]
+    attempts = [
+        (f["task"], f["step"], f["node"] or f["host"], str(f["attempt"]), f["reason"]) for f in record["retries"]
     ]  # fmt: skip
-    yield Table("Stages", ("Stage", "Time", "CPU"), rows, f"{count(record['tasks'])} tasks.")
-    rows = [
-        [f["task"], f["step"], f["node"] or f["host"], str(f["attempt"]), f["reason"]] for f in record["retries"]
-    ]  # fmt: skip
-    yield Table("Attempts that failed", ("Task", "Step", "Host", "Attempt", "Reason"), rows, "The last of them.")
+    heads = ("Task", "Step", "Host", "Attempt", "Reason")
+    parts = [Table("Attempts that failed", heads, attempts, "The last of them.")] if attempts else []
+    heads = ("Rule or step", "CPU", "Share", "Documents a CPU second", "bar")
+    return Table("Times", heads, rows, description, "", parts)
 
 
 def render_text(report: Report, times: Report | None = None) -> str:

@@ -157,7 +157,7 @@ def test_wrong_settings_are_told_where_they_stand(tmp_path: Path, capsys: pytest
     assert "nonsense" in refused(*arguments, "--dedup", "nonsense")
     assert "expected one of c4, code" in refused(*arguments, "--recipe", "nonsense")
     assert "KEY=VALUE" in refused(*arguments, "--set", "nonsense")
-    assert "sample: expected at most 1, got 2" in refused(*arguments, "--sample", "200%")
+    assert "expected a share such as 2%" in refused(*arguments, "--sample", "200%")
     assert "tokenizer" in refused(*arguments[:-2])
     assert "mine.toml" in refused(*arguments, "--write-ids", config / "ids", code=1)
     assert "expected inputs" in refused("prepare", *arguments[2:])

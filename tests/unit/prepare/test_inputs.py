@@ -278,17 +278,3 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "t/text")["id"].to_pylist() == [f"{tmp_path}/m\ufffdde.txt"]
     prepare(path, tmp_path / "d", document_ids=True)
     assert pq.read_table(tmp_path / "d/documents.parquet")["id"].to_pylist() == ["m?de.txt"]
-
-
-def test_the_command_says_what_it_leaves_out(
-    everyday: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["prepare", str(everyday), "--tokenizer", "bytes", "--workers", "1", "--json"]
-    command += ["--set", "max_error_rate=0.5"]
-    assert main([*command, "--out", str(tmp_path / "d"), "--quiet"]) == 0
-    shown = capsys.readouterr()
-    assert sum(json.loads(shown.out)["skipped"].values()) == 4 and shown.err.count("forebay: left out 1") == 4
-    assert main([*command, "--dry-run"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["skipped"]) == 3
-    assert main([*command, "--out", str(tmp_path / "s"), "--strict"]) == 1
-    assert "prepare --strict" in capsys.readouterr().err
