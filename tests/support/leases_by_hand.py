@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,10 @@ from forebay.storage.peer_source import FromUrls
 from support.waiting import until
 
 DATASET = "ab" * 32
+LEASE = """{"job": "j", "job_id": "j", "epoch": 0, "count": 9, "start": 0, "stop": 9, "sample_base": 0, "seed": 0,
+    "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1, "expires_in_s": 30.0}"""
+REPLY = """{"uses": [], "refused": [], "active": {}, "lost": [], "leases": [], "wait_s": 0.1, "done": false,
+    "paused": false, "report_cached": false}"""
 
 
 class FetchingWorker:
@@ -38,12 +43,10 @@ class FetchingWorker:
         chunk_bytes: int = 0, index: int = 3, name: str = "slices/3",
     ) -> ActiveLease:  # fmt: skip
         """Add a lease of a slice, as if the scheduler had granted it; providers are origins by default."""
-        holders = [{"peer_id": "", **provider} for provider in providers]
-        lease = {
-            "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": index, "dataset_id": DATASET,
-            "name": name, "sha256": sha256, "bytes": num_bytes, "count": 9, "start": 0, "stop": 9,
-            "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
-            "providers": holders, "expires_in_s": 30.0, "chunk_bytes": chunk_bytes,
+        lease = json.loads(LEASE) | {
+            "lease_id": lease_id, "slice": index, "dataset_id": DATASET, "name": name, "sha256": sha256,
+            "bytes": num_bytes, "chunk_bytes": chunk_bytes,
+            "providers": [{"peer_id": "", **provider} for provider in providers],
         }  # fmt: skip
         request = self.leases.state.request(time.monotonic())
         live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.known_leases}
@@ -75,8 +78,4 @@ class FetchingWorker:
 
 
 def answer(**more: Any) -> ExchangeReply:
-    empty = {
-        "uses": [], "refused": [], "active": {}, "lost": [], "leases": [], "wait_s": 0.1, "done": False,
-        "paused": False, "report_cached": False,
-    }  # fmt: skip
-    return ExchangeReply.from_json({**empty, **more})
+    return ExchangeReply.from_json(json.loads(REPLY) | more)

@@ -13,25 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import forebay
-from forebay.dataset.import_slices import import_slices
-from forebay.dataset.slices import write_token_slice
 from forebay.load.sources import Mixture
+from support.feeding import make_dataset
 
 Steps = dict[int, dict[str, float]]
 
 
 def sources(folder: Path) -> dict[str, Any]:
-    for name in ("a", "b"):
-        (folder / name).mkdir(parents=True)
-        tokens = np.arange(4000, dtype=np.uint16)
-        write_token_slice(folder / name / "0.safetensors", tokens, np.array([4000], np.uint64))
-        import_slices(folder / name, name)
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {i} of text"}) + "\n" for i in range(400)))
-    datasets = {"s3://bucket/a b": folder / "a", "b": folder / "b"}
-    mixture = Mixture(datasets, {"s3://bucket/a b": 3, "b": 1})
+    first, second = (make_dataset(folder / name, 1, 400, 10) for name in "ab")
+    mixture = Mixture({"s3://bucket/a b": first, "b": second}, {"s3://bucket/a b": 3, "b": 1})
     return {
         "loader": forebay.Loader(mixture, seq_len=10, batch_size=8, steps=20),
         "stream": forebay.TextStream(folder / "text.jsonl", tokenizer="bytes", seq_len=16, batch_size=4, steps=20),

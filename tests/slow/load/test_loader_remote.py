@@ -121,12 +121,12 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
 
 def test_a_directory_that_cannot_be_written_is_told(server: OriginServer, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 3 * MIB) as disk:
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        subprocess.run(f"mount -o remount,ro {disk}".split(), check=True)
         with pytest.raises(UsageError, match="choose another directory"):
             read_samples(Loader(server.url, cache_dir=disk / "cache", cache_bytes=MIB, **ONE_BY_ONE), SAMPLES)
-        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        subprocess.run(f"mount -o remount,rw {disk}".split(), check=True)
         with Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE) as loader:
             read_samples(loader, SAMPLES)
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        subprocess.run(f"mount -o remount,ro {disk}".split(), check=True)
         with pytest.raises(ForebayError):
             read_samples(Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE), SAMPLES)

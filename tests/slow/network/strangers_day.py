@@ -29,8 +29,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -351,20 +351,9 @@ def attack(settings: dict[str, Any]) -> None:
     os._exit(0)
 
 
-@dataclass
-class Day:
-    """The outcome of one run of the job; `peaks_mb` by process, `wait_share` by worker."""
-
-    seconds: float = 0.0
-    peaks_mb: dict[str, float] = field(default_factory=dict)
-    wait_share: dict[str, float] = field(default_factory=dict)
-    attacks: dict[str, dict[str, int]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-
-
-def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool = True) -> Day:
-    """Run the job in an empty folder."""
-    day, nodes = Day(), {}
+def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool = True) -> SimpleNamespace:
+    """Run the job in an empty folder; return its outcome: `peaks_mb` by process, `wait_share` by worker."""
+    day, nodes = SimpleNamespace(seconds=0.0, peaks_mb={}, wait_share={}, attacks={}, faults=[]), {}
     num_slices = round(min(1.0, minutes) * 60.0 * workers / SLICE_S)
     with contextlib.ExitStack() as stack:
         homes = _make_members(folder, workers, stack)
@@ -456,7 +445,7 @@ def main() -> int:
     for is_attacked in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             days.append(run_day(Path(folder), args.minutes, is_attacked=is_attacked))
-            print(json.dumps({"is_attacked": is_attacked, **asdict(days[-1])}), flush=True)
+            print(json.dumps({"is_attacked": is_attacked, **vars(days[-1])}), flush=True)
     return int(any(day.faults for day in days))
 
 

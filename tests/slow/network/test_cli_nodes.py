@@ -125,8 +125,8 @@ def test_status_of_nodes_of_every_kind(
     """Exit 0 while a node takes requests, else 1; also by the environment, as probes do."""
     network, port = Network(tmp_path, stack, "w0", "w1"), free_port()
     with contextlib.closing(LibtorrentDht(HOST, port, [])):
-        assert main(["status", f"udp://{HOST}:{port}", "--timeout", "60"]) == 0
-    assert main(["status", f"udp://{HOST}:{port}", "--timeout", "0.5"]) == 1
+        assert main(f"status udp://{HOST}:{port} --timeout 60".split()) == 0
+    assert main(f"status udp://{HOST}:{port} --timeout 0.5".split()) == 1
     for identity in (None, network.identity("w0")):
         with Coordinator(identity=identity) as coordinator:
             scheme = "https" if identity else "http"

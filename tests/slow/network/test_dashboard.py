@@ -32,6 +32,7 @@ from support.browser import THEMES, WIDTHS, Browser, open_browser
 from support.nodes import HOST, NAME, PACED_READER, Network, make_dataset
 from support.waiting import until
 
+Job = tuple[Network, SchedulerService, Dashboard]
 WORKERS = ["worker-1", "worker-2", "worker-3", "worker-4"]
 
 
@@ -65,7 +66,7 @@ def shown_view(page: Dashboard) -> View:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, SchedulerService, Dashboard]]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job of which four workers used a part, and one was killed; its page."""
     directory = tmp_path_factory.mktemp("job")
     with ExitStack() as stack:
@@ -90,7 +91,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Sch
         yield network, service, page
 
 
-def test_the_view_has_workers_waits_coverage_nodes_and_events(job: tuple[Network, SchedulerService, Dashboard]) -> None:
+def test_the_view_has_workers_waits_coverage_nodes_and_events(job: Job) -> None:
     network, service, page = job
 
     def is_whole(view):
@@ -122,7 +123,7 @@ def test_the_view_has_workers_waits_coverage_nodes_and_events(job: tuple[Network
 
 
 def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
-    job: tuple[Network, SchedulerService, Dashboard],
+    job: Job,
 ) -> None:
     url = job[2].url
     status, headers, body = get(url)
@@ -150,7 +151,7 @@ def check_page(browser: Browser, url: str, name: str, selector: str, act: Callab
                 browser.screenshot(Path(folder) / f"{name}-{size}-{theme}.png")
 
 
-def test_the_page_in_a_browser(job: tuple[Network, SchedulerService, Dashboard]) -> None:
+def test_the_page_in_a_browser(job: Job) -> None:
     url, parts = job[2].url, (*WORKERS, "silent", "Where the workers' time goes", "Data nodes", "joined")
     with open_browser() as browser:
         check_page(browser, url, "dashboard", "#table-workers tbody tr", lambda: parts)

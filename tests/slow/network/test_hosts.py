@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ class Job:
 
     lab: Lab
     directory: Path
-    hosts: dict[str, Host] = field(default_factory=dict)
-    nodes: dict[str, Process] = field(default_factory=dict)
+    hosts: dict[str, Host]
+    nodes: dict[str, Process]
 
     def assert_finishes(self) -> dict[str, dict[str, Any]]:
         """Wait for the workers; return each's report."""
@@ -53,7 +53,7 @@ def running(directory: Path) -> Iterator[Job]:
     """A job that has begun, whose last worker is behind NAT; everything ends with the block."""
     data, workers = ["data-1", "data-2"], ["worker-1", "worker-2", "worker-3"]
     with Lab(directory) as lab:
-        job = Job(lab, directory)
+        job = Job(lab, directory, {}, {})
         for name in ["dht", *data, "scheduler", *workers]:
             job.hosts[name] = lab.host_behind_nat(name) if name == workers[-1] else lab.host(name)
         entry = (job.hosts["dht"].address, 7400)

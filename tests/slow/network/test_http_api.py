@@ -25,13 +25,14 @@ EXAMPLES = os.environ.get("FOREBAY_SCHEMATHESIS_EXAMPLES", "100")
 BODIES = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generation": "x", "wait_s": 1e9},
     {"settings": {"x": 10**30}}, {"settings": {"x": "a" * 10_000}},
 ]  # fmt: skip
+Running = tuple[Network, dict[str, str]]
 SERVERS = ("data", "scheduler", "coordinator")
 WORKERS = {"/v2/exchange", *(f"/v1/members/{verb}" for verb in ("join", "ready", "heartbeat", "meet", "leave"))}
 ADMINS = {"/v1/job/pause", "/v1/job/resume", "/v1/job/readmit", "/v1/peers/{peer_id}/pardon"}
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, dict[str, str]]]:
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A network with a member `client`, and the address of each server."""
     with ExitStack() as stack:
         network = Network(tmp_path_factory.mktemp("servers"), stack, "client", dht_nodes=2)
@@ -53,9 +54,7 @@ def request_status(client: Client, address: str, method: str, path: str, body: A
 
 
 @pytest.mark.parametrize("name, num_messages", [("data", 1), ("scheduler", 2), ("coordinator", 6)])
-def test_servers_answer_as_their_documents_say(
-    network: tuple[Network, dict[str, str]], name: str, num_messages: int
-) -> None:
+def test_servers_answer_as_their_documents_say(network: Running, name: str, num_messages: int) -> None:
     """Every route declares how it refuses; a message has a schema without further fields, every list a bound."""
     client, address = network[0].client("client"), network[1][name]
     document, _ = client.request_json(address, "GET", "/openapi.json")
@@ -117,7 +116,7 @@ def check_bounds(name: str, schemas: dict[str, Any], seen: set[str]) -> None:
 @pytest.mark.timeout(600 + 6 * int(EXAMPLES))
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="FOREBAY_SCHEMATHESIS names no interpreter with schemathesis")
 @pytest.mark.parametrize("name", SERVERS)
-def test_schemathesis_finds_nothing(network: tuple[Network, dict[str, str]], name: str) -> None:
+def test_schemathesis_finds_nothing(network: Running, name: str) -> None:
     command = [SCHEMATHESIS, str(TESTS / "support" / "http_api.py"), f"https://{network[1][name]}"]
     done = subprocess.run([*command, str(network[0].homes["client"]), EXAMPLES], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

@@ -9,7 +9,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ class Processes:
     """Addresses by the kind of process; `nodes` over mutual TLS, `pages` over plain HTTP."""
 
     directory: Path
-    nodes: dict[str, str] = field(default_factory=dict)
-    pages: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, str]
+    pages: dict[str, str]
 
     def expositions(self) -> dict[str, str]:
         with Client(Identity.load(self.directory / "monitor")) as client:
@@ -80,14 +80,11 @@ def yaml_blocks() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    directory = tmp_path_factory.mktemp("metrics")
-    result = Processes(directory)
     with ExitStack() as stack:
-        start(result, directory, stack)
-        yield result
+        yield start(tmp_path_factory.mktemp("metrics"), stack)
 
 
-def start(result: Processes, directory: Path, stack: ExitStack) -> None:
+def start(directory: Path, stack: ExitStack) -> Processes:
     network = Network(directory, stack, "reader", *WORKERS, dht_nodes=3)
     create_organisation(directory / "network", directory / "lab", "lab")
     for name in ("data-of-lab", "monitor"):  # Prometheus has to verify chains of three.
@@ -104,7 +101,7 @@ def start(result: Processes, directory: Path, stack: ExitStack) -> None:
     coordinator = stack.enter_context(Coordinator(HOST, 0, config={"num_steps": 1000}))
     joined = stack.enter_context(Membership(f"http://{coordinator.address}", "trainer-0"))
     joined.join()
-    result.nodes = {"data node": node.address, "scheduler": scheduler.address, "worker": share.address}
+    nodes = {"data node": node.address, "scheduler": scheduler.address, "worker": share.address}
     (directory / "text.jsonl").write_text(
         "".join(json.dumps({"text": f"{text} {i}" if i % 3 else "short"}) + "\n" for i, text in enumerate(texts(60)))
     )
@@ -123,12 +120,13 @@ def start(result: Processes, directory: Path, stack: ExitStack) -> None:
         thread.start()
         stack.callback(thread.join, 30.0)
         stack.callback(stop.set)
-    result.pages = {kind: page.url.split("/")[2] for kind, page in pages.items()}
-    result.pages["coordinator"] = coordinator.address
+    addresses = {kind: page.url.split("/")[2] for kind, page in pages.items()} | {"coordinator": coordinator.address}
+    result = Processes(directory, nodes, addresses)
     workers = lambda: list(scheduler.status()["workers"].values())  # noqa: E731
     until(lambda: len(workers()) > len(WORKERS) and all(w["samples"] and w["processes"] for w in workers()))
     names = ("forebay_worker_wait_ratio", "forebay_run_step", "forebay_prepare_elapsed_seconds")
     until(lambda: all(name in "".join(result.expositions().values()) for name in names))
+    return result
 
 
 def loaders(network: Network, scheduler: str) -> dict[str, Any]:

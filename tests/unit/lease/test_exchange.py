@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from forebay.lease.messages import ExchangeRequest, FailedLease, ProviderReport
 
-USE = {"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}
+USE = json.loads('{"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}')
 BODY = {
     "job": "d", "session": "5e", "attempt": 2, "address": "h:1", "known_leases": ["a1"], "job_id": "1" * 64,
     "uses": [USE],

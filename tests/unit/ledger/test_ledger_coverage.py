@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -127,12 +127,10 @@ def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(
         assert ledger.next_seq == mark.seq + 1 and ledger.read_bytes < size / 2
         assert ledger.first.kind == "job"
         ledger.append("resumed", {})
-    for wrong in (Checkpoint(mark.seq, "0" * 64, mark.size, mark.last_bytes, mark.first),
-                  Checkpoint(mark.seq, mark.prev, mark.size - 1, mark.last_bytes, mark.first),
-                  Checkpoint(mark.seq, mark.prev, 10 * size, mark.last_bytes, mark.first),
-                  Checkpoint(mark.seq - 1, mark.prev, mark.size, mark.last_bytes, mark.first),
-                  Checkpoint(mark.seq, mark.prev, mark.size, mark.last_bytes, "1" * 64)):  # fmt: skip
-        with Ledger.open(path, sign, checkpoint=wrong) as ledger:
+    for change in (
+        {"prev": "0" * 64}, {"size": mark.size - 1}, {"size": 10 * size}, {"seq": mark.seq - 1}, {"first": "1" * 64}
+    ):  # fmt: skip
+        with Ledger.open(path, sign, checkpoint=replace(mark, **change)) as ledger:
             assert ledger.next_seq == mark.seq + 2 and ledger.read_bytes == path.stat().st_size
     assert verify_ledger(path, KEY, check).intact
     assert Checkpoint.from_json({"seq": 1}) is None and Checkpoint.from_json(None) is None

@@ -37,7 +37,7 @@ class Handler:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.peers = []
+        self.peers, self.sent = [], []  # `sent`: each peer and number of bytes that the server counts
         self.entered = threading.Semaphore(0)
         self.gate = threading.Event()
 
@@ -73,15 +73,8 @@ def handler(tmp_path: Path) -> Iterator[Handler]:
 
 
 @pytest.fixture
-def counted() -> list[tuple[str, int]]:
-    """Bytes that the server says it has sent, by peer."""
-    return []
-
-
-@pytest.fixture
-def server(handler: Handler, counted: list[tuple[str, int]], make_identity: Make) -> Iterator[Server]:
-    on_bytes = lambda peer, num_bytes: counted.append((peer.peer_id, num_bytes))  # noqa: E731
-    with serve(make_identity("server"), handler, on_bytes=on_bytes) as server:
+def server(handler: Handler, make_identity: Make) -> Iterator[Server]:
+    with serve(make_identity("server"), handler, on_bytes=lambda *sent: handler.sent.append(sent)) as server:
         yield server
 
 
@@ -130,9 +123,7 @@ def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, t
     assert seen == [member.as_peer] and (member.as_peer.peer_id, member.as_peer.org) == (member.peer_id, org)
 
 
-def test_files_and_ranges(
-    server: Server, client: Client, counted: list[tuple[str, int]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_and_ranges(server: Server, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert client.get_bytes(server.address, "/empty", SIZE) == b""
     assert "ASGI" not in caplog.text
@@ -140,8 +131,8 @@ def test_files_and_ranges(
         into = bytearray(stop - start)
         client.read_range(server.address, "/file", memoryview(into), start)
         assert into == CONTENT[start:stop]
-    until(lambda: sum(n for _, n in counted) == 2 * SIZE + 2 - (1 << 20))
-    assert {peer for peer, _ in counted} == {client.identity.peer_id}
+    until(lambda: sum(n for _, n in handler.sent) == 2 * SIZE + 2 - (1 << 20))
+    assert {peer.peer_id for peer, _ in handler.sent} == {client.identity.peer_id}
     assert client.get_bytes(server.address, "/file", SIZE) == CONTENT
     with pytest.raises(ProtocolError, match="expected status 206"):
         client.read_range(server.address, "/file", memoryview(bytearray(SIZE + 1)), 0)

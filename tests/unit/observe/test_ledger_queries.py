@@ -26,6 +26,8 @@ from support.ledgers import KEY, sign
 
 SEQ_LEN, BATCH = 4, 3
 LENGTHS = [[5, 20, 15], [7], [33, 4]]  # The last document of a slice goes on in the next.
+Seen = dict[tuple[str, int], list[int]]  # (worker, step): the global samples that it used
+Job = tuple[LedgerIndex, Seen]
 PEERS = {"w0": peer_id_of(b"0" * 32), "w1": peer_id_of(b"1" * 32)}
 
 
@@ -43,7 +45,7 @@ def dataset(tmp_path: Path) -> Dataset:
     return import_slices(tmp_path / "data", "tiny")
 
 
-def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = False) -> dict[tuple[str, int], list[int]]:
+def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = False) -> Seen:
     """A ledger as two workers make it, receipts now and then; (worker, step) to the global samples it used.
 
     `one_worker`: as two sessions of one worker.
@@ -76,14 +78,12 @@ def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = Fals
 
 
 @pytest.fixture
-def job(tmp_path: Path, dataset: Dataset) -> tuple[LedgerIndex, dict[tuple[str, int], list[int]]]:
+def job(tmp_path: Path, dataset: Dataset) -> Job:
     seen = train(tmp_path / "ledger.jsonl", dataset)
     return open_index(tmp_path / "ledger.jsonl"), seen
 
 
-def test_every_step_of_every_worker_is_found(
-    job: tuple[LedgerIndex, dict[tuple[str, int], list[int]]], dataset: Dataset
-) -> None:
+def test_every_step_of_every_worker_is_found(job: Job, dataset: Dataset) -> None:
     index, seen = job
     documents = Documents(dataset)
     for (name, step), samples in seen.items():
@@ -108,9 +108,7 @@ def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path: Path, da
         assert part.exact and part.samples == samples
 
 
-def test_whoever_saw_a_document_is_found(
-    job: tuple[LedgerIndex, dict[tuple[str, int], list[int]]], dataset: Dataset
-) -> None:
+def test_whoever_saw_a_document_is_found(job: Job, dataset: Dataset) -> None:
     index, seen = job
     documents = Documents(dataset)
     bases = np.cumsum(index.job.samples) - index.job.samples
@@ -137,7 +135,7 @@ def test_whoever_saw_a_document_is_found(
         who_saw(index, 3, 0, 1)
 
 
-def test_all_tables_say_the_same(job: tuple[LedgerIndex, dict[tuple[str, int], list[int]]], tmp_path: Path) -> None:
+def test_all_tables_say_the_same(job: Job, tmp_path: Path) -> None:
     index, seen = job
     for form in ("jsonl", "parquet"):
         assert export_uses(index, tmp_path / form, form, sample_ids=True) == len(index.uses)

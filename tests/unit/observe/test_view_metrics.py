@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from forebay.network.app import exposition
@@ -22,8 +23,10 @@ def test_a_source_that_does_not_answer_has_no_stale_figures() -> None:
 
 
 def test_workers_of_one_name_stay_apart() -> None:
-    workers = [{"name": "a", "id": "1", "leases": 1}, {"name": "a", "id": "2", "leases": 2}, {"name": "b", "leases": 3}]
-    names = [line for line in lines(workers=workers) if line.startswith("forebay_worker_leases")]
+    workers = (
+        '[{"name": "a", "id": "1", "leases": 1}, {"name": "a", "id": "2", "leases": 2}, {"name": "b", "leases": 3}]'
+    )
+    names = [line for line in lines(workers=json.loads(workers)) if line.startswith("forebay_worker_leases")]
     expected = [("a 1", 1), ("a 2", 2), ("b", 3)]
     assert names == [f'forebay_worker_leases{{worker="{name}"}} {count}.0' for name, count in expected]
 

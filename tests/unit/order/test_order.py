@@ -160,9 +160,9 @@ def test_lease_order_goes_on_where_another_stopped(num_samples: int, data: st.Da
 
 def test_wrong_arguments() -> None:
     order = Order(np.array([10]), 0, 4)
-    for wrong in ((0, 3, 0, 1), (0, -1, 0, 1), (-1, 0, 0, 1), (0, 0, 1, 1), (0, 0, 0, 0)):
+    for wrong in ("0 3 0 1", "0 -1 0 1", "-1 0 0 1", "0 0 1 1", "0 0 0 0"):
         with pytest.raises(UsageError):
-            order.share(*wrong)
+            order.share(*map(int, wrong.split()))
     for batch, lanes in ((0, None), (True, None), (4, 0)):
         with pytest.raises(UsageError):
             Order(np.array([10]), 0, batch, lanes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +12,7 @@ from forebay.order.plan import Order
 from forebay.order.run import OwnedRun, assign_owners
 
 
-def hashes(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def hashes(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 32), dtype=np.uint8)
 
 

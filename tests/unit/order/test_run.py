@@ -207,9 +207,9 @@ def test_limits_of_a_run() -> None:
 def test_wrong_arguments() -> None:
     order, empty = Order(np.array([20]), 0, 4), Order(np.array([0]), 0, 4)
     run = Run([order], BatchSizes.of(4), epochs=3)
-    for start, stop, rank, world_size in ((0, 16, 0, 1), (-1, 2, 0, 1), (3, 2, 0, 1), (0, 1, 1, 1), (0, 1, 0, 0)):
+    for wrong in ("0 16 0 1", "-1 2 0 1", "3 2 0 1", "0 1 1 1", "0 1 0 0"):
         with pytest.raises(UsageError):
-            run.steps(start, stop, rank, world_size)
+            run.steps(*map(int, wrong.split()))
     for changes in ((), ((1, 4),), ((0, 4), (0, 5)), ((0, 0),), ((0, True),), ((0, 4), (2.5, 5))):
         with pytest.raises(UsageError):
             BatchSizes(changes)  # type: ignore[arg-type]

@@ -179,8 +179,8 @@ def reading(client: Any, **settings: Any) -> SwarmReader:
     return SwarmReader(client, "ab" * 32, TABLE, own_flags=lambda: np.zeros(1, np.bool_), **settings)
 
 
-HOLDER = {"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:9", "is_origin": True}
-GOOD = {"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": False}
+HOLDER = json.loads('{"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:9", "is_origin": true}')
+GOOD = json.loads('{"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": false}')
 
 
 def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(tmp_path: Path) -> None:

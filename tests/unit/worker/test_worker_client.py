@@ -66,21 +66,21 @@ def test_given_goes_before_the_datasets_own(settings: dict[str, Any], seq_len: i
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"dataset_type": "web"}, "'dummy', 'distributed_dummy', 'huggingface', got 'web'"),
-        ({"model_size": "huge"}, "'tiny', 'small', 'medium', got 'huge'"),
-        ({"dataset_type": "huggingface"}, "dataset_name"),
-        ({"dataset_type": "distributed_dummy", "dataset_name": "pile"}, "dataset_name"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"seq_len": None}, "seq_len"),
-        ({"num_steps": 1.5}, "num_steps"),
-        ({"worker_id": " "}, "worker_id"),
-        ({"learning_rate": 0}, "learning_rate"),
-        ({"lanes": 0}, "lanes"),
+        ('{"dataset_type": "web"}', "'dummy', 'distributed_dummy', 'huggingface', got 'web'"),
+        ('{"model_size": "huge"}', "'tiny', 'small', 'medium', got 'huge'"),
+        ('{"dataset_type": "huggingface"}', "dataset_name"),
+        ('{"dataset_type": "distributed_dummy", "dataset_name": "pile"}', "dataset_name"),
+        ('{"batch_size": 0}', "batch_size"),
+        ('{"seq_len": null}', "seq_len"),
+        ('{"num_steps": 1.5}', "num_steps"),
+        ('{"worker_id": " "}', "worker_id"),
+        ('{"learning_rate": 0}', "learning_rate"),
+        ('{"lanes": 0}', "lanes"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused(settings: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        WorkerConfig(**settings)
+        WorkerConfig(**json.loads(settings))
 
 
 @pytest.mark.parametrize("dataset_type", ["dummy", "distributed_dummy"])

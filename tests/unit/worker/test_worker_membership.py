@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from random import Random
@@ -87,12 +88,10 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     assert next(joining).path == "/v1/config"  # type: ignore[union-attr]
     request = joining.send({"heartbeat_s": 30, "lost_s": 5, "config": {"batch_size": 2}})
     assert isinstance(request, Request) and request.body["session"] == "a"
-    generation = {
-        "number": 1, "rank": 0, "world_size": 1, "start_step": 0, "start_sample": 0, "source": 0, "run_id": "r",
-        "members": [{"worker_id": "w", "rank": 0}],
-    }  # fmt: skip
+    generation = """{"number": 1, "rank": 0, "world_size": 1, "start_step": 0, "start_sample": 0, "source": 0,
+        "run_id": "r", "members": [{"worker_id": "w", "rank": 0}]}"""
     with pytest.raises(StopIteration):
-        joining.send({"generation": generation})
+        joining.send({"generation": json.loads(generation)})
     beats = state.heartbeats()
     next(beats)
     with pytest.raises(StopIteration):
