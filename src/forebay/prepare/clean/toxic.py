@@ -79,8 +79,8 @@ class Toxic(Stage):
     The lexicon is no classifier: it finds obscene words, not threats or contempt in polite ones. Its entries weigh 5,
     and 1 if honest text has them as well; 3 in languages that were not examined. Names of places and persons (Fucking
     in Austria, Dick) do not count. Of short texts of our own its precision and recall are 0.96 and 0.74 in English
-    (C4's rule: 0.40, 0.71), and 1 and 0.8 or more in German, French, Spanish, Italian, Portuguese, Dutch, Polish, Russian
-    and Chinese.
+    (C4's rule: 0.40, 0.71), and 1 and 0.8 or more in German, French, Spanish, Italian, Portuguese, Dutch, Polish,
+    Russian and Chinese.
 
     Args:
         lists: `ldnoobw`: the same lists, but any entry counts, as C4 has it. A file of phrases, one a line, for all

@@ -44,6 +44,7 @@ from forebay.prepare.settings import Count, Share, Texts
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
 """Why a line is taken out, in this order; counted as `lines_symbols`."""
 MAX_LINE_BYTES = 1 << 20
+SHORT_LINE = 4  # Words of the shortest line that may go for its lack of a stop word.
 COMMON = (
     "en", "de", "fr", "es", "it", "pt", "nl", "pl", "cs", "ru", "uk", "sv", "da", "no", "fi", "hu", "ro", "tr", "el",
     "ar", "fa", "he", "hi", "id", "vi", "ko", "zh", "ja", "th", "lo", "km", "my",
@@ -69,6 +70,8 @@ class LineRules(LanguageStage):
         max_uppercase: Share of letters that are capitals: 0.5.
         stop_word_lines: Lines of so many words or more need a stop word: 10. In documents whose column `language` says
             English, a function word; in others a frequent word of any of 32 languages, or of a rarer one its own.
+            A line of four words or more without one goes as well if more than half of them are words of menus (`Photo
+            video share …`) or have no vowel.
         stop_words: Your own list, whatever the language; or `auto`.
         max_removed_words: Drop a document if a larger share of its words is taken out: 1 (never; RefinedWeb: 0.05).
         language: Tables of other settings for languages: `[lines.language.de]`.
@@ -92,7 +95,7 @@ class LineRules(LanguageStage):
     language: ByLanguage = ()
 
     name: ClassVar[str] = "lines"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = ("lines_empty", "lines_removed_words")
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
@@ -153,9 +156,10 @@ def _stop_table(words: Any) -> tuple[*HashTable, dict[str, int]]:
 
 @lru_cache(1)
 def _phrase_table() -> HashTable:
-    """The hash of a phrase's words, one after the other: where in a line it counts; of a counter's word: 0."""
+    """The hash of a phrase's words in a row: where in a line it counts; of a counter's word 0, a menu's 1."""
     lists = word_lists()["lines"]
-    phrases = {hash_word(word): 0 for word in lists["counters"].split()}
+    phrases = {hash_word(word): 1 for word in lists["interface"].split()}
+    phrases |= {hash_word(word): 0 for word in lists["counters"].split()}
     for position, name in ((_AT_BEGIN, "begin"), (_AT_END, "end"), (_SOMEWHERE, "anywhere")):
         for phrase in lists[name].split("\n"):
             h, words = 0, re.findall(r"\w+", phrase)
@@ -237,7 +241,7 @@ def _check_line(points, n, words, kinds, begins, stops, rules, language, has_lis
         return 0
     if chars - letters > rules.max_symbols * chars:
         return 1
-    text_words = numbers = counted = num_stops = 0
+    text_words = numbers = counted = num_stops = no_text = unspoken = 0
     for w in range(words):
         h = hash_points(points, begins[w], stops[w])
         num_stops += look_up(rules.stop_keys, rules.stop_values, h ^ language) >= 0
@@ -246,7 +250,10 @@ def _check_line(points, n, words, kinds, begins, stops, rules, language, has_lis
             text_words += 1
         elif kinds[begins[w]] & (LETTER | UNSPACED | DIGIT):
             text_words += 1
-            counted += look_up(rules.phrase_keys, rules.positions, h) == 0
+            known = look_up(rules.phrase_keys, rules.positions, h)
+            counted += known == 0
+            no_text += known >= 0
+            unspoken += _has_no_vowel(points, begins[w], stops[w])
     if rules.counters and numbers and counted and numbers + counted == text_words:
         return 3
     if text_words < rules.min_words:
@@ -255,9 +262,21 @@ def _check_line(points, n, words, kinds, begins, stops, rules, language, has_lis
         return 4
     if upper > rules.max_uppercase * cased:
         return 5
-    if rules.stop_word_lines and has_list and text_words >= rules.stop_word_lines and num_stops == 0:
-        return 6
+    if rules.stop_word_lines and has_list and num_stops == 0:
+        noise = text_words >= SHORT_LINE and (2 * no_text > text_words or 2 * unspoken > text_words)
+        if noise or text_words >= rules.stop_word_lines:
+            return 6
     return -1
+
+
+@jit()
+def _has_no_vowel(points, start, stop):  # type: ignore[no-untyped-def]
+    """Four letters or more of the Latin alphabet without diacritics, and no vowel."""
+    for i in range(start, stop):
+        c = points[i]
+        if c < 97 or c > 122 or c == 97 or c == 101 or c == 105 or c == 111 or c == 117 or c == 121:
+            return False
+    return stop - start >= 4
 
 
 @jit()
