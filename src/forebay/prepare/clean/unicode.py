@@ -131,11 +131,11 @@ def _tidy(offsets, data, max_blank, marks, out, out_offsets, counts):  # type: i
                 run = 0
                 continue
             code, after = next_point(data, i)
-            if code == 13:
+            if code == 13 or code == 11 or code == 12 or 28 <= code <= 31:
+                if code == 13 and after < stop and data[after] == 10:
+                    after += 1
                 code = 10
                 count[2] += 1
-                if after < stop and data[after] == 10:
-                    after += 1
             if code == 10:
                 written = _end_line(out, line, written, count)
                 blanks = blanks + 1 if written == line else 0
@@ -168,7 +168,8 @@ class Unicode(Stage):
     """Repairs and normalises text, without dropping a document. Applying it again changes nothing.
 
     Removes control characters (C0, DEL, C1) but newline and tab, U+200B, U+2060, U+FEFF (also the byte order mark),
-    soft hyphens, and spaces and tabs at the ends of lines; line ends CRLF and CR become LF. The joiners U+200C and
+    soft hyphens, and spaces and tabs at the ends of lines. Line ends CRLF and CR, and what separates pages, lines and
+    records (vertical tab, form feed, U+001C to U+001F) become LF: no words grow together. The joiners U+200C and
     U+200D stay: Persian, Indic scripts and emoji need them.
 
     Args:
@@ -181,7 +182,7 @@ class Unicode(Stage):
     """
 
     name: ClassVar[str] = "unicode"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     mojibake: bool = True
     form: Literal["NFC", "NFKC", "none"] = "NFC"
     max_blank_lines: Annotated[int, Field(ge=-1)] = 2

@@ -27,11 +27,28 @@ from support.batches import stage_texts, to_batches
         ("a\n\n\n\n\n\nb", "a\n\n\nb"),
         ("a\n \n\t\n \x00\n\r\nb", "a\n\n\nb"),
         (f"{PROMPT_MARK}ask\r\n{RESPONSE_MARK}say\x01", f"{PROMPT_MARK}ask\n{RESPONSE_MARK}say"),
+        ("one page\x0cthe next\x0bline\x1crecord\x1funit", "one page\nthe next\nline\nrecord\nunit"),
         ("", ""),
     ],
 )
 def test_repairs(dirty: str, expected: str) -> None:
     assert stage_texts(Unicode(), [dirty, "between", dirty]) == [expected, "between", expected]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x² + y³ = z⁴, H₂O, ½ cup, Ⅳ, ﬁne ﬂow, Ｗide, ①②, №5, 10\u00a0000\u202f€",
+        "👩\u200d👩\u200d👧 👍🏽 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f ❤\ufe0f 1\ufe0f⃣ 🇩🇪",
+        "क्\u200dष क्\u200cष می\u200cخواهم ශ්\u200dරී שָׁלוֹם \u200fעברית\u200e العَرَبِيَّة",
+        "iPhone eBay LaTeX pH; naïve, NÃO, Ã and Â are letters, ß ẞ, ɹ ʃ, «Bonjour\u00a0!» “quotes” ‘single’ —dash– …",
+        "def f(x):\n    if x[1] == {}:\n\treturn  x  # two spaces\n\n\n    return 0xFF",
+        "https://a.b/c?d=e&f=%20g#h user@example.com 2024-01-15T12:30:45Z v1.2.3.4 a\u2028b\u3000c",
+        "O refrain, refrain!\nO refrain, refrain!\nO refrain, refrain!",
+    ],
+)
+def test_what_a_text_means_stays(text: str) -> None:
+    assert stage_texts(Unicode(), [text]) == [text]
 
 
 def test_counts_by_kind() -> None:
