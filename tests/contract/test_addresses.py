@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from forebay import Loader, TextStream, open_dataset
+from forebay import Loader, TextStream
 from forebay.cli import main
-from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.errors import UsageError
 from forebay.formats.shard_writer import write_shards
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.mirror import mirror
 from forebay.prepare.path_lists import list_paths
 from forebay.storage.addresses import BucketAddress
-from forebay.storage.buckets import BucketOrigin, shared_bucket
+from forebay.storage.base import load_env_file
 from forebay.storage.origins import open_origin, open_remote
 from forebay.storage.remote_file import find_urls, open_url
 from forebay.storage.remote_path import find_paths
 from support.memory_bucket import MemoryBucket
+from support.origin_server import ACCESS_KEY, SECRET_KEY
+from support.preparing import good_texts
 from support.token_slices import write_tokens
 
 PLAIN = [
-    "a b", "a+b", "a#b", "a?b", "100%", "%20", "a%2Fb", "a&b=c", "*", "x[1]", "{x}", "'\"", "ü", "u\u0308", "日本", "a;b",
-    "a:b", "a\\b", " a ", "<a>&amp;", "~", "q?region=eu", "k?endpoint=http://h", "$(x)", "a@b", "a|b", "`a`",
+    "a b", "a+b", "a#b", "a?b", "100%", "%20", "a%2Fb", "a&b=c", "*", "x[1]", "{x}", "'\"", "ü", "u\u0308", "日本",
+    "a;b", "a:b", "a\\b", " a ", "<a>&amp;", "~", "q?region=eu", "k?endpoint=http:", "$(x)", "a@b", "a|b", "`a`",
 ]  # fmt: skip
 ODD = ["d//e", "/lead", "slash/", "tab\tx", "nl\nx"]  # obstore normalises or refuses them
 
@@ -37,18 +37,23 @@ ODD = ["d//e", "/lead", "slash/", "tab\tx", "nl\nx"]  # obstore normalises or re
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryBucket]:
     with MemoryBucket({}) as created:
-        for name in [name for name in os.environ if name.startswith(("AWS_", "R2_DATASET"))]:
+        keys = [
+            f"R2_DATASET_{right}_{name}"
+            for right in ("READ", "WRITE")
+            for name in (f"ACCESS_KEY_ID={ACCESS_KEY}", f"SECRET_ACCESS_KEY='{SECRET_KEY}'")
+        ]
+        other = ["MOTD=it's {fine", "export PATH", 'JSON={"a": 1}', "R2_DATASET_ACCOUNT_ID="]
+        own = [f"R2_DATASET_ENDPOINT={created.url}", "R2_DATASET_BUCKET_NAME=bucket", "DATASET_BINS_PATH=./shards//"]
+        (tmp_path / "r2.env").write_text("\n".join([*other, *own, *keys]))
+        for name in [name for name in os.environ if name.startswith(("AWS_", "R2_DATASET", "DATASET_BINS"))]:
             monkeypatch.delenv(name)
+        for line in (*own, *keys):
+            monkeypatch.setenv(line.partition("=")[0], "")
         for name, value in created.s3_environment.items():
             monkeypatch.setenv(name, value)
-        r2 = {"ENDPOINT": created.url, "BUCKET_NAME": "bucket"}
-        for right in ("READ", "WRITE"):
-            r2 |= {f"{right}_{name}": created.s3_environment[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
-        for name, value in r2.items():
-            monkeypatch.setenv(f"R2_DATASET_{name}", value)
-        monkeypatch.setenv("DATASET_BINS_PATH", "./shards//")
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         monkeypatch.chdir(tmp_path)
+        load_env_file("r2.env")
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         yield created
 
 
@@ -79,17 +84,14 @@ def test_every_key_is_listed_and_read_and_its_address_opens_it_again(
 
 
 def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_path: Path) -> None:
-    names = [*PLAIN, *(name for name in ODD if not name.endswith("/"))]
-    bucket.objects = {f"in/{name}.jsonl": row(name) for name in names} | {"in/": b"", "in/x": b"", "in/x/y.jsonl": row("y")}
-    assert run("prepare", "s3://bucket/in", "--to", "jsonl", "--out", "o", "--set", "compress=") in (0, 2)
+    names = [*PLAIN, *(name for name in ODD if not name.endswith("/")), "x/y"]
+    bucket.objects = {f"in/{name}.jsonl": row(name) for name in names} | {"in/": b"", "in/x": b""}
+    assert sorted(good_texts("s3://bucket/in")) == sorted(names)
     assert run("convert", "s3://bucket/in", "t.jsonl", "--to", "jsonl") == 0
-    read = {json.loads(line)["text"] for line in (tmp_path / "t.jsonl").read_text().splitlines()}
-    assert read == {*names, "y"}
-    assert {Path(path).parts for path in map(str, find_paths("s3://bucket/in"))}
-    (tmp_path / "l").write_text("")
-    bucket.objects["l/x#1.paths"] = "\n".join(f"in/{name}.jsonl" for name in PLAIN if name == name.strip()).encode()
-    listed = [entry.path for entry in list_paths("s3://bucket/l/x#1.paths")]
-    assert [BucketAddress.parse(path).key[3:-6] for path in listed] == [name for name in PLAIN if name == name.strip()]
+    assert {json.loads(line)["text"] for line in (tmp_path / "t.jsonl").read_text().splitlines()} == {*names}
+    bucket.objects["l/x#1.paths"] = "\n".join(f"in/{name}.jsonl" for name in PLAIN).encode()
+    listed = [BucketAddress.parse(entry.path).key[3:-6] for entry in list_paths("s3://bucket/l/x#1.paths")]
+    assert listed == PLAIN
     stream = TextStream(["s3://bucket/in/a?b.jsonl"], tokenizer="bytes", seq_len=3, batch_size=1)
     assert next(iter(stream)).inputs.tolist() == [list(b"a?b")]
 
@@ -150,8 +152,22 @@ def test_shards_in_a_bucket(
     mirror(open_remote(str(tmp_path / "d")), "s3://bucket/d")
     expected = write_shards(local, tmp_path / "s", **settings)
     for source in (local, open_remote("s3://bucket/d")):
-        put, bucket.objects = bucket.objects, {name: data for name, data in bucket.objects.items() if name[:2] == "d/"}
+        bucket.objects = {name: data for name, data in bucket.objects.items() if name[:2] == "d/"}
+        read, indexes = type(source).read_slice, list[int]()
+
+        def read_slice(dataset: Any, index: int, read: Any = read, indexes: list[int] = indexes) -> Any:
+            indexes.append(index)
+            if indexes == [0, 1, 2]:
+                raise OSError("killed")
+            return read(dataset, index)
+
+        monkeypatch.setattr(type(source), "read_slice", read_slice)
+        with pytest.raises(OSError, match="killed"):
+            write_shards(source, "r2://", **settings)
         shards = write_shards(source, "r2://", **settings)
+        assert bucket.uploads.completed["shards/train_000000.npy"] == 1, "it goes on behind what is in the bucket"
+        bucket.uploads.completed.clear()
+        monkeypatch.setattr(type(source), "read_slice", read)
         assert [shard.num_samples for shard in shards] == [shard.num_samples for shard in expected] == [33, 33, 33, 32]
         for shard in expected:
             for path in (shard.tokens, shard.ids):
@@ -175,3 +191,59 @@ def test_shards_in_a_bucket(
         name = "shards/train_000002.npy"
         bucket.objects[name] = bytes([*bucket.objects[name][:-1], bucket.objects[name][-1] ^ 1])
     assert run("verify", "s3://bucket/shards") == 1
+
+
+P, KEYS = {"PROFILE": "p"}, {"ACCESS_KEY_ID": "KEY", "SECRET_ACCESS_KEY": "SECRET"}
+
+
+@pytest.mark.parametrize(
+    ("config", "credentials", "variables", "error"),
+    [
+        ("[default]\nregion=r\nendpoint_url=URL", "[default]\naws_access_key_id=KEY\naws_secret_access_key=SECRET", {},
+         ""),
+        ("[profile p]\nendpoint_url = URL\naws_access_key_id = KEY\naws_secret_access_key = SECRET", "", P, ""),
+        ("[profile p]\nendpoint_url=URL", "[p]\naws_access_key_id=x", P | KEYS, ""),
+        ("[default]\nendpoint_url=URL\ncredential_process=/bin/x", "", KEYS, ""),
+        ("", "", P, "AWS profile p: .* no such profile"),
+        ("[default]\nsso_session=s", "", {}, "got sso_session. Set what `aws configure export-credentials"),
+        ("[default]\ncredential_process=/bin/x", "", {}, "got credential_process"),
+        ("[default]\nrole_arn=a", "", {}, "got role_arn"), ("garbage", "", {}, "config: expected AWS profiles"),
+    ],
+)  # fmt: skip
+def test_credentials_come_from_profiles(
+    bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str, credentials: str,
+    variables: dict[str, str], error: str,
+) -> None:  # fmt: skip
+    for name in bucket.s3_environment:
+        monkeypatch.delenv(name)
+    values = {"URL": bucket.url, "KEY": ACCESS_KEY, "SECRET": SECRET_KEY}
+
+    def filled(text: str) -> str:
+        for name, value in values.items():
+            text = text.replace(f"={name}", f"={value}").replace(f"= {name}", f"= {value}")
+        return text
+
+    for name, text in (("CONFIG_FILE", config), ("SHARED_CREDENTIALS_FILE", credentials)):
+        path = tmp_path / name.split("_")[0].lower()
+        path.write_text(filled(text))
+        monkeypatch.setenv(f"AWS_{name}", str(path))
+    for name, value in variables.items():
+        monkeypatch.setenv(f"AWS_{name}", values.get(value, value))
+    bucket.objects["k"] = b"1"
+    if error:
+        with pytest.raises(UsageError, match=error):
+            open_origin("s3://bucket").get("k", 1)
+    else:
+        assert open_origin("s3://bucket").get("k", 1) == b"1"
+
+
+def test_a_public_bucket_is_read_without_credentials(
+    bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    bucket.is_public, bucket.objects = True, {"p/a": row("a"), "p/b//c": row("c")}
+    _, files = find_urls("s3://bucket/p")
+    assert [open_url(*file).read() for file in files] == [row("a"), row("c")]
+    assert "no credentials were found" in caplog.text and not any(bucket.authorizations)

@@ -54,6 +54,7 @@ class _Handler(origin_server.Handler):
     def _commit(self, name: str, data: bytes, meta: dict[str, str]) -> None:
         self.owner.objects[name] = data
         self.owner.uploads.metadata[name] = meta
+        self.owner.uploads.completed[name] += 1
 
     def _listing(self, query: dict[str, str]) -> str:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")

@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
+        if (env_file := getattr(args, "env_file", None)) is not None:
+            from forebay.storage.base import load_env_file
+
+            load_env_file(env_file)
         return int(args.verb(args) or 0)
     except BrokenPipeError:
         # The reader of our output ended: not a failure. Python would complain again at exit.

@@ -102,7 +102,8 @@ def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -
         folder = local_path(args.dataset)
         if (folder / MANIFEST_FILE).is_file() or not folder.exists():
             return verify_dataset(folder, on_progress=advance)
-    return _open(args).verify(on_progress=advance)
+    report: VerifyReport = _open(args).verify(on_progress=advance)
+    return report
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -223,12 +223,16 @@ class SharedShards:
         """Return what `inspect` prints."""
         first, samples = self.shards[0], sum(shard.num_samples for shard in self.shards)
         return {
-            "format": "shared shards", "shards": len(self.shards), "dtype": str(np.dtype(first.dtype)), "seq_len": first.seq_len,
-            "samples": samples, "tokens": sum(shard.num_samples * shard.seq_len for shard in self.shards),
+            "format": "shared shards",
+            "shards": len(self.shards),
+            "dtype": str(np.dtype(first.dtype)),
+            "seq_len": first.seq_len,
+            "samples": samples,
+            "tokens": samples * first.seq_len,
             "bytes": sum(shard.num_bytes for shard in self.shards),
             "largest_shard_bytes": max(shard.num_bytes for shard in self.shards),
             "checked": "sizes and headers; `forebay verify` compares every sample with its id",
-        }  # fmt: skip
+        }
 
     def head(self, num_documents: int) -> list[Any]:
         """Return nothing: shards hold no documents."""

@@ -32,9 +32,9 @@ _ENV_NAMES = (
     *(f"R2_DATASET_{right}_{name}" for right in ("READ", "WRITE") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")),
 )
 _ENV_LINE = re.compile(
-    r"""\s*(?:(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(?:'([^']*)'|"([^"]*)"|([^\s'"#][^\s'"]*)?)\s*)?((?<!\S)#.*)?""",
-    re.ASCII,
+    r"""\s*(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(?:'([^']*)'|"([^"]*)"|([^\s'"#][^\s'"]*)?)\s*((?<!\S)#.*)?""", re.ASCII
 )
+_OWN_LINE = re.compile(r"\s*(?:export\s+)?(?:R2_DATASET_|DATASET_BINS_PATH\b)")
 
 
 class TransientError(NetworkError):
@@ -284,18 +284,19 @@ def _path_error(error: OSError) -> ForebayError:
 
 
 def require_env(name: str, user: str) -> str:
-    """Return an environment variable that `user` needs; UsageError, without any value, if it is not set."""
+    """Return an environment variable that `user` needs; UsageError, without any value, if it is not set or empty."""
     value = os.environ.get(name, "")
     if not value:
-        raise UsageError(f"{user}: expected the environment variable {name}, got none. Set it.")
+        problem = "it is empty" if name in os.environ else "got none"
+        raise UsageError(f"{user}: expected the environment variable {name}, {problem}. Set it.")
     return value
 
 
 def load_env_file(path: str | Path) -> None:
-    """Set the variables of a file that are not set: lines `KEY=VALUE`, quoted or not, and comments.
+    """Set the variables of a file that the environment has not, or has empty: lines `KEY=VALUE`, quoted or not.
 
-    Only `R2_DATASET_*` and `DATASET_BINS_PATH` are taken from it. Raises UsageError, without any value, if it cannot be
-    read, or a line or the name of a variable is wrong.
+    Only `R2_DATASET_*` and `DATASET_BINS_PATH` are taken from it; other lines may be anything. Raises UsageError,
+    without any value, if it cannot be read, or one of these lines or names is wrong.
     """
     try:
         lines = Path(path).read_text("utf-8-sig").splitlines()
@@ -304,12 +305,12 @@ def load_env_file(path: str | Path) -> None:
             f"{path}: cannot be read: {type(error).__name__}. Check the path and its permissions."
         ) from None
     for number, line in enumerate(lines, 1):
+        if not _OWN_LINE.match(line):
+            continue
         match = _ENV_LINE.fullmatch(line)
         if match is None:
             raise UsageError(f"{path}:{number}: expected KEY=VALUE, got another line. Quote a value with spaces.")
-        name, value = match[1] or "", match[2] or match[3] or match[4] or ""
-        if not name.startswith("R2_DATASET_") and name != "DATASET_BINS_PATH":
-            continue
-        if name not in _ENV_NAMES or not value:
-            raise UsageError(f"{path}:{number}: expected a value of one of {', '.join(_ENV_NAMES)}, got {name}.")
-        os.environ.setdefault(name, value)
+        name, value = match[1], match[2] or match[3] or match[4] or ""
+        if name not in _ENV_NAMES:
+            raise UsageError(f"{path}:{number}: expected one of {', '.join(_ENV_NAMES)}, got {name}. Correct it.")
+        os.environ[name] = os.environ.get(name) or value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import html
+import logging
 import os
 import re
 import threading
@@ -30,6 +31,7 @@ from forebay.storage.base import (
     require_env,
     retry_for,
 )
+from forebay.storage.credentials import profile_options
 
 if TYPE_CHECKING:
     from forebay.storage.http import WebOrigin
@@ -47,6 +49,7 @@ _MAX_PAGE_BYTES = 64 << 20  # of a listing; a page of 1000 keys has 0.5 MB
 _SIGNED_FOR = timedelta(hours=1)
 _PATIENCE_S = 300.0
 _T = TypeVar("_T")
+log = logging.getLogger("forebay.storage")
 _used_by = 0  # the process that has obstore's threads
 
 
@@ -64,6 +67,7 @@ class BucketOrigin(ObjectOrigin):
 
     r2_right = "READ"
     max_retries = 0
+    reads_public = True
 
     def __init__(self, url: str | BucketAddress, *, timeouts: Timeouts | None = None) -> None:
         address = bucket_address(url) if isinstance(url, str) else url
@@ -190,11 +194,15 @@ class BucketOrigin(ObjectOrigin):
         from forebay.storage.http import WebOrigin
 
         obstore, store = self._store()
+        keys = {"access_key_id": "-", "secret_access_key": "-", "skip_signature": "false"} if self._is_public else {}
+        options = {**self._options, **keys}
+        store = self._open_store(options) if keys else store
         address = str(obstore.sign(store, "GET", "k", _SIGNED_FOR)).partition("?")[0].removesuffix("k")
         mark = "&" if "?" in path_and_query else "?"
         endpoint = f"{address}{path_and_query}{mark}x-forebay="  # The slash that follows is the value of that.
-        options = {**self._options, "endpoint": endpoint, "virtual_hosted_style_request": True}
+        options |= {"endpoint": endpoint, "virtual_hosted_style_request": "true"}
         url = str(obstore.sign(self._open_store(options), "GET", "", _SIGNED_FOR))
+        url = url.partition("&X-Amz-")[0] if keys else url
         return WebOrigin(url, timeouts=self._timeouts, is_file=True)
 
     def _list_signed(self, prefix: str) -> list[tuple[str, ObjectMeta]]:
@@ -230,7 +238,21 @@ class BucketOrigin(ObjectOrigin):
     def _open(self) -> tuple[Any, Any]:
         with package_for(f"{self.url}: a bucket", "obstore", "remote"):
             import obstore
-        return obstore, self._open_store(self._options)
+        if self._is_s3 and "access_key_id" not in self._options:
+            self._options = {**profile_options(), **self._options}
+        store = self._open_store(self._options)
+        skips = self._options.get("skip_signature") or os.environ.get("AWS_SKIP_SIGNATURE") or ""
+        self._is_public = skips.lower() in ("true", "1")
+        if self._is_s3 and self.reads_public and not self._is_public:
+            try:
+                obstore.sign(store, "GET", "k", _SIGNED_FOR)
+            except Exception as error:
+                if not _METADATA_SERVER.search(str(error)):
+                    raise
+                log.warning("%s: no credentials were found, so it is read as a public bucket", self.url)
+                self._is_public, self._options = True, {**self._options, "skip_signature": "true"}
+                store = self._open_store(self._options)
+        return obstore, store
 
     def _open_store(self, options: Mapping[str, Any]) -> Any:
         from obstore.store import from_url
@@ -304,6 +326,7 @@ class PatientBucket(BucketOrigin):
     """For a store: read and written, and asked again for five minutes, with log lines."""
 
     r2_right = "WRITE"
+    reads_public = False
 
     def call(self, name: str, request: Callable[[Any, Any, str], _T]) -> _T:
         """The result of `request(obstore, store, key)`, again after a fault that another try may not have.

@@ -70,8 +70,9 @@ def test_wrong_arguments_of_the_writer_are_refused(tmp_path: Path) -> None:
             write_shards([make_tokens(64)], tmp_path, **{"seq_len": L, **wrong})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="vectors of integers"):
         write_shards([make_tokens(64).reshape(2, -1)], tmp_path, seq_len=L)
-    with pytest.raises(DatasetError, match="70000"):
-        write_shards([np.array([1] * 20 + [70_000], np.uint32)], tmp_path, seq_len=L, dtype="uint16")
+    for tokens, dtype in (([1] * 20 + [70_000], np.uint32), ([-1] * 20, np.int64)):
+        with pytest.raises(UsageError, match=r"70000|>= 0"):
+            write_shards([np.array(tokens, dtype)], tmp_path, seq_len=L, dtype="uint16")
     for nothing in ([], [make_tokens(3)]):
         with pytest.raises(DatasetError):
             write_shards(nothing, tmp_path, seq_len=L)
