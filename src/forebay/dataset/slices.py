@@ -248,27 +248,30 @@ def write_rows_slice(
     return _write(path, tensors, chunk_bytes, dtypes)
 
 
-def rows_that_fit(tensors: Mapping[str, NDArray[Any]], max_bytes: int, dtypes: Mapping[str, str] | None = None) -> int:
-    """Return how many rows like those of the tensors a slice of `max_bytes` holds, its header counted; at least 1."""
-    row_bytes = max(1, sum(array[:1].nbytes for array in tensors.values()))
-    num_rows = max_bytes // row_bytes
-    views = {
-        name: np.broadcast_to(np.zeros((), array.dtype), (num_rows, *array.shape[1:]))
-        for name, array in tensors.items()
-    }
-    return max(1, (max_bytes - len(_head(views, dtypes)[0])) // row_bytes)
-
-
 def _write(
     path: Path | BinaryIO, tensors: Mapping[str, NDArray[Any]], chunk_bytes: int,
     dtypes: Mapping[str, str] | None = None,
 ) -> WrittenSlice:  # fmt: skip
-    head, names = _head(tensors, dtypes)
-    arrays = [np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for a in map(tensors.__getitem__, names)]
+    # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
+    header: dict[str, Any] = {}
+    arrays, offset = [], 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+        array = np.ascontiguousarray(tensors[name])
+        kind = (dtypes or {}).get(name) or _NAME_OF.get(array.dtype.newbyteorder("<"))
+        if kind is None or DTYPES.get(kind) != array.dtype.newbyteorder("<"):
+            raise UsageError(
+                f"tensor {name!r} of a slice: expected a type in {sorted(_NAME_OF.values())}, got {array.dtype}"
+            )
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        arrays.append(array)
+        offset += array.nbytes
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
     hasher = ChunkHasher(chunk_bytes)
 
     def pieces_of() -> Iterator[memoryview | bytes]:
-        pieces: list[Any] = [head]
+        pieces: list[Any] = [len(raw).to_bytes(8, "little") + raw]
         pieces += [memoryview(array.reshape(-1).view(np.uint8).data) for array in arrays if array.nbytes]
         for piece in pieces:
             for start in range(0, len(piece), _PIECE):
@@ -280,25 +283,6 @@ def _write(
         file.writelines(pieces_of())
     leaves = hasher.leaves()
     return WrittenSlice(hasher.num_bytes, root_of(leaves), leaves)
-
-
-def _head(tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
-    """Return the bytes before the tensors of a file, and the tensors in its order."""
-    # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
-    header: dict[str, Any] = {}
-    offset = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
-        array = tensors[name]
-        kind = (dtypes or {}).get(name) or _NAME_OF.get(array.dtype.newbyteorder("<"))
-        if kind is None or DTYPES.get(kind) != array.dtype.newbyteorder("<"):
-            raise UsageError(
-                f"tensor {name!r} of a slice: expected a type in {sorted(_NAME_OF.values())}, got {array.dtype}"
-            )
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        offset += array.nbytes
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw, list(header)
 
 
 def hash_file(path: Path | str | BinaryIO) -> str:

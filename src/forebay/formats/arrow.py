@@ -114,5 +114,5 @@ class SavedArrow(ColumnDirectory):
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         return Arrow().open_rows(files_of(paths[0]), options)
 
-    def schema(self, folder: Path, dtype: Any = None) -> pa.Schema:
+    def schema(self, folder: Path) -> pa.Schema:
         return schema_of(files_of(folder)[0])

@@ -22,6 +22,7 @@ from forebay.formats.conversion import ConvertOptions
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.report import Report, check_external, check_rows
 
+TOKENS = pa.list_(pa.int64())  # The type of a column that may be tokens.
 KEY = "__key__"  # The name of a sample of WebDataset, beside its columns.
 
 
@@ -93,18 +94,14 @@ class ColumnDirectory(Format):
     """Directories of samples with columns, which are tokens or rows."""
 
     @abstractmethod
-    def schema(self, folder: Path, dtype: Any = None) -> pa.Schema:
-        """Return the columns by the index alone, those of an unknown type as bytes. Raises DatasetError.
-
-        Args:
-            dtype: Type of tokens that the format does not tell.
-        """
+    def schema(self, folder: Path) -> pa.Schema:
+        """Return the columns by the index alone: vectors of integers, text, and bytes for others. DatasetError."""
 
     def check(self, path: Path, report: Report) -> None:
         """Tokens as `open_tokens` finds them; every value of rows."""
         fault, dtype = "index-mismatch", report.options.dtype
         try:
-            if not decide_layout(self.schema(path, dtype)).is_rows:
+            if not decide_layout(self.schema(path)).is_rows:
                 return check_external(report, lambda: self.open_tokens(path, dtype))
             fault = "damaged"
             check_rows(report, self.open_rows([path], ConvertOptions(input_dtype=dtype and str(dtype))))

@@ -118,7 +118,7 @@ class LitData(layout.ColumnDirectory):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_chunks(samples, out, options, config, 0, digest.text), digest)
 
-    def schema(self, folder: Path, dtype: Any = None) -> pa.Schema:
+    def schema(self, folder: Path) -> pa.Schema:
         index, names = _read_index(folder)
         return pa.schema([pa.field(name, _leaf_type(leaf)) for name, leaf in zip(names, index.config.data_format)])
 
@@ -141,7 +141,7 @@ class LitDataset(external.ExternalDataset):
             for i, (chunk, count) in enumerate(zip(chunks, counts))
         ]
         settings = {"column": name, "leaf": leaves[self._leaf]}
-        dtype = external.common_dtype(path, [self._kind])
+        dtype = external.stored_dtype(self._kind)
         super().__init__(path, "litdata", dtype, files, external.fingerprints(files), parts, settings)
 
     def _count(self, folder: Path, chunk: Chunk) -> int:
@@ -272,10 +272,9 @@ def _leaf_names(spec: Any, name: str) -> Iterator[str]:
 
 
 def _leaf_type(leaf: str) -> Any:
-    if kind := _number_type(leaf):
-        return pa.list_(pa.from_numpy_dtype(np.dtype(kind)))
-    plain = {"str": pa.string(), "text": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
-    return plain.get(leaf, pa.binary())
+    if _number_type(leaf)[1:2] in ("i", "u"):
+        return layout.TOKENS
+    return pa.string() if leaf in ("str", "text") else pa.binary()
 
 
 def _number_type(leaf: str) -> str:

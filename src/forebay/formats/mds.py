@@ -143,8 +143,8 @@ class Mds(layout.ColumnDirectory):
         samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_shards(samples, out, options, encodings), digest)
 
-    def schema(self, folder: Path, dtype: Any = None) -> pa.Schema:
-        return _schema(_read_index(folder / INDEX_FILE)[0], dtype)
+    def schema(self, folder: Path) -> pa.Schema:
+        return _schema(_read_index(folder / INDEX_FILE)[0])
 
 
 class MdsDataset(external.ExternalDataset):
@@ -163,7 +163,7 @@ class MdsDataset(external.ExternalDataset):
             for i, (file, shard, count) in enumerate(zip(files, self._shards, counts))
         ]
         settings = {"column": self._column.name, "encodings": [self._column.encoding]}
-        super().__init__(path, "mds", external.common_dtype(path, [self._column.kind]), files, marks, parts, settings)
+        super().__init__(path, "mds", external.stored_dtype(self._column.kind), files, marks, parts, settings)
 
     def _exists(self, file: int) -> bool:
         shard = self._shards[file]
@@ -352,26 +352,20 @@ def _read_index(path: Path) -> list[MdsShard]:
     return shards
 
 
-def _schema(shard: MdsShard, dtype: Any, column: str | None = None) -> pa.Schema:
-    fields = []
+def _schema(shard: MdsShard, column: str | None = None) -> pa.Schema:
+    candidates = (*external.TOKEN_COLUMNS, column)
+    kinds = {}
     for name, encoding in zip(shard.column_names, shard.column_encodings):
-        what, *rest = encoding.split(":")
-        kind = {"str": pa.string(), "int": pa.int64(), "str_int": pa.int64(), "str_float": pa.float64()}.get(what)
-        if what in _TYPES:
-            kind = pa.from_numpy_dtype(np.dtype(_TYPES[what]))
-        elif what == "ndarray" and rest and rest[0] in _TYPES:
-            kind = pa.list_(pa.from_numpy_dtype(np.dtype(_TYPES[rest[0]])))
-        elif encoding == "bytes" and name in (*external.TOKEN_COLUMNS, column):
-            kind = pa.list_(pa.from_numpy_dtype(external.token_dtype(dtype or "int64")))
-        fields.append(pa.field(name, kind or pa.binary()))
-    return pa.schema(fields)
+        is_tokens = re.match("ndarray:u?int", encoding) or (encoding == "bytes" and name in candidates)
+        kinds[name] = layout.TOKENS if is_tokens else pa.string() if encoding == "str" else pa.binary()
+    return pa.schema(kinds)
 
 
 def _find_column(
     path: Path, shards: list[MdsShard], dtype: Any, column: str | None
 ) -> tuple[TokenColumn, tuple[str, ...]]:
     names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
-    chosen, left_out = layout.layout_of_tokens(path.parent, _schema(shards[0], dtype, column), column, external.REMEDY)
+    chosen, left_out = layout.layout_of_tokens(path.parent, _schema(shards[0], column), column, external.REMEDY)
     index = names.index(chosen)
     kind, length = _parse_encoding(path, chosen, encodings[index], dtype)
     if length is not None and sizes[index] != length * kind.itemsize:

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
-from forebay.dataset.slices import hash_file, open_slice, rows_that_fit, write_rows_slice, write_token_slice
+from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
 from forebay.formats import tables
@@ -41,6 +42,7 @@ from forebay.formats.token_stream import TokenStream, build_stream, slices_of
 
 REJECTS_FILE = "rejects.jsonl"
 _IGNORED = -100
+_DIGITS = 40  # Bytes that a tensor's header grows by, of no rows at first.
 _ARRAYS = ("npy", "npz", "safetensors")  # Formats whose integers are stored as they are.
 _ROW_DTYPES = {
     "input_ids": "U32", "tokens": "U32", "labels": "I32",
@@ -242,7 +244,10 @@ class _Writer:
 
     def add(self, tensors: dict[str, Array]) -> None:
         count = len(next(iter(tensors.values())))
-        num_rows = rows_that_fit(tensors, self.options.slice_bytes, self.kinds)
+        row_bytes = sum(array.nbytes for array in tensors.values()) / max(1, count)
+        empty = write_rows_slice(BytesIO(), {name: a[:0] for name, a in tensors.items()}, self.kinds).size
+        head_bytes = empty + _DIGITS * len(tensors)
+        num_rows = max(1, int((self.options.slice_bytes - head_bytes) // max(1.0, row_bytes)))
         start = 0
         while start < count:
             stop = min(count, start + num_rows - self._rows)

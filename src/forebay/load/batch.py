@@ -46,13 +46,12 @@ class DocumentMasks:
 
     @cached_property
     def document_ids(self) -> Any:
-        return self.numbers.repeat(self._lengths()).reshape(self.shape)
+        return self.numbers.astype(np.int64).repeat(self._lengths()).reshape(self.shape)
 
     @cached_property
     def position_ids(self) -> Any:
-        positions = self.cu_seqlens[: len(self.numbers)].repeat(self._lengths())
-        np.subtract(_arange(len(positions)), positions, out=positions)
-        return positions.reshape(self.shape)
+        starts = self.cu_seqlens[: len(self.numbers)].repeat(self._lengths())
+        return (np.arange(len(starts)) - starts).reshape(self.shape)
 
     def with_arrays(self, **arrays: Any) -> DocumentMasks:
         """These masks with other arrays, by the names of the fields."""
@@ -63,16 +62,6 @@ class DocumentMasks:
     def _lengths(self) -> NDArray[np.int32]:
         lengths: NDArray[np.int32] = np.diff(self.cu_seqlens[: len(self.numbers) + 1])
         return lengths
-
-
-_places = np.arange(0, dtype=np.int32)
-
-
-def _arange(size: int) -> NDArray[np.int32]:
-    global _places
-    if size > len(_places):
-        _places = np.arange(size, dtype=np.int32)
-    return _places[:size]
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -152,7 +141,7 @@ class TokenBatch(_Batch[Array]):
 
     @property
     def document_ids(self) -> Array:
-        """int32 (PyTorch: int64) [B, L], from 0 within a row, -1 on padding. UsageError without masks."""
+        """Integers [B, L], from 0 within a row, -1 on padding. UsageError without masks."""
         return self._mask("document_ids")  # type: ignore[no-any-return]
 
     @property

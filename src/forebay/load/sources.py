@@ -50,21 +50,15 @@ class Mixture:
     def __post_init__(self) -> None:
         if not isinstance(self.datasets, Mapping) or not self.datasets:
             raise UsageError(f"mixture: expected datasets by name, {{name: dataset}}, got {self.datasets!r:.200}.")
-        if not isinstance(self.weights, Mapping) and not all(
-            isinstance(change, Sequence) and len(change) == 2 and isinstance(change[1], Mapping)
-            for change in self.weights
-        ):
+        try:
+            _ = self.plan  # Checks the weights.
+            names = {name for _, weights in self.changes for name in weights}
+        except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(
-                f"mixture: expected weights by name, {{name: weight}}, or [(step, {{name: weight}})], got "
-                f"{self.weights!r:.200}. The names are {', '.join(self.datasets)}."
-            )
-        for step, weights in self.changes:
-            unknown = sorted(set(weights) - set(self.datasets))
-            if unknown:
-                raise UsageError(
-                    f"mixture: expected weights of {', '.join(self.datasets)} at step {step}, got {', '.join(unknown)}."
-                )
-        _ = self.plan  # Checks the weights.
+                f"mixture: expected weights {{name: weight}}, or [(step, {{name: weight}})], got {self.weights!r:.200}."
+            ) from error
+        if unknown := sorted(names - set(self.datasets)):
+            raise UsageError(f"mixture: expected weights of {', '.join(self.datasets)}, got {', '.join(unknown)}.")
 
     @property
     def changes(self) -> list[tuple[int, Mapping[str, float]]]:

@@ -23,7 +23,6 @@ from forebay.order.step_index import check_integer
 BatchT = TypeVar("BatchT", covariant=True)
 TorchTokens: TypeAlias = TokenBatch[torch.Tensor]
 TorchRows: TypeAlias = RowBatch[torch.Tensor]
-_WIDENED = {"position_ids", "document_ids"}  # int32 in NumPy and JAX.
 
 
 class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # PyTorch is not checked
@@ -94,12 +93,10 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         return self._styled(batch, lambda arrays: {k: v.to(self.device) for k, v in _tensors(arrays).items()})
 
     def _styled(self, batch: Any, convert: Any) -> Any:
-        fields = batch.arrays() if self.style == "batch" else batch.as_dict(self.style)
-        arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
-        for name in _WIDENED & arrays.keys():
-            arrays[name] = arrays[name].astype(np.int64, copy=False)
-        tensors = convert(arrays)
-        return batch.with_arrays(tensors) if self.style == "batch" else {**fields, **tensors}
+        if self.style == "batch":
+            return batch.with_arrays(convert(batch.arrays()))
+        fields = batch.as_dict(self.style)
+        return {**fields, **convert({name: value for name, value in fields.items() if isinstance(value, np.ndarray)})}
 
 
 class _CudaCopies:

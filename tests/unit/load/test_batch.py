@@ -103,21 +103,6 @@ def stack_all(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArra
     return collator.make(plan, 0, sum(counts))
 
 
-def test_stack_all_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
-    short = {
-        "input_ids": np.array([[1, 2]], np.uint16),
-        "labels": np.array([[-100, 2]]),
-    }
-    long = {name: np.concatenate([array, array], axis=1) for name, array in short.items()}
-    inputs, labels, tensors, *others = stack_all(tmp_path, [short, long], pad_id=9)
-    assert inputs is tensors["input_ids"] and labels is tensors["labels"] and others == [None]
-    assert {name: array.tolist() for name, array in tensors.items()} == {
-        "input_ids": [[1, 2, 9, 9], [1, 2, 1, 2]],
-        "labels": [[-100, 2, -100, -100], [-100, 2, -100, 2]],
-    }
-    assert {array.dtype for array in tensors.values()} == {np.dtype(np.int64)}
-
-
 def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask(tmp_path: Path) -> None:
     for folder in ("mixed", "empty", "unmasked"):
         (tmp_path / folder).mkdir()

@@ -184,14 +184,15 @@ def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None
         mask = np.ones((4, length), np.uint8)
         mask[:, -1] = 0
         rows += ids.tolist()
-        save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / f"{i}.safetensors")
+        tensors = {"input_ids": ids, "attention_mask": mask, "labels": ids.astype(np.int32)}
+        save_file(tensors, tmp_path / f"{i}.safetensors")
     import_slices(tmp_path, "rows")
-    (batch,) = Loader(tmp_path, batch_size=8)
+    (batch,) = Loader(tmp_path, batch_size=8, samples=SampleOptions(pad_id=3))
     assert batch.inputs is batch.tensors["input_ids"] and batch.inputs.shape == (8, 9)
-    assert np.array_equal(batch.labels == -100, batch.tensors["attention_mask"] == 0)
+    assert (batch.labels == -100).sum() == 16 == (batch["attention_mask"] == 0).sum() - 8
     assert sorted(batch.sample_ids.tolist()) == list(range(8))
     for row, sample in zip(batch.inputs.tolist(), batch.sample_ids.tolist()):
-        assert row == [*rows[sample], *[0] * (9 - len(rows[sample]))]
+        assert row == [*rows[sample], *[3] * (9 - len(rows[sample]))]
 
 
 def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path) -> None:

@@ -96,7 +96,7 @@ def test_samples_are_those_of_the_reference(
     if not masks:
         assert numbers is positions is edges is None
         return
-    assert numbers.dtype == positions.dtype == edges.dtype == np.int32
+    assert (numbers.dtype, positions.dtype, edges.dtype) == (np.int64, np.int64, np.int32)
     assert numbers.tolist() == [row.document_ids for row in expected]
     assert positions.tolist() == [row.position_ids for row in expected]
     assert edges.tolist() == [*np.flatnonzero(positions.reshape(-1) == 0), inputs.size]
