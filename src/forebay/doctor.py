@@ -12,7 +12,8 @@ from pathlib import Path
 from forebay.errors import DatasetError
 from forebay.formats import dataset_format
 from forebay.formats.base import get_format, names_with
-from forebay.formats.detect import ARCHIVES, RAW_TOKENS, detect, format_of_suffix
+from forebay.formats.detect import RAW_TOKENS, detect, format_of_suffix
+from forebay.formats.encodings import ARCHIVES
 from forebay.formats.megatron import is_index
 from forebay.formats.report import CheckOptions, Finding, Report
 from forebay.formats.vectors import IDS_PREFIX, ids_of

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv
@@ -113,7 +113,8 @@ def _rows(head: list[str], lines: Iterator[str], delimiter: str) -> Any:
         return match[0] if match[1] in f'"\\{delimiter}' else "\\" + match[0]
 
     escaped = (_ESCAPED.sub(unescape, null.sub("", line)) for line in itertools.chain(head, lines))
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL  # As MySQL and PostgreSQL write it.
+    # Of tab-separated values MySQL and PostgreSQL quote none.
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     return csv.reader(escaped, delimiter=delimiter, escapechar="\\", quoting=quoting)
 
 

@@ -77,13 +77,19 @@ def _detected(head: bytes, compression: str, name: str) -> Detection:
     if by_content:
         return Detection(by_name if by_name in by_content else by_content[0], compression, "its first bytes")
     archive = next((name for magic, name in ARCHIVES.items() if head.startswith(magic)), "")
-    if by_name and (archive if get_format(by_name).is_plain_text else by_name == RAW_TOKENS):
-        by_name = "" if archive or (len(head) >= 16 and is_text(head)) else by_name
+    if compression and sniff_compression(head):
+        archive = "data that is packed twice, to be unpacked once"
+    elif name.lower().endswith(".snappy"):
+        archive = archive or "blocks of Snappy without frames, to be unpacked"
+    if archive and (by_name in ("", RAW_TOKENS) or get_format(by_name).is_plain_text):
+        return Detection("", compression, archive)
+    if by_name == RAW_TOKENS and len(head) >= 16 and is_text(head):
+        by_name = ""
     if by_name:
         return Detection(by_name, compression, "its suffix")
     if is_text(head):
         return Detection("text", compression, "text of no particular format")
-    return Detection("", compression, archive or "binary data of no known format")
+    return Detection("", compression, "binary data of no known format")
 
 
 def _find_placeholder(head: bytes, by_name: str) -> str:

@@ -61,6 +61,7 @@ _TYPOGRAPHY = "’‘‚“”„–—…«»‹›°§£€©®™·•¡¿\xa
 _WITHIN = "’–—·\xa0，。、「」"
 _UNKNOWN, _RARE, _COMMON, _MARK = -9.0, -18.0, -8.0, -4.0
 _MIN_SCORE = -5.8  # of a character, on average
+_ASCII = re.compile(rb"(?<=[\0-\x7f]{4})[\0-\x7f]{64,}(?=[\0-\x7f]{4})")
 _BEYOND = re.compile("[^\\x00-\\x7f]")
 _CONTROLS = bytes((*range(7), *range(14, 27), *range(28, 32), 127))
 _BOMS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
@@ -72,12 +73,11 @@ _SCORED_BYTES = 8 << 10
 
 def find_encoding(sample: bytes) -> str:
     """Return the encoding of text, by Python's name; "" if it is UTF-8 (perhaps damaged), or no text."""
-    sample = sample[:_SAMPLE_BYTES]
     for mark, marked in _BOMS:
         if sample.startswith(mark):
             return marked
     if b"\0" in sample:
-        return next((name for name in _WIDE if _is_wide(sample, name)), "")
+        return next((name for name in _WIDE if _is_wide(sample[:_SAMPLE_BYTES], name)), "")
     if sample.isascii():
         escapes = {"iso2022_jp": (b"\x1b$B", b"\x1b$@"), "iso2022_kr": (b"\x1b$)C",), "hz": (b"~{",)}
         names = [name for name, marks in escapes.items() if any(mark in sample for mark in marks)]
@@ -87,7 +87,7 @@ def find_encoding(sample: bytes) -> str:
         # Most of what is not ASCII is valid UTF-8, or there are too many control characters.
         if not damaged or sum(c > "\x7f" for c in as_utf8) >= 2 * damaged or has_controls(sample):
             return ""
-        sample = b"\n".join(line for line in sample.split(b"\n") if not line.isascii())[:_SCORED_BYTES]
+        sample = _ASCII.sub(b"\n", sample)[:_SCORED_BYTES]
         names = [name for names in _LETTERS for name in names.split()]
     scores = {name: _score(sample, name) for name in names}
     best = max(scores, key=scores.__getitem__, default="")

@@ -36,13 +36,14 @@ class InputFile:
         path: The path or URL as the user named it.
         name: The same without the directories above what the user named.
         format: The name of its format: `warc`, `jsonl`.
-        compression: "", `gz`, `zst`, `bz2`, `xz` or `lz4`.
+        compression: "" or a name of `storage.compression`.
         bytes: Its size as stored; 0 if the origin does not tell.
         sha256: The name of its content: `head:` and the SHA-256 of its first bytes until all of it was read; of a URL
             the version that the origin reports (`etag:…`).
         version: What must not change between listing and the last byte: size, time and inode of a local file, the
             ETag or time of a URL. "" is not checked.
         encoding: Of a text file that is not UTF-8; `open_input` gives UTF-8.
+        is_guessed: Neither the user nor a mark of byte order says the encoding.
         is_listed: Named by a list at a URL: the task that reads it downloads it first.
         text_key: The field with its text, where it is not that of the options.
         extent: Bytes `[start, stop)` that a part of the file needs. A URL is then not read ahead beyond them.
@@ -56,9 +57,16 @@ class InputFile:
     sha256: str
     version: str = ""
     encoding: str = ""
+    is_guessed: bool = False
     is_listed: bool = False
     text_key: str = ""
     extent: tuple[int, int] | None = None
+
+    @property
+    def format_read(self) -> str:
+        """The name of its format, the field of its text if it is not that of the options, and its encoding if not UTF-8."""
+        how = f", read as {self.encoding}" + " (guessed)" * self.is_guessed if self.encoding else ""
+        return self.format + (f", {self.text_key}" if self.text_key else "") + how
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Mail: mbox files, plain or compressed, a document a message.
+"""Mail: mbox files, and files of one message, plain or compressed; a document a message.
 
 The text is that of a message's plain parts, decoded by their charsets, flowed lines joined; of its HTML part if it has
 no plain one. Attachments and attached messages are no text. The subject is no part of the text: `[read.columns]` may
@@ -47,7 +47,7 @@ class Mbox(LineFormat):
     """Files of mail."""
 
     name = "mbox"
-    suffixes = (".mbox",)
+    suffixes = (".mbox", ".eml", ".mht", ".mhtml")
     is_plain_text = False  # Each part says its charset.
 
     def sniff(self, head: bytes) -> bool:

@@ -177,11 +177,11 @@ class TarReader:
 
     def _old_sparse(self, header: bytes) -> dict[str, str]:
         entries, more = header[386:482], header[482]
-        size = tarfile.nti(header[483:495])
         while more and len(block := self._read(_BLOCK)) == _BLOCK and len(entries) < self._limit:
             entries, more = entries + block[:504], block[504]
         numbers = [entries[i : i + 12] for i in range(0, len(entries), 12)]
-        return {"map": ",".join(str(tarfile.nti(number)) for number in numbers if number[0]), "size": str(size)}
+        places = [_number(field) for field in numbers if field[0]]
+        return {"map": ",".join(places), "size": _number(header[483:495])}
 
     def _read(self, size: int) -> bytes:
         data = self._file.read(size)
@@ -216,6 +216,13 @@ def _name_of(header: bytes) -> str:
     name = header[:100].partition(b"\0")[0]
     prefix = header[345:500].partition(b"\0")[0] if header[257:263] == b"ustar\0" else b""
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "replace")
+
+
+def _number(field: bytes) -> str:
+    """A number of a header in decimal digits: octal ones, or bytes after one of 128."""
+    text = field.strip(b" \0")
+    number = int.from_bytes(field[1:]) if field[0] & 128 else -1 if text.strip(b"01234567") else int(text or b"0", 8)
+    return str(number)
 
 
 def _expanded(data: bytes, sparse: dict[str, str], limit: int) -> bytes:

@@ -126,10 +126,15 @@ def skip_line(file: BinaryIO) -> int:
 def read_document(index: int, file: InputFile, options: ReadOptions, html: bool = False) -> tuple[bytes, Record]:
     """Return the bytes of a file that is one document, and its record; no bytes where they cannot be read."""
     data, fault = read_data(index, file, options)
-    record = fault or document_of(index, data, "", html)
+    return data, fault or decoded_document(index, data, options, html=html)
+
+
+def decoded_document(index: int, data: bytes, options: ReadOptions, location: str = "", html: bool = False) -> Record:
+    """Return `document_of` bytes that may be in an encoding without a label."""
+    record = document_of(index, data, location, html)
     if record.problem and not html and options.encoding == "auto" and (encoding := find_encoding(data)):
-        record = document_of(index, data.decode(encoding, "replace").encode())
-    return data, record
+        return document_of(index, data.decode(encoding, "replace").encode())
+    return record
 
 
 def read_data(index: int, file: InputFile, options: ReadOptions) -> tuple[bytes, Record | None]:

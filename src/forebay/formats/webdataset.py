@@ -34,7 +34,7 @@ from forebay.formats.layout import KEY
 from forebay.formats.records import SHOWN_CHARS, Record, batched, source_of, values_of
 from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
-from forebay.formats.text import BOM, document_of
+from forebay.formats.text import BOM, decoded_document
 from forebay.formats.vectors import read_header
 
 _DOCUMENT_KINDS = ("txt", "text", "json", "jsonl", "html", "htm")
@@ -144,7 +144,7 @@ def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
         fields = {} if too_many_values(in_json) else parse_json(in_json)[0]
         fields = fields if isinstance(fields, dict) else {}
         name, url = source_of(fields, options)
-        record = document_of(0, chosen.data, chosen.name, chosen.kind in ("html", "htm"))
+        record = decoded_document(0, chosen.data, options, chosen.name, chosen.kind in ("html", "htm"))
         record = replace(record, id=name or chosen.key, location=chosen.name)
         yield record if record.problem else replace(record, url=url, values=values_of(fields, options))
 

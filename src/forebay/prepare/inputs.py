@@ -26,7 +26,8 @@ from forebay.dataset.reader import local_path
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
 from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text
-from forebay.formats.detect import ARCHIVES, HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
+from forebay.formats.detect import HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
+from forebay.formats.encodings import ARCHIVES
 from forebay.formats.inputs import (
     GROUP_BYTES,
     GROUP_FILES,
@@ -258,7 +259,11 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         if name in names:
             encoding = detection.encoding if options.encoding == "auto" else codecs.lookup(options.encoding).name
             is_utf8 = encoding in ("utf-8", "utf-8-sig", "ascii") or not text_format(name).is_plain_text
-            file = replace(file, format=name, compression=detection.compression, encoding="" if is_utf8 else encoding)
+            encoding = "" if is_utf8 else encoding
+            is_guessed = options.encoding == "auto" and not encoding.startswith(("utf-16", "utf-32"))
+            file = replace(
+                file, format=name, compression=detection.compression, encoding=encoding, is_guessed=is_guessed
+            )
             return replace(file, text_key=_text_key(file, options, sample))
         reason = f"a file of the format {name}, which holds no text" if name else reason
     except HubReadError as failure:

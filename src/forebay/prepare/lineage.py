@@ -25,7 +25,9 @@ def lineage_of(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.Token
     recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
     recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
     return {
-        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.files],
+        "inputs": [
+            {"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format_read} for s in sources.files
+        ],
         "recipe": recipe,
         "models": [sha256 for _, sha256 in keys.stage_files(run.recipe.stages)],
         "versions": keys.versions({s.format for s in sources.files}, run.recipe.stages),

@@ -236,13 +236,7 @@ def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
                 source = split.files[json.loads(line)["place"]]
                 counts[source.path, source.sha256][1] += 1
     return [
-        {
-            "name": s.name,
-            "format": s.format + (f", {s.text_key}" if s.text_key else ""),
-            "bytes": s.bytes,
-            "documents": documents,
-            "malformed": malformed,
-        }
+        {"name": s.name, "format": s.format_read, "bytes": s.bytes, "documents": documents, "malformed": malformed}
         for s in corpus.inputs.files
         for documents, malformed in [counts[s.path, s.sha256]]
     ]
