@@ -168,8 +168,10 @@ def test_documents_absences_and_rejects(tmp_path: Path, case: str) -> None:
     ]
     expected = words.split("|") if words else []
     assert len(got) == len(expected), got
-    for text, wanted in zip(got, expected):
-        assert wanted == (text if text.strip() else "~") or (wanted[0] == text[:1] == "!" and wanted[1:] in text), got
+    for text, requested in zip(got, expected):
+        assert requested == (text if text.strip() else "~") or (
+            requested[0] == text[:1] == "!" and requested[1:] in text
+        ), got
 
 
 def test_an_absence_is_counted_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

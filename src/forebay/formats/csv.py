@@ -30,7 +30,7 @@ from forebay.formats.records import Record, has_surrogate, keys_of, shown_text, 
 from forebay.formats.tables import BATCH_BYTES, open_unpacked
 from forebay.formats.text import split_lines
 
-_NOTE = re.compile(r"(?:sep=(.)|#TYPE .*)\r?\n", re.IGNORECASE)
+_PREAMBLE = re.compile(r"(?:sep=(.)|#TYPE .*)\r?\n", re.IGNORECASE)
 """Lines before the first: of Excel, and of PowerShell."""
 _LONE_CR = re.compile(r"(?<=\r)(?!\n)")
 _ESCAPED = re.compile(r"\\(.)")
@@ -50,16 +50,16 @@ class Csv(Format):
         csv.field_size_limit(options.max_document_bytes)
         problems: list[tuple[int, str]] = []  # With the number of the line.
         lines = _decoded_lines(split, options, problems)
-        head, size, num_notes = list[str](), 0, 0
+        head, size, num_preambles = list[str](), 0, 0
         for line in lines:
             head.append(line)
             size += len(line)
             if size > SAMPLE_BYTES:
                 break
         delimiter = "\t" if ".tsv" in split.files[0].path.lower() else ""
-        while head and (note := _NOTE.match(head[0])):
-            delimiter = note[1] or delimiter
-            num_notes += 1
+        while head and (match := _PREAMBLE.match(head[0])):
+            delimiter = match[1] or delimiter
+            num_preambles += 1
             del head[0]
         rows = _rows(head, lines, delimiter)
         names: list[str] | None = None
@@ -78,7 +78,7 @@ class Csv(Format):
                 if is_header:
                     continue
             index += 1
-            line_number = rows.line_num + num_notes
+            line_number = rows.line_num + num_preambles
             location = f"line {line_number}"
             if problem or (problems and problems[0][0] <= line_number):
                 yield Record(index, problem=problem or problems[0][1], location=location)

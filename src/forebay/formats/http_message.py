@@ -117,7 +117,7 @@ def _unpacked(body: bytes, name: str, max_bytes: int) -> tuple[bytes, str, str]:
     compression = sniff_compression(body) or _CODINGS.get(name, "")
     if compression in ("gz", "deflate") and is_zlib:
         compression = "zlib"
-    kept, text, reason = (body, "", ""), b"", f"in the coding {name!r}, which is not read"
+    text, reason = b"", f"in the coding {name!r}, which is not read"
     looks_coded = binary_kind(body[:4096]) or not re.search(rb"[\s<]", body[:4096])
     if compression:
         with unpack_stream(io.BytesIO(body), compression, max_ratio=1 << 40) as stream:
@@ -134,7 +134,7 @@ def _unpacked(body: bytes, name: str, max_bytes: int) -> tuple[bytes, str, str]:
             return text, "", f"a body {reason}"
         if text and "header check" in reason:  # Bytes that follow the last member.
             return text, "", ""
-    return (b"", f"a body {reason}", "") if text or looks_coded else kept
+    return (b"", f"a body {reason}", "") if text or looks_coded else (body, "", "")
 
 
 def body_text(body: bytes, charset: str, html: bool) -> str:

@@ -3,21 +3,15 @@
 Also TOML files that describe requests to a JSON API: `forebay prepare` fetches what they name as JSON lines.
 """
 
-import codecs
-import json
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
 
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input
-from forebay.formats.jsonl import MAX_VALUES, Jsonl, object_record, too_many_values
+from forebay.formats.jsonl import Jsonl, object_record, values
 from forebay.formats.records import Record
 from forebay.formats.text import BOM
-
-_STEP = 1 << 20
-_BETWEEN = re.compile(r"[\s,\x1e\ufeff]*")
 
 
 class Json(Format):
@@ -60,40 +54,3 @@ class ApiRequest(Format):
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         path = split.files[0].path
         raise UsageError(f"{path}: describes an API. Name it NAME.api.toml and run `forebay prepare` on it.")
-
-
-def values(file: BinaryIO, limit: int) -> Iterator[object]:
-    """Yield the values of JSON one after the other, and those in its lists. Raises ValueError where it is damaged."""
-    decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
-    text, offset, is_started, is_ended, in_list, failure = "", 0, False, False, False, ""
-    while True:
-        between = _BETWEEN.match(text, offset)
-        assert between is not None  # It may be empty.
-        offset = between.end()
-        if not is_started and offset < len(text):
-            is_started, in_list = True, text[offset] == "["
-            offset += in_list
-            continue
-        if in_list and text[offset : offset + 1] == "]":
-            is_started, in_list, offset = False, False, offset + 1
-            continue
-        if offset < len(text) and (is_ended or text[offset] in '{["'):
-            try:
-                value, offset = decode(text, offset)
-                yield value
-                continue
-            except ValueError as error:
-                failure = f"not JSON: {error}"
-        elif offset < len(text) and len(text) - offset > 64:
-            raise ValueError(f"not JSON: expected an object, got {text[offset : offset + 20]!r}")
-        if is_ended:
-            if (failure and offset < len(text)) or in_list:
-                raise ValueError(failure or "not JSON: it ends early")
-            return
-        if failure and too_many_values(text[offset:].encode("utf-8", "replace")):
-            raise ValueError(f"more than {MAX_VALUES} values in one object")
-        if len(text) - offset > limit:
-            raise ValueError(f"{failure}; or a value longer than max_document_bytes, {limit}")
-        data = file.read(max(_STEP, len(text) - offset))
-        is_ended = not data
-        text, offset = text[offset:] + decoder.decode(data, is_ended), 0

@@ -5,6 +5,7 @@ names the line, never left out; bytes and numbers that are not finite are refuse
 by `json`, which also reads NaN and integers of any length, and whose messages are better.
 """
 
+import codecs
 import io
 import itertools
 import json
@@ -34,6 +35,8 @@ MAX_VALUES = 2_000_000
 _BIG_JSON = 4 << 20
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[,{\[]', re.DOTALL)
 _MAX_LINE = 1 << 30
+_STEP = 1 << 20
+_BETWEEN = re.compile(r"[\s,\x1e\ufeff]*")
 _SEVERAL = "not JSON: Extra data"
 _BEFORE = "\ufeff\x1e"  # A mark of byte order where files were joined, and what begins a record of RFC 7464.
 
@@ -123,14 +126,49 @@ def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, s
 
 def _parse_values(index: int, line: bytes, options: ReadOptions, offset: int) -> Iterator[Record]:
     """The documents of a line with several objects, or of lines that end in CR alone."""
-    from forebay.formats.json import values
-
     try:
         for value in values(io.BytesIO(line), options.max_document_bytes):
             yield object_record(index, value, options, f"byte {offset}", offset)
             offset = -1
     except (ValueError, RecursionError) as error:
         yield Record(index, text=shown(line), problem=f"a line of several values: {error}", location=f"byte {offset}")
+
+
+def values(file: BinaryIO, limit: int) -> Iterator[object]:
+    """Yield the values of JSON one after the other, and those in its lists. Raises ValueError where it is damaged."""
+    decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
+    text, offset, is_started, is_ended, in_list, failure = "", 0, False, False, False, ""
+    while True:
+        between = _BETWEEN.match(text, offset)
+        assert between is not None  # It may be empty.
+        offset = between.end()
+        if not is_started and offset < len(text):
+            is_started, in_list = True, text[offset] == "["
+            offset += in_list
+            continue
+        if in_list and text[offset : offset + 1] == "]":
+            is_started, in_list, offset = False, False, offset + 1
+            continue
+        if offset < len(text) and (is_ended or text[offset] in '{["'):
+            try:
+                value, offset = decode(text, offset)
+                yield value
+                continue
+            except ValueError as error:
+                failure = f"not JSON: {error}"
+        elif offset < len(text) and len(text) - offset > 64:
+            raise ValueError(f"not JSON: expected an object, got {text[offset : offset + 20]!r}")
+        if is_ended:
+            if (failure and offset < len(text)) or in_list:
+                raise ValueError(failure or "not JSON: it ends early")
+            return
+        if failure and too_many_values(text[offset:].encode("utf-8", "replace")):
+            raise ValueError(f"more than {MAX_VALUES} values in one object")
+        if len(text) - offset > limit:
+            raise ValueError(f"{failure}; or a value longer than max_document_bytes, {limit}")
+        data = file.read(max(_STEP, len(text) - offset))
+        is_ended = not data
+        text, offset = text[offset:] + decoder.decode(data, is_ended), 0
 
 
 def too_many_values(data: bytes) -> bool:

@@ -143,8 +143,8 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
             return kind[:40] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
             return "a file for programs, such as robots.txt"
-        if not problem and not charset.lower().startswith(("utf-16", "utf-32")) and (found := binary_kind(body[:4096])):
-            problem = f"expected {kind or 'HTML'}, got {found}"
+        if not problem and not charset.lower().startswith(("utf-16", "utf-32")) and (other := binary_kind(body[:4096])):
+            problem = f"expected {kind or 'HTML'}, got {other}"
     if url.startswith(("filedesc:", "dns:", "whois:", "metadata:", "warcinfo:")):
         return "a record about the archive"
     text, values = body_text(body, charset, html), _values(raw, options)

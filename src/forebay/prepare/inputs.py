@@ -434,8 +434,8 @@ def _is_elsewhere(split: InputSplit, keys: Sequence[str]) -> bool:
     if split.bytes >= file.bytes:
         return False
     with open_stored(replace(file, extent=None), is_random=True) as stored:
-        for place in range(_LOOKS):
-            stored.seek(place * file.bytes // _LOOKS)
+        for index in range(_LOOKS):
+            stored.seek(index * file.bytes // _LOOKS)
             data = stored.read(_LOOK_BYTES)
             if any(json.dumps(key.rpartition(".")[2]).encode() in data for key in keys):
                 return True
