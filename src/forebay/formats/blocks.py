@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import tables
+from forebay.formats import external, tables
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
@@ -31,6 +32,7 @@ from forebay.formats.records import batched
 INDEX_FILE = "index.json"
 MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
 MAX_INDEX_BYTES = 1 << 30
+_Index = TypeVar("_Index", bound=BaseModel)
 MAX_SAMPLES = 1 << 20  # Of a compressed block of few bytes.
 I64 = NDArray[np.int64]
 _FILES = ("raw_data", "zip_data")  # Of a shard of MDS.
@@ -226,6 +228,17 @@ def number_of(text: str) -> str:
 def _settings(index: dict[str, Any]) -> Any:
     shards = index.get("shards") or [{}]
     return index.get("config") or [shards[0].get(f"column_{name}") for name in ("names", "encodings", "sizes")]
+
+
+def read_index(path: Path, model: type[_Index], expected: str) -> _Index:
+    """Return an index.json. Raises DatasetError if it is too large, or not what is expected."""
+    if (size := external.file_size(path)) > MAX_INDEX_BYTES:
+        raise damaged(path, f"at most {MAX_INDEX_BYTES} bytes", str(size))
+    try:
+        return model.model_validate_json(external.read_head(path, size))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise damaged(path, expected, f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}") from error
 
 
 def read_offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:

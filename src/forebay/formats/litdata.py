@@ -21,7 +21,7 @@ import orjson
 import pyarrow as pa
 import zstandard
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field
 
 from forebay.errors import DatasetError
 from forebay.formats import blocks, external, layout, tables
@@ -32,6 +32,7 @@ from forebay.formats.token_stream import build_stream, documents
 from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
 _LEVEL = 3
+_EXPECTED = "LitData's index of chunks neither encrypted nor framed (compression_level='chunk')"
 _ARROW_MAGIC = b"LDARW01\0"  # Behind rows that are stored as Arrow.
 _NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
 _NUMPY_NUMBERS = {np.dtype(kind).name: number for number, kind in enumerate(_NUMPY)}
@@ -233,10 +234,8 @@ def _write_chunks(
 def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
     """The index, and the name of each leaf: keys joined by dots, `tokens` where a sample is one leaf."""
     path = folder / INDEX_FILE
-    if external.file_size(path) > blocks.MAX_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
+    index = blocks.read_index(path, LitDataIndex, _EXPECTED)
     try:
-        index = LitDataIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES))
         spec, leaves = index.config.data_spec, index.config.data_format
         names = list(_leaf_names(orjson.loads(spec)[1], "")) if spec else [""] * len(leaves)
         names = ["tokens"] if names == [""] else names
@@ -244,19 +243,9 @@ def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
             raise ValueError(f"config.data_spec: a name of its own for each of {len(leaves)} leaves expected")
         if not index.has_sizes and (len(leaves) != 1 or not _number_type(leaves[0])):
             raise ValueError("config.data_format: one vector for the TokensLoader expected")
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise _unreadable(path, f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise _unreadable(path, str(error)) from error
+        raise damaged(path, _EXPECTED, str(error)) from error
     return index, names
-
-
-def _unreadable(path: Path, got: str) -> DatasetError:
-    return DatasetError(
-        f"{path}: expected LitData's index of chunks that are neither encrypted nor framed, got {got[:200]}. Write it "
-        "again so (compression_level='chunk')."
-    )
 
 
 def _leaf_names(spec: Any, name: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ import orjson
 import pyarrow as pa
 import zstandard
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import blocks, external, layout, tables
@@ -336,16 +336,7 @@ def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: byt
 
 
 def _read_index(path: Path) -> list[MdsShard]:
-    if external.file_size(path) > blocks.MAX_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {blocks.MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
-    try:
-        shards = MdsIndex.model_validate_json(external.read_head(path, blocks.MAX_INDEX_BYTES)).shards
-    except ValidationError as error:
-        fault = error.errors()[0]
-        location = ".".join(map(str, fault["loc"])) or "it"
-        raise DatasetError(
-            f"{path}: expected MosaicML's index of version 2, got {location}: {fault['msg']}. Write or fetch it again."
-        ) from error
+    shards = blocks.read_index(path, MdsIndex, "MosaicML's index of version 2").shards
     columns = [(shard.column_names, shard.column_encodings, shard.column_sizes) for shard in shards]
     if len({len(values) for values in columns[0]}) > 1 or any(of_shard != columns[0] for of_shard in columns):
         raise DatasetError(f"{path}: expected the same columns, with an encoding and size each, in every shard.")

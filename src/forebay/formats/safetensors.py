@@ -415,8 +415,8 @@ def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
 
 
 def _are_vectors(first: Any, second: Any) -> bool:
-    is_vector = all(pa.types.is_list(kind) or len(getattr(kind, "shape", ())) == 1 for kind in (first, second))
-    return bool(is_vector and first.value_type == second.value_type and pa.types.is_integer(first.value_type))
+    is_same = tables.is_vector(first) and tables.is_vector(second) and first.value_type == second.value_type
+    return is_same and bool(pa.types.is_integer(first.value_type))
 
 
 def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -20,11 +20,6 @@ from forebay.order.mixture import Weights
 from forebay.toml import read_toml
 
 DatasetSource: TypeAlias = "str | Path | Dataset"
-_ADVICE = {
-    "layout": "Mix rows with rows, and tokens with tokens.",
-    "dtype": "Prepare them with one tokenizer, or one again: forebay convert DATASET OUT --to forebay --dtype TYPE.",
-}
-_ESCAPE = "If ids mean the same in both, say allow_different_tokenizers=True of the Mixture (= true in its file)."
 _log = logging.getLogger("forebay")
 _OPENERS = 16  # Threads that open the datasets of a mixture.
 
@@ -169,12 +164,12 @@ def open_datasets(
     with ThreadPoolExecutor(min(_OPENERS, len(sources))) as pool:
         datasets = dict(zip(sources, pool.map(open_one, sources.values())))
     for trait, first, expected, name, got in differences({n: token_traits(d.manifest) for n, d in datasets.items()}):
-        advice = _ADVICE.get(trait, "")
-        if advice or not allow_different_tokenizers:
-            file = f"{datasets[first].url}/{TOKENIZER_FILE}"
+        if trait in ("layout", "dtype") or not allow_different_tokenizers:
             raise DatasetError(
-                f"mixture: expected datasets of one {trait}, got {expected} of {first} and {got} of {name}. "
-                + (advice or f"Prepare {name} with --tokenizer {file}. {_ESCAPE}")
+                f"mixture: expected datasets of one {trait}, got {expected} of {first} and {got} of {name}. Prepare "
+                f"{name} with --tokenizer {datasets[first].url}/{TOKENIZER_FILE}. Ids of other tokenizers are mixed by "
+                "allow_different_tokenizers=True of the Mixture (= true in its file), types by none: write one again "
+                "with forebay convert DATASET OUT --to forebay --dtype TYPE."
             )
     return datasets
 
