@@ -64,7 +64,7 @@ class InputFile:
 
     @property
     def format_read(self) -> str:
-        """The name of its format, the field of its text if it is not that of the options, and its encoding if not UTF-8."""
+        """The name of its format, the field of its text if not that of the options, its encoding if not UTF-8."""
         how = f", read as {self.encoding}" + " (guessed)" * self.is_guessed if self.encoding else ""
         return self.format + (f", {self.text_key}" if self.text_key else "") + how
 
