@@ -107,6 +107,7 @@ CASES: dict[str, tuple[str | bytes, str]] = {
     "crc.warc": (page(GZ[:-8] + bytes(8), "Content-Encoding: gzip"), "!incorrect data check"),
     "pdf.warc": (page(b"%PDF-1.4"), "!got a PDF document"),
     "nul.warc": (page(bytes(9)), "!got binary data"),
+    "bytes.txt": (bytes(range(1, 256)) * 9, "!not UTF-8"),
     "nul.txt": (bytes(9), "!NUL bytes alone"),
     "partial.warc": (warc("HTTP/1.1 206 P\r\nContent-Type: text/html\r\n\r\n<p>a"), ""),
     "model-articles.xml": (WIKI % PAGE % ("<model>json</model>", "{}"), "!the model json"),
@@ -169,9 +170,8 @@ def test_documents_absences_and_rejects(tmp_path: Path, case: str) -> None:
     expected = words.split("|") if words else []
     assert len(got) == len(expected), got
     for text, requested in zip(got, expected):
-        assert requested == (text if text.strip() else "~") or (
-            requested[0] == text[:1] == "!" and requested[1:] in text
-        ), got
+        is_reject = requested[0] == text[:1] == "!"
+        assert requested[1:] in text if is_reject else requested == (text if text.strip() else "~"), got
 
 
 def test_an_absence_is_counted_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,3 +193,28 @@ def test_an_id_is_the_digits_in_the_file(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.csv"):
         assert [r.id for r in read_records(tmp_path / name)] == ids
     assert read_records(tmp_path / "a.parquet")[0].id == "1234567890123456789012345.00"
+
+
+TEXTS = {
+    "cp1252 mac_roman cp850": "Où est la « naïve » élève ? À côté du château, où, l'été dernier, elle rêvait déjà",
+    "cp1252 iso8859_15": "Für müde Füße: größere Schläuche, süßes Öl und Käse",
+    "cp1250 iso8859_2": "Příliš žluťoučký kůň úpěl ďábelské ódy, a také běžel přes řeku",
+    "cp1254": "Bütün insanlar hür, haysiyet ve haklar bakımından eşit doğarlar, akıl ve vicdana sahiptirler",
+    "cp1257": "Visi žmonės gimsta laisvi ir lygūs savo orumu ir teisėmis, jiems suteiktas protas ir sąžinė",
+    "cp1251 koi8_r cp866 iso8859_5 mac_cyrillic": "Все люди рождаются свободными и равными в достоинстве",
+    "cp1251 koi8_u": "Всі люди народжуються вільними і рівними у своїй гідності та правах",
+    "cp1253 iso8859_7": "Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια και τα δικαιώματα",
+    "cp1255": "כל בני האדם נולדו בני חורין ושווים בערכם ובזכויותיהם",
+    "cp1256 iso8859_6": "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق",
+    "cp874": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์และสิทธิ",
+    "cp932 euc_jp iso2022_jp": "すべての人間は、生れながらにして自由であり、かつ、尊厳と権利とについて平等である。",
+    "gb18030 hz utf_16_le": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心。",
+    "big5 utf_16_be": "人人生而自由，在尊嚴和權利上一律平等。他們賦有理性和良心。",
+    "cp949 utf_32_le": "모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다.",
+}
+
+
+@pytest.mark.parametrize(("encoding", "text"), [(name, t) for names, t in TEXTS.items() for name in names.split()])
+def test_an_encoding_without_a_label(tmp_path: Path, encoding: str, text: str) -> None:
+    (tmp_path / "a.txt").write_bytes(f"{text}.\n".encode(encoding) * 2)
+    assert [r.text for r in read_records(tmp_path / "a.txt")] == [f"{text}.\n" * 2]
