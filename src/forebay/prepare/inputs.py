@@ -289,7 +289,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
     Raises UnreadableInputError if a file of columns has none of TEXT_KEYS.
     """
     reader, names, columns = text_format(file.format), list[str](), list[str]()
-    if keys_of(options)[0] != [TEXT_KEYS[0]]:
+    if options.text_keys or keys_of(options)[0] != [TEXT_KEYS[0]]:
         return ""
     if isinstance(reader, ColumnFormat):
         with suppress(*READ_ERRORS), reader.open_file(file, options, None) as opened:  # Reading it reports them.

@@ -237,7 +237,7 @@ def test_plan_reads_and_writes_nothing(tmp_path: Path) -> None:
     arguments = ("prepare", path, "--out", tmp_path / "d", "--recipe", "gopher", "--dry-run", "--workers", 3)
     shown = run(*arguments).stdout
     assert "gopher_quality" in shown and '"files": 1' in shown and "minhash" in shown
-    plan = json.loads(run(*arguments, "--json", "--sample", "50%").stdout)
+    plan = json.loads(run(*arguments, "--json", "--sample", "0.5").stdout)
     assert plan["inputs"] == {"jsonl": {"files": 1, "bytes": path.stat().st_size}}
     assert (plan["workers"], plan["tasks"], plan["recipe"]["sample"]) == (3, 1, 0.5)
     assert abs(plan["bytes"] - path.stat().st_size / 2) <= 1

@@ -68,6 +68,8 @@ def test_a_bad_file_is_set_aside(everyday: Path, tmp_path: Path, to: str) -> Non
     assert [message[:20] for message in messages] == ["left out 1: a file o", "left out 1: a link t"] + [
         "left out 1 that faile"[:20]
     ] * 2
+    with pytest.raises(PrepareError, match=r"prepare --strict: .* got 3 .*labels\.parquet: .*locked: a link"):
+        prepare(everyday, tmp_path / "strict", to=to, settings=LENIENT, strict=True)
     report = load_report(out)
     assert report["skipped"] == result.skipped and len(report["skipped_files"]) == 4
     assert "labels.parquet" in (out / "report.html").read_text("utf-8").partition("<script")[0]
@@ -175,17 +177,36 @@ def test_a_folder_and_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     assert count_failed(listed.skipped, listed.files, 700)["share"] == 1  # nobody knows what is in a folder
 
 
-def test_strict_stops_at_what_would_be_left_out(everyday: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for message, names in (
-        (r"prepare --strict: .* got 3 .*locked: a link", ("locked", "logo.png", "labels.parquet")),
-        (r"prepare --strict: .* got 1 .*crawl\.warc: expected responses", ("crawl.warc",)),
-    ):
-        with pytest.raises(PrepareError, match=message):
-            prepare(everyday, out, strict=True, settings=LENIENT)
-        for name in names:
-            (everyday / name).unlink()
-    assert prepare(everyday, out, strict=True).skipped == {} and not (out / "skipped.jsonl").exists()
+def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    (source / "sub").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.txt", "style.css", "sub/code.js", "logo.svg"):
+        (source / name).write_text("<svg>some words</svg>")
+    prepare(source, source / "dataset")
+    prepare(source, source / "sub/report", to="report")
+    prepare(str(source / "*.txt"), source / "text", to="jsonl")
+    result = prepare(source, tmp_path / "out")
+    assert result.documents_out == 3  # with that of the prepared text, which is text
+    assert result.skipped["an output of Forebay: a dataset or a report"] == 2
+    assert result.skipped["a script, style sheet or drawing (--format code reads them)"] == 3
+    assert prepare(source, tmp_path / "code", settings={"read": {"format": "code"}}).documents_out > 3
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "key"),
+    [
+        ("a.jsonl", b'{"body": "t", "content": "w"}\n{"text": 5}\n', "content"),
+        ("a.json", b'[{"id": 1, "article": "t"}, {"art', "article"),
+        ("a.csv", b"id;raw_text\n1;t\n", "raw_text"),
+        ("a.parquet", parquet(document=["t"], content=[1]), "document"),
+        ("a.parquet", parquet(body=["t"], text=["x"]), ""),
+        ("a.jsonl", b'{"meta": {"content": "t"}}\n', ""),
+    ],
+)  # fmt: skip
+def test_the_field_of_the_text_is_that_of_each_file(name: str, data: bytes, key: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert [file.text_key for file in find_inputs(tmp_path, ReadOptions()).files] == [key]
+    assert find_inputs(tmp_path, ReadOptions(text_keys=("text",))).files[0].text_key == ""
 
 
 def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:

@@ -122,10 +122,19 @@ def test_wrong_use(source: Path, tmp_path: Path) -> None:
         ("a.jsonl", {"tokenizer": "train:x"}, UsageError, "train:VOCAB"),
         ("a.jsonl", {"slice_bytes": 10}, UsageError, "4096"),
         ("a.jsonl", {"workers": 0}, UsageError, "at least 1"),
+        ("a.jsonl", {"filters": len}, UsageError, "got len. Decorate a function with @forebay.text_filter"),
+        (
+            "a.jsonl",
+            {"filters": "language", "settings": {"language": {"keep": ["english"]}}},
+            UsageError,
+            "codes of lang",
+        ),
+        (".", {}, UsageError, "expected --out beside or below the input folder"),
+        ("*.none", {}, UsageError, "files that match"),
     ]
     for name, changes, error, message in cases:
         with pytest.raises(error, match=message):
-            prepare(tmp_path / name, tmp_path / "d", **changes)
+            prepare(tmp_path / name, tmp_path / ("d" if name != "." else "."), **changes)
     with pytest.raises(UsageError, match="which is a file"):
         prepare(source, tmp_path / "bad.json")
 

@@ -284,7 +284,7 @@ class _Reader(Rejects):
                 self.counted_s += (importing_s := work_time() - started)
                 stats.usage.count("start", importing_s)
             self.num_places = max(self.num_places, record.index + 1)
-            if record.problem == "blank" or not (record.unread or record.failed or self._is_sampled(record.index)):
+            if record.problem == "blank" or not (self._is_sampled(record.index) or record.unread or record.failed):
                 continue
             self.documents += 1
             count.documents_in += 1
