@@ -229,7 +229,7 @@ class Unit:
     @property
     def settings(self) -> list[Any]:
         if self.span == 1:
-            return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters]
+            return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters, REPEATS_NUMBERED]
         return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters, self.span]
 
 
@@ -252,7 +252,7 @@ KINDS = (
     "substring",
     "overlap",
 )  # The names of `--dedup`.
-MOSTLY_CUT = "mostly_duplicate"
+MOSTLY_CUT, REPEATS_NUMBERED = "mostly_duplicate", 1
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Dedup:
         embedding, dimension: The column of embeddings, lists of so many floats, which a stage makes.
         similarity: Of `semantic`: the least cosine.
         clusters: Of `semantic`; 0: the square root of the documents.
-        lines: Cut lines that stood in the corpus before.
+        lines: Cut lines that stood in earlier documents, as often as they stood in one: a refrain stays.
         sentences: Cut spans of `span` sentences that stood in the corpus before, as C4 does.
         substring: Cut every run of `min_words` words or more that stood in the corpus before, wherever it begins. Words
             are those of MinHash: case, punctuation and accents may differ.

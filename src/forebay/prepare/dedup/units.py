@@ -1,5 +1,7 @@
 """Units of documents that are compared and cut out by themselves: lines, and spans of sentences.
 
+The second occurrence of a line in a document is compared with second occurrences elsewhere, and so on: a refrain stays.
+
 A document has a row for each unit, or for each `span` units in turn, of `min_characters` or more. Hashing and cutting
 walk the same rows. What is cut is first marked, a byte a byte of text, so that several kinds of unit may overlap.
 """
@@ -15,6 +17,7 @@ from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import find
 
 LINE, SENTENCE = 0, 1
+REPEAT = np.uint64(0x9E3779B97F4A7C15)
 _KINDS = {"line": LINE, "sentence": SENTENCE}
 _STOPS = {"line": (10,), "sentence": (10, 33, 46, 63, 0xE3, 0xEF)}
 """Bytes one of which every end of a unit has."""
@@ -27,7 +30,19 @@ def hash_units(texts: pa.LargeStringArray, unit: Unit) -> tuple[NDArray[np.uint6
     rows = len(texts) + sum(int(np.count_nonzero(used == byte)) for byte in _STOPS[unit.kind])
     hashes, counts = np.empty((rows, 2), np.uint64), np.empty(len(texts), np.int64)
     n = _hash_units(data, offsets, *_settings(unit), scratch_for(offsets), hashes, counts)
+    if unit.kind == "line":
+        _number_repeats(hashes[:n], counts)
     return hashes[:n], counts
+
+
+def _number_repeats(hashes: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
+    """Change the hash of a line's second, third … occurrence in a document, which then equals that of others alone."""
+    documents = np.repeat(np.arange(len(counts)), counts)
+    order = np.lexsort((hashes[:, 0], documents))
+    lines = np.column_stack((documents[order].astype(np.uint64), hashes[order]))
+    first = np.r_[True, (lines[1:] != lines[:-1]).any(1)][: len(lines)]
+    position = np.arange(len(lines))
+    hashes[order, 1] ^= (position - np.maximum.accumulate(np.where(first, position, 0))).astype(np.uint64) * REPEAT
 
 
 def mark_units(texts: pa.LargeStringArray, unit: Unit, cut: NDArray[np.uint8], removed: NDArray[np.uint8]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,16 @@ def test_clusters_and_who_stays(fresh: Callable[[], Bench], seed: int, keep: str
 
 
 def reference_cut(texts: list[str], drop: list[int], min_value: int) -> list[str]:
-    """Lines that stood before, in documents that stay, cut out."""
-    seen: set[str] = set()
+    """Lines cut out that stood in earlier documents, as often as there, of documents that stay."""
+    seen: set[tuple[str, int]] = set()
     out = []
     for text, code in zip(texts, drop):
-        retained, full = [], True
+        retained, full, times = [], True, Counter[str]()
         for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
-            key = " ".join(piece.split())
-            if code == 0 and len(key) >= min_value and key in seen:
+            words = " ".join(piece.split())
+            times[words] += 1
+            key = words, times[words]
+            if code == 0 and len(words) >= min_value and key in seen:
                 full = False
                 continue
             if code == 0:

@@ -184,7 +184,7 @@ def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path) -> None
 def test_documents_of_which_most_is_cut_are_dropped(bench: Bench) -> None:
     lines = [f"This is line number {i} of the text that is copied." for i in range(10)]
     own = "A line of its own that no one has written before."
-    texts = ["\n".join(lines), "\n".join([*lines[:9], own]), "\n".join([*lines[:4], *([own.upper()] * 7)]), "short"]
+    texts = ["\n".join(lines), "\n".join([*lines[:9], own]), "\n".join([*lines[:8], *([own.upper()] * 3)]), "short"]
     config = Dedup(lines=True, exact=True, max_cut_share=0.6)
     part = bench.sign(texts, config)
     result = bench.deduplicate([part], config)
