@@ -41,8 +41,9 @@ def luhn(number: str) -> bool:
     return sum(d if i % 2 == 0 else d * 2 - 9 * (d > 4) for i, d in enumerate(reversed(_digits(number)))) % 10 == 0
 
 
-def _weighted(weights: Iterable[int], number: str) -> int:
-    return sum(weight * digit for weight, digit in zip(weights, _digits(number)))
+def _weighted(weights: Iterable[int | str], number: str) -> int:
+    """The sum of the digits by weights, which may be digits of a string."""
+    return sum(int(weight) * digit for weight, digit in zip(weights, _digits(number)))
 
 
 def _date(year: int, month: int, day: int) -> bool:
@@ -60,7 +61,7 @@ def _not_one_digit(number: str) -> bool:
     return len(set(number)) > 1
 
 
-def _sum_of(weights: tuple[int, ...], modulus: int) -> Callable[[str], bool]:
+def _sum_of(weights: Iterable[int | str], modulus: int) -> Callable[[str], bool]:
     """The check that the weighted sum of the digits, which are not all the same, is a multiple."""
     return lambda n: _not_one_digit(n) and _weighted(weights, n) % modulus == 0
 
@@ -123,7 +124,7 @@ def _pl_pesel(n: str) -> bool:
     """Source: Ustawa o ewidencji ludności, article 15."""
     century, month = divmod(int(n[2:4]), 20)
     born = _date({0: 1900, 1: 2000}.get(century, 0) + int(n[:2]), month, int(n[4:6])) if century < 2 else False
-    return born and _weighted((1, 3, 7, 9, 1, 3, 7, 9, 1, 3, 1), n) % 10 == 0
+    return born and _weighted("13791379131", n) % 10 == 0
 
 
 def _br_digits(n: str, start: int, weights: Sequence[int]) -> bool:
@@ -177,8 +178,8 @@ def _fi_hetu(n: str) -> bool:
 
 def _no_birth(n: str) -> bool:
     """Source: Skatteetaten, fødselsnummer."""
-    first = _weighted((3, 7, 6, 1, 8, 9, 4, 5, 2, 1), n) % 11
-    return _any_century(n[4:6], n[2:4], n[:2]) and first == _weighted((5, 4, 3, 2, 7, 6, 5, 4, 3, 2, 1), n) % 11 == 0
+    first = _weighted("3761894521", n) % 11
+    return _any_century(n[4:6], n[2:4], n[:2]) and first == _weighted("54327654321", n) % 11 == 0
 
 
 def _be_national(n: str) -> bool:
@@ -189,13 +190,13 @@ def _be_national(n: str) -> bool:
 
 def _kr_rrn(n: str) -> bool:
     """Source: Resident Registration Act, enforcement rules; numbers given from October 2020 on have no check digit."""
-    check = (11 - _weighted((2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5), n) % 11) % 10
+    check = (11 - _weighted("234567892345", n) % 11) % 10
     return n[6] in "12345678" and _any_century(n[:2], n[2:4], n[4:6]) and (check == int(n[12]) or n[:2] <= "25")
 
 
 def _jp_number(n: str) -> bool:
     """Source: Ministerial ordinance 85 of 2014."""
-    rest = _weighted((6, 5, 4, 3, 2, 7, 6, 5, 4, 3, 2), n[:11]) % 11
+    rest = _weighted("65432765432", n[:11]) % 11
     return _not_one_digit(n) and int(n[11]) == (0 if rest < 2 else 11 - rest)
 
 
@@ -226,9 +227,7 @@ def _pt_nif(n: str) -> bool:
 
 def _ro_cnp(n: str) -> bool:
     """Source: Legea 105/1996."""
-    return _any_century(n[1:3], n[3:5], n[5:7]) and _weighted((2, 7, 9, 1, 4, 6, 3, 5, 8, 2, 7, 9), n) % 11 % 10 == int(
-        n[12]
-    )
+    return _any_century(n[1:3], n[3:5], n[5:7]) and _weighted("279146358279", n) % 11 % 10 == int(n[12])
 
 
 def _written(number: str) -> bool:
