@@ -43,7 +43,7 @@ FIRST_NAMES = ("Dick", "Semen", "Pussy Riot")
 _NAMES = re.compile(
     rf"\b(?:{'|'.join(FIRST_NAMES)}|Fucking|Wank|Anus|Dildo|Intercourse|Cock|Bumsen|Verga|Puta|Polla|Pik|Figa)\b"
 )
-_PLACE = re.compile(
+_ABOUT_PLACES = re.compile(
     r"(?i)\b(?:village|town|city|municipality|mountain|summit|parish|county|province|in \w+land|austria|bavaria|"
     r"garmisch|gemeinde|ortsteil|dorf|gipfel|landkreis|einwohner|österreich|municipio|pueblo|novia|comune|frazione|commune)"
 )
@@ -188,20 +188,21 @@ class Toxic(Stage):
 
     def _languages(self, batch: pa.RecordBatch) -> tuple[list[str], list[int]]:
         """The language of each document, and the rows whose language is in doubt."""
-        known = batch.column("language").to_pylist() if "language" in batch.schema.names else [None] * len(batch)
-        unknown = [row for row, language in enumerate(known) if not language]
-        if self.language or not unknown:
-            return [language or self.language for language in known], []
+        column = batch.column("language").to_pylist() if "language" in batch.schema.names else [None] * len(batch)
+        languages: list[str] = [language or self.language for language in column]
+        unknown = [row for row, language in enumerate(languages) if not language]
+        if not unknown:
+            return languages, []
         output = FastText(default_model(), max_chars=LOOK_CHARS).score(batch.take(pa.array(unknown)))
         for row, label in zip(unknown, output[""].to_pylist()):
-            known[row] = label or "en"
-        sure = np.nan_to_num(output["score"]) >= SURE_LANGUAGE
-        return known, [row for row, is_sure in zip(unknown, sure.tolist()) if not is_sure]
+            languages[row] = label or "en"
+        is_sure = np.nan_to_num(output["score"]) >= SURE_LANGUAGE
+        return languages, np.array(unknown)[~is_sure].tolist()
 
 
 def _weight_of_names(text: str, entries: Mapping[str, int]) -> int:
     """The weight of names: entries never in small letters that are first names, or in a text with words for places."""
-    about_places = _PLACE.search(text) is not None
+    about_places = _ABOUT_PLACES.search(text) is not None
     names = [match.group() for match in _NAMES.finditer(text)]
     honest = [name for name in names if name.lower() not in text and (about_places or name in FIRST_NAMES)]
     return sum(entries.get(name.lower(), 0) for name in honest)

@@ -250,9 +250,9 @@ def _check_line(points, n, words, kinds, begins, stops, rules, language, has_lis
             text_words += 1
         elif kinds[begins[w]] & (LETTER | UNSPACED | DIGIT):
             text_words += 1
-            known = look_up(rules.phrase_keys, rules.positions, h)
-            counted += known == 0
-            no_text += known >= 0
+            position = look_up(rules.phrase_keys, rules.positions, h)
+            counted += position == 0
+            no_text += position >= 0
             unspoken += _has_no_vowel(points, begins[w], stops[w])
     if rules.counters and numbers and counted and numbers + counted == text_words:
         return 3

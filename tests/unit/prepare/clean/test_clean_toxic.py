@@ -77,14 +77,14 @@ def test_precision_and_recall_of_the_lexicon() -> None:
     """The texts are ours, written for this test; so is the judgement. Threats in polite words are beyond a lexicon."""
     lines = (Path(__file__).parent / "toxic_texts.tsv").read_text("utf-8").splitlines()
     labels, languages, texts = zip(*(line.split("\t") for line in lines))
-    for known in (None, list(languages)):
-        drops = dropped(Toxic(), texts, known)
-        least = {language: (0.95, 0.7) if language == "en" else (1, 0.8) for language in languages}
-        for language, (least_precision, least_recall) in least.items():
+    for column in (None, list(languages)):
+        drops = dropped(Toxic(), texts, column)
+        limits = {language: (0.95, 0.7) if language == "en" else (1, 0.8) for language in languages}
+        for language, (min_precision, min_recall) in limits.items():
             verdicts = [(a == "1", d >= 0) for a, x, d in zip(labels, languages, drops) if x == language]
             hits = sum(toxic and drop for toxic, drop in verdicts)
-            assert hits >= least_precision * sum(drop for _, drop in verdicts)
-            assert hits >= least_recall * sum(toxic for toxic, _ in verdicts)
+            assert hits >= min_precision * sum(drop for _, drop in verdicts)
+            assert hits >= min_recall * sum(toxic for toxic, _ in verdicts)
     english = [text for text, language in zip(texts, languages) if language == "en"]
     drops = dropped(Toxic("ldnoobw"), english)
     hits = sum(a == "1" and d >= 0 for a, d in zip(labels, drops))
