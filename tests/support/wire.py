@@ -38,6 +38,11 @@ class Answer:
     def json(self) -> Any:
         return orjson.loads(self.body)
 
+    @property
+    def refusal(self) -> tuple[int, str]:
+        """Its status, and the code of its error."""
+        return self.status, self.json()["error"]
+
 
 def parse_answers(data: bytes) -> tuple[list[Answer], bytes]:
     """The whole responses at the start of `data`, by their Content-Length, and the rest."""

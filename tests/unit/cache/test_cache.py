@@ -149,8 +149,7 @@ def test_changes_of_files_by_others_are_noticed(tmp_path: Path, damage: str, cap
     cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
     assert (cache.get(names[0]) is not None) == (damage == "copied")
     assert cache.get(names[1]) is not None
-    is_reported = "got others" in caplog.text
-    assert is_reported == (damage == "flipped")
+    assert ("got others" in caplog.text) == (damage == "flipped")
     entry = cache.open(info_of(content(2), CHUNK))
     if damage == "copied":
         assert entry.marks[1] == UNVERIFIED and entry.verify(np.arange(4))

@@ -132,49 +132,39 @@ def test_changes_of_the_cache_are_reported_once(worker: FetchingWorker, make_nod
     assert index.changes() == {DATASET: ""}
 
 
-def wrong_byte(node: Node) -> None:
-    node.file.write_bytes(CONTENT[:123_456] + b"x" + CONTENT[123_457:])
-
-
-def whole_file(node: Node) -> None:
-    node.response = Response(CONTENT + b"and more")
-
-
-def impostor(node: Node) -> None:
-    node.peer_id = "a" * 32
-
-
-def breaks_off(node: Node) -> None:
-    node.file.write_bytes(CONTENT[:100_000])
-
-
-def gone(node: Node) -> None:
-    node.server.close()
-
-
-def absent(node: Node) -> None:
-    node.response = ApiError(404, "unknown_slice", "not here").response()
-
-
-def busy(node: Node) -> None:
-    node.response = ApiError(503, "busy", "later").response()
+def spoil(node: Node, fault: str) -> None:
+    match fault:
+        case "wrong byte":
+            node.file.write_bytes(CONTENT[:123_456] + b"x" + CONTENT[123_457:])
+        case "whole file":
+            node.response = Response(CONTENT + b"and more")
+        case "impostor":
+            node.peer_id = "a" * 32
+        case "breaks off":
+            node.file.write_bytes(CONTENT[:100_000])
+        case "gone":
+            node.server.close()
+        case "absent":
+            node.response = ApiError(404, "unknown_slice", "not here").response()
+        case "busy":
+            node.response = ApiError(503, "busy", "later").response()
 
 
 @pytest.mark.parametrize(
     "fault, is_wrong",
-    [(wrong_byte, True), (whole_file, True), (impostor, False), (breaks_off, None), (gone, None), (absent, None),
-     (busy, None)],
+    [("wrong byte", True), ("whole file", True), ("impostor", False), ("breaks off", None), ("gone", None),
+     ("absent", None), ("busy", None)],
 )  # fmt: skip
 def test_a_faulty_provider_is_passed_over_and_reported(
-    worker: FetchingWorker, make_node: Nodes, fault: Callable[[Node], None], is_wrong: bool | None
+    worker: FetchingWorker, make_node: Nodes, fault: str, is_wrong: bool | None
 ) -> None:
     """A provider that sent wrong bytes or has another certificate is never requested from again."""
     faulty, honest = make_node("faulty", origin=False), make_node("honest")
-    fault(faulty)
+    spoil(faulty, fault)
     assert worker.fetched(lease(worker, faulty, honest)) == CONTENT
     assert worker.rejected == ([] if is_wrong is None else [(faulty.peer_id, is_wrong)])
     num_requests = len(faulty.ranges)
-    assert num_requests == (fault not in (impostor, gone))
+    assert num_requests == (fault not in ("impostor", "gone"))
     worker.cache.discard(SHA256)
     assert worker.fetched(lease(worker, faulty, honest, lease_id="2")) == CONTENT
     assert is_wrong is None or len(faulty.ranges) == num_requests

@@ -17,7 +17,7 @@ from forebay.ledger.writer import Ledger
 from support.ledgers import KEY, check, sign, write_job
 
 
-def write(path: Path, samples: list[int], uses: list[tuple[int, int, int, int]]) -> None:
+def write(path: Path, samples: list[int], uses: list[tuple[int, ...]]) -> None:
     write_job(path, [Used("l", *use, step) for step, use in enumerate(uses)], samples, per_entry=1)
 
 
@@ -41,7 +41,7 @@ def test_missing_and_repeated_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use", [(0, 2, 0, 1), (0, 0, 0, 5), (0, 0, 2, 2), (0, 0, 3, 1)])
-def test_use_outside_the_dataset_is_a_problem(tmp_path: Path, use: tuple[int, int, int, int]) -> None:
+def test_use_outside_the_dataset_is_a_problem(tmp_path: Path, use: tuple[int, ...]) -> None:
     write(tmp_path / "l", [4, 4], [(0, 0, 0, 4), (0, 1, 0, 4), use])
     assert not verify_ledger(tmp_path / "l").ok
 

@@ -51,6 +51,6 @@ fe80::1%eth0     fd00::2   no
 nowhere          10.0.0.9  no"""
 
 
-@pytest.mark.parametrize("ip, source, allowed", map(str.split, DIALS.splitlines()[1:]))
+@pytest.mark.parametrize("ip, source, allowed", [line.split() for line in DIALS.splitlines()[1:]])
 def test_where_a_member_may_have_a_node_connect_to(ip: str, source: str, allowed: str) -> None:
     assert may_dial(ip, source) is (allowed == "yes")

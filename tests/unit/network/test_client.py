@@ -51,6 +51,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
+def get(client: Client, peer: RudePeer) -> object:
+    return client.request_json(peer.address, "GET", "/x")[0]
+
+
 # Whom it asks.
 
 
@@ -70,11 +74,11 @@ def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir: Path) -> N
 @pytest.mark.usefixtures("changes_at_once")
 def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_identity: Make) -> None:
     with RudePeer(make_identity("peer"), lambda asked: OK) as peer:
-        member.request_json(peer.address, "GET", "/x")
+        get(member, peer)
         (member.identity.node_dir / "revoked.txt").write_text("no peer id\n")
         for _ in range(2):
             with pytest.raises(NetworkError, match="cannot read its revocation lists"):
-                member.request_json(peer.address, "GET", "/x")
+                get(member, peer)
         assert len(peer.asked) == 1
 
 
@@ -83,13 +87,13 @@ def test_a_kept_connection_ends_with_its_certificate(
 ) -> None:
     identity = make_identity("peer")
     with RudePeer(identity, lambda asked: OK) as peer:
-        member.request_json(peer.address, "GET", "/x")
+        get(member, peer)
         clock = SimpleNamespace(time=lambda: identity.expires_at - 1)
         monkeypatch.setattr("forebay.network.pki.identity.time", clock)
-        member.request_json(peer.address, "GET", "/x")
+        get(member, peer)
         clock.time = lambda: identity.expires_at + 1
         with pytest.raises(NetworkError, match="expired"):
-            member.request_json(peer.address, "GET", "/x")
+            get(member, peer)
         assert peer.connections == 1 and len(peer.asked) == 2
 
 
@@ -100,10 +104,10 @@ def test_a_get_is_sent_again_only_where_a_kept_connection_failed(client: Client)
     answers = [None, OK, None, OK]
     with RudePeer(None, lambda asked: answers.pop(0)) as peer:
         with pytest.raises(ConnectionLostError):
-            client.request_json(peer.address, "GET", "/x")
+            get(client, peer)
         assert len(peer.asked) == 1
-        client.request_json(peer.address, "GET", "/x")
-        assert client.request_json(peer.address, "GET", "/x")[0] == {"fine": True}  # the third was lost, the fourth not
+        get(client, peer)
+        assert get(client, peer) == {"fine": True}  # the third was lost, the fourth not
         assert len(peer.asked) == 4 and KEY not in peer.asked[0].headers
 
 
@@ -183,7 +187,7 @@ def test_a_refusal_says_how_long_to_wait(client: Client, clock: SimpleNamespace)
     with RudePeer(None, lambda asked: answers.pop(0)) as peer:
         for _ in range(4):
             with pytest.raises(RemoteError) as caught:
-                client.request_json(peer.address, "GET", "/x")
+                get(client, peer)
             waits.append(caught.value.wait_s)
     assert waits == [7, 90, 0, 3600]
 
@@ -224,7 +228,7 @@ def test_an_answer_is_a_json_object(client: Client, body: bytes) -> None:
         RudePeer(None, lambda asked: http(200, body)) as peer,
         pytest.raises(ProtocolError, match="expected JSON from"),
     ):
-        client.request_json(peer.address, "GET", "/x")
+        get(client, peer)
 
 
 def test_more_than_was_asked_for_is_not_kept(client: Client) -> None:

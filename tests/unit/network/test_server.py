@@ -181,19 +181,19 @@ def test_strangers_get_nothing(server: Server, client: Client, handler: Handler,
 
 @pytest.mark.usefixtures("changes_at_once")
 def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Client, make_identity: Make) -> None:
-    client.request_json(server.address, "GET", "/echo")
+    is_served(client, server)
     revoke(server.identity.node_dir, client.identity.peer_id)
     with pytest.raises(NetworkError) as caught:  # on the open connection, which may be cut first
-        client.request_json(server.address, "GET", "/echo")
+        is_served(client, server)
     assert not isinstance(caught.value, RemoteError) or caught.value.status == 403
     until(lambda: server.num_connections == 0)  # what is open is cut, also without a request
     with pytest.raises(NetworkError):
-        client.request_json(server.address, "GET", "/echo")
+        is_served(client, server)
     with PatientClient(make_identity("other")) as other:
-        other.request_json(server.address, "GET", "/echo")
+        is_served(other, server)
         revoke(other.identity.node_dir, server.identity.peer_id)
         with pytest.raises(NetworkError, match="is revoked"):
-            other.request_json(server.address, "GET", "/echo")
+            is_served(other, server)
 
 
 def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: Handler) -> None:
@@ -224,7 +224,7 @@ def test_strangers_make_room_and_a_full_server_takes_nobody(make_identity: Make,
 def test_a_loop_that_fails_begins_again_on_the_same_port(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client.request_json(server.address, "GET", "/echo")
+    is_served(client, server)
 
     def select(timeout=None):
         raise OSError("a fault of the system")
@@ -249,7 +249,7 @@ def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: 
     handler.entered.acquire()
     assert server.drain(0.01) is False
     with pytest.raises(NetworkError, match="cannot reach"):
-        client.request_json(server.address, "GET", "/echo")
+        is_served(client, server)
     handler.gate.set()
     assert server.drain(3600.0) is True
     waiting.join()

@@ -118,8 +118,7 @@ def test_handshakes_of_an_address(start: Start) -> None:
     """They are bounded for each address, and a new one takes the place of the oldest."""
     server = start(handshakes_per_address=2, handshake_s=5.0)
     other = server.knock("10.0.0.2")
-    flood = [server.knock() for _ in range(10)]
-    assert [task.cancelled() for task in flood] == [True] * 8 + [False] * 2
+    assert [task.cancelled() for task in [server.knock() for _ in range(10)]] == [True] * 8 + [False] * 2
     assert is_served(server, "member") and not other.done()
     server.loop.advance(10.0)  # strangers that say nothing end by themselves
     assert other.cancelled() and server.server.num_connections == 1
@@ -136,7 +135,7 @@ def test_requests_in_flight(start: Start, handler: Handler, own: bool) -> None:
     for connection in connections[:2]:
         connection.send(WAIT_REQUEST)
     refused = connections[2].ask("/")
-    assert (refused.status, refused.json()["error"], refused.headers["retry-after"]) == (429, "busy", "1")
+    assert refused.refusal == (429, "busy") and refused.headers["retry-after"] == "1"
     assert f"{'peer a' if own else 'organisation acme'}: expected at most 2 requests" in refused.json()["message"]
     assert server.ask("GET", "/", member="elsewhere").status == 200
     assert server.metric("forebay_limited_requests_total", "busy") == 1
@@ -174,7 +173,7 @@ def test_a_role_is_checked_before_the_body_is_read() -> None:
             reader = server.connect("data")
             reader.send(b"POST /work HTTP/1.1\r\n%b\r\n\r\n" % length)
             (answer,) = reader.answers()
-            assert (answer.status, answer.json()["error"]) == (403, "not_worker")
+            assert answer.refusal == (403, "not_worker")
             # The rest of its body is nobody's next request.
             assert answer.headers["connection"] == "close" and not reader.is_open
         assert server.ask("POST", "/work", {"n": 1}, member="worker").status == 200
@@ -198,7 +197,7 @@ def test_a_server_that_stops_takes_no_request_and_no_connection(start: Start) ->
     connection = server.connect("a")
     server.core.is_draining = True
     refused = connection.ask("/")
-    assert (refused.status, refused.json()["error"], refused.headers["retry-after"]) == (503, "stopping", "1")
+    assert refused.refusal == (503, "stopping") and refused.headers["retry-after"] == "1"
     assert not server.connect("b").is_open
 
 

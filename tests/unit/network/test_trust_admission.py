@@ -54,8 +54,7 @@ def make_token(server: AdmissionServer, clock: SimpleNamespace, **changes: objec
 
 def admit(admissions: Admissions, token: str, key: Path, name: str) -> dict[str, Any]:
     """Ask for a certificate of the key in a file."""
-    request = joining.make_csr(read_key(key), name)
-    return admissions.admit(AdmitRequest(token=token, name=name, request=request), "x")
+    return admissions.admit(AdmitRequest(token=token, name=name, request=joining.make_csr(read_key(key), name)), "x")
 
 
 def kinds(tmp_path: Path) -> list[str]:

@@ -92,15 +92,15 @@ def test_days_are_above_zero(text: str) -> None:
 
 def test_the_commands_of_a_networks_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """init, join, revoke, show, renew: as they are typed."""
-    net, node = str(tmp_path / "net"), str(tmp_path / "node")
-    assert main(["network", "init", net]) == 0
+    net, node = tmp_path / "net", tmp_path / "node"
+    assert main(f"network init {net}".split()) == 0
     assert main(f"network join {net} {node} --name n --role worker --days 0.5".split()) == 0
-    assert main(["network", "revoke", "b" * 32, net, node]) == 0
+    assert main(f"network revoke {'b' * 32} {net} {node}".split()) == 0
     assert "is revoked by CRL" in capsys.readouterr().out
-    assert main(["network", "show", node]) == 0
+    assert main(f"network show {node}".split()) == 0
     assert "1 revoked by" in capsys.readouterr().out
-    assert main(["network", "renew", net, node]) == 0
+    assert main(f"network renew {net} {node}".split()) == 0
     assert Identity.load(node).valid_s > 89 * 86400
-    (Path(node) / "crls" / "x.pem").write_text("garbage")
-    assert main(["network", "show", node]) == 2
+    (node / "crls" / "x.pem").write_text("garbage")
+    assert main(f"network show {node}".split()) == 2
     assert "cannot read" in capsys.readouterr().err

@@ -26,8 +26,7 @@ def folder(tmp_path: Path) -> Path:
 def test_progress_gives_every_batch_and_is_silent_without_a_terminal(
     folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    loader = Loader(folder, seq_len=10, batch_size=7)
-    assert sum(len(batch) for batch in progress(loader)) == 300
+    assert sum(len(batch) for batch in progress(Loader(folder, seq_len=10, batch_size=7))) == 300
     assert capsys.readouterr() == ("", "")
 
 

@@ -191,9 +191,8 @@ def test_a_loader_fetches_and_keeps_what_the_plan_says(tmp_path: Path, lanes: in
 def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset = str(make_dataset(tmp_path / "data", 8, 64, 256))
-    options = "--seq-len 256 --global-batch-size 8 --bandwidth 1Gb/s --step-s 0.1"
-    common = ["plan", dataset, *options.split()]
+    dataset = make_dataset(tmp_path / "data", 8, 64, 256)
+    common = f"plan {dataset} --seq-len 256 --global-batch-size 8 --bandwidth 1Gb/s --step-s 0.1".split()
     assert main([*common, *f"--json --disk {tmp_path} --memory 8GB".split()]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert reported["ok"] and reported["slices"] == 8
@@ -203,7 +202,7 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     text = capsys.readouterr().out
     assert "refused: cache: expected at least" in text and text.endswith("cannot work as requested\n")
     assert main(["plan", "--bytes", "2TB"]) == 2
-    assert main(["plan", dataset, "--bytes", "2TB"]) == 2
+    assert main(f"plan {dataset} --bytes 2TB".split()) == 2
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,7 @@ def test_drop_last_and_default_lanes() -> None:
     assert Order(np.array([11]), 0, 4, drop_last=True).steps_per_epoch == 2
     large, small, format1 = 10**9, 10**5, SampleSize(4096.0, 64 << 20)
     batches = (7, 512, 4096, 5000, 97 * 89)
-    assert [default_lanes(b, large, SampleSize()) for b in batches] == [
-        511, 512, 4096, 2500, 4096
-    ]  # fmt: skip
+    assert [default_lanes(b, large, SampleSize()) for b in batches] == [511, 512, 4096, 2500, 4096]
     assert [default_lanes(b, small, SampleSize()) for b in (1, 7, 64)] == [9, 7, 64]
     # Of format 1, whose chunks are whole slices: as many as leave a lane four of them.
     assert [default_lanes(b, 16384 * 100, format1) for b in (1, 16, 64, 1024)] == [1, 16, 16, 16]

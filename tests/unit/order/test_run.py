@@ -59,8 +59,7 @@ def batch_lists(steps: Steps) -> list[list[Sample]]:
 
 
 def all_batches(run: Run, stop: int | None = None) -> list[list[Sample]]:
-    end = run.num_steps if stop is None else stop
-    return batch_lists(run.steps(0, end, 0, 1))
+    return batch_lists(run.steps(0, run.num_steps if stop is None else stop, 0, 1))
 
 
 def all_samples(order: Order, source: int = 0) -> list[Sample]:

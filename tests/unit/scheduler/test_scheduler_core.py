@@ -23,9 +23,9 @@ from support.scheduling import exchange, full_use
 WORKERS = ("a", "b", "c", "d")
 
 
-def spec(name: str, samples: list[int], **settings: object) -> JobSpec:
+def spec(samples: list[int], **settings: object) -> JobSpec:
     settings = {"lease_s": 10.0, "stall_s": 40.0, "steal_s": 0.5, **settings}
-    return JobSpec(name, f"{name}0", np.array(samples, np.int64), **settings)  # type: ignore[arg-type]
+    return JobSpec("x", "x0", np.array(samples, np.int64), **settings)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Churn(RuleBasedStateMachine):
         epochs=st.integers(1, 2),
     )
     def begin(self, samples: list[int], epochs: int) -> None:
-        self.spec = spec("x", samples, epochs=epochs, max_failures=2)
+        self.spec = spec(samples, epochs=epochs, max_failures=2)
         self.core = SchedulerCore(self.spec)
         self.now = 0.0
         self.events = []
@@ -170,8 +170,7 @@ class Churn(RuleBasedStateMachine):
         request = ExchangeRequest(session="liar", uses=uses, **fields)
         before = set(live.items())
         self.exchange(name, request)
-        after = {(x.lease_id, x.worker) for x in self.core.table.leases.values()}
-        assert after == before
+        assert {(x.lease_id, x.worker) for x in self.core.table.leases.values()} == before
 
     @rule(seconds=st.floats(0.0, 30.0))
     def pass_time(self, seconds: float) -> None:
@@ -242,7 +241,7 @@ TestChurn = Churn.TestCase
 
 
 def test_a_paused_job_leases_nothing() -> None:
-    core = SchedulerCore(spec("x", [5] * 4))
+    core = SchedulerCore(spec([5] * 4))
     core.pause(True)
     reply = exchange(core, "w", want=1)
     assert reply.paused and not reply.done and not reply.leases
@@ -254,7 +253,7 @@ def test_a_paused_job_leases_nothing() -> None:
 
 def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
     happened = []
-    core = SchedulerCore(spec("x", [3], max_failures=2))
+    core = SchedulerCore(spec([3], max_failures=2))
     for worker, last in (("a", False), ("b", True)):
         grant = exchange(core, worker, want=1).leases[0]
         reply, now_happened = core.exchange(worker, ExchangeRequest(failed=(FailedLease(grant.lease_id, "torn"),)), 0.0)
@@ -267,7 +266,7 @@ def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says
 
 
 def test_where_slices_are_checked_reports_of_workers_set_none_aside() -> None:
-    core = SchedulerCore(spec("x", [3, 3], max_failures=2), checks=True)
+    core = SchedulerCore(spec([3, 3], max_failures=2), checks=True)
     for worker in ("a", "b", "c"):
         reply = exchange(core, worker, want=2)
         failed = tuple(FailedLease(grant.lease_id, "torn") for grant in reply.leases)
@@ -276,18 +275,17 @@ def test_where_slices_are_checked_reports_of_workers_set_none_aside() -> None:
     assert sorted(doubt.index for doubt in pending_checks) == [0, 1] and not core.table.done
     (cleared,) = core.resolve(pending_checks[0], True, 1.0)
     assert cleared == events.SliceCleared(pending_checks[0].index) and len(core.pending_checks()) == 1
-    happened = core.resolve(pending_checks[1], False, 1.0)
-    assert [type(event) for event in happened] == [events.SliceSetAside]
+    assert [type(event) for event in core.resolve(pending_checks[1], False, 1.0)] == [events.SliceSetAside]
     assert core.pending_checks() == [] and not core.table.done and core.resolve(pending_checks[1], False, 1.0) == []
     (grant,) = exchange(core, "d", 20.0, want=2).leases
     assert grant.slice == pending_checks[0].index
-    again = SchedulerCore(spec("x", [3, 3], max_failures=2), checks=True)
+    again = SchedulerCore(spec([3, 3], max_failures=2), checks=True)
     again.restore(core.snapshot())
     assert again.snapshot() == core.snapshot()
 
 
 def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
-    core = SchedulerCore(spec("x", [3] * 8), checks=True)
+    core = SchedulerCore(spec([3] * 8), checks=True)
     core.add_origins([Provider("origin", "h:1", True), Provider("second", "h:2", True)], 0.0)
     for worker, organisation in (("a", "o"), ("b", "o"), ("c", "p")):
         assert core.pending_checks() == []
@@ -297,7 +295,7 @@ def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
     assert doubt.peer == Provider("origin", "h:1", True)
     (banned,) = core.resolve(doubt, False, 1.0)
     assert banned == events.PeerBanned("origin") and core.pending_checks() == []
-    again = SchedulerCore(spec("x", [3] * 8), checks=True)
+    again = SchedulerCore(spec([3] * 8), checks=True)
     again.restore(core.snapshot())
     assert again.swarm.status()["banned"] == ["origin"] == core.swarm.status()["banned"]
     assert from_row(to_row(banned)) == banned
@@ -307,7 +305,7 @@ def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
 
 def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -> None:
     """40 sessions of one peer, each giving its lease back and taking one again before the time of a stall."""
-    core, now, honest = SchedulerCore(spec("x", [4] * 42, stall_s=6.0)), 0.0, 0
+    core, now, honest = SchedulerCore(spec([4] * 42, stall_s=6.0)), 0.0, 0
     current = {}
     while now < 30.0:
         for number in range(42):
@@ -323,7 +321,7 @@ def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -
 
 
 def test_leases_of_a_peer_grow_with_its_uses() -> None:
-    core = SchedulerCore(spec("x", [1] * 400))
+    core = SchedulerCore(spec([1] * 400))
     numbers = []
     for now in (0.0, 10.0, 20.0, 30.0):
         grants = []
@@ -339,7 +337,7 @@ def test_leases_of_a_peer_grow_with_its_uses() -> None:
 
 
 def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() -> None:
-    core = SchedulerCore(spec("x", [3, 3], max_failures=2))
+    core = SchedulerCore(spec([3, 3], max_failures=2))
     first = exchange(core, "a", want=1).leases[0]
     reply = exchange(core, "a", want=2, failed=(FailedLease(first.lease_id, "torn"),))
     assert [grant.slice for grant in reply.leases] == [1 - first.slice]
@@ -350,7 +348,7 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
 @pytest.mark.parametrize("want, at_once", [(0, 2), (1, 0)])
 def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once: int) -> None:
     """One that goes on, and released slices as it cannot fetch them, leaves them to others first."""
-    core = SchedulerCore(spec("x", [3, 3]))
+    core = SchedulerCore(spec([3, 3]))
     grants = exchange(core, "a", want=2).leases
     assert not exchange(core, "a", 1.0, release=tuple(grant.lease_id for grant in grants), want=want).leases
     assert len(exchange(core, "a", 1.1, want=2).leases) == at_once
@@ -358,7 +356,7 @@ def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once:
 
 
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
-    core = SchedulerCore(spec("x", [3] * 8))
+    core = SchedulerCore(spec([3] * 8))
     core.add_origins([Provider("origin", "h:1", True)], 0.0)
     exchange(core, "a", address="h:2", cached={"x0": "0-7"})
     grant = exchange(core, "b", want=1).leases[0]
@@ -377,8 +375,8 @@ def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> Non
 
 def test_wrong_jobs_and_ranges_are_refused() -> None:
     with pytest.raises(UsageError, match="max_failures"):
-        spec("x", [3], max_failures=0)
-    core = SchedulerCore(spec("x", [3]))
+        spec([3], max_failures=0)
+    core = SchedulerCore(spec([3]))
     with pytest.raises(LeaseError, match="this scheduler has the job x"):
         exchange(core, "w", job="y")
     for ranges in ("7", "0-1", "2-1", "0,0", "0-999999999"):

@@ -161,8 +161,7 @@ def test_what_counts_as_out_of_memory() -> None:
 def test_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tmp_path / "worker.toml"
     settings.write_text('tokenizer-name = "bytes"\nseq_len = 16\nbatch_size = 3\nnum_steps = 4\ntrainer = "count"\n')
-    flags = f"--config {settings} --dataset-name {corpus} --batch-size 5".split()
-    assert main([*flags, "--json", "--quiet"]) == 0
+    assert main(f"--config {settings} --dataset-name {corpus} --batch-size 5 --json --quiet".split()) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["samples"], report["tokens"], report["loss_first"] > 0) == (20, 320, True)
     assert main(["--list-datasets"]) == 0
