@@ -31,7 +31,7 @@ from forebay.formats.conversion import (
 from forebay.formats.detect import format_of_suffix
 from forebay.formats.sources import naming_source, needs_table, open_source, open_tokens, table_of_tokens, verify_table
 from forebay.formats.token_stream import TokenDigest, build_stream
-from forebay.storage.addresses import is_bucket, is_url
+from forebay.storage.addresses import is_bucket, is_url, path_or_url
 from forebay.storage.remote_path import url_name
 
 _WITH_INDEX = ("litdata", "mds")  # Formats of several files that are written with one index of all.
@@ -86,7 +86,8 @@ def convert(
         DatasetError: If the source is damaged, or the output reads otherwise.
         OSError: If it cannot be written.
     """
-    to = format_named(to)
+    to, out = format_named(to), path_or_url(out)
+    path = path_or_url(path) if isinstance(path, (str, Path)) else path
     check_output(path, out, to, force)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     if is_url(out):

@@ -194,8 +194,8 @@ def has_signature(request: Any) -> bool:
     reported = request.headers.get("Authorization", "").removeprefix("AWS4-HMAC-SHA256 ")
     parts = dict(part.strip().split("=", 1) for part in reported.split(",") if part)
     parts |= {name.removeprefix("X-Amz-"): value for name, value in query.items() if name.startswith("X-Amz-")}
-    given = query.pop("X-Amz-Signature", "") or parts.get("Signature", "")
-    if not given:
+    signature = query.pop("X-Amz-Signature", "") or parts.get("Signature", "")
+    if not signature:
         return False
     key_id, *scope = parts["Credential"].split("/")
     names = parts["SignedHeaders"].split(";")
@@ -219,4 +219,4 @@ def has_signature(request: Any) -> bool:
     key = f"AWS4{SECRET_KEY}".encode()
     for part in scope:
         key = hmac.new(key, part.encode(), hashlib.sha256).digest()
-    return hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), given)
+    return hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), signature)

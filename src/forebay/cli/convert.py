@@ -24,12 +24,13 @@ def _convert(args: argparse.Namespace) -> None:
     from forebay.formats.conversion import TokenSource
     from forebay.formats.sources import open_source
     from forebay.observe.progress import bar
+    from forebay.storage.addresses import path_or_url
     from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 
     options = _convert_options(args)
     if (args.out is None) == (args.out_named is None):
         raise UsageError("convert: expected one OUT, behind SRC or by --out, got none or both.")
-    args.out = args.out or args.out_named
+    args.source, args.out = path_or_url(args.source), path_or_url(args.out or args.out_named)
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
     to = format_named(args.to)

@@ -31,8 +31,8 @@ def _plan_shards(args: argparse.Namespace) -> int:
     else:
         from forebay.load.shard_files import SharedShards
 
-        found = SharedShards.open(args.dataset).describe()
-        shard_bytes, count = found["largest_shard_bytes"], found["shards"]
+        shards = SharedShards.open(args.dataset).describe()
+        shard_bytes, count = shards["largest_shard_bytes"], shards["shards"]
     num_steps = args.steps_per_shard or STEPS_PER_SHARD
     start_bytes = min(3, count) * shard_bytes
     fetch_s = shard_bytes / args.bandwidth if args.bandwidth else None

@@ -4,6 +4,7 @@
 `base.Format` is what a format can do; nothing else in Forebay parses a file format.
 """
 
+import glob
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -56,8 +57,8 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
             has columns beside the tokens that would be lost, as `formats.layout` says, and `column` names none.
     """
     path = Path(path)
-    if re.search(r"[*?\[]", path.name) and not path.exists():
-        return open_token_files(path.parent, sorted(p for p in path.parent.glob(path.name) if p.is_file()), dtype)
+    if not path.exists() and (files := [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]):  # noqa: PTH207
+        return open_token_files(path.parent, sorted(files), dtype)
     if not path.is_dir():
         check_no_chunks(path.parent)
     pair = None if path.is_dir() else pair_of(path)

@@ -7,6 +7,7 @@ says the format. A dataset of Forebay at a URL is read slice by slice through a 
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -131,12 +132,12 @@ def _try_tokens(
 
 def open_tokens(path: str | Path, options: ConvertOptions) -> TokenSource | None:
     """Open the tokens at a path or a pattern; None if it is of another kind."""
-    target = Path(str(path).removeprefix("file://"))
+    target = Path(path)
     if (target / MANIFEST_FILE).is_file():
         dataset = open_dataset(target)
         return tokens_of_dataset(dataset) if dataset.manifest.layout == "tokens" else None
     is_pair = target.with_name(target.name + ".idx").exists()
-    if not target.exists() and not is_pair and not re.search(r"[*?\[]", target.name):
+    if not target.exists() and not is_pair and not re.search(r"[*?\[]", str(target)):
         raise DatasetError(f"{target}: expected something to convert, got nothing there. Check the path.")
     external = open_external(target, dtype=options.input_dtype, column=options.column)
     return None if external is None else tokens_of_dataset(external)
@@ -331,8 +332,8 @@ def table_files(target: Path) -> Iterator[Path | Skipped]:
         yield from list_files(target)
     elif target.is_file():
         yield target
-    elif re.search(r"[*?\[]", target.name):
-        yield from sorted(path for path in target.parent.glob(target.name) if path.is_file())
+    else:
+        yield from sorted(path for path in map(Path, glob.glob(str(target), recursive=True)) if path.is_file())  # noqa: PTH207
 
 
 def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], list[Skipped]]:

@@ -117,7 +117,7 @@ class ShardCache(Closing):
         """Tokens [B, L] of samples of a described shard, verified, without storing them. Raises ForebayError."""
         origin = self._here if self.is_in_place(shard) else self.origin
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            parts = pool.map(lambda at: read_samples(origin, shard, range(at, at + 1)), positions.tolist())
+            parts = pool.map(lambda index: read_samples(origin, shard, range(index, index + 1)), positions.tolist())
             return np.concatenate([np.empty((0, shard.seq_len), shard.dtype), *parts])
 
     def evict(self, keep: Collection[int]) -> None:

@@ -240,7 +240,7 @@ class SharedShards:
 
     def verify(self, on_progress: Callable[[int], object]) -> VerifyReport:
         """Compare every sample with its id; memory is that of a few thousand samples."""
-        bad = []
+        changed = []
         for shard in self.shards:
             step = max(1, _VERIFIED_BYTES // shard.sample_bytes)
             for first in range(0, shard.num_samples, step):
@@ -248,10 +248,10 @@ class SharedShards:
                 try:
                     read_samples(self.origin, shard, positions)
                 except IntegrityError:
-                    bad.append(shard.tokens.name)
+                    changed.append(shard.tokens.name)
                     break
                 on_progress(len(positions) * shard.sample_bytes)
-        return VerifyReport(not bad, bad, changed=bad, checks=("the id of every sample",))
+        return VerifyReport(not changed, changed, changed=changed, checks=("the id of every sample",))
 
 
 def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> NDArray[Any]:

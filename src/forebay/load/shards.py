@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.closing import Closing
+from forebay.dataset.reader import local_path
 from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.shard_cache import ShardCache, ShardFetch
@@ -33,6 +34,7 @@ from forebay.order.shard_windows import (
     shard_turn,
     window_sample_ids,
 )
+from forebay.storage.addresses import is_url
 from forebay.storage.base import load_env_file, require_env
 from forebay.storage.ranged_download import Workers
 from forebay.units import format_bytes
@@ -108,8 +110,8 @@ class SharedShardedDatasetManager(Closing):
         self._stats: dict[str, Any] = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
         if env_file is not None:
             load_env_file(env_file)
-        directory = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
-        source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
+        directory = local_path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
+        source = "r2://" if url is None else str(url) if is_url(url) else str(local_path(url).absolute())
         self._shards = ShardCache(source, directory, sequence_length, chunk_size, max_workers, timeout_s)
 
     @property
@@ -170,7 +172,14 @@ class SharedShardedDatasetManager(Closing):
         """A window of any step, also of a shard that is not active: shard, positions [B] and tokens [B, L] of a rank.
 
         Only these samples are read, by ranges, and each is verified by its id; nothing is stored, and the active shard
-        and the next one stay. Arguments as of `batches`. Raises ForebayError if they cannot be read or verified.
+        and the next one stay.
+
+        Args:
+            global_step: The window.
+            batch_size, inner_steps, uid, mode, seed: As of `batches`.
+
+        Raises:
+            ForebayError: If the samples cannot be read or verified.
         """
         index = self._shard(global_step)
         active = self.active_dataset

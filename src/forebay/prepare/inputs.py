@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from forebay.dataset.reader import local_path
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
 from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text
@@ -46,7 +45,7 @@ from forebay.network.retry import log_while_waiting
 from forebay.prepare.crawl_index import CRAWL_INDEX
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
-from forebay.storage.addresses import is_hidden, is_url, location
+from forebay.storage.addresses import is_hidden, is_url, location, path_or_url
 from forebay.storage.compression import unpacked_head
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
@@ -117,7 +116,7 @@ def find_inputs(
         inputs = [inputs]
     if not inputs:
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
-    inputs = [local_path(name) if not is_url(name) and "://" in str(name) else name for name in inputs]
+    inputs = [path_or_url(name) if "://" in str(name) else name for name in inputs]
     shown = shown_path(", ".join(map(str, inputs)))
     named = [str(name) if "://" in str(name) else str(Path(name)) for name in inputs]
     folders: dict[str, RemoteFolder] = {}

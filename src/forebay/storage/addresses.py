@@ -11,8 +11,10 @@ import posixpath
 import re
 import urllib.parse
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+from forebay.dataset.reader import local_path
 from forebay.errors import UsageError
 from forebay.storage.base import require_env
 
@@ -100,6 +102,11 @@ def split_url(url: str) -> tuple[str, str]:
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether a source or target is a URL of another scheme than `file`."""
     return "://" in (text := str(path)) and not text.lower().startswith("file://")
+
+
+def path_or_url(text: str | Path) -> str | Path:
+    """Return the path that a path or `file://` URL names; another URL as it is."""
+    return str(text) if is_url(text) else local_path(text)
 
 
 def is_bucket(url: str | os.PathLike[str]) -> bool:

@@ -100,16 +100,16 @@ class BucketOrigin(ObjectOrigin):
 
         Objects without bytes that stand for a folder are left out: `name/`, or `name` where others are below it.
         """
-        found: list[tuple[str, ObjectMeta]] = []
+        entries: list[tuple[str, ObjectMeta]] = []
         if name and not name.endswith("/"):
             try:
-                found = [(name, self.head(name))]
+                entries = [(name, self.head(name))]
             except PermanentError as error:
                 if not is_missing(error):
                     raise
-        if found and found[0][1].bytes:
-            return found
-        return self.objects(f"{name.rstrip('/')}/" if name else "") or found
+        if entries and entries[0][1].bytes:
+            return entries
+        return self.objects(f"{name.rstrip('/')}/" if name else "") or entries
 
     def objects(self, prefix: str) -> list[tuple[str, ObjectMeta]]:
         """Return the objects whose names begin with `prefix`, "" or a folder with a slash. Errors as of `get`."""
@@ -117,18 +117,18 @@ class BucketOrigin(ObjectOrigin):
             try:
                 self.key(prefix.removesuffix("/"))
                 listed = obstore.list(store, (self._prefix + prefix).removesuffix("/") or None)
-                found = [(str(entry["path"]), _meta(entry)) for part in listed for entry in part]
+                entries = [(str(entry["path"]), _meta(entry)) for part in listed for entry in part]
             except (UsageError, obstore.exceptions.InvalidPathError):  # a key that obstore cannot parse
                 if not self._is_s3:
                     raise
-                found = self._list_signed(prefix)
+                entries = self._list_signed(prefix)
         folders = {(self._prefix + prefix).removesuffix("/")}
-        for key, _ in found:
+        for key, _ in entries:
             while (key := key.rpartition("/")[0]) not in folders and key:
                 folders.add(key)
         return [
             (key[len(self._prefix) :], meta)
-            for key, meta in found
+            for key, meta in entries
             if meta.bytes or not (key.endswith("/") or key in folders)
         ]
 
@@ -206,7 +206,7 @@ class BucketOrigin(ObjectOrigin):
         return WebOrigin(url, timeouts=self._timeouts, is_file=True)
 
     def _list_signed(self, prefix: str) -> list[tuple[str, ObjectMeta]]:
-        found: list[tuple[str, ObjectMeta]] = []
+        entries: list[tuple[str, ObjectMeta]] = []
         token = ""
         while True:
             query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix} | (
@@ -216,10 +216,10 @@ class BucketOrigin(ObjectOrigin):
             page = request.get("", _MAX_PAGE_BYTES).decode()
             for entry in re.findall(r"<Contents>(.*?)</Contents>", page, re.DOTALL):
                 key = urllib.parse.unquote_plus(_field(entry, "Key"))
-                found.append((key, ObjectMeta(int(_field(entry, "Size")), _field(entry, "ETag").strip('"'))))
+                entries.append((key, ObjectMeta(int(_field(entry, "Size")), _field(entry, "ETag").strip('"'))))
             token = _field(page, "NextContinuationToken")
             if not token or _field(page, "IsTruncated") != "true":
-                return found
+                return entries
 
     def _store(self) -> tuple[Any, Any]:
         global _used_by
