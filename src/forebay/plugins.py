@@ -46,5 +46,5 @@ def load_plugin(group: str, name: str) -> Any:
         raise
     except Exception as error:
         looked = ", ".join(path or "the working directory" for path in sys.path[:3])
-        where = f". It was looked for in {looked}, …" if isinstance(error, ModuleNotFoundError) else ""
-        raise UsageError(f"cannot import {name!r}: {type(error).__name__}: {error}{where}") from error
+        searched = f". It was looked for in {looked}, …" if isinstance(error, ModuleNotFoundError) else ""
+        raise UsageError(f"cannot import {name!r}: {type(error).__name__}: {error}{searched}") from error

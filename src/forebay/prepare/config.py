@@ -82,8 +82,8 @@ def load_recipe(
         sys.path[:0] = [path for path in (*folders, str(Path.cwd())) if path not in sys.path]
     if name is not None:
         if name not in recipe_names():
-            known, near = ", ".join(recipe_names()), _similar(name, recipe_names())
-            raise UsageError(f"recipe {name!r}: expected one of {known}; a file goes with --config{near}")
+            names, near = ", ".join(recipe_names()), _similar(name, recipe_names())
+            raise UsageError(f"recipe {name!r}: expected one of {names}; a file goes with --config{near}")
         layers.append((f"{name}.toml", tomllib.loads(recipe_text(name))))
     if config is not None:
         layers.append((str(config), read_toml(config)))
@@ -117,8 +117,8 @@ def stage_group(name: str) -> tuple[str, ...]:
     if name in GROUPS:
         return GROUPS[name]
     if name not in STAGES and name not in plugins("forebay.filters"):
-        known = [*GROUPS, *STAGES]
-        raise UsageError(f"--filter {name!r}: expected some of {', '.join(known)}{_similar(name, known)}")
+        names = [*GROUPS, *STAGES]
+        raise UsageError(f"--filter {name!r}: expected some of {', '.join(names)}{_similar(name, names)}")
     return (name,)
 
 

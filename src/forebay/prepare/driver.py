@@ -229,7 +229,7 @@ def _describe_text_keys(files: Sequence[InputFile]) -> Iterator[str]:
     keys = [file.text_key for file in files]
     for key in sorted(set(keys) - {""}):
         first = shown_path(files[keys.index(key)].path)
-        yield f"text is in {shown_path(key)!r} in {keys.count(key):,} inputs, such as {first}"
+        yield f"text is in {shown_path(key)!r} in {keys.count(key):,} of {len(files):,} inputs, such as {first}"
 
 
 def _with_recorded_columns(
@@ -324,12 +324,13 @@ def _refuse_failed(
         return
     first = sorted((item for item in skipped if item.status == "failed"), key=lambda item: item.path not in unread)
     examples = "; ".join(f"{shown_path(item.path)}: {item.reason.partition('. ')[0].rstrip('.')}" for item in first[:3])
+    advice = first[0].reason.partition(". ")[2].rstrip(".")
     what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
     allowed = math.floor(100 * failed["share"] + 1) / 100 if not unread else 1
     raise PrepareError(
         f"prepare: expected {what}, got {failed['share']:.1%} of its bytes in {failed['inputs']:,} inputs that failed: "
-        f"{examples}. They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove them; finished work is kept. "
-        f"To go on without them: --set max_error_rate={min(1.0, allowed):g}."
+        f"{examples}. {f'{advice}. ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
+        f"them; finished work is kept. To go on without them: --set max_error_rate={min(1.0, allowed):g}."
     )
 
 

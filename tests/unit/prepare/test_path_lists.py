@@ -114,7 +114,7 @@ def test_files_that_are_refused_missing_or_without_room(
     assert server.statuses[403] == 12
     server.faults.forbidden.clear()
     server.faults.missing.add(FILES[2])
-    result = prepare(WET, tmp_path / "missing")
+    result = prepare(WET, tmp_path / "missing", settings={"max_error_rate": 0.3})
     assert result.documents_out == 80 and result.skipped == {"is listed, but not there": 1}
     with pytest.raises(PrepareError, match=r"--strict: .* got 1 that cannot be read: .*00002\.warc"):
         prepare(WET, tmp_path / "strict", strict=True)
