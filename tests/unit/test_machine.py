@@ -128,11 +128,11 @@ def test_a_map_outlives_its_file_and_never_reaches_behind_it(tmp_path: Path) -> 
     path = tmp_path / "file"
     path.write_bytes(bytes(range(250)) * 40)
     with path.open("r+b") as file:
-        whole, part, written = map_file(file), map_file(file, 100, 5000), map_file(file, is_writable=True)
+        mapped, part, written = map_file(file), map_file(file, 100, 5000), map_file(file, is_writable=True)
         with pytest.raises(OSError, match="expected at least 10001 bytes, got 10000"):
             map_file(file, 10_001)
     path.unlink()
     written[5000] = 77
-    assert part[0] == whole[5000] == 77 and part[1] == 1 and len(whole) == 10_000
+    assert part[0] == mapped[5000] == 77 and part[1] == 1 and len(mapped) == 10_000
     with pytest.raises(ValueError, match="WRITEABLE"):
-        whole.flags.writeable = True
+        mapped.flags.writeable = True

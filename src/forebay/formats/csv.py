@@ -9,10 +9,11 @@ is of another type is an error; bytes and lists are refused.
 """
 
 import csv
+import io
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,18 +51,13 @@ class Csv(Format):
         csv.field_size_limit(options.max_document_bytes)
         problems: list[tuple[int, str]] = []  # With the number of the line.
         lines = _decoded_lines(split, options, problems)
-        head, size, num_preambles = list[str](), 0, 0
+        head, size = list[str](), 0
         for line in lines:
             head.append(line)
             size += len(line)
             if size > SAMPLE_BYTES:
                 break
-        delimiter = "\t" if ".tsv" in split.files[0].path.lower() else ""
-        while head and (match := _PREAMBLE.match(head[0])):
-            delimiter = match[1] or delimiter
-            num_preambles += 1
-            del head[0]
-        rows = _rows(head, lines, delimiter)
+        rows, num_preambles = _rows(head, lines, split.files[0].path)
         names: list[str] | None = None
         positions: dict[str, int] = {}
         index = -1
@@ -98,14 +94,26 @@ class Csv(Format):
         return TableSource(self.name, columns, None, lambda: _read_batches(paths, columns))
 
 
-def _rows(head: list[str], lines: Iterator[str], delimiter: str) -> Any:
-    """A reader of the rows of lines, the first of which, `head`, tell the dialect."""
+def first_row(text: str, path: str) -> list[str]:
+    """Return the fields of the first row of a file, by its beginning; none if that is no CSV."""
+    with suppress(csv.Error):
+        return [name.strip() for name in next(_rows([*io.StringIO(text, newline="")], iter(()), path)[0], ())]
+    return []
+
+
+def _rows(head: list[str], lines: Iterator[str], path: str) -> tuple[Any, int]:
+    """Return a reader of the rows of lines, the first of which, `head`, tell the dialect; how many are before them."""
+    delimiter, num_preambles = "\t" if ".tsv" in path.lower() else "", 0
+    while head and (match := _PREAMBLE.match(head[0])):
+        delimiter = match[1] or delimiter
+        num_preambles += 1
+        del head[0]
     first, sample = head[0] if head else "", "".join(head)
     delimiter = delimiter or max(",\t;|", key=lambda char: len(next(csv.reader([first], delimiter=char), ())))
     border = re.escape(delimiter)
     null = re.compile(rf"(?<![^{border}])\\N(?={border}|\r?\n|$)")
     if not null.search(sample.replace("\n", f"\n{delimiter}")) and not re.search(rf'\\"(?![{border}"\r\n])', sample):
-        return csv.reader(itertools.chain(head, lines), delimiter=delimiter, strict=True)
+        return csv.reader(itertools.chain(head, lines), delimiter=delimiter, strict=True), num_preambles
 
     def unescape(match: re.Match[str]) -> str:
         if delimiter == "\t":
@@ -115,7 +123,7 @@ def _rows(head: list[str], lines: Iterator[str], delimiter: str) -> Any:
     escaped = (_ESCAPED.sub(unescape, null.sub("", line)) for line in itertools.chain(head, lines))
     # Of tab-separated values MySQL and PostgreSQL quote none.
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    return csv.reader(escaped, delimiter=delimiter, escapechar="\\", quoting=quoting)
+    return csv.reader(escaped, delimiter=delimiter, escapechar="\\", quoting=quoting), num_preambles
 
 
 def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[tuple[int, str]]) -> Iterator[str]:

@@ -94,6 +94,13 @@ def find_encoding(sample: bytes) -> str:
     return best if scores.get(best, _UNKNOWN) > _MIN_SCORE else ""
 
 
+def is_noise(text: str) -> bool:
+    """Return whether a tenth of a text's beginning are control characters, or marks of what was no text."""
+    head = text[:1024].encode("utf-8", "replace")
+    num_marks = len(head) - len(head.translate(None, _CONTROLS)) + head.count(b"\xef\xbf\xbd")
+    return num_marks > max(16, min(len(text), 1024) // 10)
+
+
 def binary_kind(head: bytes) -> str:
     """Return what kind of binary data begins with these bytes; "" if they may be text."""
     kinds = (kind for magic, kind in (ARCHIVES | _BINARY).items() if head.startswith(magic))

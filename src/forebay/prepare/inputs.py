@@ -8,7 +8,6 @@ reading continues after it as far as the format allows; only what is not in the 
 from __future__ import annotations
 
 import codecs
-import csv
 import errno
 import glob
 import hashlib
@@ -25,8 +24,9 @@ from typing import TYPE_CHECKING, TypeVar
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
 from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text
+from forebay.formats.csv import first_row
 from forebay.formats.detect import HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
-from forebay.formats.encodings import ARCHIVES
+from forebay.formats.encodings import ARCHIVES, is_noise
 from forebay.formats.inputs import (
     GROUP_BYTES,
     GROUP_FILES,
@@ -40,7 +40,7 @@ from forebay.formats.inputs import (
     local_file,
     open_stored,
 )
-from forebay.formats.records import Record, keys_of
+from forebay.formats.records import SHOWN_CHARS, Record, keys_of
 from forebay.network.retry import log_while_waiting
 from forebay.prepare.crawl_index import CRAWL_INDEX
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
@@ -298,7 +298,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
     elif file.format in ("jsonl", "json", "csv"):
         head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
         text = head.decode(file.encoding or "utf-8-sig", "replace")
-        names = _csv_header(text) if file.format == "csv" else _json_keys(text)
+        names = first_row(text, file.path) if file.format == "csv" else _json_keys(text)
     columns = columns or names
     field = next((key for key in TEXT_KEYS if key in names), "")
     if columns and not field and file.format not in ("jsonl", "json"):  # whose later rows may have one
@@ -309,11 +309,6 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
             "CSV without a header (--set read.text_key=0)."
         )
     return field if field != options.text_key else ""
-
-
-def _csv_header(text: str) -> list[str]:
-    first = text.partition("\n")[0].rstrip("\r")
-    return next(csv.reader([first], delimiter=max(",\t;|", key=first.count)), [])
 
 
 def _json_keys(text: str) -> list[str]:
@@ -375,7 +370,7 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
     """
     reader, key = text_format(split.format), split.files[0].text_key
     options = replace(options, text_key=key) if key else options
-    records = reader.read_text(split, options)
+    records = map(_without_noise, reader.read_text(split, options))
     index = -1
     try:
         for file in split.files:
@@ -398,6 +393,13 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise  # Not the file's fault.
         yield Record(index + 1, problem=f"cannot read input: {error.strerror or error}", failed=True)
+
+
+def _without_noise(record: Record) -> Record:
+    """Return a document, or a problem if it is binary data that was read as text."""
+    if record.problem or not is_noise(record.text):
+        return record
+    return replace(record, text=record.text[:SHOWN_CHARS], problem="expected text, got binary data")
 
 
 def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions) -> Iterator[Record]:

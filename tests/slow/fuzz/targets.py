@@ -9,15 +9,14 @@ import base64
 import contextlib
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +24,20 @@ from typing import Any
 
 import libtorrent as lt
 import numpy as np
+import zstandard
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
+from contract.test_formats import OF_ROWS, PLAIN, TEXTS
 from forebay.convert import convert, written_formats
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_token_slice
 from forebay.doctor import examine
 from forebay.errors import ForebayError
-from forebay.formats.base import get_format
+from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import ConvertOptions, TokenSource
 from forebay.formats.html import HtmlError
-from forebay.formats.inputs import InputFile, ReadOptions
+from forebay.formats.inputs import ReadOptions
 from forebay.formats.report import CheckOptions as DoctorOptions
 from forebay.formats.sources import open_source
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
@@ -56,15 +57,14 @@ from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
 from forebay.network.publications import read_publication
 from forebay.prepare.extract import extract_html
-from forebay.prepare.inputs import read_split, split_files
+from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from forebay.storage.compression import sniff_compression
 from forebay.swarm.members import MAX_RANGES, parse_ranges
 from forebay.swarm.tracker import Tracker
+from support.foreign_datasets import made_table
 from support.handlers import Request, serve
 from support.nodes import make_dataset
-from support.paths import GOLDEN
 from support.rude_peer import RudePeer
 
 from .engine import Target
@@ -418,27 +418,37 @@ def dht(directory: Path, identity: Identity) -> Target:
     return Target(run, [*asked, reported], close=close)
 
 
-def _reader(format: str, suffix: str, *seeds: bytes) -> None:
-    """A target that reads bytes as a format of prepare: damage is a record with a problem, never an exception.
+def _reader(format: str, name: str, seed: bytes) -> None:
+    """A target that reads bytes as `prepare` does: damage is a record with a problem, never an exception.
 
-    The other formats: tests/slow/prepare/test_prepare_fuzz.py.
+    No document is mostly what no text has, and of what is not blank something is read, or a reason is given.
     """
 
     def make(directory: Path, identity: Identity) -> Target:
-        path = directory / f"a.{suffix}"
+        path = directory / name
+        if not seed:
+            convert(made_table({"text": TEXTS}), path, format, ConvertOptions())
+        first = seed or path.read_bytes()
 
         def run(data: bytes) -> None:
             path.write_bytes(data)
-            options = ReadOptions(format=format)
-            for piece in split_files(
-                [InputFile(str(path), path.name, format, sniff_compression(data[:64]), len(data), "")], options
-            ):
-                for record in read_split(piece, options):
+            for options in (ReadOptions(), ReadOptions(format=format)):
+                listed = find_inputs([directory], options)
+                records = [
+                    record for split in split_files(listed.files, options) for record in read_split(split, options)
+                ]
+                for record in records:
+                    noise = len(_NOISE.findall(record.text))
+                    assert record.problem or noise < max(32, 0.3 * len(record.text)), record
                     if record.html:
                         with contextlib.suppress(HtmlError):
                             extract_html(record.text)
+                is_told = bool(records or listed.skipped) or format in _WITH_OTHERS
+                assert is_told or not data.strip(), "nothing was read, and nothing said why"
 
-        return Target(_in_a_child(run) if format == "pdf" else run, seeds)
+        return Target(
+            _in_a_child(run) if format == "pdf" else run, [first, gzip.compress(first), zstandard.compress(first)]
+        )
 
     TARGETS[f"read_{format}"] = make
 
@@ -466,35 +476,14 @@ def _in_a_child(run: Callable[[bytes], object]) -> Callable[[bytes], None]:
     return forked
 
 
-_MAIL = b"""From a@b Sat Jan  3 01:05:34 2004
-Subject: =?utf-8?q?=C3=9C?=
-Date: Mon, 5 Jan 2004 10:30:00 +0200
-Content-Type: multipart/mixed; boundary=b
-
---b
-Content-Type: text/plain; charset=utf-8; format=flowed
-Content-Transfer-Encoding: base64
-
-R3LDvMOfZSAK
---b--
-
-"""
-
-
-def _book() -> bytes:
-    spine = '<manifest><item id="a" href="a" media-type="text/html"/></manifest><spine><itemref idref="a"/></spine>'
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("mimetype", "application/epub+zip")
-        archive.writestr("META-INF/container.xml", '<container><rootfile full-path="b"/></container>')
-        archive.writestr("b", f'<package xmlns="http://www.idpf.org/2007/opf">{spine}</package>')
-        archive.writestr("a", "<html><p>words</p></html>")
-    return out.getvalue()
-
-
-_reader("mbox", "mbox", _MAIL * 2, gzip.compress(_MAIL))
-_reader("pdf", "pdf", (GOLDEN / "books" / "sample.pdf").read_bytes())
-_reader("epub", "epub", _book())
+_NOISE = re.compile("[\0-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
+_WITH_OTHERS = ("warc", "wet", "wikipedia", "stackexchange", "webdataset")  # Members of other kinds are no documents.
+for _format in names_with("read_text"):
+    if _format in PLAIN and _format != "api":
+        ((_name, _data),) = PLAIN[_format].files.items()
+        _reader(_format, _name, _data)
+    elif _format in OF_ROWS:
+        _reader(_format, OF_ROWS[_format][0], b"")
 
 
 def _file_format(format: str) -> None:
