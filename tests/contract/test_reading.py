@@ -74,7 +74,7 @@ CASES: dict[str, tuple[str | bytes, str]] = {
     "zero-articles.xml": ("", ""),
     "null.jsonl": ('{"text":null}\n{"id":1}\n{"text":"a"}\n{"text":" \\n"}\n{}\n', "~|~|a|~|~"),
     "dots.jsonl text_key=page.text": ('{"page":null}\n{"page":{"text":"a"}}\n{"page":{}}\n', "~|a|~"),
-    "no-key.jsonl": ('{"body":"a"}\n{"id":1}\n', "~|~|!'text', got nothing among body"),
+    "no-key.jsonl": ('{"head":"a"}\n{"id":1}\n', "~|~|!'text', got nothing among head"),
     "pairs.jsonl prompt_key=p response_key=r": (
         '{"p":"a","r":null}\n{"r":"b"}\n{"p":"a","r":""}\n{"p":"a","r":"b"}\n', "~|~|~|ab"),
     "turns.jsonl messages_key=m": (

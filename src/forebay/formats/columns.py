@@ -69,7 +69,7 @@ class ColumnFormat(Format):
         except READ_ERRORS as error:
             is_clear = isinstance(error, CorruptInputError)
             problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
-            yield Record(number + 1, problem=problem, location=f"row {number + 1}", unread=-1)
+            yield Record(number + 1, problem=problem, location=f"row {number + 1}", unread=max(1, split.bytes))
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schemas = []

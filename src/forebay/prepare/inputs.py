@@ -293,7 +293,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
     if isinstance(reader, ColumnFormat):
         with suppress(*READ_ERRORS), reader.open_file(file, options, None) as opened:  # Reading it reports them.
             schema = opened.schema_arrow if hasattr(opened, "schema_arrow") else opened.schema
-            names = [field.name for field in schema if is_text(field.type)]
+            names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
             columns = [f"{field.name}: {field.type}" for field in schema]
     elif file.format in ("jsonl", "json", "csv"):
         head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
