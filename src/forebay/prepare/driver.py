@@ -393,7 +393,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     steps = segments(run.recipe.stages)
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
-    unread = _unread_inputs(sources, splits, texts)
+    unread = _unread_inputs(sources, failed)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
@@ -454,15 +454,10 @@ def _process_splits(
     return run.map(process_split, tasks, run.count_documents("text", sizes, kinds), weights)
 
 
-def _unread_inputs(sources: InputFiles, splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> set[str]:
-    """The named inputs that failed and of which no document could be read."""
-    failed = {split.files[int(index)].path for split, text in zip(splits, texts) for index in text.failed}
-    read = {
-        file.path
-        for split, text in zip(splits, texts) if text.documents_in > text.malformed
-        for index, file in enumerate(split.files) if len(split.files) == 1 or str(index) not in text.failed
-    }  # fmt: skip
-    return (failed & sources.named) - read
+def _unread_inputs(sources: InputFiles, failed: Sequence[Skipped]) -> set[str]:
+    """Return the named inputs of which nothing could be read."""
+    sizes = {file.path: file.bytes for file in sources.files}
+    return {item.path for item in failed if item.path in sources.named and item.bytes >= sizes[item.path]}
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus, unread: Collection[str]) -> None:

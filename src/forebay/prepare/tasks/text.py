@@ -271,7 +271,7 @@ class _Reader(Rejects):
         self._stop, self._reason = stop, reason
         self._task = task
         self._batch_bytes = batch_bytes
-        self.documents = self.num_places = 0
+        self.documents = self.num_places = self.num_texts = 0
         self.failed: dict[str, tuple[str, int, int]] = {}
 
     def batches(self, stats: StageStats) -> Iterator[pa.RecordBatch]:
@@ -298,6 +298,7 @@ class _Reader(Rejects):
                 count.dropped["empty"] += 1
                 continue
             pending.append(record)
+            self.num_texts += 1
             size += len(record.text)
             if size >= self._batch_bytes or len(pending) >= BATCH_ROWS:
                 batch = self._counted(pending, stats)
@@ -322,7 +323,7 @@ class _Reader(Rejects):
         ):  # whose files are a document each
             index, unread = record.index, files[record.index].bytes
         elif record.failed or record.unread < 0:
-            unread = unread_bytes(self._task.readable)
+            unread = unread_bytes(self._task.readable) if self.num_texts else self._task.split.bytes
         else:
             unread = record.unread
         if unread or record.failed:
