@@ -197,7 +197,7 @@ class FileReading:
                 passed, num_read = num_read, 0
                 for record in read_split(piece, self._options):
                     if record.failed:
-                        raise PrepareError(record.problem)
+                        raise PrepareError(f"{part.file.path}: {record.problem.removeprefix(f'{part.file.path}: ')}")
                     if record.start >= 0:
                         start, first, num_read = record.start, first + num_read, 0
                     num_read += 1

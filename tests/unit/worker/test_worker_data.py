@@ -225,7 +225,7 @@ def test_the_first_cause_of_a_librarys_error_is_told() -> None:
 def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path: Path) -> None:
     path = tmp_path / "body.jsonl"
     path.write_text('{"prose": "some text", "id": 1}\n' * 9)
-    reported = r"9 records were skipped, the first at .*got nothing among prose, id\. Name the column .*text_key"
+    reported = r"body\.jsonl: .*got nothing among prose, id, in every record\. Name it with text_key"
     with pytest.raises(DatasetError, match=reported):
         next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8)))
     inputs, _ = next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8, text_key="prose")))

@@ -144,9 +144,10 @@ class SetFiles:
                 if record.problem == "blank":
                     continue
                 position = describe_position(split, record.index, record.location)
-                if record.problem:
+                problem = record.problem or ("" if record.text.strip() else "expected text, got none")
+                if problem:
                     raise PrepareError(
-                        f"{position}: cannot read an instance of an evaluation set: {record.problem.rstrip('.')}. Fix "
+                        f"{position}: cannot read an instance of an evaluation set: {problem.rstrip('.')}. Fix "
                         "the file, or name its fields in decontaminate.fields."
                     )
                 yield record.id or Path(position).name, record

@@ -108,7 +108,7 @@ def test_wrong_files(name: str, data: str | None, message: str, tmp_path: Path) 
 def test_rows_by_a_chat_template(tmp_path: Path) -> None:
     model = Tokenizer.from_file(str(trained_bpe(tmp_path / "tokenizer.json", SPECIAL, "some text", 300)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    rows = [{"messages": MESSAGES, "tools": TOOLS}, {"messages": MESSAGES[:2]}, {"messages": [{"role": "x"}]}]
+    rows = [{"messages": MESSAGES, "tools": TOOLS}, {"messages": MESSAGES[:2]}, {"messages": [{"role": 5}]}]
     write_jsonl(tmp_path / "in.jsonl", rows)
     table = {
         "read": {"messages_key": "messages"},
