@@ -144,7 +144,7 @@ class SetFiles:
                 if record.problem == "blank":
                     continue
                 position = describe_position(split, record.index, record.location)
-                problem = record.problem or ("" if record.text.strip() else "expected text, got none")
+                problem = record.problem or ("" if record.text else "expected text, got none")
                 if problem:
                     raise PrepareError(
                         f"{position}: cannot read an instance of an evaluation set: {problem.rstrip('.')}. Fix "
