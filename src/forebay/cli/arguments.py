@@ -8,8 +8,9 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forebay.cli.parser import Parser
 from forebay.errors import UsageError
@@ -75,29 +76,33 @@ def is_loopback(host: str) -> bool:
     return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
 
 
-def _argument_type(
-    parse: Callable[[str], T], expected: str, is_valid: Callable[[T], bool] = lambda value: True
-) -> Callable[[str], T]:
-    def convert(text: str) -> T:
+@dataclass(frozen=True)
+class _ArgumentType(Generic[T]):
+    """A type of values, which are called `metavar` in the help."""
+
+    metavar: str
+    parse: Callable[[str], T]
+    expected: str
+    is_valid: Callable[[T], bool] = lambda value: True
+
+    def __call__(self, text: str) -> T:
         try:
-            value = parse(text)
+            value = self.parse(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         except ValueError:
             value = None
-        if value is None or not is_valid(value):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        if value is None or not self.is_valid(value):
+            raise argparse.ArgumentTypeError(f"expected {self.expected}, got {text!r}")
         return value
 
-    return convert
 
-
-size = _argument_type(parse_size, "bytes: 64MiB, 1GB, 4096")
-rate = _argument_type(parse_rate, "bytes per second: 1Gb/s (bits), 125MB/s (bytes)")
-seconds = _argument_type(float, "seconds above zero", lambda value: 0 < value < math.inf)
-days = _argument_type(float, "days above zero, such as 7 or 0.5", lambda value: 0 < value <= 36500)
-share = _argument_type(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-positive = _argument_type(int, "a whole number above zero", lambda value: value > 0)
+size = _ArgumentType("BYTES", parse_size, "bytes: 64MiB, 1GB, 4096")
+rate = _ArgumentType("RATE", parse_rate, "bytes per second: 1Gb/s (bits), 125MB/s (bytes)")
+seconds = _ArgumentType("S", float, "seconds above zero", lambda value: 0 < value < math.inf)
+days = _ArgumentType("N", float, "days above zero, such as 7 or 0.5", lambda value: 0 < value <= 36500)
+share = _ArgumentType("SHARE", float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+positive = _ArgumentType("N", int, "a whole number above zero", lambda value: value > 0)
 
 
 def index_range(text: str) -> tuple[int, int | None]:
@@ -111,9 +116,12 @@ def index_range(text: str) -> tuple[int, int | None]:
 def add_identity(parser: Parser) -> None:
     """Add `--identity`."""
     parser.add(
-        "--identity", type=Path, default=os.environ.get("FOREBAY_IDENTITY"), metavar="DIR",
-        help="this node's directory, created by network join (default: FOREBAY_IDENTITY)",
-    )  # fmt: skip
+        "--identity",
+        "this node's directory, created by network join (default: FOREBAY_IDENTITY)",
+        type=Path,
+        default=os.environ.get("FOREBAY_IDENTITY"),
+        metavar="DIR",
+    )
 
 
 def add_settings(parser: Parser, example: str) -> None:

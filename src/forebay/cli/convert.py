@@ -156,38 +156,38 @@ def _mirror(args: argparse.Namespace) -> None:
 
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
-    p.add(
-        "source", metavar="SRC", help="file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://"
-    )
-    p.add(
-        "out", nargs="?", metavar="OUT", help="file or directory to write, or s3://, r2://, gs:// or az:// and a prefix"
-    )
-    p.add("--out", dest="out_named", metavar="OUT", help="the same, for those who name it (default: behind SRC)")
-    p.add("--to", metavar="FORMAT", help="forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)")
-    p.add("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
-    p.add("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")
-    p.add("--slice-bytes", type=size, default=64 << 20, metavar="BYTES", help="largest file (default: 64MiB)")
-    p.add("--name", metavar="NAME", help="name of the dataset or of its files (default: of OUT)")
-    p.add("--overwrite", action="store_true", help="overwrite OUT after a successful conversion")
+    p.add("source", "file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://", metavar="SRC")
+    p.add("out", "file or directory to write, or s3://, r2://, gs:// or az:// and a prefix", nargs="?", metavar="OUT")
+    p.add("--out", "the same, for those who name it (default: behind SRC)", dest="out_named", metavar="OUT")
+    p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", metavar="FORMAT")
+    p.add("--dtype", "of the tokens written (default: the source's)", choices=["uint16", "uint32"])
+    p.add("--seq-len", "tokens of a sample (default: the source's)", type=positive)
+    p.add("--slice-bytes", "largest file (default: 64MiB)", type=size, default=64 << 20)
+    p.add("--name", "name of the dataset or of its files (default: of OUT)", metavar="NAME")
+    p.add_flag("--overwrite", "overwrite OUT after a successful conversion")
     add_settings(p, "column=ids, eos_id=0 or tensors.images=f16")
 
     p = verb("doctor", _doctor, "report the format of training-data files, what is wrong with them, and what to do")
-    p.add("paths", nargs="+", metavar="PATH", help="files, directories, or a pattern in quotes")
-    p.add("--dtype", metavar="TYPE", help="of tokens without a header: uint16, uint32, int64 (default: guessed)")
-    p.add("--vocab-size", type=positive, metavar="N", help="report ids from this on (default: not checked)")
-    p.add("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
+    p.add("paths", "files, directories, or a pattern in quotes", nargs="+", metavar="PATH")
+    p.add("--dtype", "of tokens without a header: uint16, uint32, int64 (default: guessed)", metavar="TYPE")
+    p.add("--vocab-size", "report ids from this on (default: not checked)", type=positive)
+    p.add_flag("--full", "read every byte (default: 256 MiB of each, 1 GiB of all)")
 
     p = verb("mirror", _mirror, "copy a dataset or shared shards to a directory or a bucket; run it again to resume")
-    p.add("source", metavar="SRC", help="URL of a dataset or of shared shards; r2:// uses R2_DATASET_*")
-    p.add("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files")
-    p.add("--slices", type=index_range, metavar="A:B", help="copy only these slices or shards (default: all)")
-    p.add("--id", help="expected dataset id; another one is refused (default: any)")
-    p.add("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what it signed (default: any)")
-    p.add("--connections", type=positive, default=16, metavar="N", help="concurrent requests")
+    p.add("source", "URL of a dataset or of shared shards; r2:// uses R2_DATASET_*", metavar="SRC")
+    p.add("target", "a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files", metavar="DST")
+    p.add("--slices", "copy only these slices or shards (default: all)", type=index_range, metavar="A:B")
+    p.add("--id", "expected dataset id; another one is refused (default: any)")
+    p.add("--publisher", "forebay:// URLs: copy only what it signed (default: any)", metavar="PEER_ID")
+    p.add("--connections", "concurrent requests", type=positive, default=16)
     add_identity(p)
     add_from_urls(p)
     p.add(
-        "--share", nargs="?", const=True, default=False, metavar="HOST:PORT",
-        help="forebay:// URLs: share received slices, so that many mirrors load the origin once (default: no)",
-    )  # fmt: skip
-    p.add("--upload-limit", type=size, metavar="BYTES", help="with --share: bytes per second (default: none)")
+        "--share",
+        "forebay:// URLs: share received slices, so that many mirrors load the origin once (default: no)",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="HOST:PORT",
+    )
+    p.add("--upload-limit", "with --share: bytes per second (default: none)", type=size)

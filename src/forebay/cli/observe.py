@@ -78,15 +78,13 @@ def _dashboard(args: argparse.Namespace) -> None:
 
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("top", _top, "show a job, a node, a run or a preparation in the terminal, live")
-    p.add("target", metavar="TARGET", help=_TARGET)
-    p.add("--replay", action="store_true", help="play the record of a run from its start")
+    p.add("target", _TARGET, metavar="TARGET")
+    p.add_flag("--replay", "play the record of a run from its start")
     add_identity(p)
     p = verb("dashboard", _dashboard, "serve a page that shows it in a browser, live")
     p.set_defaults(default_log_level="info")
-    p.add("target", metavar="TARGET", help=_TARGET)
-    p.add("--listen", default="127.0.0.1:7480", metavar="HOST:PORT", help="address of the page; port 0: a free one")
-    p.add(
-        "--record", type=Path, metavar="DIR", help="record the run; `top --replay DIR` opens it later (default: none)"
-    )
-    p.add("--allow-plain-http", action="store_true", help="allow other addresses than this machine's")
+    p.add("target", _TARGET, metavar="TARGET")
+    p.add("--listen", "address of the page; port 0: a free one", default="127.0.0.1:7480", metavar="HOST:PORT")
+    p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", type=Path, metavar="DIR")
+    p.add_flag("--allow-plain-http", "allow other addresses than this machine's")
     add_identity(p)

@@ -51,11 +51,20 @@ class Parser(argparse.ArgumentParser):
 
     takes_command = False
     """Whether what stands behind `--` is a command of its own: `args.command`, a list."""
-    add = argparse.ArgumentParser.add_argument
+
+    def add(self, name: str, help: str, **options: Any) -> None:
+        """Add an argument. Its value is called as its type says, `N` or `BYTES`, unless `metavar` names it."""
+        if metavar := getattr(options.get("type"), "metavar", None):
+            options.setdefault("metavar", metavar)
+        self.add_argument(name, help=help, **options)
+
+    def add_flag(self, name: str, help: str) -> None:
+        """Add an option without a value."""
+        self.add(name, help, action="store_true")
 
     def add_list(self, flag: str, metavar: str | None, help: str, **options: Any) -> None:
         """Add an option that may be repeated."""
-        self.add(flag, action="append", default=[], metavar=metavar, help=help, **options)
+        self.add(flag, help, action="append", default=[], metavar=metavar, **options)
 
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""

@@ -147,13 +147,14 @@ def add_node(
     p.set_defaults(default_log_level="info")
     add_identity(p)
     p.add_list("--bootstrap", "HOST:PORT", "DHT node to join by; may be repeated (default: the network's)")
-    p.add("--timeout", type=seconds, default=timeout_s, metavar="S", help=f"longest wait for {timeout_of}")
+    p.add("--timeout", f"longest wait for {timeout_of}", type=seconds, default=timeout_s)
     return p
 
 
 def add_from_urls(parser: Parser) -> None:
     """Add the option that allows reading from URLs that peers name."""
     parser.add(
-        "--from-urls", choices=["public", "any"],
-        help="also read from URLs that data nodes name: public ones, or any, also http and private (default: none)",
-    )  # fmt: skip
+        "--from-urls",
+        "also read from URLs that data nodes name: public ones, or any, also http and private (default: none)",
+        choices=["public", "any"],
+    )

@@ -102,20 +102,10 @@ class NodeSource(LiveSource):
         return None if before is None else max(0.0, value - before[0]) / max(now - before[1], 1e-3)
 
 
-class RecordSource(LiveSource):
+class RecordSource(RecordReader, LiveSource):
     """A run's record; live while it is written."""
 
-    def __init__(self, folder: Path) -> None:
-        self._reader = RecordReader(folder)
-
-    def poll(self) -> View:
-        return self._reader.latest()
-
-    def times(self) -> list[float]:
-        return self._reader.times()
-
-    def view_at(self, moment: float) -> View:
-        return self._reader.view_at(moment)
+    poll = RecordReader.latest
 
 
 class PreparationSource(LiveSource):

@@ -31,37 +31,28 @@ MAX_ROWS = 1000
 _SILENCE = {"silent": "has not reported", "lost": "is gone, silent"}
 _MAX_AGE_S = 60.0  # Of a report of a preparation that runs.
 _MIN_SHARE = 0.01  # Less waiting than this is none.
+def _columns(text: str) -> dict[str, str]:
+    """Names of columns, `NAME` or `NAME=UNIT`, with their units."""
+    return {name: unit for name, _, unit in (word.partition("=") for word in text.split())}
+
+
 COLUMNS = {
-    "workers": {
-        "name": "", "state": "", "rank": "", "rate": "tokens/s", "wait_share": "share", "waits_for": "", "leases": "",
-        "cached_bytes": "B", "cache_bytes": "B", "origin_bytes": "B", "peer_bytes": "B", "shared_bytes": "B",
-        "step": "", "last_seen_s": "s",
-    },
-    "nodes": {
-        "name": "", "state": "", "address": "", "bytes_per_s": "B/s", "bytes_sent": "B", "connections": "",
-    },
-    "datasets": {
-        "name": "", "slices": "", "bytes": "B", "tokens": "", "share": "share", "members": "", "from_origins": "",
-        "from_peers": "", "banned": "", "id": "",
-    },
-    "peers": {"peer": "", "bytes_sent": "B"},
-    "stages": {
-        "stage": "", "state": "", "done_share": "share", "documents_in": "", "documents_out": "", "cpu_s": "s",
-        "elapsed_s": "s", "remaining_s": "s", "documents_per_s": "",
-    },
-    "members": {
-        "member": "", "state": "", "tasks": "", "last_report_s": "s", "host": "", "pid": "id", "running": "",
-        "cpu_s": "s", "task": "", "error": "",
-    },
-    "tasks": {
-        "state": "", "running_s": "s", "host": "", "node": "", "pid": "id", "member": "", "task": "", "step": "",
-    },
-    "attempts": {
-        "kind": "", "attempt": "", "host": "", "node": "", "pid": "id", "task": "", "reason": "", "step": "",
-    },
-    "rules": {"rule": "", "documents_in": "", "documents_out": "", "kept_share": "share", "cpu_s": "s"},
-    "dropped": {"rule": "", "reason": "", "documents": "", "share": "share"},
-}  # fmt: skip
+    "workers": _columns(
+        """name state rank rate=tokens/s wait_share=share waits_for leases cached_bytes=B cache_bytes=B origin_bytes=B
+        peer_bytes=B shared_bytes=B step last_seen_s=s"""
+    ),
+    "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
+    "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers banned id"),
+    "peers": _columns("peer bytes_sent=B"),
+    "stages": _columns(
+        "stage state done_share=share documents_in documents_out cpu_s=s elapsed_s=s remaining_s=s documents_per_s"
+    ),
+    "members": _columns("member state tasks last_report_s=s host pid=id running cpu_s=s task error"),
+    "tasks": _columns("state running_s=s host node pid=id member task step"),
+    "attempts": _columns("kind attempt host node pid=id task reason step"),
+    "rules": _columns("rule documents_in documents_out kept_share=share cpu_s=s"),
+    "dropped": _columns("rule reason documents share=share"),
+}
 """The columns of each table, with their units."""
 
 
