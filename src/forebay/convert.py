@@ -90,11 +90,12 @@ def convert(
     path = path_or_url(path) if isinstance(path, (str, Path)) else path
     check_output(path, out, to, force)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
+    naming = naming_source(path if isinstance(path, (str, Path)) else source.format)
     if is_url(out):
-        with naming_source(path if isinstance(path, (str, Path)) else source.format):
+        with naming:
             return _convert_to_bucket(source, str(out), to, options)
     target = Path(out)
-    with naming_source(path if isinstance(path, (str, Path)) else source.format), stage_beside(target) as stage:
+    with naming, stage_beside(target) as stage:
         check_output(path, target, to, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
         if isinstance(source, TokenSource) and not needs_table(to, options):

@@ -40,6 +40,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_count(count: float) -> str:
+    """`151 k`, `1.2 M`, `12`: decimal, three digits."""
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {prefix}"
+    return f"{count:.3g}"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """`125 MB/s (1 Gb/s)`."""
     return f"{format_bytes(bytes_per_s)}/s ({bytes_per_s * 8 / 1e9:.3g} Gb/s)"

@@ -223,11 +223,26 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
 
 
-class _LoggedLines:
-    """A text stream that writes each line as a log line: for what is printed to stderr, by libraries too."""
+class _Stream:
+    """A text stream that writes otherwise than another; all else is the other's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _LoggedLines(_Stream):
+    """Writes each line as a log line: for what is printed to stderr, by libraries too."""
 
     def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
-        self._stream, self._formatter, self._rest = stream, formatter, ""
+        super().__init__(stream)
+        self._formatter, self._rest = formatter, ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text.replace("\r", "\n")).split("\n")
@@ -235,9 +250,6 @@ class _LoggedLines:
             record = logging.LogRecord("forebay.stderr", logging.INFO, "", 0, line, None, None)
             self._stream.write(self._formatter.format(record) + "\n")
         return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 # Control characters (C0, C1) but line feed and tab, those that turn the direction of writing, unpaired surrogates.
@@ -252,23 +264,16 @@ def printable(text: str, *, allow_return: bool = False) -> str:
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-class _Filter:
-    """A text stream that writes through `printable`; all else is the stream's own."""
+class _Filter(_Stream):
+    """Writes through `printable`."""
 
     def __init__(self, stream: TextIO, allow_return: bool) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._allow_return = allow_return
 
     def write(self, text: str) -> int:
         self._stream.write(printable(text, allow_return=self._allow_return))
         return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @contextmanager

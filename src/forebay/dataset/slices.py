@@ -28,12 +28,11 @@ MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
 _PIECE = 1 << 20
 
 # BF16 and the 8-bit floats have no NumPy type: they are read as their bits.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "F8_E4M3": np.dtype("u1"),
-    "F8_E5M2": np.dtype("u1"), "U16": np.dtype("<u2"), "I16": np.dtype("<i2"), "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"), "U32": np.dtype("<u4"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"),
-    "U64": np.dtype("<u8"), "I64": np.dtype("<i8"), "F64": np.dtype("<f8"),
+_CODES = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
+    "BF16": "<u2", "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
 }  # fmt: skip
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _CODES.items()}
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "BF16")}
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from forebay import html
 from forebay.errors import UsageError
+from forebay.load.arguments import check_choice
 
 IGNORE_INDEX = -100  # The label that torch's cross entropy ignores by default.
 STYLES = ("batch", "plain", "transformers")  # Of `to_torch`; the last two of `as_dict`.
@@ -109,11 +110,7 @@ class _Batch(Generic[Array]):
 
     def _others(self) -> dict[str, Any]:
         """The fields that are no arrays of a batch; `dataclasses.replace` takes four times as long."""
-        return {
-            "sample_ids": self.sample_ids, "epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step,
-            "weight": self.weight, "_dataset_index": self._dataset_index, "_num_labels": self._num_labels,
-            "_text": self._text,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in _Batch.__slots__}
 
     def _numbers(self) -> dict[str, Any]:
         names = ("sample_ids", "dataset_index", "epoch", "step", "epoch_step", "weight")
@@ -179,7 +176,7 @@ class TokenBatch(_Batch[Array]):
         `max_length_q`, `max_length_k`. Models of Hugging Face shift labels themselves, so `labels` are not shifted: the
         last of L predictions is not trained.
         """
-        _check_style(style)
+        check_choice("style", style, STYLES[1:])
         masks = self._masks
         if style == "plain":
             longest = {} if masks is None else {"max_seqlen": masks.max_seqlen}
@@ -278,7 +275,7 @@ class RowBatch(_Batch[Array]):
 
     def as_dict(self, style: str = "plain") -> dict[str, Any]:
         """The tensors by name; of style "plain" also `sample_ids`, `epoch`, ... as of a TokenBatch."""
-        _check_style(style)
+        check_choice("style", style, STYLES[1:])
         return {**self.tensors, **(self._numbers() if style == "plain" else {})}
 
     def __repr__(self) -> str:
@@ -338,8 +335,3 @@ def owner_of(array: NDArray[Any]) -> NDArray[Any]:
     if type(base) is not np.ndarray or base.dtype != array.dtype or not base.flags.c_contiguous:
         return array
     return base if base.nbytes <= 2 * array.nbytes and min(array.strides, default=0) >= 0 else array
-
-
-def _check_style(style: str) -> None:
-    if style not in STYLES[1:]:
-        raise UsageError(f"style: expected one of {STYLES[1:]}, got {style!r}.")

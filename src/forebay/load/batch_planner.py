@@ -15,20 +15,17 @@ from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.cache.cache import NoSpaceError
 from forebay.errors import ForebayError, UsageError
 from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
-from forebay.load.needs import PlanNeeds
+from forebay.load.needs import I64, PlanNeeds
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
 from forebay.load.tokens import TokenCollator
 from forebay.order.run import Run
-
-I64 = NDArray[np.int64]
 
 PLAN_SAMPLES = 8192
 _PLANS_AHEAD = 3  # With a cache, so many plans at least are ahead.

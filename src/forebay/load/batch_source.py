@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 from forebay.errors import UsageError
 from forebay.load.batch import NumpyRows, NumpyTokens, RowBatch, Style, TokenBatch
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from forebay.load.torch import TorchBatches, TorchRows, TorchTokens
 
 BatchT = TypeVar("BatchT", covariant=True)
+Convert: TypeAlias = Callable[[Any], Any]
+Batches: TypeAlias = Generator[Any, None, None]
 
 
 class BatchSource(ABC, Generic[BatchT]):
@@ -27,9 +29,7 @@ class BatchSource(ABC, Generic[BatchT]):
         """(run step, samples of all ranks' batches together) of each change."""
 
     @abstractmethod
-    def iterate(
-        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
-    ) -> Generator[Any, None, None]:
+    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         """Iterate with each batch changed by `convert`; what adapters call.
 
         Args:
@@ -113,9 +113,7 @@ class Take(BatchSource[BatchT]):
     def __len__(self) -> int:
         return self._num_batches
 
-    def iterate(
-        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
-    ) -> Generator[Any, None, None]:
+    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         if num_workers:
             raise UsageError(f"num_workers: expected 0 for batches of take(), got {num_workers}. Leave it out.")
         with self._open_view() as loader:

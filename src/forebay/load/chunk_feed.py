@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.cache.cache import ChunkCache, NoSpaceError
 from forebay.dataset.manifest import SliceInfo
@@ -27,16 +26,15 @@ from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.load.arguments import ranks_per_node
 from forebay.load.chunk_pins import ChunkPins
 from forebay.load.chunk_source import CacheSettings, ChunkSource
-from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds, runs_of
+from forebay.load.needs import I64, ChunkGroup, ChunkTable, PlanNeeds, runs_of
 from forebay.load.refetches import Refetches
 from forebay.order.run import Run
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
+from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, MapLayout
 from forebay.storage.locks import at_fork
 
 if TYPE_CHECKING:
     from forebay.storage.fetch import ChunkRun
 
-I64 = NDArray[np.int64]
 
 _MAX_RUN_BYTES = 2 << 20  # of a request
 _QUEUED = 4  # fetches that wait for a connection
@@ -432,14 +430,17 @@ class ChunkFeed:
         cache, chunks = self._cache, np.arange(job.first, job.stop)
         if cache is not None:
             cache.complete(job.entry, chunks)
+        self._end_fetch(job, job.entry, np.arange(job.first, job.next), np.arange(job.next, job.stop), error)
+
+    def _end_fetch(self, job: object, entry: ChunkFile, fetched: I64, rest: I64, error: Exception | None) -> None:
         with self._changed:
             group, _ = self._running.pop(job, (None, None))
             if group is None:
                 return
-            self._counts["fetched_bytes"] += job.entry.bytes_of(np.arange(job.first, job.next))
-            self._counts["fetched_chunks"] += job.next - job.first
+            self._counts["fetched_bytes"] += entry.bytes_of(fetched)
+            self._counts["fetched_chunks"] += len(fetched)
             if error is not None:
-                self._record_failure(group, np.arange(job.next, job.stop), error)
+                self._record_failure(group, rest, error)
             self._start_fetches()
             self._changed.notify_all()
 
@@ -465,15 +466,9 @@ class ChunkFeed:
         def on_end(error: Exception | None) -> None:
             cache.complete(entry, chunks)
             with self._changed:
-                self._running.pop(row.sha256, None)
                 stored = entry.stored(chunks)
-                self._counts["fetched_bytes"] += entry.bytes_of(stored)
-                self._counts["fetched_chunks"] += len(stored)
                 cache.unpin_slice(row.sha256)
-                if error is not None:
-                    self._record_failure(group, chunks, error)
-                self._start_fetches()
-                self._changed.notify_all()
+                self._end_fetch(row.sha256, entry, stored, chunks, error)
 
         try:
             source.fetch_slice(dataset, index, claimed, on_end)

@@ -13,11 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.cache.cache import ChunkCache
-from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
+from forebay.load.needs import I64, ChunkGroup, ChunkTable, PlanNeeds
 from forebay.order.run import Run
 from forebay.storage.chunk_file import ABSENT
-
-I64 = NDArray[np.int64]
 
 
 class ChunkPins:

@@ -14,16 +14,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError
 from forebay.order.epoch import Epoch
-from forebay.order.plan import Order
+from forebay.order.plan import I64, Order
 from forebay.order.run import NEVER, Run, Steps, assign_owners
 from forebay.order.step_index import RunProgress, check_range
 
-I64 = NDArray[np.int64]
 _ORDER_FIELDS = ("lanes", "window")
 """Fields of a state that depend on the size of the dataset."""
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.slices import open_slice
 from forebay.errors import DatasetError
@@ -29,9 +28,7 @@ from forebay.load.collate import Collator
 from forebay.load.samples import SampleIndex
 from forebay.network.retry import log_while_waiting
 from forebay.order.mixture import MixtureOrder
-from forebay.order.plan import lease_order
-
-I64 = NDArray[np.int64]
+from forebay.order.plan import I64, lease_order
 
 _CONTINUE_S = (
     2.0  # A batch that has samples waits no longer for the next lease; one without releases later datasets' leases.
@@ -178,8 +175,8 @@ class LeasePlanner:
         """Forget all batches that were formed and not used: their samples are taken again. Nothing may iterate."""
         self._delivered = None
         steps = sorted(self._formed, reverse=True)
-        for part in [part for step in steps for part in reversed(self._formed.pop(step))]:
-            self._give_back(part)
+        for step in steps:
+            self._give_back(self._formed.pop(step))
         for opened in list(self._open):
             with self._state_of(opened) as state:
                 self._close_spent(state, opened)
@@ -194,9 +191,10 @@ class LeasePlanner:
     def _state_of(self, opened: _OpenLease) -> contextlib.AbstractContextManager[LeaseState]:
         return self.sessions.open()[opened.source].leases.locked()
 
-    def _give_back(self, part: _Part) -> None:
-        with self._state_of(part.opened) as state:
-            state.give_back(part.opened.lease, part.start)
+    def _give_back(self, parts: Sequence[_Part]) -> None:
+        for part in reversed(parts):
+            with self._state_of(part.opened) as state:
+                state.give_back(part.opened.lease, part.start)
 
     def _form(self, step: int) -> list[_Part] | None:
         """Take the samples of a batch; None if there are none left, or the wait was interrupted."""
@@ -210,8 +208,7 @@ class LeasePlanner:
             taken = self._take_of(source, count)
             parts += taken
             if count and not taken:
-                for part in reversed(parts):
-                    self._give_back(part)
+                self._give_back(parts)
                 if self._mixture is not None and self.sessions.open()[source].leases.state.done:
                     _log.info("mixture: nothing is left of %s: the run ends", self.sessions.jobs[source].name)
                 return None
@@ -257,8 +254,7 @@ class LeasePlanner:
                 parts.append(item)
                 missing -= item.stop - item.start
             elif item is None:  # Closed or interrupted.
-                for part in reversed(parts):
-                    self._give_back(part)
+                self._give_back(parts)
                 parts = []
                 break
             elif item == _YIELD:
@@ -344,8 +340,7 @@ class LeasePlanner:
         )  # fmt: skip
 
     def _fail_damaged(self, parts: Sequence[_Part]) -> None:
-        for part in reversed(parts):
-            self._give_back(part)
+        self._give_back(parts)
         for part in parts:
             keys = np.full(part.stop - part.start, part.opened.key)
             try:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -23,7 +23,7 @@ from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
-from forebay.load.batch_source import BatchSource, BatchT, Take
+from forebay.load.batch_source import Batches, BatchSource, BatchT, Convert, Take
 from forebay.load.environment import LoaderArguments, add_environment, close_at_exit, write_stats
 from forebay.load.growth import grow
 from forebay.load.helpers import HelperPool
@@ -33,7 +33,7 @@ from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, Sam
 from forebay.load.prefetch import Prefetcher
 from forebay.load.sources import DatasetSource, Mixture, portable_source
 from forebay.load.state import make_state, step_of_state
-from forebay.load.stats import Bottleneck, Callbacks, WaitTimes, find_bottleneck
+from forebay.load.stats import Bottleneck, Callback, Callbacks, WaitTimes, find_bottleneck
 from forebay.order.run import Run
 from forebay.order.step_index import check_integer
 from forebay.storage.locks import at_fork
@@ -238,9 +238,7 @@ class Loader(Closing, BatchSource[BatchT]):
         batches = [size for size in (n, None if stop is None else stop - start) if size is not None]
         return Take(self, open_view, min(batches))
 
-    def iterate(
-        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
-    ) -> Generator[Any, None, None]:
+    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         leases = self.leases
         if leases is not None and num_workers:
             raise UsageError(
@@ -307,7 +305,7 @@ class Loader(Closing, BatchSource[BatchT]):
             if iteration == self._iteration:
                 self._pause()
 
-    def _batches(self, num_workers: int, depth: int, convert: Callable[[Any], Any] | None) -> Prefetcher[Any]:
+    def _batches(self, num_workers: int, depth: int, convert: Convert | None) -> Prefetcher[Any]:
         stop = self.pass_of(self._step)[1]
         max_documents, text = self.plan.options.samples.max_documents, self._text
 
@@ -334,7 +332,7 @@ class Loader(Closing, BatchSource[BatchT]):
         if self.leases is not None:
             self.leases.commit()
 
-    def raw_batches(self, start: int, stop: int | None, every: tuple[int, int]) -> Generator[Any, None, None]:
+    def raw_batches(self, start: int, stop: int | None, every: tuple[int, int]) -> Batches:
         """In a helper process: the batches of steps start + k, start + k + n, ... below `stop`, for `every` (k, n)."""
         if self._every != every:
             self._make_planner(every)
@@ -442,21 +440,18 @@ class Loader(Closing, BatchSource[BatchT]):
         epoch), `failed`, `late` and `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `wrong_bytes` (their
         hash differed), `cached_bytes` (by all that share the cache). What helper processes open is not counted.
         """
-        waits = self.waits
-        by_cause = {f"{cause}_s": seconds for cause, seconds in waits.seconds.items()}
         unit, size = ("samples", 1) if self.seq_len is None else ("tokens", self.seq_len)
         counts = {"tokens": self._received["samples"] * (self.seq_len or 0), "slices_opened": self._planner.num_opened}
         if self.mixture is not None:
             counts |= {f"{unit}.{name}": size * n for name, n in zip(self.datasets, self._samples_of)}
-        times = {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": waits.busy_s, "waiting_s": waits.waiting_s()}
-        return {**times, **self._received, **counts, **self._slices.stats()}
+        return {**self.waits.to_dict(), **self._received, **counts, **self._slices.stats()}
 
     def bottleneck(self) -> Bottleneck | None:
         """The main cause of waiting since the loader was made; None below 5 % of the time."""
         elapsed_s = time.perf_counter() - self.waits.started_at
         return find_bottleneck(self.waits.seconds, elapsed_s)
 
-    def add_callback(self, fn: Callable[[dict[str, float], int], object], every_steps: int = 50) -> None:
+    def add_callback(self, fn: Callback, every_steps: int = 50) -> None:
         """Call `fn(metrics, step)` every so many steps, in the loop's thread; see `forebay.callbacks` for loggers.
 
         Metrics are of the steps since the last call: `tokens_per_s` (or `samples_per_s`), `wait_share` (the fraction of

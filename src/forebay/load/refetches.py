@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-from numpy.typing import NDArray
 
-from forebay.load.needs import ChunkGroup, ChunkTable
+from forebay.load.needs import I64, ChunkGroup, ChunkTable
 from forebay.order.run import Run
-
-I64 = NDArray[np.int64]
 
 _MIN_WARNED_BYTES = 64 << 20
 _log = logging.getLogger("forebay")

@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 
 from forebay.dataset.chunks import chunk_size
 from forebay.errors import UsageError
-from forebay.order.plan import Order, SampleSize, part_of
+from forebay.order.plan import I64, Order, SampleSize, part_of
 from forebay.order.run import Run
 from forebay.units import format_bytes
-
-I64 = NDArray[np.int64]
 
 WARN_RATIO = 1.1  # Bytes fetched in an epoch, as a multiple of the dataset's, from which on there is a warning.
 MAX_RATIO = 1.5  # The default limit of the Loader.

@@ -24,6 +24,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
+from forebay.load.arguments import check_choice
 from forebay.load.growth import generations, owners_of
 from forebay.load.packing import DocumentSubset, count_sections, document_spans, section_tokens
 from forebay.order.bijection import derive_key, permute
@@ -161,14 +162,12 @@ def owned_samples(
 def _check_settings(
     layout: str, packing: str, documents: DocumentSubset | None, split: str | None, validation: float
 ) -> None:
-    if packing not in PACKINGS:
-        raise UsageError(f"packing: expected one of {PACKINGS}, got {packing!r}.")
+    check_choice("packing", packing, PACKINGS)
+    check_choice("split", split, SPLITS)
     if layout == "rows" and (packing != "concat" or documents is not None):
         raise UsageError("packing, documents: expected a dataset of layout 'tokens', got 'rows'. Leave them out.")
     if documents is not None and not isinstance(documents, DocumentSubset):
         raise UsageError(f"documents: expected a DocumentSubset, got {type(documents).__name__}.")
-    if split not in SPLITS:
-        raise UsageError(f"split: expected 'train', 'validation' or None, got {split!r}.")
     is_number = isinstance(validation, (int, float, np.floating)) and not isinstance(validation, bool)
     if not is_number or not 0 <= validation <= 1:
         raise UsageError(f"validation_fraction: expected a fraction in [0, 1], got {validation!r}.")

@@ -106,13 +106,16 @@ class SampleCheck:
         return not len(wrong)
 
     def error(self) -> IntegrityError:
-        shard, first = self.shard, min(self.wrong)
-        offset = len(shard.tokens.header) + first * shard.sample_bytes
-        return IntegrityError(
-            f"shard {shard.index}: expected each sample to have its id, got {len(self.wrong)} of {sum(self.checked)} "
-            f"checked that have not, the first sample {first} at byte {offset} of {shard.url}/{shard.tokens.name}. "
-            f"Have the shard published again, or leave it out: remap={{{shard.index}: ANOTHER}}."
-        )
+        return _wrong_samples(self.shard, min(self.wrong), len(self.wrong), sum(self.checked))
+
+
+def _wrong_samples(shard: ShardInfo, first: int, num_wrong: int, num_checked: int) -> IntegrityError:
+    offset = len(shard.tokens.header) + first * shard.sample_bytes
+    return IntegrityError(
+        f"shard {shard.index}: expected each sample to have its id, got {num_wrong} of {num_checked} checked that have "
+        f"not, the first sample {first} at byte {offset} of {shard.url}/{shard.tokens.name}. Have the shard published "
+        f"again, or leave it out: remap={{{shard.index}: ANOTHER}}."
+    )
 
 
 class ShardDataset:
@@ -265,11 +268,7 @@ def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> ND
     samples = np.frombuffer(data, shard.dtype).reshape(-1, shard.seq_len)
     wrong = [position for position, sample, id in zip(positions, samples, ids) if sample_id(sample) != id]
     if wrong:
-        raise IntegrityError(
-            f"shard {shard.index}: expected each sample to have its id, got {len(wrong)} of {len(positions)} checked "
-            f"that have not, the first sample {wrong[0]} of {shard.url}/{shard.tokens.name}. Have the shard published "
-            "again."
-        )
+        raise _wrong_samples(shard, wrong[0], len(wrong), len(positions))
     return samples
 
 

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from forebay.order.step_index import check_integer
 
@@ -30,6 +30,9 @@ _ADVICE = {
 }
 CAUSES = tuple(_ADVICE)
 _log = logging.getLogger("forebay")
+
+
+Callback: TypeAlias = Callable[[dict[str, float], int], object]
 
 
 class Bottleneck(NamedTuple):
@@ -104,6 +107,11 @@ class WaitTimes:
         """How long the wait in progress lasts; 0 without one."""
         return max(0.0, time.perf_counter() - self.asked_at)
 
+    def to_dict(self) -> dict[str, float]:
+        """Return `wait_s`, of it `CAUSE_s`, `busy_s` and `waiting_s`."""
+        by_cause = {f"{cause}_s": seconds for cause, seconds in self.seconds.items()}
+        return {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": self.busy_s, "waiting_s": self.waiting_s()}
+
     def check(self, now: float) -> Bottleneck | None:
         """Log and return the bottleneck since the last call; None in the first interval, which includes the start."""
         last, self._checked = self._checked, dict(self.seconds)
@@ -121,9 +129,9 @@ class Callbacks:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self.functions: list[tuple[Callable[[dict[str, float], int], object], int, list[Any]]] = []
+        self.functions: list[tuple[Callback, int, list[Any]]] = []
 
-    def add(self, fn: Callable[[dict[str, float], int], object], every_steps: int) -> None:
+    def add(self, fn: Callback, every_steps: int) -> None:
         """Add a function. Raises UsageError unless `every_steps` is an integer of at least 1."""
         check_integer("every_steps", every_steps, 1)
         self.functions.append((fn, every_steps, [time.perf_counter(), self._loader.stats()]))
@@ -143,10 +151,19 @@ def unit_of(stats: Mapping[str, float]) -> str:
     return "samples" if stats.get("samples") and not stats["tokens"] else "tokens"
 
 
+def rates(
+    before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float
+) -> tuple[str, float, dict[str, float]]:
+    """Of two results of `Loader.stats()`: the unit, how many of it a second, and the share of the time by cause."""
+    elapsed_s, unit = max(elapsed_s, 1e-9), unit_of(after)
+    shares = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
+    return unit, (after[unit] - before[unit]) / elapsed_s, shares
+
+
 def _metrics(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> dict[str, float]:
     """Rates and shares between two results of `Loader.stats()`, and counts of the run."""
-    elapsed_s, unit = max(elapsed_s, 1e-9), unit_of(after)
-    waits = {f"wait_{cause}_share": (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
+    unit, rate, shares = rates(before, after, elapsed_s)
+    waits = {f"wait_{cause}_share": share for cause, share in shares.items()}
     counts = {name: value for name, value in after.items() if name.partition(".")[0] in ("samples", "tokens")}
-    rate = max(0.0, after[unit] - before[unit]) / elapsed_s  # An earlier state may have been loaded.
-    return {f"{unit}_per_s": rate, "wait_share": sum(waits.values()), **waits, **counts}
+    # An earlier state may have been loaded.
+    return {f"{unit}_per_s": max(0.0, rate), "wait_share": sum(waits.values()), **waits, **counts}

@@ -32,10 +32,9 @@ from forebay.errors import LedgerError, StateError, UsageError
 from forebay.files import open_atomic, remove_stale
 from forebay.ledger.index import Job, LedgerIndex
 from forebay.order.bijection import derive_key, inverse
-from forebay.order.plan import lease_order
+from forebay.order.plan import I64, lease_order
 from forebay.order.shard_windows import receipt
 
-I64 = NDArray[np.int64]
 FORMATS = ("jsonl", "parquet")
 _BLOCK = 1 << 14  # rows
 _MAGIC = b"SQLite format 3\0"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from forebay.load.batch_source import BatchT
-from forebay.load.stats import CAUSES, find_bottleneck, unit_of
+from forebay.load.stats import find_bottleneck, rates
+from forebay.units import format_count
 
 if TYPE_CHECKING:
     from forebay.load.loader import Loader
@@ -44,17 +45,7 @@ def progress(loader: Loader[BatchT], *, enabled: bool = True) -> Iterator[BatchT
 
 def words(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> str:
     """`151 k tokens/s, waits 3 % (network)`, of two results of `Loader.stats()`, `elapsed_s` apart."""
-    unit = unit_of(after)
-    rate = (after[unit] - before[unit]) / max(elapsed_s, 1e-9)
-    waits = {cause: after[f"{cause}_s"] - before[f"{cause}_s"] for cause in CAUSES}
-    share = 100 * sum(waits.values()) / max(elapsed_s, 1e-9)
-    bottleneck = find_bottleneck(waits, elapsed_s, 0.01)
-    waiting = f"waits {share:.0f} % ({bottleneck.cause})" if bottleneck else "never waits"
-    return f"{_short(rate)} {unit}/s, {waiting}"
-
-
-def _short(rate: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if rate >= size:
-            return f"{rate / size:.3g} {unit}"
-    return f"{rate:.3g}"
+    unit, rate, shares = rates(before, after, elapsed_s)
+    bottleneck = find_bottleneck(shares, 1.0, 0.01)
+    waiting = f"waits {100 * sum(shares.values()):.0f} % ({bottleneck.cause})" if bottleneck else "never waits"
+    return f"{format_count(rate)} {unit}/s, {waiting}"

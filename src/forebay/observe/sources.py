@@ -27,36 +27,25 @@ _MAX_NODES = 64
 
 
 class Source(Protocol):
-    """Gives views of one thing."""
+    """Gives views of one thing; without a record of it unless a class says so."""
 
     def poll(self) -> View:
         """The view now. Raises ForebayError."""
-
-    def times(self) -> list[float]:
-        """The moments of which there is a record, Unix seconds; empty for a source that is live only."""
-
-    def view_at(self, moment: float) -> View:
-        """The view at a moment of the record."""
-
-    def metrics(self) -> Iterable[Any]:
-        """Metric families of it besides the view's."""
-
-
-class LiveSource:
-    """A source without a record."""
 
     def metrics(self) -> Iterable[Any]:
         """Metric families of it besides the view's."""
         return ()
 
     def times(self) -> list[float]:
+        """The moments of which there is a record, Unix seconds; empty for a source that is live only."""
         return []
 
     def view_at(self, moment: float) -> View:
+        """The view at a moment of the record."""
         raise UsageError("expected a record of earlier views, got none. Open a record (`--record DIR` writes it).")
 
 
-class NodeSource(LiveSource):
+class NodeSource(Source):
     """A scheduler, coordinator, data node or dashboard; of a scheduler also its data nodes.
 
     Args:
@@ -102,13 +91,13 @@ class NodeSource(LiveSource):
         return None if before is None else max(0.0, value - before[0]) / max(now - before[1], 1e-3)
 
 
-class RecordSource(RecordReader, LiveSource):
+class RecordSource(RecordReader, Source):
     """A run's record; live while it is written."""
 
     poll = RecordReader.latest
 
 
-class PreparationSource(LiveSource):
+class PreparationSource(Source):
     """The output of `forebay prepare`, while it runs and afterwards."""
 
     def __init__(self, out: str) -> None:
@@ -118,7 +107,7 @@ class PreparationSource(LiveSource):
         return views.preparation_view(read_progress(self._out))
 
 
-class LoaderSource(LiveSource):
+class LoaderSource(Source):
     """A Loader or TextStream of this process."""
 
     def __init__(self, loader: Loader[Any] | TextStream) -> None:

@@ -24,7 +24,7 @@ from rich.text import Text
 from forebay.errors import ForebayError
 from forebay.observe.sources import Source
 from forebay.observe.views import COLUMNS, View
-from forebay.units import format_bytes, format_seconds
+from forebay.units import format_bytes, format_count, format_seconds
 
 POLL_S = 2.0
 FRAME_S = 0.5  # Between the moments of a replay.
@@ -56,10 +56,7 @@ def format_figure(value: Any, unit: str) -> str:
             return str(value)
         case "":
             return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {prefix} {unit}"
-    return f"{value:.3g} {unit}"
+    return f"{format_count(value)} {unit}"
 
 
 def render(view: View, width: int, height: int) -> RenderableType:

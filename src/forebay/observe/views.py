@@ -20,17 +20,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from forebay.load.stats import CAUSES, find_bottleneck, unit_of
+from forebay.load.stats import CAUSES, find_bottleneck, rates
 from forebay.units import format_seconds
 
 View: TypeAlias = dict[str, Any]
-Rows: TypeAlias = Sequence[Mapping[str, Any]]
+Row: TypeAlias = Mapping[str, Any]
+Rows: TypeAlias = Sequence[Row]
 
 VERSION = 1
 MAX_ROWS = 1000
 _SILENCE = {"silent": "has not reported", "lost": "is gone, silent"}
 _MAX_AGE_S = 60.0  # Of a report of a preparation that runs.
 _MIN_SHARE = 0.01  # Less waiting than this is none.
+
+
 def _columns(text: str) -> dict[str, str]:
     """Names of columns, `NAME` or `NAME=UNIT`, with their units."""
     return {name: unit for name, _, unit in (word.partition("=") for word in text.split())}
@@ -58,11 +61,12 @@ COLUMNS = {
 
 def make_view(kind: str, title: str, state: str, **parts: Any) -> View:
     """A view of its parts, without those that are None or empty."""
+    parts["figures"] = {label: figure for label, figure in parts.get("figures", {}).items() if figure is not None}
     parts = {name: value for name, value in parts.items() if value not in (None, "", [], {}, ())}
     return {"version": VERSION, "kind": kind, "title": title, "state": state, "at": round(time.time(), 3), **parts}
 
 
-def view_of(status: Mapping[str, Any], nodes: Rows = (), per_s: float | None = None) -> View:
+def view_of(status: Row, nodes: Rows = (), per_s: float | None = None) -> View:
     """The view of a node's `/v1/status`: a scheduler, coordinator, data node or dashboard.
 
     Args:
@@ -76,7 +80,7 @@ def view_of(status: Mapping[str, Any], nodes: Rows = (), per_s: float | None = N
     return run_view(status, per_s) if "members" in status else node_view(status, per_s)
 
 
-def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
+def job_view(status: Row, nodes: Rows = ()) -> View:
     """A scheduler's job, of its status and rows of its data nodes."""
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
     workers = [_worker_row(peer_id, worker, status) for peer_id, worker in status["workers"].items()]
@@ -104,8 +108,8 @@ def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
             "epoch": min(status["epoch"] + 1, status["epochs"]), "epochs": status["epochs"],
             "eta_s": remaining * seq_len / rate if rate and remaining else None,
         },
-        figures={label: figure for label, figure in figures.items() if figure is not None},
-        waits=waits, advice=advice_of(waits), coverage=status["coverage"], workers=workers, nodes=list(nodes),
+        figures=figures, waits=waits, advice=advice_of(waits), coverage=status["coverage"], workers=workers,
+        nodes=list(nodes),
         datasets=[{
             "name": status["name"], "id": status["dataset_id"], "slices": status["num_slices"],
             "bytes": status["num_bytes"],
@@ -118,7 +122,7 @@ def job_view(status: Mapping[str, Any], nodes: Rows = ()) -> View:
     )  # fmt: skip
 
 
-def _worker_row(peer_id: str, worker: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+def _worker_row(peer_id: str, worker: Row, job: Row) -> dict[str, Any]:
     is_silent = worker["last_seen_s"] > job["lease_s"] or (not worker["leases"] and worker["last_seen_s"] > 5.0)
     waits = worker["wait_shares"]
     silent = "ended" if job["state"] in ("done", "incomplete") else "silent"
@@ -149,7 +153,7 @@ def advice_of(waits: Mapping[str, float]) -> str:
     return str(bottleneck) if bottleneck is not None else ""
 
 
-def node_row(status: Mapping[str, Any], bytes_per_s: float | None = None) -> dict[str, Any]:
+def node_row(status: Row, bytes_per_s: float | None = None) -> dict[str, Any]:
     """A data node's row, of its status."""
     return {
         "name": status["name"] or status["peer_id"], "address": status["address"], "id": status["peer_id"],
@@ -158,14 +162,14 @@ def node_row(status: Mapping[str, Any], bytes_per_s: float | None = None) -> dic
     }  # fmt: skip
 
 
-def node_view(status: Mapping[str, Any], bytes_per_s: float | None = None) -> View:
+def node_view(status: Row, bytes_per_s: float | None = None) -> View:
     """A data node by itself."""
     row, fault, swarms = node_row(status, bytes_per_s), status["announce_error"], status["swarms"]
     return make_view(
         "node", row["name"], row["state"], message=f"not announced: {fault}" if fault else "",
         figures={
             "sent": (row["bytes_sent"], "B"), "connections": (row["connections"], ""), "up": (status["up_s"], "s"),
-            **({} if bytes_per_s is None else {"throughput": (bytes_per_s, "B/s")}),
+            "throughput": None if bytes_per_s is None else (bytes_per_s, "B/s"),
         },
         nodes=[row],
         datasets=[
@@ -180,7 +184,7 @@ def node_view(status: Mapping[str, Any], bytes_per_s: float | None = None) -> Vi
     )  # fmt: skip
 
 
-def run_view(status: Mapping[str, Any], steps_per_s: float | None = None) -> View:
+def run_view(status: Row, steps_per_s: float | None = None) -> View:
     """A coordinator's run, of its status."""
     last, generation = status["config"].get("num_steps"), status["generation"]["number"]
     waiting_for = status["min_workers"] - len(status["members"])
@@ -210,7 +214,7 @@ def run_view(status: Mapping[str, Any], steps_per_s: float | None = None) -> Vie
 
 def loader_view(
     title: str, rank: int, world_size: int, before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float,
-    state: Mapping[str, Any], total_steps: int | None, cache_bytes: int = 0, cause_in_progress: str = "network",
+    state: Row, total_steps: int | None, cache_bytes: int = 0, cause_in_progress: str = "network",
 ) -> View:  # fmt: skip
     """A loader of a training process, of two of its `stats()`, `elapsed_s` apart, and its state.
 
@@ -219,9 +223,7 @@ def loader_view(
         cause_in_progress: What a wait in progress counts as.
     """
     elapsed_s = max(elapsed_s, 1e-9)
-    unit = unit_of(after)
-    rate = (after[unit] - before[unit]) / elapsed_s
-    waits = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
+    unit, rate, waits = rates(before, after, elapsed_s)
     waits[cause_in_progress] += min(after["waiting_s"], elapsed_s) / elapsed_s
     waits = {cause: round(min(share, 1.0), 4) for cause, share in waits.items() if share > 0}
     steps_per_s = (after["batches"] - before["batches"]) / elapsed_s
@@ -274,14 +276,14 @@ def merge_views(views: Sequence[View]) -> View:
     return {**merged, "datasets": datasets} if counts else merged
 
 
-def _age(record: Mapping[str, Any]) -> str:
+def _age(record: Row) -> str:
     age_s = time.time() - record["updated_at"]
     if record["state"] != "running" or age_s < _MAX_AGE_S:
         return ""
     return f"the last report is {format_seconds(age_s)} old: the process may be gone, or its clock differs"
 
 
-def _running_tasks(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _running_tasks(record: Row) -> list[dict[str, Any]]:
     """The tasks that run, the longest first."""
     tasks = [
         {**task, "state": "running", "running_s": max(0.0, time.time() - task["started_at"])}
@@ -290,7 +292,7 @@ def _running_tasks(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(tasks, key=lambda task: -task["running_s"])[:MAX_ROWS]
 
 
-def preparation_view(record: Mapping[str, Any]) -> View:
+def preparation_view(record: Row) -> View:
     """A preparation, of the record of its progress (`prepare.progress`)."""
     stages, read = record["stages"], max(1, record["documents_in"])
     current = next((stage for stage in reversed(stages) if stage["stopped_at"] is None), None)
@@ -319,7 +321,7 @@ def preparation_view(record: Mapping[str, Any]) -> View:
             "done": current["done"], "total": current["total"], "unit": current["unit"],
             "stage": current["stage"], "eta_s": current["remaining_s"],
         },
-        figures={label: figure for label, figure in figures.items() if figure is not None},
+        figures=figures,
         stages=[
             {
                 **stage, "state": "running" if stage["stopped_at"] is None else "done",

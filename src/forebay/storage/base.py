@@ -183,6 +183,14 @@ def read_range(
             time.sleep(min(max_wait_s, backoff_s(failures, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
 
 
+def read_whole(origin: Origin, name: str, start: int, stop: int) -> bytes:
+    """Return bytes [start, stop) of an object, all of one response. Errors as of Origin.read; also if it is cut."""
+    data = b"".join(map(bytes, origin.read(name, start, stop)))
+    if len(data) < stop - start:
+        raise TransientError(f"the connection was closed {stop - start - len(data)} bytes before the end")
+    return data
+
+
 def read_small(origin: Origin, name: str, max_bytes: int, *, start: int | None = None) -> bytes:
     """Return a small object, or with `start` the `max_bytes` bytes from there on; retries for 25 s.
 
@@ -192,12 +200,7 @@ def read_small(origin: Origin, name: str, max_bytes: int, *, start: int | None =
     """
 
     def attempt() -> bytes:
-        if start is None:
-            return origin.get(name, max_bytes)
-        data = b"".join(map(bytes, origin.read(name, start, start + max_bytes)))
-        if len(data) < max_bytes:
-            raise TransientError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
-        return data
+        return origin.get(name, max_bytes) if start is None else read_whole(origin, name, start, start + max_bytes)
 
     return retry_for(25.0, attempt, f"{name} from {origin.url}")
 

@@ -16,7 +16,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from forebay.errors import DatasetError, ForebayError, UsageError, package_for
 from forebay.storage.addresses import SECRET_OPTION, BucketAddress, bucket_address, is_plain
@@ -48,6 +48,7 @@ _Origin = TypeVar("_Origin", bound="BucketOrigin")
 _MAX_PAGE_BYTES = 64 << 20  # of a listing; a page of 1000 keys has 0.5 MB
 _SIGNED_FOR = timedelta(hours=1)
 _PATIENCE_S = 300.0
+Listing: TypeAlias = list[tuple[str, ObjectMeta]]
 _T = TypeVar("_T")
 log = logging.getLogger("forebay.storage")
 _used_by = 0  # the process that has obstore's threads
@@ -95,12 +96,12 @@ class BucketOrigin(ObjectOrigin):
         with self._convert_errors(name) as (obstore, store):
             return _meta(obstore.head(store, self._prefix + name))
 
-    def find(self, name: str) -> list[tuple[str, ObjectMeta]]:
+    def find(self, name: str) -> Listing:
         """Return the object of that name, or all below it, in any order. Errors as of `get`.
 
         Objects without bytes that stand for a folder are left out: `name/`, or `name` where others are below it.
         """
-        entries: list[tuple[str, ObjectMeta]] = []
+        entries: Listing = []
         if name and not name.endswith("/"):
             try:
                 entries = [(name, self.head(name))]
@@ -111,7 +112,7 @@ class BucketOrigin(ObjectOrigin):
             return entries
         return self.objects(f"{name.rstrip('/')}/" if name else "") or entries
 
-    def objects(self, prefix: str) -> list[tuple[str, ObjectMeta]]:
+    def objects(self, prefix: str) -> Listing:
         """Return the objects whose names begin with `prefix`, "" or a folder with a slash. Errors as of `get`."""
         with self._convert_errors(prefix) as (obstore, store):
             try:
@@ -205,8 +206,8 @@ class BucketOrigin(ObjectOrigin):
         url = url.partition("&X-Amz-")[0] if keys else url
         return WebOrigin(url, timeouts=self._timeouts, is_file=True)
 
-    def _list_signed(self, prefix: str) -> list[tuple[str, ObjectMeta]]:
-        entries: list[tuple[str, ObjectMeta]] = []
+    def _list_signed(self, prefix: str) -> Listing:
+        entries: Listing = []
         token = ""
         while True:
             query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix} | (

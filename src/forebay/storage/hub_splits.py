@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from forebay.errors import PrepareError, UsageError
-from forebay.storage.addresses import glob_matcher, is_ignored
+from forebay.storage.addresses import fixed_folder, glob_matcher, is_ignored
 from forebay.storage.hub import API_TRIES, HubFile, HubRepo, fetch_range, find_repo
 
 PREFIX = "hf://datasets/"
@@ -31,7 +31,6 @@ _METADATA = frozenset(
     ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json")
 )
 _SHARD = re.compile(r"^([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*$")
-_WILDCARD = re.compile(r"[*?\[]")
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "lines", ".csv": "csv", ".tsv": "csv", ".json": "json"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl"}
 """The format of a suffix; `.json` may be JSON or JSON lines, and `.txt` has a document a line, as in `datasets`."""
@@ -146,7 +145,7 @@ def _find_files(repo: HubRepo, config: str | None, split: str) -> tuple[Iterator
     """
     configs = _configs(repo.card)
     if config is not None and config not in configs:
-        if _suffix(config) or _WILDCARD.search(config):
+        if _suffix(config) or fixed_folder(config) is not None:
             return _list_matches(repo, [config]), config
         if "/" in config or next(repo.files(config), None) is not None:
             return _list_by_names(repo, config, split), config
@@ -167,10 +166,10 @@ def _list_matches(repo: HubRepo, globs: list[str]) -> Iterator[HubFile]:
     matchers = [glob_matcher(glob) for glob in globs]
 
     def files_of(number: int) -> Iterator[HubFile]:
-        steps = globs[number].split("/")
-        fixed = next((i for i, step in enumerate(steps) if _WILDCARD.search(step)), len(steps) - 1)
-        is_recursive = len(steps) > fixed + 1 or "**" in steps[fixed]
-        for file in repo.files("/".join(steps[:fixed]), recursive=is_recursive):
+        above = fixed_folder(globs[number])
+        folder = globs[number].rpartition("/")[0] if above is None else above
+        below = globs[number].removeprefix(folder).removeprefix("/")
+        for file in repo.files(folder, recursive="/" in below or "**" in below):
             is_first = not any(matches(file.path) for matches in matchers[:number])
             if is_first and matchers[number](file.path) and _basename(file.path) not in _METADATA:
                 yield file

@@ -26,6 +26,7 @@ from forebay.storage.base import (
     TransientError,
     read_range,
     read_small,
+    read_whole,
     retry_transient,
 )
 
@@ -177,7 +178,7 @@ class RemoteDataset(Dataset):
         sources = self.origin.sources()
         for source in sources if len(sources) > 1 else ():
             with suppress(NetworkError):
-                yield b"".join(map(bytes, source.read(CHUNKS_FILE, start, start + num_bytes)))
+                yield read_whole(source, CHUNKS_FILE, start, start + num_bytes)
 
     def _state_of(self, name: str, size: int | None, sha256: str) -> str:
         """The best state of a file at any source, read and not stored: "", "changed" or "missing"."""

@@ -25,7 +25,7 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import select_published
-from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small, read_whole
 from forebay.storage.peer_source import (
     REQUEST_BYTES,
     FromUrls,
@@ -126,8 +126,7 @@ class PeerOrigin(Origin):
         """Read from the first peer that has the slice. See Origin; a transfer requests from each peer itself."""
         for first in range(start, stop, REQUEST_BYTES):
             last = min(first + REQUEST_BYTES, stop)
-            data = self._ask(lambda source: b"".join(map(bytes, source.read(name, first, last))), name)  # noqa: B023
-            yield memoryview(data)
+            yield memoryview(self._ask(lambda source: read_whole(source, name, first, last), name))  # noqa: B023
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return a small file of the dataset; manifest and table are verified. See Origin."""

@@ -42,12 +42,13 @@ from forebay.storage.addresses import (
 from forebay.storage.base import (
     ChangedError,
     ObjectMeta,
-    PathOrigin,
     PermanentError,
     PinnedOrigin,
     Timeouts,
     TransientError,
+    as_object_origin,
     read_range,
+    read_whole,
     retry_transient,
 )
 from forebay.storage.buckets import BucketOrigin, is_missing, shared_bucket
@@ -55,13 +56,14 @@ from forebay.storage.digests import ReadDigest
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
 from forebay.storage.locks import at_fork, try_acquire
+from forebay.storage.origins import open_origin
 
 log = logging.getLogger("forebay.storage")
 MAX_CONNECTIONS = 8  # of one run to the server of a list
 _PATIENT_TRIES, _PATIENT_WAIT_S = 12, 60.0  # four minutes in all
 _HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s
 _MAX_WAIT_S = 30.0
-_TIMEOUT_S = 30.0
+_TIMEOUTS = Timeouts(30.0, 30.0)
 _BUFFER_BYTES = 256 << 10
 _OUTSIDE_BYTES = 64 << 10  # of a request for bytes that are not of the part that is read
 BLOCK_BYTES = 1 << 20
@@ -103,13 +105,13 @@ def find_urls(url: str) -> tuple[str, list[RemoteFile]]:
             listed = _retry(url, lambda: origin.objects(f"{above}/" if above else ""))
             objects = [entry for entry in listed if matches(entry[0])]
         files = [
-            RemoteFile(str(address._replace(key=key)), meta.bytes, _version(meta))
+            _listed(str(address._replace(key=key)), meta)
             for key, meta in sorted(objects, key=lambda entry: entry[0].split("/"))
         ]
     else:
         web, name = _open(url)
         meta = _retry(url, lambda: web.head(name))
-        files = [RemoteFile(url, meta.bytes, _version(meta))]
+        files = [_listed(url, meta)]
     if not files:
         raise PrepareError(f"{url}: expected a file, a prefix with files or a pattern, got none. Check the URL.")
     if (size := max(file.size for file in files)) > MAX_FILE_BYTES:
@@ -213,14 +215,14 @@ def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
     if is_bucket(url):
         address = bucket_address(url)
         return shared_bucket(address._replace(key=""), BucketOrigin), address.key
-    return WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S), is_file=True), ""
+    return WebOrigin(url, timeouts=_TIMEOUTS, is_file=True), ""
 
 
 _open_shared = lru_cache(8)(lambda url, process_id: _open(url))
 
 
-def _version(meta: ObjectMeta) -> str:
-    return f"etag:{meta.etag}" if meta.etag else ""
+def _listed(url: str, meta: ObjectMeta) -> RemoteFile:
+    return RemoteFile(url, meta.bytes, f"etag:{meta.etag}" if meta.etag else "")
 
 
 def _retry(url: str, attempt: Callable[[], _T], tries: int = 0, max_wait_s: float = _MAX_WAIT_S) -> _T:
@@ -252,11 +254,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url if is_bucket(url) else url.partition("?")[0]
-        self._origin: WebOrigin | BucketOrigin | PathOrigin
-        if url.startswith("http"):
-            self._origin = WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
-        else:
-            self._origin = BucketOrigin(url) if is_bucket(url) else PathOrigin(Path(url))
+        self._origin = as_object_origin(open_origin(url, timeouts=_TIMEOUTS))
 
     def find(self, name: str) -> RemoteFile | None:
         """Return the size and version of a file; None if there is none."""
@@ -272,19 +270,13 @@ class RemoteFolder:
 
         url = join_url(self.url, name)
         meta = _retry(url, attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
-        return None if meta is None else RemoteFile(url, meta.bytes, _version(meta))
+        return None if meta is None else _listed(url, meta)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file, all of one response."""
         origin = _PatientOrigin(self._origin, "")
-
-        def attempt() -> bytes:
-            data = b"".join(map(bytes, origin.read(name, start, stop)))
-            if len(data) < stop - start:
-                raise TransientError(f"the connection was closed {stop - start - len(data)} bytes before the end")
-            return data
-
-        return _retry(join_url(self.url, name), attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
+        url = join_url(self.url, name)
+        return _retry(url, lambda: read_whole(origin, name, start, stop), _PATIENT_TRIES, _PATIENT_WAIT_S)
 
     def fetch(self, name: str, file: RemoteFile, path: Path) -> None:
         """Download the file of that name to `path`, or what is missing of it there.

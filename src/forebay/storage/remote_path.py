@@ -65,9 +65,7 @@ class RemotePath(PosixPath):
         """Whether it was listed."""
         return self.num_bytes >= 0
 
-    def exists(self, **options: Any) -> bool:
-        """Whether it was listed."""
-        return self.is_file()
+    exists = is_file
 
     def is_dir(self, **options: Any) -> bool:
         """False: a prefix is no file."""

@@ -44,7 +44,7 @@ from forebay.files import (
     temporary_path,
 )
 from forebay.storage.addresses import BucketAddress, bucket_address, is_bucket, is_url, join_url
-from forebay.storage.base import TransientError
+from forebay.storage.base import read_whole
 from forebay.storage.buckets import NOT_PARTIAL, PartsBucket, PatientBucket, shared_bucket
 
 _PIECE = 8 << 20
@@ -95,9 +95,11 @@ class Store(ABC):
     def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
         """Whether an object has this size, and this hash unless it is empty; in a bucket the one stored with it."""
 
-    @abstractmethod
     def copy(self, name: str, path: Path) -> bool:
         """Make an object of a file that stays: a link to it where there are links; whether bytes were copied."""
+        with self.open(name) as file, path.open("rb") as source:
+            shutil.copyfileobj(source, file, _PIECE)
+        return True
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -215,9 +217,7 @@ class FolderStore(Store):
             os.link(path, temporary)
             commit_files({temporary: self.path / name})
         except OSError:  # another file system, or one without links
-            with self.open(name) as file, path.open("rb") as source:
-                shutil.copyfileobj(source, file, _PIECE)
-            return True
+            return super().copy(name, path)
         finally:
             temporary.unlink(missing_ok=True)
         return False
@@ -340,7 +340,7 @@ class BucketStore(Store):
     def put(self, name: str, path: Path, sha256: str = "") -> None:
         options = {"chunk_size": max(_PIECE, -(-path.stat().st_size // _MAX_PARTS)), "max_concurrency": _UPLOADS}
         attributes = {_HASH_KEY: sha256} if sha256 else {}
-        self._bucket_for_parts.call(
+        shared_bucket(self._parsed, PartsBucket).call(
             name, lambda obstore, store, key: obstore.put(store, key, path, attributes=attributes, **options)
         )
         path.unlink()
@@ -354,11 +354,6 @@ class BucketStore(Store):
             return self._bucket.call(name, request)
         except FileNotFoundError:
             return False
-
-    def copy(self, name: str, path: Path) -> bool:
-        with self.open(name) as file, path.open("rb") as source:
-            shutil.copyfileobj(source, file, _PIECE)
-        return True
 
     def read(self, name: str) -> bytes:
         return self._bucket.call(name, lambda obstore, store, key: bytes(obstore.get(store, key).bytes()))
@@ -381,10 +376,7 @@ class BucketStore(Store):
                 if NOT_PARTIAL not in str(error):
                     raise
                 end = min(stop, int(obstore.head(store, key)["size"]))
-                data = b"".join(map(bytes, self._bucket.read(name, first, end)))
-                if len(data) < end - first:
-                    raise TransientError(f"the connection was closed {end - first - len(data)} bytes early") from error
-                return data
+                return read_whole(self._bucket, name, first, end)
 
         return np.frombuffer(self._bucket.call(name, request), dtype).copy()
 
@@ -451,10 +443,6 @@ class BucketStore(Store):
     @property
     def _bucket(self) -> PatientBucket:
         return shared_bucket(self._parsed, PatientBucket)
-
-    @property
-    def _bucket_for_parts(self) -> PatientBucket:
-        return shared_bucket(self._parsed, PartsBucket)
 
     def _put(self, name: str, data: Any, mode: str = "create") -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:

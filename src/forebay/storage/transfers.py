@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, NetworkError, UsageError
 from forebay.files import sync_file
 from forebay.storage.base import Origin
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
+from forebay.storage.chunk_file import ABSENT, I64, PRESENT, UNVERIFIED, ChunkFile, create, read_info
 from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 
-I64 = NDArray[np.int64]
 Group = tuple[ChunkFile, I64]  # Chunks of a file.
 RUN_BYTES = 8 << 20  # the longest request by default
 _MIN_RUN_BYTES = 1 << 20

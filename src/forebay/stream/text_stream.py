@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import gcd
@@ -23,9 +23,9 @@ from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
-from forebay.load.batch_source import BatchSource
+from forebay.load.batch_source import Batches, BatchSource, Convert
 from forebay.load.prefetch import Prefetcher
-from forebay.load.stats import Callbacks, WaitTimes
+from forebay.load.stats import Callback, Callbacks, WaitTimes
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import Malformed, TextEncoder
@@ -178,11 +178,14 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         """
         position = self.position
         counts = {name: sum(lane.counts[name] for lane in position.lanes.values()) for name in COUNTS}
-        by_cause, waits = {f"{cause}_s": seconds for cause, seconds in self._waits.seconds.items()}, self._waits
-        times = {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": waits.busy_s, "waiting_s": waits.waiting_s()}
-        return {**times, **counts, "batches": position.run_step, "samples_taken": position.samples_taken}
+        return {
+            **self._waits.to_dict(),
+            **counts,
+            "batches": position.run_step,
+            "samples_taken": position.samples_taken,
+        }
 
-    def add_callback(self, fn: Callable[[dict[str, float], int], object], every_steps: int = 50) -> None:
+    def add_callback(self, fn: Callback, every_steps: int = 50) -> None:
         """Call `fn(metrics, step)` every so many steps, in the loop's thread; see `Loader.add_callback`."""
         self._callbacks.add(fn, every_steps)
 
@@ -248,9 +251,7 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         if source is not None:
             source.close()
 
-    def iterate(
-        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
-    ) -> Generator[Any, None, None]:
+    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         if num_workers:
             raise UsageError(f"num_workers: expected 0 for a TextStream, got {num_workers}. Leave it out.")
         self.close()
@@ -382,9 +383,7 @@ class FirstBatches(BatchSource[NumpyTokens]):
     def global_batch_sizes(self) -> list[tuple[int, int]]:
         return self._stream.global_batch_sizes
 
-    def iterate(
-        self, convert: Callable[[Any], Any] | None = None, prefetch: int | None = None, num_workers: int = 0
-    ) -> Generator[Any, None, None]:
+    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         if num_workers:
             raise UsageError(f"num_workers: expected 0 for batches of take(), got {num_workers}. Leave it out.")
         self._stream.close()  # One iteration at a time: a running `for` goes on from its position.
