@@ -29,6 +29,12 @@ def show(result: dict[str, Any], as_json: bool) -> None:
         print(f"{key:<{width}}  {plain(value)}")
 
 
+def print_result(args: argparse.Namespace, fields: Any, *lines: str) -> None:
+    """Print a result at once: as JSON with `--json`, else these lines."""
+    if text := json.dumps(fields) if args.json else "\n".join(lines):
+        print(text, flush=True)
+
+
 def plain(value: Any) -> str:
     """A value as text."""
     match value:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, positive, show
+from forebay.cli.arguments import add_identity, positive, print_result, show
 from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _show_report(args: argparse.Namespace) -> None:
 
     path = args.dataset
     if args.second is None and (unfinished := _unfinished(path)) is not None:
-        return _show_unfinished(unfinished, is_json=args.json)
+        return _show_unfinished(args, unfinished)
     report = load_report(path)
     if args.second is not None:
         return _compare(args, report)
@@ -153,15 +153,13 @@ def _unfinished(path: str) -> dict[str, Any] | None:
         return None
 
 
-def _show_unfinished(unfinished: Mapping[str, Any], *, is_json: bool) -> None:
+def _show_unfinished(args: argparse.Namespace, unfinished: Mapping[str, Any]) -> None:
     from forebay.observe.top import format_view
     from forebay.observe.views import preparation_view
     from forebay.prepare.progress import render_failures
 
-    if is_json:
-        print(json.dumps(unfinished))
-        return
-    print(f"{format_view(preparation_view(unfinished['record']))}{render_failures(unfinished['failed'])}")
+    view, failures = format_view(preparation_view(unfinished["record"])), render_failures(unfinished["failed"])
+    print_result(args, unfinished, f"{view}{failures}")
 
 
 def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
@@ -177,11 +175,8 @@ def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
         comparison["times"] = compare.compare_times(times[0], times[1])
     if args.html is not None:
         atomic_write(args.html, compare.render_comparison(comparison).encode())
-    if args.json:
-        print(json.dumps(comparison))
-        return
     page = f"\nFull report: {args.html.resolve().as_uri()}" if args.html is not None else ""
-    print(f"{compare.render_comparison_text(comparison)}{page}".rstrip())
+    print_result(args, comparison, f"{compare.render_comparison_text(comparison)}{page}".rstrip())
 
 
 def _import(args: argparse.Namespace) -> None:

@@ -1,12 +1,11 @@
 """Command `forebay launch`: write the files that run Forebay on a cluster or in containers."""
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_settings
+from forebay.cli.arguments import add_settings, print_result
 from forebay.errors import UsageError
 from forebay.launch import KINDS, render, write
 
@@ -21,10 +20,8 @@ def _launch(args: argparse.Namespace) -> None:
     paths = write(args.directory, render(args.kind, values, args.command))
     name = values.get("name", KINDS[args.kind].settings["name"].default)
     steps = [step.format(out=shlex.quote(str(args.directory)), name=name) for step in KINDS[args.kind].next_steps]
-    if args.json:
-        print(json.dumps({"files": list(map(str, paths)), "next": steps}))
-    else:
-        print("\n".join([*map(str, paths), *(f"next: {step}" for step in steps)]))
+    files = list(map(str, paths))
+    print_result(args, {"files": files, "next": steps}, *files, *(f"next: {step}" for step in steps))
 
 
 def _settings() -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import share
+from forebay.cli.arguments import print_result, share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _export(args: argparse.Namespace) -> None:
 
     index = open_index(args.file)
     count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)
-    print(json.dumps({"uses": count, "out": str(args.out)}) if args.json else f"{count:,} uses to {args.out}")
+    print_result(args, {"uses": count, "out": str(args.out)}, f"{count:,} uses to {args.out}")
 
 
 def add_verbs(verb: Any, group: Any) -> None:

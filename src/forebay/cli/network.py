@@ -3,14 +3,12 @@
 import argparse
 import contextlib
 import datetime as dt
-import json
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, address, days, positive, show
+from forebay.cli.arguments import add_identity, address, days, positive, print_result, show
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
@@ -20,16 +18,12 @@ from forebay.network.retry import log_while_waiting
 TOKEN_VALID_DAYS = 7.0
 
 
-def _print(args: argparse.Namespace, fields: Mapping[str, Any], *lines: str) -> None:
-    print(json.dumps(fields) if args.json else "\n".join(lines))
-
-
 def _network_init(args: argparse.Namespace) -> None:
     from forebay.network.pki.files import create_network
 
     name = args.name or args.directory.absolute().name
     create_network(args.directory, name, bootstrap=[address(a) for a in args.bootstrap])
-    _print(
+    print_result(
         args, {"network": name, "directory": str(args.directory)},
         f"network {name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.",
         f"Its datasets have the URLs forebay://{name}/DATASET.",
@@ -42,7 +36,7 @@ def _network_org(args: argparse.Namespace) -> None:
 
     scope = _scope(args)
     peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
-    _print(
+    print_result(
         args, {"name": args.name, "peer_id": peer_id, "directory": str(args.directory)},
         f"organisation {args.name!r} is {peer_id}: its nodes may be {_describe(scope)}.",
         f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.",
@@ -68,7 +62,7 @@ def _network_join(args: argparse.Namespace) -> None:
             raise UsageError("join: expected the directories of network and node, or --token FILE and that of the node")
         _check_role(args, "join")
         identity = join(args.directories[0], args.directories[1], args.name, scope=_scope(args), **_days(args))
-    _print(
+    print_result(
         args, _node_fields(identity),
         f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.",
         f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.",
@@ -95,7 +89,7 @@ def _network_invite(args: argparse.Namespace) -> None:
         args.days or TOKEN_VALID_DAYS,
     )  # fmt: skip
     text = sign_token(issuer, token)
-    _print(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
+    print_result(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
     print(
         f"token {token.id[:8]}: {token.uses} {'node' if token.uses == 1 else 'nodes'} may join as {_describe(scope)}, "
         f"until {_date(token.expires_at)}. Send it like a password.\n"
@@ -128,13 +122,13 @@ def _network_renew(args: argparse.Namespace) -> None:
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."
-        _print(args, {"peer_id": peer_id}, text)
+        print_result(args, {"peer_id": peer_id}, text)
         return
     else:
         identity = renew(args.directories[0], args.directories[1], **_days(args))
     until = _date(identity.expires_at)
     text = f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before."
-    _print(args, _node_fields(identity), text)
+    print_result(args, _node_fields(identity), text)
 
 
 def _network_revoke(args: argparse.Namespace) -> None:
@@ -153,7 +147,7 @@ def _network_revoke(args: argparse.Namespace) -> None:
         lines.append(f"{args.peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
         lines += [_notify(nodes[0], target, crl) for target in args.notify]
     issued = [{"issuer": crl.issuer, "number": crl.number} for crl in crls if crl is not None]
-    _print(args, {"peer_id": args.peer_id, "crls": issued}, *lines)
+    print_result(args, {"peer_id": args.peer_id, "crls": issued}, *lines)
     if crls and not nodes:
         print("No node has it yet: name a running node's directory, or --notify HOST:PORT.", file=sys.stderr)
 
@@ -224,7 +218,7 @@ def _network_sign(args: argparse.Namespace) -> None:
     identity, name = load_identity(args), dataset.name
     signed = sign_dataset(identity, dataset.path, name, dataset.id, origins=args.origin, **_days(args))
     names = ("name", "dataset_id", "publisher", "serial", "expires_at", "origins")
-    _print(
+    print_result(
         args, {name: getattr(signed, name) for name in names},
         f"{signed.name} {signed.dataset_id} is signed by {signed.publisher} ({dataset.path / SIGNATURE_NAME}).",
         f"It is version {signed.serial}, until {_date(signed.expires_at)}.",

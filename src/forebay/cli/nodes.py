@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, address, positive, seconds, size
+from forebay.cli.arguments import add_identity, address, positive, print_result, seconds, size
 from forebay.cli.running import add_node, joined_network, listen_at, log, ready, send_request, stop_event, until_stopped
 from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
@@ -23,7 +23,7 @@ def _status(args: argparse.Namespace) -> int:
 
         node = address(args.address.removeprefix("udp://"))
         wait_for_bootstrap([node], args.timeout)
-        print(json.dumps({"healthy": True}) if args.json else f"DHT node at {args.address}: up")
+        print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
         return 0
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
     is_healthy = not status.get("draining")
@@ -92,10 +92,8 @@ def _find(args: argparse.Namespace) -> int:
         {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
         for c in claims
     ]
-    if args.json:
-        print(json.dumps(providers))
-    for claim in providers if not args.json else []:
-        print("{name}  {dataset_id}  {slices} slices  {peer_id} at {address}".format(**claim))
+    line = "{name}  {dataset_id}  {slices} slices  {peer_id} at {address}"
+    print_result(args, providers, *(line.format(**claim) for claim in providers))
     if not providers:
         print(
             f"forebay: no data node announces a dataset named {args.name!r} in this network. "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, address, plain, seconds
+from forebay.cli.arguments import add_identity, address, plain, print_result, seconds
 from forebay.cli.parser import Parser
 from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
@@ -92,10 +91,8 @@ def ready(args: argparse.Namespace, **fields: Any) -> None:
     if name := os.environ.get("NOTIFY_SOCKET"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
             sock.sendto(b"READY=1", name.replace("@", "\0", 1))
-    if args.json:
-        print(json.dumps({"ready": True, **fields}), flush=True)
-    else:
-        print("ready: " + "  ".join(f"{k.replace('_', ' ')} {plain(v)}" for k, v in fields.items()), flush=True)
+    line = "ready: " + "  ".join(f"{k.replace('_', ' ')} {plain(v)}" for k, v in fields.items())
+    print_result(args, {"ready": True, **fields}, line)
 
 
 def stop_event() -> threading.Event:

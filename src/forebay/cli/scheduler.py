@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import json
 import threading
 import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, positive, seconds
+from forebay.cli.arguments import add_identity, positive, print_result, seconds
 from forebay.cli.running import (
     add_from_urls,
     add_node,
@@ -88,7 +87,7 @@ def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event
     while not started.wait(0.1):
         if service.waiting.is_set() and not is_reported:
             is_reported = True
-            print(json.dumps({"standby": True}) if args.json else f"standing by for {args.state}", flush=True)
+            print_result(args, {"standby": True}, f"standing by for {args.state}")
         if stop.is_set():
             service.stop()
             return
@@ -111,7 +110,7 @@ def _job(args: argparse.Namespace) -> None:
         body = {"slices": [int(text) for text in args.arguments]}
     reply, _ = send_request(args, args.scheduler, path, body)
     text = f"pardoned {args.arguments[0]}" if args.action == "pardon" else job_line(reply)
-    print(json.dumps(reply) if args.json else text)
+    print_result(args, reply, text)
 
 
 def add_verbs(verb: Any, group: Any) -> None:

@@ -44,6 +44,11 @@ def first_chunks(sizes: NDArray[np.int64], chunk_bytes: int) -> NDArray[np.int64
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
+def runs_of(chunks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Rising numbers, split where one is left out."""
+    return np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)
+
+
 def root_of(leaves: bytes) -> str:
     """The id, in hex, of the slice with these leaves: 32 bytes each."""
     level = [leaves[i : i + HASH_BYTES] for i in range(0, len(leaves), HASH_BYTES)]

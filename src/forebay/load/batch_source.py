@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 from forebay.errors import UsageError
@@ -100,24 +102,32 @@ class BatchSource(ABC, Generic[BatchT]):
 
 
 class Take(BatchSource[BatchT]):
-    """The first batches of an epoch, given again by each iteration; the loader that they are of does not move."""
+    """The first batches of an epoch, given again by each iteration; what they are of does not move.
 
-    def __init__(self, loader: BatchSource[BatchT], open_view: Callable[[], Any], num_batches: int) -> None:
-        self._open_view, self._num_batches = open_view, num_batches
-        self.world_size, self._sizes = loader.world_size, loader.global_batch_sizes
+    Args:
+        source: What they are of.
+        open_batches: Returns them once more; arguments as of `iterate`.
+        num_batches: How many there are; None if that is not known.
+    """
+
+    def __init__(
+        self, source: BatchSource[BatchT], open_batches: Callable[[Convert | None, int | None], Batches],
+        num_batches: int | None,
+    ) -> None:  # fmt: skip
+        self._open_batches, self._num_batches = open_batches, num_batches
+        self.world_size, self._sizes = source.world_size, source.global_batch_sizes
 
     @property
     def global_batch_sizes(self) -> list[tuple[int, int]]:
         return self._sizes
 
     def __len__(self) -> int:
+        if self._num_batches is None:
+            raise TypeError("len: expected batches of a Loader, got those of a TextStream, which may be fewer.")
         return self._num_batches
 
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         if num_workers:
             raise UsageError(f"num_workers: expected 0 for batches of take(), got {num_workers}. Leave it out.")
-        with self._open_view() as loader:
-            batches = loader.iterate(convert, prefetch)
-            for _ in range(self._num_batches):
-                yield next(batches)
-            batches.close()
+        with closing(self._open_batches(convert, prefetch)) as batches:
+            yield from islice(batches, self._num_batches)

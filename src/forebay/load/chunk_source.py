@@ -84,7 +84,9 @@ def resolve_cache(
         )
     directory = cache_dir or user_cache() / "slices"
     if keep == "all":
-        needed = sum(_disk_bytes(dataset) for dataset, is_cached in zip(datasets, cached) if is_cached)
+        tables = [dataset.table for dataset, is_cached in zip(datasets, cached) if is_cached]
+        sizes = [(size, table.chunk_bytes) for table in tables for size in table.bytes.tolist()]
+        needed = sum(round_up(size) + MapLayout(size, chunk_bytes).disk_bytes for size, chunk_bytes in sizes)
         if cache_bytes is not None and cache_bytes < needed:
             raise UsageError(
                 f"cache_bytes: expected at least {needed:,} for keep='all', got {cache_bytes:,}. Leave it out, or use "
@@ -93,12 +95,6 @@ def resolve_cache(
         cache_bytes = needed if cache_bytes is None else cache_bytes
     budget = _check_budget(directory, cache_bytes)
     return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share, keep)
-
-
-def _disk_bytes(dataset: Dataset) -> int:
-    """What a cache with all of a dataset takes."""
-    sizes, chunk_bytes = dataset.table.bytes.tolist(), dataset.table.chunk_bytes
-    return sum(round_up(size) + MapLayout(size, chunk_bytes).disk_bytes for size in sizes)
 
 
 def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:

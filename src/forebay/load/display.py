@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay import html
 from forebay.dataset.documents import Document, Documents
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
@@ -105,11 +104,6 @@ def _traffic(loader: Any) -> dict[str, str]:
         "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}; {format_bytes(opened)} of it "
         f"are read at once; slices hashed: {verified}",
     }  # fmt: skip
-
-
-def loader_card(loader: Any) -> str:
-    """The description as HTML."""
-    return html.card("Loader", describe(loader))
 
 
 def documents_of(loader: Any, batch: Any) -> list[list[Document]]:

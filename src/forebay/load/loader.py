@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
+from forebay import html
 from forebay.closing import Closing
 from forebay.dataset.documents import Document
 from forebay.dataset.reader import Dataset
@@ -229,14 +230,15 @@ class Loader(Closing, BatchSource[BatchT]):
         if n is None and stop is None:
             raise TypeError("take: expected a number of batches of a mixture without an end. Give n, or steps=.")
 
-        def open_view() -> Loader[BatchT]:
+        def open_batches(convert: Convert | None, prefetch: int | None) -> Batches:
             view = copy.copy(other)
             view._step, view._shares = start, False
             view._reset()
-            return view
+            with view:
+                yield from view.iterate(convert, prefetch)
 
         batches = [size for size in (n, None if stop is None else stop - start) if size is not None]
-        return Take(self, open_view, min(batches))
+        return Take(self, open_batches, min(batches))
 
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         leases = self.leases
@@ -479,7 +481,7 @@ class Loader(Closing, BatchSource[BatchT]):
         return f"Loader({text}) at epoch {self.epoch}, step {self._step}, rank {self.rank} of {self.world_size}"
 
     def _repr_html_(self) -> str:
-        return display.loader_card(self)
+        return html.card("Loader", display.describe(self))
 
 
 class _Pass:

@@ -17,11 +17,6 @@ from forebay.storage.chunk_file import ChunkFile
 I64 = NDArray[np.int64]
 
 
-def runs_of(chunks: I64) -> list[I64]:
-    """Rising numbers, split where one is left out."""
-    return np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)
-
-
 @dataclass(eq=False)
 class ChunkGroup:
     """The chunks of one slice that a plan reads."""

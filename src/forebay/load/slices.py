@@ -17,10 +17,9 @@ from forebay.dataset.slices import Slice, slice_of
 from forebay.errors import DatasetError
 from forebay.load.chunk_feed import ChunkFeed
 from forebay.load.chunk_source import CacheSettings
+from forebay.load.needs import I64
 from forebay.maps import map_offset
 from forebay.order.run import Run
-
-I64 = NDArray[np.int64]
 
 _READAHEAD_BYTES = 4 << 20
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of, wrong_chunks
+from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of, runs_of, wrong_chunks
 from forebay.dataset.manifest import SliceInfo
 from forebay.maps import map_file
 
@@ -202,7 +202,7 @@ class ChunkFile:
     def punch(self, chunks: I64) -> bool:
         """Return the disk space of chunks that are marked absent; False if the file system cannot."""
         with self.path.open("r+b") as file:
-            for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
+            for run in runs_of(chunks):
                 first, stop = int(run[0]) * self.chunk_bytes, (int(run[-1]) + 1) * self.chunk_bytes
                 size = min(stop, round_up(self.info.bytes)) - first
                 if not punch_hole(file.fileno(), self.info.offset + first, size):

@@ -13,6 +13,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -183,11 +184,18 @@ def fetch_range(url: str, start: int, stop: int, receive: Callable[[memoryview],
     kind, name, commit, path = match.groups()
     address, label = f"{'datasets/' * (kind == 'dataset')}{name}/resolve/{commit}/{path}", _label(kind, name)
     origin = _origin(hub_endpoint(), tuple(hub_headers().items()), float(constants.HF_HUB_DOWNLOAD_TIMEOUT))
+    with _hub_errors(label, RANGE_TRIES):
+        read_range(origin, address, start, stop, receive, RANGE_TRIES, _MAX_WAIT_S)
+
+
+@contextmanager
+def _hub_errors(label: str, tries: int) -> Iterator[None]:
+    """Convert the errors of an origin in a block, which are raised after so many tries."""
     started = time.monotonic()
     try:
-        read_range(origin, address, start, stop, receive, RANGE_TRIES, _MAX_WAIT_S)
+        yield
     except TransientError as error:
-        raise unreachable(label, str(error), RANGE_TRIES, time.monotonic() - started) from error
+        raise unreachable(label, str(error), tries, time.monotonic() - started) from error
     except PermanentError as error:
         raise refusal(label, error.status, error.code, str(error)) from error
 
@@ -214,13 +222,10 @@ def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tup
         except PermanentError as error:
             if missing is not None and error.code == "EntryNotFound":
                 return missing, ""
-            raise refusal(label, error.status, error.code, str(error)) from error
+            raise
 
-    started = time.monotonic()
-    try:
+    with _hub_errors(label, tries):
         return retry_transient(attempt, tries, _MAX_WAIT_S)
-    except TransientError as error:
-        raise unreachable(label, str(error), tries, time.monotonic() - started) from error
 
 
 def _label(kind: str, name: str) -> str:

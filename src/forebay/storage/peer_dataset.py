@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,7 +31,6 @@ from forebay.storage.peer_source import (
     FromUrls,
     PeerSource,
     UnusableOrigin,
-    check_from_urls,
     open_untrusted_origin,
 )
 
@@ -60,7 +59,8 @@ class PeerOrigin(Origin):
         self.name = name
         self.id = expected_id
         self.publishers = publishers
-        check_from_urls(from_urls)
+        if from_urls not in get_args(FromUrls):
+            raise UsageError(f"from_urls: expected '', 'public' or 'any', got {from_urls!r}.")
         self._from_urls = from_urls
         self.identity = identity
         self.timeouts = timeouts or Timeouts()

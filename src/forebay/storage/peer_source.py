@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.errors import NetworkError, ProtocolError
 from forebay.network.addresses import check_url
 from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
@@ -133,12 +133,6 @@ def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_ur
         log.info("check of slice %s: %s is unreachable: %s", info.sha256[:12], provider.address, error)
         return None
     return root_of(hasher.leaves()) == info.sha256
-
-
-def check_from_urls(value: str) -> None:
-    """Raise UsageError if the value is no FromUrls."""
-    if value not in ("", "public", "any"):
-        raise UsageError(f"from_urls: expected '', 'public' or 'any', got {value!r}.")
 
 
 def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts | None = None) -> Origin:

@@ -23,7 +23,7 @@ from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
-from forebay.load.batch_source import Batches, BatchSource, Convert
+from forebay.load.batch_source import Batches, BatchSource, Convert, Take
 from forebay.load.prefetch import Prefetcher
 from forebay.load.stats import Callback, Callbacks, WaitTimes
 from forebay.order.step_index import check_integer
@@ -217,14 +217,22 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         self.close()
         self.position = position
 
-    def take(self, count: int | None = None) -> FirstBatches:
+    def take(self, count: int | None = None) -> Take[NumpyTokens]:
         """Return the first `count` batches of the current epoch (of several lanes: of the run), from its beginning.
 
         They can be iterated again and do not move the stream: for a look at the data, or an evaluation that is the same
         each time. None: all of the epoch; with several lanes, of `steps`.
         """
         check_integer("count", count, 1)
-        return FirstBatches(self, self.epoch, count)
+        epoch = self.epoch
+
+        def open_batches(convert: Convert | None, prefetch: int | None) -> Batches:
+            self.close()  # One iteration at a time: a running `for` goes on from its position.
+            start = StreamState(lanes={0: LaneState(epoch)} if self.lanes == 1 else {})
+            for batch, _ in islice(self._batches(start, epoch + 1), count):
+                yield batch if convert is None else convert(batch)
+
+        return Take(self, open_batches, None)
 
     def helper(self, index: int, count: int) -> TextStream:
         """Return the stream of one of `count` processes that make this rank's batches in turn, as a DataLoader's do.
@@ -370,23 +378,3 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         labels = tokens[(start + 1) * length :: step * length][:number]
         own[: len(labels), length] = labels
         own[len(labels) :, length] = IGNORE_INDEX  # of an epoch's last sample, without a tail
-
-
-class FirstBatches(BatchSource[NumpyTokens]):
-    """The first batches of an epoch of a stream, at most `count`, each time from the beginning."""
-
-    def __init__(self, stream: TextStream, epoch: int, count: int | None) -> None:
-        self._stream, self._epoch, self._count = stream, epoch, count
-        self.world_size = stream.world_size
-
-    @property
-    def global_batch_sizes(self) -> list[tuple[int, int]]:
-        return self._stream.global_batch_sizes
-
-    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
-        if num_workers:
-            raise UsageError(f"num_workers: expected 0 for batches of take(), got {num_workers}. Leave it out.")
-        self._stream.close()  # One iteration at a time: a running `for` goes on from its position.
-        start = StreamState(lanes={0: LaneState(self._epoch)} if self._stream.lanes == 1 else {})
-        for batch, _ in islice(self._stream._batches(start, self._epoch + 1), self._count):
-            yield batch if convert is None else convert(batch)

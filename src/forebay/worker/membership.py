@@ -88,9 +88,7 @@ class Membership:
     @property
     def generation(self) -> Generation:
         """The current generation; MembershipLostError before `join`."""
-        if self._state.generation is None:
-            raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
-        return self._state.generation
+        return self._state.current_generation
 
     @property
     def changing(self) -> bool:

@@ -134,6 +134,13 @@ class MembershipState:
         self._heartbeat_s, self._lost_s = 30.0, 5.0
 
     @property
+    def current_generation(self) -> Generation:
+        """The generation; MembershipLostError before `join`."""
+        if self.generation is None:
+            raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
+        return self.generation
+
+    @property
     def changing(self) -> bool:
         """Whether another generation is wanted, by the last answer."""
         return self._changing or bool(self._lost)
@@ -186,10 +193,7 @@ class MembershipState:
     def boundary(
         self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True
     ) -> Operation[Generation]:
-        generation = self.generation
-        if generation is None:
-            raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
-        self.step = step
+        generation, self.step = self.current_generation, step
         if holds:
             self._weights = (step, generation.first_sample(step, int(self.config.get("batch_size") or 1)))
         if self._lost:
