@@ -130,8 +130,7 @@ def _show_report(args: argparse.Namespace) -> None:
         return _compare(args, report)
     if args.ids or args.html:
         raise UsageError("report: expected two datasets with --ids or --html, got one. Name the second.")
-    text = json.dumps(report) if args.json else render_text(report, load_times(path))
-    print(text if args.json else f"{text}\nFull report: {page_of(path)}")
+    print_result(args, report, render_text(report, load_times(path)), f"Full report: {page_of(path)}")
 
 
 def _unfinished(path: str) -> dict[str, Any] | None:

@@ -6,8 +6,6 @@ id, as in format 1, whose slices are one chunk each (`chunk_bytes` 0). Table and
 shape is known and a node cannot pass for a leaf. `chunks.sha256` has the leaves of all slices, in their order.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

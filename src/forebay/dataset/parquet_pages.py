@@ -5,8 +5,6 @@ some 40 bytes for each byte of the footer. Source: parquet.thrift (FileMetaData,
 Thrift's compact protocol.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -24,6 +24,7 @@ STYLES = ("batch", "plain", "transformers")  # Of `to_torch`; the last two of `a
 Style: TypeAlias = Literal["batch", "plain", "transformers"]
 Array = TypeVar("Array")
 _MAX_ROWS_SHOWN = 8
+_NUMBERS = ("epoch", "step", "epoch_step", "weight")
 _MASKS = ("position_ids", "document_ids", "cu_seqlens")
 
 
@@ -113,8 +114,7 @@ class _Batch(Generic[Array]):
         return {name: getattr(self, name) for name in _Batch.__slots__}
 
     def _numbers(self) -> dict[str, Any]:
-        names = ("sample_ids", "dataset_index", "epoch", "step", "epoch_step", "weight")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("sample_ids", "dataset_index", *_NUMBERS)}
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -311,15 +311,15 @@ def pack_batch(batch: NumpyTokens | NumpyRows) -> tuple[tuple[Any, ...], dict[st
         arrays[" dataset_index"] = batch._dataset_index
     if isinstance(batch, TokenBatch) and batch._masks is not None:
         arrays |= {" cu_seqlens": batch._masks.cu_seqlens, " documents": batch._masks.numbers}
-    return (is_tokens, batch.epoch, batch.step, batch.epoch_step, batch.weight), arrays
+    return (is_tokens, *(getattr(batch, name) for name in _NUMBERS)), arrays
 
 
 def unpack_batch(numbers: tuple[Any, ...], arrays: dict[str, NDArray[Any]]) -> NumpyTokens | NumpyRows:
     """The batch that `pack_batch` took apart."""
-    is_tokens, epoch, step, epoch_step, weight = numbers
+    is_tokens, *values = numbers
     common: dict[str, Any] = {
-        "sample_ids": arrays.pop(" sample_ids"), "_dataset_index": arrays.pop(" dataset_index", None), "epoch": epoch,
-        "step": step, "epoch_step": epoch_step, "weight": weight,
+        "sample_ids": arrays.pop(" sample_ids"), "_dataset_index": arrays.pop(" dataset_index", None),
+        **dict(zip(_NUMBERS, values)),
     }  # fmt: skip
     if not is_tokens:
         return RowBatch(tensors=arrays, **common)

@@ -24,11 +24,8 @@ class BatchSource(ABC, Generic[BatchT]):
     """An iterable of batches of NumPy arrays, which PyTorch and JAX can read as well."""
 
     world_size: int
-
-    @property
-    @abstractmethod
-    def global_batch_sizes(self) -> list[tuple[int, int]]:
-        """(run step, samples of all ranks' batches together) of each change."""
+    global_batch_sizes: list[tuple[int, int]]
+    """(run step, samples of all ranks' batches together) of each change."""
 
     @abstractmethod
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
@@ -115,11 +112,7 @@ class Take(BatchSource[BatchT]):
         num_batches: int | None,
     ) -> None:  # fmt: skip
         self._open_batches, self._num_batches = open_batches, num_batches
-        self.world_size, self._sizes = source.world_size, source.global_batch_sizes
-
-    @property
-    def global_batch_sizes(self) -> list[tuple[int, int]]:
-        return self._sizes
+        self.world_size, self.global_batch_sizes = source.world_size, source.global_batch_sizes
 
     def __len__(self) -> int:
         if self._num_batches is None:

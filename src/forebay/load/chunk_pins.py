@@ -4,8 +4,6 @@ When its window is read, a chunk may be evicted; the cache is told in which step
 that it evicts what is read latest. Not safe for threads.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

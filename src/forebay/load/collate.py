@@ -5,8 +5,6 @@ process that reads it, so the kernel copies (`process_vm_writev`, up to 1024 ran
 where it cannot (not Linux, a sandbox), `memmove` copies.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from abc import ABC, abstractmethod

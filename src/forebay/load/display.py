@@ -1,7 +1,5 @@
 """What a loader shows of itself: a description in lines, cards for notebooks, and the documents behind a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

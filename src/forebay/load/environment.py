@@ -4,8 +4,6 @@
 made of it writes its `stats()` into a file in the directory `FOREBAY_STATS` when the process ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

@@ -6,8 +6,6 @@ its slices belong to generations; owners are assigned to each generation by itse
 validation by itself, so that appended data move no slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise

@@ -4,8 +4,6 @@ Shapes never change: a short last batch is padded. Integers are of 32 bits, JAX'
 `dataset_index` stay NumPy arrays, as JAX would cut their 64 bits; so does `cu_seqlens`, whose length changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 

@@ -5,8 +5,6 @@ says so. Samples are taken when a batch is formed, and used when the loop asks f
 formed ahead whose lease was lost meanwhile is not given: it is formed again, as are those after it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -125,6 +125,8 @@ class Loader(Closing, BatchSource[BatchT]):
         self.datasets, self.mixture, self.run, self.order = plan.datasets, plan.mixture, plan.run, plan.run.orders[0]
         self._epochs = None if plan.mixture is not None or plan.jobs else self.arguments["epochs"]
         self._step, self._shares, self._identity = 0, True, plan.identity
+        factor = self.world_size if plan.is_owned else 1
+        self.global_batch_sizes = [(step, size * factor) for step, size in self.run.batches.changes]
         self._reset()
         self._reporting_pid = close_at_exit(self) if dataset is None else 0
 
@@ -175,12 +177,6 @@ class Loader(Closing, BatchSource[BatchT]):
         if self.mixture is not None:
             raise TypeError("steps_per_epoch: expected one dataset, got a mixture, which has no epochs. Use steps=.")
         return self.run.steps_per_epoch
-
-    @property
-    def global_batch_sizes(self) -> list[tuple[int, int]]:
-        return [
-            (step, size * (self.world_size if self.plan.is_owned else 1)) for step, size in self.run.batches.changes
-        ]
 
     @property
     def dataset(self) -> Dataset:

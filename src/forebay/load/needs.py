@@ -1,7 +1,5 @@
 """Which chunks of which slices the steps of a plan read, and from which step on: arithmetic on byte ranges."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Counts what is fetched a second time in an epoch of its dataset, and says why."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -5,8 +5,6 @@ and at each edge of neighbouring lanes the chunk there once more. The Loader ref
 several times in an epoch; `forebay plan` prints the figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

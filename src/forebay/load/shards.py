@@ -5,8 +5,6 @@ step follow from its number alone, so a resumed run, or a validator, reads the s
 and the next one; memory is 8 MiB and `max_workers` x 3 MiB, and the page cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

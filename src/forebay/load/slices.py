@@ -1,7 +1,5 @@
 """The slices of a run, by key: read in place, or through the cache, whose chunks come before they are needed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

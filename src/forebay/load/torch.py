@@ -5,8 +5,6 @@ stream of its own; the loop's stream waits for the copy, not its thread. Inputs 
 cross as that array. Cost without a device: 10 us a batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Generic, TypeAlias, TypeVar
 

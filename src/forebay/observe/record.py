@@ -5,8 +5,6 @@ file is bounded: when it is full, every second view of it is dropped and the int
 kill is ignored.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Keys: q ends; in a replay space pauses, left and right go back and on. Without a terminal the view is printed once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -14,8 +14,6 @@ that are missing or empty have nothing to show:
 - `events` and `uses`: the last ones, latest first; `samples`: of dropped documents.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias

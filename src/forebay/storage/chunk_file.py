@@ -6,8 +6,6 @@ that are not marked. Marks are not believed after a restart of the machine, and 
 by others: chunks are then hashed again at their first use. Another object than a slice has a check in place of a tree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -3,8 +3,6 @@
 Source: boto3's guide, "Credentials": keys of the environment come first, then those of the profile, then roles.
 """
 
-from __future__ import annotations
-
 import configparser
 import os
 from pathlib import Path

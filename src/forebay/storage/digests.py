@@ -1,7 +1,5 @@
 """The hashes of files at URLs that this process read from start to end, so that none is read for its hash again."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 

@@ -6,8 +6,6 @@ not respond or HF_HUB_OFFLINE=1. Not hf_hub_download: it checks no hash, restart
 from the server (its ETag). Cost: a file's bytes are read once more for the hash (1.5 GB/s).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ a directory named for a split; a file named for one; else all files are `train`)
 listed as they are read, so that a repository of 25,000 files opens at once; without a card all files are listed.
 """
 
-from __future__ import annotations
-
 import re
 import urllib.parse
 from collections import Counter

@@ -4,8 +4,6 @@ Documents of an epoch are mixed, encoded, joined with EOS and cut into samples. 
 an epoch: the tokens that remain there are counted as `tail_tokens`.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 from typing import Any

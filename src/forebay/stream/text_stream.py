@@ -105,6 +105,7 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         )  # fmt: skip
         check_integer("global_batch_size", global_batch_size, 1)
         self._global_batch = size = batch_sizes(batch_size, global_batch_size, self.world_size).largest
+        self.global_batch_sizes = [(0, size)]
         if self.lanes > 1 and size % self.world_size:
             raise UsageError(
                 f"global_batch_size: expected a multiple of the world size, {self.world_size}, with {self.lanes} "
@@ -121,7 +122,9 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         )
         self.seq_len, self.seed, self.shuffle = seq_len, int(seed), bool(shuffle)
         self._dtype = token_dtype(options.dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
-        self._epochs, self._steps = epochs, steps
+        self.vocab_size, self._epochs = self.tokenizer.vocab_size, epochs
+        self.num_steps = steps
+        """Batches of the run; None without an end."""
         self._own_lanes = range(
             self.rank % gcd(self.world_size, self.lanes), self.lanes, gcd(self.world_size, self.lanes)
         )
@@ -139,15 +142,6 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         self._callbacks = Callbacks(self)
 
     @property
-    def global_batch_sizes(self) -> list[tuple[int, int]]:
-        return [(0, self._global_batch)]
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token id is below it."""
-        return self.tokenizer.vocab_size
-
-    @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0; of several lanes the lowest."""
         return self.position.epoch
@@ -156,11 +150,6 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
     def step(self) -> int:
         """Batches given out since the run began."""
         return self.position.run_step
-
-    @property
-    def num_steps(self) -> int | None:
-        """Batches of the run; None without an end."""
-        return self._steps
 
     @property
     def malformed(self) -> tuple[Malformed, ...]:
@@ -241,15 +230,15 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         divided into `count` times as many lanes; the state is the helper's own.
         """
         check_integer("index", index, 0)
-        if index >= min(count, self._steps or count):
+        if index >= min(count, self.num_steps or count):
             raise UsageError(
-                f"helper: expected an index below {count} and a step for each, got {index} and steps={self._steps}. "
+                f"helper: expected an index below {count} and a step for each, got {index} and steps={self.num_steps}. "
                 "Use fewer processes."
             )
         return TextStream(
             **self._arguments, global_batch_size=self._global_batch * count,
             rank=self.rank + self.world_size * index, world_size=self.world_size * count,
-            steps=None if self._steps is None else len(range(index, self._steps, count)),
+            steps=None if self.num_steps is None else len(range(index, self.num_steps, count)),
             options=replace(self.options, lanes=self.lanes * count),
         )  # fmt: skip
 
@@ -269,8 +258,8 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         def finish(item: tuple[NumpyTokens, StreamState]) -> tuple[Any, StreamState]:
             return (item[0] if convert is None else convert(item[0])), item[1]
 
-        if self._steps is not None and self.position.run_step >= self._steps:
-            _log.warning("stream: all %d steps of the run were given out: no batch is left.", self._steps)
+        if self.num_steps is not None and self.position.run_step >= self.num_steps:
+            _log.warning("stream: all %d steps of the run were given out: no batch is left.", self.num_steps)
         clock, waits, times = time.perf_counter, self._waits, self._times
         read_s, tokenize_s = times.read_s, times.tokenize_s
         waits.asked_at = clock()
@@ -327,7 +316,7 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
             for number in self._own_lanes
         }  # fmt: skip
         try:
-            while (self._steps is None or state.run_step < self._steps) and (
+            while (self.num_steps is None or state.run_step < self.num_steps) and (
                 self.lanes > 1 or stop_epoch is None or state.epoch < stop_epoch
             ):
                 batch, state = self._batch(state, lanes)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import UnknownDatasetError
+from forebay.toml import read_toml
 
 STREAM_ABOVE_BYTES = 10 * 10**9
 """Larger datasets, and those of unknown size, are streamed; smaller ones are copied to this machine."""
 _PATH_STARTS = (".", "/", "~")  # ./corpus, /data/text.jsonl, ~/books
-_BYTES_PER_TOKEN = 4  # English under GPT-2's vocabulary: 4.4 bytes of FineWeb a token; rounded down.
 
 
 @dataclass(frozen=True)
@@ -44,33 +44,8 @@ class CatalogEntry:
         return {**asdict(self), "streaming": self.streaming}
 
 
-CATALOG = {
-    entry.name: entry
-    for entry in (
-        CatalogEntry(
-            "fineweb", "HuggingFaceFW/fineweb", "15T tokens", "FineWeb: 15T tokens from CommonCrawl",
-            size_tokens=15 * 10**12, size_bytes=15 * 10**12 * _BYTES_PER_TOKEN, buffer_size=100_000, seq_len=1024,
-        ),
-        CatalogEntry(
-            "fineweb-edu", "HuggingFaceFW/fineweb-edu", "1.3T tokens",
-            "FineWeb-Edu: 1.3T high-quality educational tokens",
-            size_tokens=13 * 10**11, size_bytes=13 * 10**11 * _BYTES_PER_TOKEN, buffer_size=50_000, seq_len=1024,
-        ),
-        CatalogEntry(
-            "pile", "EleutherAI/pile", "825 GB", "The Pile: 825GB diverse dataset (22 sources)",
-            size_bytes=825 * 10**9, num_sources=22, buffer_size=50_000, tokenizer="EleutherAI/gpt-neox-20b",
-            seq_len=2048,
-        ),
-        CatalogEntry(
-            "tiny_shakespeare", "winglian/tiny-shakespeare", "1 MB", "Tiny Shakespeare: 40K lines for testing",
-            size_bytes=10**6, buffer_size=1_000, seq_len=256,
-        ),
-        CatalogEntry(
-            "shakespeare", "benchaffe/shakespeare-lines", "~5 MB", "Complete Works of Shakespeare, line-by-line",
-            size_bytes=5 * 10**6, buffer_size=5_000,
-        ),
-    )
-}  # fmt: skip
+_FILE = Path(__file__).with_name("catalog.toml")
+CATALOG = {name: CatalogEntry(name, **entry) for name, entry in read_toml(_FILE).items()}
 _TEXT_KEYS = {"bigcode/the-stack": "content", "bigcode/the-stack-dedup": "content", "bigcode/starcoderdata": "content"}
 
 
