@@ -108,6 +108,8 @@ rate = _ArgumentType("RATE", parse_rate, "bytes per second: 1Gb/s (bits), 125MB/
 seconds = _ArgumentType("S", float, "seconds above zero", lambda value: 0 < value < math.inf)
 days = _ArgumentType("N", float, "days above zero, such as 7 or 0.5", lambda value: 0 < value <= 36500)
 share = _ArgumentType("SHARE", float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+file = _ArgumentType("FILE", Path, "a path")
+folder = _ArgumentType("DIR", Path, "a path")
 positive = _ArgumentType("N", int, "a whole number above zero", lambda value: value > 0)
 
 

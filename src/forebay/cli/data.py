@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, positive, print_result, show
+from forebay.cli.arguments import add_identity, file, folder, positive, print_result, show
 from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
 
 if TYPE_CHECKING:
@@ -229,8 +229,8 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("report", _report, "show what preparation kept and dropped, and why; or compare two")
     p.add("dataset", "a dataset, its report.json or report.html, or a run: its failed tasks")
     p.add("second", "another one, to compare with the first (default: none)", nargs="?", metavar="DATASET")
-    p.add("--ids", "with two: what --write-ids wrote for each (default: none)", nargs=2, type=Path, metavar="FILE")
-    p.add("--html", "with two: write the comparison with histograms (default: no)", type=Path, metavar="FILE")
+    p.add("--ids", "with two: what --write-ids wrote for each (default: none)", nargs=2, type=file)
+    p.add("--html", "with two: write the comparison with histograms (default: no)", type=file)
     p = verb("import", _import, "make a dataset of a directory of SafeTensors files: add a manifest")
     p.add("directory", "directory with slices/*.safetensors, or *.safetensors", type=Path)
     p.add("--name", "name of the dataset (default: the directory's)")
@@ -240,6 +240,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.takes_command, p.usage = True, "forebay demo [OPTIONS] [-- COMMAND ARG ...]"
     p.epilog = 'COMMAND: the workers\' program, as of `forebay worker`; it may print {"loss": X} lines'
     p.add("--input", "text to train on (default: Python's library)", nargs="+", type=Path, metavar="PATH")
-    p.add("--json", "also write the summary to a file (default: no)", type=Path, metavar="FILE")
-    p.add("--keep", "keep all files in this new directory (default: no)", type=Path, metavar="DIR")
+    p.add("--json", "also write the summary to a file (default: no)", type=file)
+    p.add("--keep", "keep all files in this new directory (default: no)", type=folder)
     p.add("--tokenizer", "tokenizer, as for `forebay prepare`", default="train:4096", metavar="T")

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_settings, print_result
+from forebay.cli.arguments import add_settings, folder, print_result
 from forebay.errors import UsageError
 from forebay.launch import KINDS, render, write
 
@@ -37,5 +37,5 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.takes_command, p.usage = True, "forebay launch KIND [DIR] [OPTIONS] [-- COMMAND ARG ...]"
     p.epilog = f"COMMAND: the program of every rank or worker, such as `python train.py`\n{_settings()}"
     p.add("kind", ", ".join(KINDS), choices=list(KINDS), metavar="KIND")
-    p.add("directory", "for the files (default: here)", nargs="?", type=Path, default=Path(), metavar="DIR")
+    p.add("directory", "for the files (default: here)", nargs="?", type=folder, default=Path())
     add_settings(p, "name=train")

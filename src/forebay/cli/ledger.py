@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import print_result, share
+from forebay.cli.arguments import file, print_result, share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -166,6 +166,6 @@ def add_verbs(verb: Any, group: Any) -> None:
 
     p = verb("export", _export, "write the uses as a table", verbs)
     p.add("file", "the ledger", type=Path)
-    p.add("--out", "the file to write (required)", required=True, type=Path, metavar="FILE")
+    p.add("--out", "the file to write (required)", required=True, type=file)
     p.add("--format", "format of the table", choices=["jsonl", "parquet"], default="jsonl")
     p.add_flag("--sample-ids", "add a column with the ids of the samples")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, address, days, positive, print_result, show
+from forebay.cli.arguments import add_identity, address, days, file, folder, positive, print_result, show
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
@@ -275,9 +275,9 @@ def add_verbs(verb: Any, group: Any) -> None:
     _add_scope(p, "role that its nodes may have; may be repeated (default: all)")
     _add_days(p, "1825")
     p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
-    p.add("directories", "NETWORK NODE; with a token only NODE", type=Path, nargs="+", metavar="DIR")
+    p.add("directories", "NETWORK NODE; with a token only NODE", type=folder, nargs="+")
     p.add("--name", "name of the node (required)", required=True)
-    p.add("--token", "output of network invite; - reads stdin (default: none)", type=Path, metavar="FILE")
+    p.add("--token", "output of network invite; - reads stdin (default: none)", type=file)
     _add_scope(p, "role of the node; may be repeated (required without a token)")
     _add_days(p, "90; by a token 7, renewed by the node itself")
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
@@ -292,12 +292,12 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("directory", "the network's or an organisation's", type=Path)
     p.add("--listen", "address; port 0: a free one", default="127.0.0.1:0", metavar="HOST:PORT")
     p = verb("renew", _network_renew, "issue a new certificate for a node's key; its peer id stays", network)
-    p.add("directories", "ISSUER NODE; with --issuer only NODE", type=Path, nargs="+", metavar="DIR")
+    p.add("directories", "ISSUER NODE; with --issuer only NODE", type=folder, nargs="+")
     p.add("--issuer", "the issuer's admission server (default: its directory)", metavar="HOST:PORT")
     _add_days(p, "90; of an organisation 1825")
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
     p.add("peer_id", "of the node or organisation")
-    p.add("directories", "the issuer's, to sign a CRL; nodes'", type=Path, nargs="+", metavar="DIR")
+    p.add("directories", "the issuer's, to sign a CRL; nodes'", type=folder, nargs="+")
     p.add_list("--notify", "HOST:PORT", "node to send the CRL to (default: none)")
     p = verb("show", _network_show, "show a node's identity, scope, expiry and revocation lists", network)
     p.add("directory", "a node's, an organisation's or the network's", type=Path)

@@ -6,10 +6,9 @@ import json
 import math
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, address, positive, print_result, seconds, size
+from forebay.cli.arguments import add_identity, address, file, positive, print_result, seconds, size
 from forebay.cli.running import add_node, joined_network, listen_at, log, ready, send_request, stop_event, until_stopped
 from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
@@ -118,7 +117,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--ttl", "how long an announcement is valid", type=seconds, default=60.0)
     p.add("--upload-limit", "bytes per second to all (default: no limit)", type=size)
     p.add_list("--limit", "NAME=NUMBER", "limit of members (default: docs/reference/http-api.md)")
-    p.add("--access", "TOML: who may read what, how much a day (default: all)", type=Path, metavar="FILE")
+    p.add("--access", "TOML: who may read what, how much a day (default: all)", type=file)
     p = add_node(verb, "find", _find, "list the data nodes of a dataset", timeout_s=10.0, timeout_of="the DHT")
     p.add("name", "name of the dataset", metavar="NAME")
     p = verb("status", _status, "show the status of a node; exit 1 if it takes no requests")

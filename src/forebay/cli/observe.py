@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, address, is_loopback
+from forebay.cli.arguments import add_identity, address, folder, is_loopback
 from forebay.cli.running import load_identity, ready, stop_event, until_stopped
 from forebay.errors import StateError, UsageError
 
@@ -85,6 +85,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.set_defaults(default_log_level="info")
     p.add("target", _TARGET, metavar="TARGET")
     p.add("--listen", "address of the page; port 0: a free one", default="127.0.0.1:7480", metavar="HOST:PORT")
-    p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", type=Path, metavar="DIR")
+    p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", type=folder)
     p.add_flag("--allow-plain-http", "allow other addresses than this machine's")
     add_identity(p)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, positive, rate, seconds, share, show, size, validate
+from forebay.cli.arguments import add_identity, file, positive, rate, seconds, share, show, size, validate
 from forebay.errors import UsageError
 from forebay.machine import memory_bytes
 from forebay.toml import read_toml
@@ -178,4 +178,4 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--churn", "share of the workers that are killed and replaced (default: 0)", type=share)
     p.add("--seed", "seed of all random choices (default: 0)", type=int)
     p.add("--epochs", "passes over the dataset (default: 1)", type=positive)
-    p.add("--scenario", "TOML with further settings: links, faults (default: none)", type=Path, metavar="FILE")
+    p.add("--scenario", "TOML with further settings: links, faults (default: none)", type=file)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, positive, size
+from forebay.cli.arguments import add_settings, file, folder, positive, size
 from forebay.errors import UsageError
 from forebay.toml import parse_settings
 
@@ -201,7 +201,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", metavar="DIR")
     p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", metavar="T")
     p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", metavar="NAME")
-    p.add("--config", "TOML file with your settings (default: none)", type=Path, metavar="FILE")
+    p.add("--config", "TOML file with your settings (default: none)", type=file)
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
     p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", metavar="NAMES")
     p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", metavar="KINDS")
@@ -215,7 +215,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add_flag("--finish", "write the output of such jobs; run it beside or after them")
     p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", metavar="SHARE")
     p.add_flag("--dry-run", "print what would run, on how much, and stop")
-    p.add("--write-ids", "write the source id of each kept document (default: no)", type=Path, metavar="FILE")
+    p.add("--write-ids", "write the source id of each kept document (default: no)", type=file)
     p.add_flag("--document-ids", "store the source id of each document beside the slices")
     p.add("--extend", "keep the slices of this dataset and add to them (default: none)", metavar="DIR")
     p.add_flag("--strict", "stop if an input is left out or cannot be read")
@@ -230,5 +230,5 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.epilog = "example: forebay classifier train --good wiki/ --bad crawl/ --out edu"
     p.add("--good", "files, folders or URLs of documents to keep", nargs="+", required=True, metavar="INPUT")
     p.add("--bad", "the same of documents to drop", nargs="+", required=True, metavar="INPUT")
-    p.add("--out", "where to write model.bin and curve.json", type=Path, required=True, metavar="DIR")
+    p.add("--out", "where to write model.bin and curve.json", type=folder, required=True)
     add_settings(p, "held_out=0.2, dim=64, epochs=10 or read.text_key=body")

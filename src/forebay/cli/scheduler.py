@@ -7,7 +7,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, positive, print_result, seconds
+from forebay.cli.arguments import add_identity, folder, positive, print_result, seconds
 from forebay.cli.running import (
     add_from_urls,
     add_node,
@@ -121,7 +121,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add_list("--publisher", "PEER_ID", "lease only a dataset that it signed; may be repeated (default: any)")
     p.add("--listen", "address (default: a free port at the DHT node's address)", metavar="HOST:PORT")
     state = Path("./forebay-state")
-    p.add("--state", "ledger and journal (default: ./forebay-state)", type=Path, default=state, metavar="DIR")
+    p.add("--state", "ledger and journal (default: ./forebay-state)", type=folder, default=state)
     p.add_list("--limit", "NAME=NUMBER", "limit of members (default: docs/reference/http-api.md)")
     add_from_urls(p)
     p.add_flag("--standby", "wait until the scheduler on --state ends, then take over")

@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, add_settings, address, is_loopback, positive, seconds, show, size
+from forebay.cli.arguments import (
+    add_identity,
+    add_settings,
+    address,
+    file,
+    folder,
+    is_loopback,
+    positive,
+    seconds,
+    show,
+    size,
+)
 from forebay.cli.running import (
     add_from_urls,
     add_node,
@@ -119,7 +130,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("name", "the job; without it: the job of --scheduler", nargs="?", metavar="NAME")
     p.add("--scheduler", "address of the scheduler (default: found in the DHT)", metavar="HOST:PORT")
     cache_dir = Path("./forebay-cache")
-    p.add("--cache-dir", "verified slices (default: ./forebay-cache)", type=Path, default=cache_dir, metavar="DIR")
+    p.add("--cache-dir", "verified slices (default: ./forebay-cache)", type=folder, default=cache_dir)
     p.add("--cache-bytes", "budget of the cache (default: 4GiB)", type=size, default=4 << 30)
     p.add("--batch-size", "samples per step", type=positive, default=8)
     p.add("--listen", "to share slices; none: do not (default: any free port)", default="auto", metavar="HOST:PORT")
@@ -133,7 +144,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--state", "store the run's state; a restart continues it (default: in memory)", metavar="DIR")
     add_identity(p)
     p.add_flag("--allow-plain-http", "allow plain HTTP beyond this machine")
-    p.add("--config", "TOML with settings for all workers (default: none)", type=Path, metavar="FILE")
+    p.add("--config", "TOML with settings for all workers (default: none)", type=file)
     add_settings(p, "dataset_name=books or num_steps=1000")
     p.add("--silence-timeout", "silence until a worker is removed", type=seconds, default=90.0)
     p.add("--disconnect-timeout", "the same after a disconnect", type=seconds, default=5.0)

@@ -67,7 +67,7 @@ class Documents:
         """Whether the dataset has the ids and sources of its documents."""
         return bool((self.dataset.path / DOCUMENTS_FILE).is_file())
 
-    def pieces(self, slice_index: int, start: int, stop: int, *, text: bool = True) -> list[DocumentRange]:
+    def pieces(self, slice_index: int, start: int, stop: int) -> list[DocumentRange]:
         """The documents of tokens [start, stop) of a slice, in order; none for layout rows."""
         if self.dataset.manifest.layout != "tokens" or start >= stop:
             return []
@@ -79,20 +79,8 @@ class Documents:
         numbers = [int(self._first[slice_index]) + first + i for i in range(len(edges) - 1)]
         ids_of = self.ids(numbers)
         return [
-            DocumentRange(
-                number, slice_index, a, b, *ids_of.get(number, ("", "")), self._preview(opened, a, b) if text else ""
-            )
+            DocumentRange(number, slice_index, a, b, *ids_of.get(number, ("", "")), self._preview(opened, a, b))
             for number, a, b in zip(numbers, edges, edges[1:])
-        ]
-
-    def of_samples(
-        self, slice_index: int, samples: Sequence[int], seq_len: int, *, text: bool = True
-    ) -> list[DocumentRange]:
-        """As `pieces`, of samples of seq_len consecutive tokens, sample by sample."""
-        return [
-            piece
-            for sample in samples
-            for piece in self.pieces(slice_index, sample * seq_len, (sample + 1) * seq_len, text=text)
         ]
 
     def ids(self, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,14 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, slice_of
 from forebay.errors import DatasetError
 from forebay.load.chunk_feed import ChunkFeed
-from forebay.load.chunk_source import CacheSettings
 from forebay.load.needs import I64
 from forebay.maps import map_offset
-from forebay.order.run import Run
 
 _READAHEAD_BYTES = 4 << 20
 
@@ -25,15 +21,9 @@ _READAHEAD_BYTES = 4 << 20
 class SliceReader(ChunkFeed):
     """Opens slices by key. Arguments and errors as of `ChunkFeed`."""
 
-    def __init__(
-        self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
-        cache: CacheSettings | None, verify: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(datasets, cached, run, rank, world_size, cache, verify)
-        self._verified: set[int] = set()  # Keys of local slices.
-
     def after_fork(self) -> None:
         super().after_fork()
+        self._verified: set[int] = set()  # Keys of local slices.
         self._readahead: ThreadPoolExecutor | None = None
         self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
 

@@ -131,21 +131,23 @@ def _workers(index: LedgerIndex, worker: str) -> list[int]:
     return numbers
 
 
-def _part(index: LedgerIndex, row: int, before: I64) -> BatchShare:
+def _part(index: LedgerIndex, row: int, before: I64, sizes: I64) -> tuple[BatchShare, int]:
+    """All of a use, and the batch size of its session."""
     use = index.uses[row]
     peer = index.workers[int(use["worker"])]
-    return BatchShare(
+    share = BatchShare(
         peer, index.names.get(peer, ""), index.sessions[int(use["session"])].partition(" ")[2], int(use["epoch"]),
         int(use["slice"]), int(use["start"]), int(use["stop"]), int(before[row]) + 1, int(use["step"]),
         float(use["at"]), int(use["seq"]),
     )  # fmt: skip
+    return share, int(sizes[use["session"]])
 
 
 def _narrowed(
     index: LedgerIndex, row: int, before: I64, sizes: I64, step: int, documents: Documents | None
 ) -> BatchShare:
     """The samples of one step among those of a use."""
-    share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
+    share, size = _part(index, row, before, sizes)
     start, stop, exact = share.start, share.stop, share.first_step == share.last_step
     if size and not exact:
         start = min(stop, start + (step - share.first_step) * size)
@@ -167,7 +169,8 @@ def _documents_of(
     _check_plain(job)
     is_tokens = job.body.get("layout", "tokens") == "tokens"
     seq_len = int(job.body.get("seq_len") or 0) if is_tokens else 0
-    return documents.of_samples(slice_index, samples, seq_len, text=True) if seq_len else []
+    starts = [sample * seq_len for sample in samples if seq_len]
+    return [piece for start in starts for piece in documents.pieces(slice_index, start, start + seq_len)]
 
 
 def _check_plain(job: Job) -> None:
@@ -210,7 +213,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
 
 def _by_step(index: LedgerIndex, row: int, before: I64, sizes: I64, places: I64, ids: I64) -> list[BatchShare]:
     """The samples of a use at these positions, step by step if the batch size is known."""
-    share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
+    share, size = _part(index, row, before, sizes)
     if not size:
         return [replace(share, exact=share.first_step == share.last_step, samples=ids.tolist())]
     steps = share.first_step + (places - share.start) // size

@@ -138,27 +138,24 @@ class BucketOrigin(ObjectOrigin):
         return sorted(name for name, _ in self.objects("") if name.startswith(prefix) and "/" not in name)
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        if (signed := self._signed(name)) is not None:
-            yield from signed.read("", start, stop, etag and f'"{etag}"')
-            return
-        with self._convert_errors(name) as (obstore, store):
-            try:
-                result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
-            except Exception as error:
-                # An object that was listed without its last slash, or a server that sends a range with status 200.
-                is_absent = isinstance(error, FileNotFoundError)
-                if not self._is_s3 or (not etag if is_absent else NOT_PARTIAL not in str(error)):
-                    raise
-                self._sends_200, result = not is_absent, None
-            if result is not None:
-                check_etag(f"{self.url}/{name}", etag, _meta(result.meta).etag)
-                if tuple(result.range) != (start, stop):
-                    raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
-                stream = iter(result.stream(min_chunk_size=CHUNK_BYTES))
-                while (chunk := next(stream, None)) is not None:
-                    yield memoryview(chunk)
-                return
-        signed = self._request(urllib.parse.quote(self._prefix + name + "/" * is_absent))
+        if (signed := self._signed(name)) is None:
+            with self._convert_errors(name) as (obstore, store):
+                try:
+                    result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
+                except Exception as error:
+                    # An object that was listed without its last slash, or a server that sends a range with status 200.
+                    is_absent = isinstance(error, FileNotFoundError)
+                    if not self._is_s3 or (not etag if is_absent else NOT_PARTIAL not in str(error)):
+                        raise
+                    self._sends_200, result = not is_absent, None
+                if result is not None:
+                    check_etag(f"{self.url}/{name}", etag, _meta(result.meta).etag)
+                    if tuple(result.range) != (start, stop):
+                        raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
+                    for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
+                        yield memoryview(chunk)
+                    return
+            signed = self._request(urllib.parse.quote(self._prefix + name + "/" * is_absent))
         yield from signed.read("", start, stop, etag and f'"{etag}"')
 
     def get(self, name: str, max_bytes: int) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import secrets
 import shutil
@@ -43,6 +42,7 @@ from forebay.files import (
     temporary_directory,
     temporary_path,
 )
+from forebay.maps import map_file
 from forebay.storage.addresses import BucketAddress, bucket_address, is_bucket, is_url, join_url
 from forebay.storage.base import read_whole
 from forebay.storage.buckets import NOT_PARTIAL, PartsBucket, PatientBucket, shared_bucket
@@ -319,13 +319,13 @@ class BucketStore(Store):
         with tempfile.TemporaryFile(dir=self.directory("")) as file:
             yield file
             file.flush()
-            with _mapped(file) as data:
-                is_ours = self._put(name, data, "overwrite" if replace else "create")
-                if not is_ours and self._digest(name) != hashlib.sha256(data).digest():
-                    raise DatasetError(
-                        f"{self.url}/{name}: expected what this run writes, got other bytes: another run writes here. "
-                        "Wait until it ends, then run the same command again."
-                    )
+            data: Any = map_file(file)
+            is_ours = self._put(name, data, "overwrite" if replace else "create")
+            if not is_ours and self._digest(name) != hashlib.sha256(data).digest():
+                raise DatasetError(
+                    f"{self.url}/{name}: expected what this run writes, got other bytes: another run writes here. "
+                    "Wait until it ends, then run the same command again."
+                )
 
     def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
         if isinstance(data, bytes):
@@ -461,13 +461,3 @@ class BucketStore(Store):
 
 def _delete(keys: list[str], obstore: Any, store: Any, _: str) -> None:
     obstore.delete(store, keys)
-
-
-@contextmanager
-def _mapped(file: BinaryIO) -> Iterator[Any]:
-    size = os.fstat(file.fileno()).st_size
-    if not size:  # which cannot be mapped
-        yield b""
-        return
-    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
-        yield data
