@@ -9,7 +9,6 @@ Disk: the slices being downloaded (four and 1 GiB at most, or one larger; to a b
 the target or in a temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload.
 """
 
-import contextlib
 import hashlib
 import logging
 import queue
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,7 @@ class _Target:
         return self.parts / f"{name.replace('/', '_')}.part"
 
 
-@contextlib.contextmanager
+@contextmanager
 def _open_target(url: str | Path) -> Iterator[_Target]:
     """Lock a target against other mirrors. Raises UsageError if another one has it."""
     store = open_store(url if "://" in str(url) else Path(url).absolute())
@@ -110,7 +110,7 @@ def _open_target(url: str | Path) -> Iterator[_Target]:
     finally:
         lock.path.unlink(missing_ok=True)
         lock.release()
-        with contextlib.suppress(OSError):  # Partial files that can be resumed are kept.
+        with suppress(OSError):  # Partial files that can be resumed are kept.
             parts.rmdir()
 
 
@@ -198,7 +198,7 @@ def _mirror(
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
     store = target.store
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         if (id := dataset_id(store.read(MANIFEST_FILE))) != dataset.id:
             raise UsageError(
                 f"{store.url}: expected no dataset, or the dataset {dataset.id}, got {id}. Choose another target."
@@ -215,7 +215,7 @@ def _mirror(
         _check_room(target, sum(row.bytes for row in absent))
     has_leaves = not dataset.table.chunk_bytes
     if not has_leaves and (start, stop) == (0, dataset.num_slices):  # Now, as the source may be gone at the end.
-        with contextlib.suppress(DatasetError, NetworkError):
+        with suppress(DatasetError, NetworkError):
             _copy_leaves(dataset.all_leaves(), target)
             has_leaves = True
     copy(absent, skipped)
@@ -342,10 +342,10 @@ def holds_shards(source: str) -> bool:
     origin = open_origin(source)
     if not hasattr(origin, "head"):
         return False
-    with contextlib.suppress(DatasetError):
+    with suppress(DatasetError):
         head_object(as_object_origin(origin), MANIFEST_FILE)
         return False
-    with contextlib.suppress(DatasetError):
+    with suppress(DatasetError):
         return bool(list_shards(as_object_origin(origin)))
     return False
 

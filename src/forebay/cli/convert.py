@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forebay.formats.report import Report
 
 
-def _convert(args: argparse.Namespace) -> None:
+def _convert(args: Namespace) -> None:
     from forebay.convert import check_output, convert, format_named, written_formats
     from forebay.formats.conversion import TokenSource
     from forebay.formats.sources import open_source
@@ -53,7 +53,7 @@ def _convert(args: argparse.Namespace) -> None:
         print(f"note: {text}", file=sys.stderr)
 
 
-def _convert_options(args: argparse.Namespace) -> ConvertOptions:
+def _convert_options(args: Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
     settings = parse_settings(args.set)
@@ -68,7 +68,7 @@ def _convert_options(args: argparse.Namespace) -> ConvertOptions:
     return validate(ConvertOptions, {**options, "dtype": dtype, **settings}, "convert")
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _doctor(args: Namespace) -> int:
     from forebay.doctor import CheckOptions, examine
     from forebay.formats.external import token_dtype
     from forebay.storage.addresses import is_url
@@ -111,7 +111,7 @@ def _print_report(report: Report) -> None:
         print(f"      {finding.evidence}\n      {finding.advice}")
 
 
-def _mirror_shards(args: argparse.Namespace) -> None:
+def _mirror_shards(args: Namespace) -> None:
     from forebay.mirror import mirror_shards
     from forebay.observe.progress import bar
 
@@ -123,7 +123,7 @@ def _mirror_shards(args: argparse.Namespace) -> None:
     show(report, args.json)
 
 
-def _mirror(args: argparse.Namespace) -> None:
+def _mirror(args: Namespace) -> None:
     from forebay.mirror import holds_shards, mirror, mirror_by_swarm
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote

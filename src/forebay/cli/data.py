@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ _MAX_VALUES = 16  # of an array that is printed
 _MAX_CHARACTERS = 2000  # of a document
 
 
-def _inspect(args: argparse.Namespace) -> None:
+def _inspect(args: Namespace) -> None:
     dataset = _open(args)
     fields = dataset.describe()
     fields["checked"] = fields.pop("checked", "") or "manifest and table of slices; `forebay verify` reads all"
@@ -42,7 +42,7 @@ def _inspect(args: argparse.Namespace) -> None:
             print(f"… {len(text) - _MAX_CHARACTERS:,} more characters; --json prints all")
 
 
-def _open(args: argparse.Namespace) -> Any:
+def _open(args: Namespace) -> Any:
     """Open a dataset, or the shared shards at a URL."""
     from forebay.load.shard_files import SharedShards
     from forebay.load.sources import open_dataset
@@ -72,7 +72,7 @@ def _shortened(array: Any) -> str:
     return f"{array.dtype} {list(array.shape)}: {', '.join(map(str, array.reshape(-1)[:8].tolist()))} …"
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: Namespace) -> int:
     from forebay.observe.progress import bar
 
     with bar("verify", None, enabled=not args.quiet) as advance:
@@ -92,7 +92,7 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -> VerifyReport:
+def _verify_in_place(args: Namespace, advance: Callable[[int], None]) -> VerifyReport:
     """Verify a local dataset by its files, which reports a damaged manifest; another one by its reader."""
     from forebay.dataset.manifest import MANIFEST_FILE
     from forebay.dataset.reader import local_path, verify_dataset
@@ -106,7 +106,7 @@ def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -
     return report
 
 
-def _report(args: argparse.Namespace) -> None:
+def _report(args: Namespace) -> None:
     try:
         return _show_report(args)
     except ForebayError:
@@ -119,7 +119,7 @@ def _report(args: argparse.Namespace) -> None:
         ) from error
 
 
-def _show_report(args: argparse.Namespace) -> None:
+def _show_report(args: Namespace) -> None:
     from forebay.prepare.report import load_report, load_times, page_of, render_text
 
     path = args.dataset
@@ -152,7 +152,7 @@ def _unfinished(path: str) -> dict[str, Any] | None:
         return None
 
 
-def _show_unfinished(args: argparse.Namespace, unfinished: Mapping[str, Any]) -> None:
+def _show_unfinished(args: Namespace, unfinished: Mapping[str, Any]) -> None:
     from forebay.observe.top import format_view
     from forebay.observe.views import preparation_view
     from forebay.prepare.progress import render_failures
@@ -161,7 +161,7 @@ def _show_unfinished(args: argparse.Namespace, unfinished: Mapping[str, Any]) ->
     print_result(args, unfinished, f"{view}{failures}")
 
 
-def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
+def _compare(args: Namespace, report: Mapping[str, Any]) -> None:
     from forebay.files import atomic_write
     from forebay.prepare import compare
     from forebay.prepare.report import load_report, load_times
@@ -178,13 +178,13 @@ def _compare(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     print_result(args, comparison, f"{compare.render_comparison_text(comparison)}{page}".rstrip())
 
 
-def _import(args: argparse.Namespace) -> None:
+def _import(args: Namespace) -> None:
     from forebay.dataset.import_slices import import_slices
 
     show(import_slices(args.directory, name=args.name).describe(), args.json)
 
 
-def _extract(args: argparse.Namespace) -> int:
+def _extract(args: Namespace) -> int:
     from forebay.formats.html import HtmlError
     from forebay.formats.inputs import ReadOptions
     from forebay.prepare.extract import extract_html
@@ -210,7 +210,7 @@ def _extract(args: argparse.Namespace) -> int:
     return 1 if num_failed else 0
 
 
-def _demo(args: argparse.Namespace) -> None:
+def _demo(args: Namespace) -> None:
     from forebay.demo import run_demo
 
     run_demo(args.input, args.json, args.keep, args.command, args.tokenizer)

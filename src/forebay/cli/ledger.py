@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forebay.observe.ledger_queries import BatchShare
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: Namespace) -> int:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.identity import verify
     from forebay.observe.ledger_queries import is_roster, replay, verify_steps
@@ -30,7 +30,7 @@ def _verify(args: argparse.Namespace) -> int:
     return _print_verified(args, vars(report), "chain, signatures and coverage hold")
 
 
-def _key(args: argparse.Namespace) -> bytes | None:
+def _key(args: Namespace) -> bytes | None:
     if args.key is None:
         return None
     try:
@@ -42,7 +42,7 @@ def _key(args: argparse.Namespace) -> bytes | None:
     return key
 
 
-def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: str) -> int:
+def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> int:
     if args.json:
         print(json.dumps(report))
         return 0 if report["ok"] else 1
@@ -63,7 +63,7 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: s
     return 0 if report["ok"] else 1
 
 
-def _blame(args: argparse.Namespace) -> None:
+def _blame(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import blame_step
 
@@ -80,7 +80,7 @@ def _blame(args: argparse.Namespace) -> None:
         _print_share(part)
 
 
-def _documents(args: argparse.Namespace, index: LedgerIndex) -> Documents | None:
+def _documents(args: Namespace, index: LedgerIndex) -> Documents | None:
     """The documents of --dataset."""
     from forebay.dataset.documents import Documents
     from forebay.dataset.reader import open_dataset
@@ -93,7 +93,7 @@ def _documents(args: argparse.Namespace, index: LedgerIndex) -> Documents | None
     return Documents(dataset)
 
 
-def _blame_document(args: argparse.Namespace) -> None:
+def _blame_document(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import who_saw
 
@@ -140,7 +140,7 @@ def _print_share(part: BatchShare) -> None:
             print(f"    {document.text}")
 
 
-def _export(args: argparse.Namespace) -> None:
+def _export(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import export_uses
 

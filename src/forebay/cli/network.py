@@ -1,10 +1,10 @@
 """Commands `forebay network`: keys, certificates, admission, revocation and signatures of a network."""
 
-import argparse
 import contextlib
 import datetime as dt
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from forebay.network.retry import log_while_waiting
 TOKEN_VALID_DAYS = 7.0
 
 
-def _network_init(args: argparse.Namespace) -> None:
+def _network_init(args: Namespace) -> None:
     from forebay.network.pki.files import create_network
 
     name = args.name or args.directory.absolute().name
@@ -31,7 +31,7 @@ def _network_init(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def _network_org(args: argparse.Namespace) -> None:
+def _network_org(args: Namespace) -> None:
     from forebay.network.pki.files import create_organisation
 
     scope = _scope(args)
@@ -44,7 +44,7 @@ def _network_org(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def _network_join(args: argparse.Namespace) -> None:
+def _network_join(args: Namespace) -> None:
     from forebay.network.join import join_by_token
     from forebay.network.pki.identity import join
 
@@ -73,7 +73,7 @@ def _node_fields(identity: Any) -> dict[str, Any]:
     return {"name": identity.name, "peer_id": identity.peer_id, "expires": round(identity.expires_at)}
 
 
-def _network_invite(args: argparse.Namespace) -> None:
+def _network_invite(args: Namespace) -> None:
     import secrets
 
     from forebay.network.join import JoinToken, sign_token
@@ -99,7 +99,7 @@ def _network_invite(args: argparse.Namespace) -> None:
     )
 
 
-def _network_admit(args: argparse.Namespace) -> None:
+def _network_admit(args: Namespace) -> None:
     from forebay.network.admission import Admissions, AdmissionServer
     from forebay.network.audit import open_audit_log
 
@@ -109,7 +109,7 @@ def _network_admit(args: argparse.Namespace) -> None:
         until_stopped(stop_event())
 
 
-def _network_renew(args: argparse.Namespace) -> None:
+def _network_renew(args: Namespace) -> None:
     from forebay.network.join import renew_at
     from forebay.network.pki.files import renew_organisation
     from forebay.network.pki.identity import renew
@@ -131,7 +131,7 @@ def _network_renew(args: argparse.Namespace) -> None:
     print_result(args, _node_fields(identity), text)
 
 
-def _network_revoke(args: argparse.Namespace) -> None:
+def _network_revoke(args: Namespace) -> None:
     from forebay.network.pki.revocation import revoke
 
     issuers = [directory for directory in args.directories if _is_issuer(directory)]
@@ -163,7 +163,7 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
     return f"{peer_id} at {target} {'accepted it' if is_new else later}."
 
 
-def _network_show(args: argparse.Namespace) -> None:
+def _network_show(args: Namespace) -> None:
     fields = _properties(args.directory)
     if not args.json:
         crls = fields["crls"].items()
@@ -210,7 +210,7 @@ def _properties(directory: Path) -> dict[str, Any]:
     }
 
 
-def _network_sign(args: argparse.Namespace) -> None:
+def _network_sign(args: Namespace) -> None:
     from forebay.dataset.reader import open_dataset
     from forebay.network.publications import SIGNATURE_NAME, sign_dataset
 
@@ -226,12 +226,12 @@ def _network_sign(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def _scope(args: argparse.Namespace) -> Scope:
+def _scope(args: Namespace) -> Scope:
     """The requested scope; without roles it has all that its issuer may give."""
     return Scope(frozenset() if "all" in args.role else frozenset(args.role), tuple(args.dataset))
 
 
-def _check_role(args: argparse.Namespace, what: str) -> None:
+def _check_role(args: Namespace, what: str) -> None:
     if not args.role:
         raise UsageError(
             f"{what}: expected --role {', '.join(sorted(ROLES))} or all, got none. Give the least that the node needs: "
@@ -239,7 +239,7 @@ def _check_role(args: argparse.Namespace, what: str) -> None:
         )
 
 
-def _days(args: argparse.Namespace) -> dict[str, Any]:
+def _days(args: Namespace) -> dict[str, Any]:
     return {"valid_days": args.days} if args.days else {}
 
 

@@ -1,11 +1,11 @@
 """Commands on the nodes of a network: dht, serve, find, status."""
 
-import argparse
 import contextlib
 import json
 import math
 import os
 import sys
+from argparse import Namespace
 from typing import Any
 
 from forebay.cli.arguments import add_identity, address, file, positive, print_result, seconds, size
@@ -14,7 +14,7 @@ from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
 
 
-def _status(args: argparse.Namespace) -> int:
+def _status(args: Namespace) -> int:
     if args.address is None:
         raise UsageError("status: expected HOST:PORT, got none. Give a node's address, or set FOREBAY_STATUS.")
     if args.address.startswith("udp://"):
@@ -36,7 +36,7 @@ def _status(args: argparse.Namespace) -> int:
     return 0 if is_healthy else 1
 
 
-def _dht(args: argparse.Namespace) -> None:
+def _dht(args: Namespace) -> None:
     from forebay.network.dht import LibtorrentDht
 
     host, port = address(args.listen)
@@ -49,7 +49,7 @@ def _dht(args: argparse.Namespace) -> None:
         until_stopped(stop_event())
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _serve(args: Namespace) -> None:
     from forebay.data_node import DataNode
     from forebay.dataset.reader import open_dataset
     from forebay.network.access import AccessPolicy
@@ -78,7 +78,7 @@ def _serve(args: argparse.Namespace) -> None:
             print(json.dumps(node.status()), flush=True)
 
 
-def _find(args: argparse.Namespace) -> int:
+def _find(args: Namespace) -> int:
     from forebay.network.client import Client
     from forebay.network.discovery import find_providers
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import sys
+from argparse import Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +21,18 @@ _TARGET = (
 )
 
 
-def _open(args: argparse.Namespace, stack: contextlib.ExitStack) -> Source:
+def _open(args: Namespace, stack: ExitStack) -> Source:
     from forebay.network.client import Client
     from forebay.observe.sources import open_source
 
     return open_source(args.target, lambda: stack.enter_context(Client(load_identity(args))))
 
 
-def _top(args: argparse.Namespace) -> None:
+def _top(args: Namespace) -> None:
     from forebay.observe.sources import MALFORMED
     from forebay.observe.top import show_top
 
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         source = _open(args, stack)
         if args.replay and not source.times():
             raise UsageError(f"top --replay: expected a folder with the record of a run, got {args.target}.")
@@ -66,9 +66,9 @@ def open_page(listen: str, source: Source, record: Path | None = None, *, is_ope
     return Dashboard(source, host, port, record=recorded, any_host=is_open).start()
 
 
-def _dashboard(args: argparse.Namespace) -> None:
+def _dashboard(args: Namespace) -> None:
     stop = stop_event()
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         source = _open(args, stack)
         source.poll()  # What cannot be shown is an error here.
         page = stack.enter_context(open_page(args.listen, source, args.record, is_open=args.allow_plain_http))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forebay.load.resources import RunSpec
 
 
-def _plan_shards(args: argparse.Namespace) -> int:
+def _plan_shards(args: Namespace) -> int:
     """Plan `SharedShardedDatasetManager`: the shard in use, the next, and a third while ranks release the old one."""
     from forebay.load.shards import COMMON_SHARDS
     from forebay.order.shard_windows import STEPS_PER_SHARD
@@ -63,7 +63,7 @@ def _plan_shards(args: argparse.Namespace) -> int:
     return int(not plan["ok"])
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _plan(args: Namespace) -> int:
     if args.shards:
         return _plan_shards(args)
     from forebay.observe.plan import format_model, format_plan, make_plan, plan_model
@@ -87,7 +87,7 @@ def _plan(args: argparse.Namespace) -> int:
 _GPT2_VOCABULARY = 50257
 
 
-def _job(args: argparse.Namespace) -> RunSpec:
+def _job(args: Namespace) -> RunSpec:
     from forebay.load.resources import RunSpec
 
     if (args.dataset is None) == (args.bytes is None):
@@ -102,7 +102,7 @@ def _job(args: argparse.Namespace) -> RunSpec:
     )  # fmt: skip
 
 
-def _read_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None, Any]:
+def _read_dataset(args: Namespace) -> tuple[Any, Any, str, int | None, Any]:
     from forebay.load.samples import plan_samples
     from forebay.load.sources import open_dataset
 
@@ -112,7 +112,7 @@ def _read_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None, 
     return table.bytes, plan_samples(dataset, seq_len).counts, dataset.name, seq_len, table.chunk_bytes
 
 
-def _from_sizes(args: argparse.Namespace) -> tuple[Any, Any, str, int | None, Any]:
+def _from_sizes(args: Namespace) -> tuple[Any, Any, str, int | None, Any]:
     import numpy as np
 
     if args.slice_bytes is None:
@@ -134,7 +134,7 @@ def _free_bytes(text: str) -> int:
     return shutil.disk_usage(path).free
 
 
-def _simulate(args: argparse.Namespace) -> int:
+def _simulate(args: Namespace) -> int:
     from forebay.observe.progress import bar
     from forebay.simulate import Scenario, simulate
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import sys
 import textwrap
+from argparse import Namespace
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ _OUTPUTS = (
 )  # fmt: skip
 
 
-def _prepare(args: argparse.Namespace) -> None:
+def _prepare(args: Namespace) -> None:
     if args.explain is not None:
         return _explain(args.explain)
     # Else numpy starts a thread per core in each of the processes, of which there is one per core.
@@ -94,7 +94,7 @@ def _show_report(out: str) -> None:
     print(f"{render_text(load_report(out), load_times(out))}\nFull report: {page_of(out)}")
 
 
-def _recipe(args: argparse.Namespace) -> Recipe:
+def _recipe(args: Namespace) -> Recipe:
     """The shipped recipe, changed by the file, then by single settings, then by options."""
     from forebay.plugins import plugins
     from forebay.prepare.config import load_recipe, merge, stage_group
@@ -136,7 +136,7 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _fetched(spec: str, args: argparse.Namespace) -> str:
+def _fetched(spec: str, args: Namespace) -> str:
     """Download the API that a file describes to JSON lines beside the dataset; an earlier run continues."""
     from forebay.observe.progress import bar
     from forebay.prepare.api import acquire
@@ -172,7 +172,7 @@ def _explain(name: str) -> None:
         print(textwrap.indent(describe(name), "# ", lambda line: True) if is_recipe else describe(name))
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(args: Namespace) -> None:
     from forebay.prepare.config import load_recipe
     from forebay.prepare.scores.train import ClassifierSettings, train_classifier
     from forebay.toml import parse_settings

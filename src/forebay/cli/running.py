@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("forebay.cli")
 
 
-def load_identity(args: argparse.Namespace) -> Identity:
+def load_identity(args: Namespace) -> Identity:
     """This node's identity, from `--identity`."""
     from forebay.network.pki.identity import Identity
 
@@ -37,9 +37,7 @@ def load_identity(args: argparse.Namespace) -> Identity:
 
 
 @contextmanager
-def joined_network(
-    args: argparse.Namespace, stop: threading.Event | None = None
-) -> Iterator[tuple[Identity, LibtorrentDht]]:
+def joined_network(args: Namespace, stop: threading.Event | None = None) -> Iterator[tuple[Identity, LibtorrentDht]]:
     """Load this node's identity and join the DHT until the end of the block.
 
     `stop` ends the wait for a bootstrap node, as an interrupt does; NetworkError if none answers within `args.timeout`.
@@ -64,13 +62,13 @@ def joined_network(
         yield identity, discovery
 
 
-def listen_at(args: argparse.Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
+def listen_at(args: Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
     """The address to listen at: `--listen`, else a free port at the address by which the DHT knows this host."""
     return address(args.listen) if args.listen else (discovery.host, 0)
 
 
 def send_request(
-    args: argparse.Namespace, address: str, path: str, body: Any = None, timeout_s: float = 10.0
+    args: Namespace, address: str, path: str, body: Any = None, timeout_s: float = 10.0
 ) -> tuple[Any, Peer]:
     """Send a GET, or with a body a POST, as the node of `--identity`; return the reply and the peer.
 
@@ -86,7 +84,7 @@ def send_request(
         return client.request_json(address, "GET" if body is None else "POST", path, body, timeout_s=timeout_s)
 
 
-def ready(args: argparse.Namespace, **fields: Any) -> None:
+def ready(args: Namespace, **fields: Any) -> None:
     """Print the ready line, which other programs wait for, and notify systemd, if it started this process."""
     if name := os.environ.get("NOTIFY_SOCKET"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
@@ -136,7 +134,7 @@ def until_stopped(stop: threading.Event, until: Callable[[], bool] | None = None
 
 
 def add_node(
-    verb: Any, name: str, run: Callable[[argparse.Namespace], int | None], about: str, timeout_s: float = 30.0,
+    verb: Any, name: str, run: Callable[[Namespace], int | None], about: str, timeout_s: float = 30.0,
     timeout_of: str = "a bootstrap node",
 ) -> Parser:  # fmt: skip
     """Add a verb that runs a node of the DHT, with the options that all of them have."""

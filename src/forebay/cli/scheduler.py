@@ -1,9 +1,9 @@
 """Commands of the scheduler: run it, control its jobs."""
 
-import argparse
 import contextlib
 import threading
 import urllib.parse
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from forebay.threads import SupervisedThread
 from forebay.toml import parse_settings
 
 
-def _schedule(args: argparse.Namespace) -> None:
+def _schedule(args: Namespace) -> None:
     from forebay.network.client import Client
     from forebay.network.limits import parse_limits
     from forebay.scheduler.server import LIMITS, SchedulerService
@@ -71,7 +71,7 @@ def _schedule(args: argparse.Namespace) -> None:
         )
 
 
-def _open_page(args: argparse.Namespace, service: Any, client: Any) -> Any:
+def _open_page(args: Namespace, service: Any, client: Any) -> Any:
     """The dashboard of the scheduler in this process."""
     from forebay.cli.observe import open_page
     from forebay.observe.sources import NodeSource, status_by
@@ -81,7 +81,7 @@ def _open_page(args: argparse.Namespace, service: Any, client: Any) -> Any:
     return open_page(args.dashboard, source)
 
 
-def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
+def _watch_standby(args: Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
     """While `start` waits for another scheduler to end: report it once, and end the wait at `stop`."""
     is_reported = False
     while not started.wait(0.1):
@@ -93,7 +93,7 @@ def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event
             return
 
 
-def _job(args: argparse.Namespace) -> None:
+def _job(args: Namespace) -> None:
     from forebay.scheduler.status import job_line
 
     if args.scheduler is None:

@@ -1,10 +1,10 @@
 """Commands of training: the worker of a scheduler, and the coordinator of ranks."""
 
-import argparse
 import contextlib
 import json
 import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from forebay.toml import parse_settings, read_toml
 _COUNT = [sys.executable, "-m", "forebay.worker.count"]
 
 
-def _work(args: argparse.Namespace) -> int:
+def _work(args: Namespace) -> int:
     from forebay.lease.scheduler_client import SchedulerClient
     from forebay.network.client import Client
     from forebay.worker.command import loader_arguments, run_command
@@ -73,7 +73,7 @@ def _work(args: argparse.Namespace) -> int:
     return code
 
 
-def _coordinate(args: argparse.Namespace) -> None:
+def _coordinate(args: Namespace) -> None:
     from forebay.coordinator.messages import Rules
     from forebay.coordinator.server import Coordinator
 
@@ -109,7 +109,7 @@ def _coordinate(args: argparse.Namespace) -> None:
         print(json.dumps(status), flush=True)
 
 
-def _run_config(args: argparse.Namespace) -> dict[str, Any]:
+def _run_config(args: Namespace) -> dict[str, Any]:
     """The settings for all workers: the file's, with those of --set laid over them."""
     config = (read_toml(args.config) if args.config is not None else {}) | parse_settings(args.set)
     wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from forebay.dataset.reader import local_path
 from forebay.errors import UsageError
@@ -44,11 +44,11 @@ class BucketAddress(NamedTuple):
         head, mark, query = rest.rpartition("?")
         is_query = mark and _QUERY.fullmatch(query)
         bucket, _, key = (head if is_query else rest).partition("/")
-        return cls(scheme.lower(), bucket, key, tuple(urllib.parse.parse_qsl(query)) if is_query else ())
+        return cls(scheme.lower(), bucket, key, tuple(parse_qsl(query)) if is_query else ())
 
     def __str__(self) -> str:
         ends_like_options = _QUERY.fullmatch(self.key.rpartition("?")[2])
-        query = urllib.parse.urlencode(self.options, safe=":/") or ("region=" if ends_like_options else "")
+        query = urlencode(self.options, safe=":/") or ("region=" if ends_like_options else "")
         return f"{self.location}?{query}" if query else self.location
 
     @property
@@ -96,7 +96,7 @@ def split_url(url: str) -> tuple[str, str]:
         return str(address._replace(key=above)), name
     path, mark, query = url.partition("?")
     above, _, name = path.rpartition("/")
-    return above + mark + query, urllib.parse.unquote(name)
+    return above + mark + query, unquote(name)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import html
-import logging
 import os
 import re
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from urllib.parse import quote, unquote_plus, urlencode
 
 from forebay.errors import DatasetError, ForebayError, UsageError, package_for
 from forebay.storage.addresses import SECRET_OPTION, BucketAddress, bucket_address, is_plain
@@ -28,6 +27,7 @@ from forebay.storage.base import (
     Timeouts,
     TransientError,
     check_etag,
+    log,
     require_env,
     retry_for,
 )
@@ -50,7 +50,6 @@ _SIGNED_FOR = timedelta(hours=1)
 _PATIENCE_S = 300.0
 Listing: TypeAlias = list[tuple[str, ObjectMeta]]
 _T = TypeVar("_T")
-log = logging.getLogger("forebay.storage")
 _used_by = 0  # the process that has obstore's threads
 
 
@@ -155,7 +154,7 @@ class BucketOrigin(ObjectOrigin):
                     for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
                         yield memoryview(chunk)
                     return
-            signed = self._request(urllib.parse.quote(self._prefix + name + "/" * is_absent))
+            signed = self._request(quote(self._prefix + name + "/" * is_absent))
         yield from signed.read("", start, stop, etag and f'"{etag}"')
 
     def get(self, name: str, max_bytes: int) -> bytes:
@@ -185,7 +184,7 @@ class BucketOrigin(ObjectOrigin):
         ):  # HTTP resolves dots.
             self.key(name)
             return None
-        return self._request(urllib.parse.quote(key))
+        return self._request(quote(key))
 
     def _request(self, path_and_query: str) -> WebOrigin:
         """Return what a signed URL of a path in the bucket answers. obstore signs what follows its endpoint."""
@@ -210,10 +209,10 @@ class BucketOrigin(ObjectOrigin):
             query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix} | (
                 {"continuation-token": token} if token else {}
             )
-            request = self._request(f"?{urllib.parse.urlencode(query, quote_via=urllib.parse.quote)}")
+            request = self._request(f"?{urlencode(query, quote_via=quote)}")
             page = request.get("", _MAX_PAGE_BYTES).decode()
             for entry in re.findall(r"<Contents>(.*?)</Contents>", page, re.DOTALL):
-                key = urllib.parse.unquote_plus(_field(entry, "Key"))
+                key = unquote_plus(_field(entry, "Key"))
                 entries.append((key, ObjectMeta(int(_field(entry, "Size")), _field(entry, "ETag").strip('"'))))
             token = _field(page, "NextContinuationToken")
             if not token or _field(page, "IsTruncated") != "true":

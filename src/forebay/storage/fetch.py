@@ -13,7 +13,6 @@ import errno
 import hashlib
 import heapq
 import itertools
-import logging
 import os
 import threading
 import time
@@ -29,7 +28,7 @@ from forebay.closing import Closing
 from forebay.dataset.chunks import HASH_BYTES
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
-from forebay.storage.base import Origin, PermanentError, TransientError
+from forebay.storage.base import Origin, PermanentError, TransientError, log
 from forebay.storage.chunk_file import PRESENT, UNVERIFIED, ChunkFile
 from forebay.threads import SupervisedThread
 
@@ -40,7 +39,6 @@ _LOOKUP_INTERVAL_S = 15.0
 _NEW_WEIGHT = 0.3
 _MIN_SAMPLE_BYTES = 64 << 10  # shorter responses say nothing about speed
 Backoff: TypeAlias = Callable[[int], float]  # seconds to wait after so many consecutive faults, from 1
-log = logging.getLogger("forebay.storage")
 
 
 @dataclass(eq=False)

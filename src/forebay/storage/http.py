@@ -11,11 +11,11 @@ import re
 import socket
 import ssl
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Literal
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass  # only the environment's settings, not its client
 
 import urllib3.util
@@ -71,17 +71,17 @@ class WebOrigin(ObjectOrigin):
         self, url: str, *, headers: Mapping[str, str] | None = None, timeouts: Timeouts | None = None,
         same_host: bool = False, untrusted: Literal["", "public", "any"] = "", is_file: bool = False,
     ) -> None:  # fmt: skip
-        parts = urllib.parse.urlsplit(url)
+        parts = urlsplit(url)
         if not parts.hostname:
             raise UsageError(f"open an origin: expected {parts.scheme}://HOST/PATH, got {url!r}. Check the URL.")
         self._base = parts._replace(path=parts.path.rstrip("/"), fragment="")
         host = parts.netloc.rpartition("@")[2]
-        self.url = urllib.parse.urlunsplit((parts.scheme, host, self._base.path, "", ""))
-        path = urllib.parse.quote(parts.path, safe=_URL_CHARACTERS)
-        self._file = urllib.parse.urlunsplit(parts._replace(path=path, fragment="")) if is_file else ""
+        self.url = urlunsplit((parts.scheme, host, self._base.path, "", ""))
+        path = quote(parts.path, safe=_URL_CHARACTERS)
+        self._file = urlunsplit(parts._replace(path=path, fragment="")) if is_file else ""
         self._headers = dict(headers or {})
         if parts.username is not None and "Authorization" not in self._headers:
-            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         self._same_host, self._untrusted = same_host, untrusted
         self._timeouts, self._idle = timeouts or Timeouts(), ConnectionPool(keep_s=_KEEP_IDLE_S)
@@ -129,8 +129,8 @@ class WebOrigin(ObjectOrigin):
     @contextmanager
     def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> Iterator[_Response]:
         """Send a GET and follow redirects."""
-        own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
-        address = address or self._file or urllib.parse.urlunsplit(own)
+        own = self._base._replace(path=f"{self._base.path}/{quote(name)}")
+        address = address or self._file or urlunsplit(own)
         redirect, deadline = self._redirects.get(name, ("", 0.0))
         is_stored, was_refused = bool(redirect) and deadline > time.monotonic(), False
         target = redirect if is_stored else address
@@ -168,8 +168,8 @@ class WebOrigin(ObjectOrigin):
 
     def _send(self, target: str, headers: dict[str, str]) -> _Response:
         """Send a GET and read the head of the response; repeat it if a persistent connection was closed."""
-        parts = urllib.parse.urlsplit(target)
-        path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        parts = urlsplit(target)
+        path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
         stall_s = self._timeouts.stall_s
         while True:
             connection = self._idle.acquire(_host(target))
@@ -213,7 +213,7 @@ class WebOrigin(ObjectOrigin):
         else:
             connection.close()
 
-    def _connection(self, parts: urllib.parse.SplitResult) -> Connection:
+    def _connection(self, parts: SplitResult) -> Connection:
         try:
             host, port = parts.hostname or "", parts.port
         except ValueError as error:
@@ -290,19 +290,19 @@ def _version(answer: StreamedResponse) -> str:
 
 def _join_url(target: str, location: str, refusal: Callable[[], Exception]) -> str:
     try:
-        joined = urllib.parse.urljoin(target, location)
-        _ = urllib.parse.urlsplit(joined).port
+        joined = urljoin(target, location)
+        _ = urlsplit(joined).port
     except ValueError as cause:
         raise refusal() from cause
     return joined
 
 
 def _host(address: str) -> tuple[str, str]:
-    parts = urllib.parse.urlsplit(address)
+    parts = urlsplit(address)
     return parts.scheme, parts.netloc
 
 
-def _proxy_of(parts: urllib.parse.SplitResult) -> urllib3.util.Url | None:
+def _proxy_of(parts: SplitResult) -> urllib3.util.Url | None:
     address = getproxies().get(parts.scheme)
     if not address or proxy_bypass(parts.hostname or ""):
         return None
@@ -310,7 +310,7 @@ def _proxy_of(parts: urllib.parse.SplitResult) -> urllib3.util.Url | None:
 
 
 def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
-    return dict(urllib3.util.make_headers(proxy_basic_auth=urllib.parse.unquote(proxy.auth))) if proxy.auth else {}
+    return dict(urllib3.util.make_headers(proxy_basic_auth=unquote(proxy.auth))) if proxy.auth else {}
 
 
 def _status_error(what: str, answer: StreamedResponse) -> TransientError | PermanentError:
@@ -338,7 +338,7 @@ def retry_delay_s(headers: Mapping[str, str]) -> float:
 def check_redirect(origin: str, target: str, *, https_only: bool = False) -> None:
     """Refuse a redirect to other schemes than http and https (`https_only`: than https), and from a public address to
     one of this machine, its networks or a cloud's metadata. Raises PermanentError."""
-    source, destination = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(target)
+    source, destination = urlsplit(origin), urlsplit(target)
     if destination.scheme not in ("http", "https") or (https_only and destination.scheme != "https"):
         expected = "https" if https_only else "http or https"
         raise PermanentError(f"{source.hostname}: expected a redirect to {expected}, got one to {destination.scheme!r}")

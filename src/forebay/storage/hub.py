@@ -11,12 +11,12 @@ import json
 import os
 import re
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 from huggingface_hub import constants
 
@@ -99,8 +99,8 @@ class HubRepo:
 
         The hub decides the order of the pages (folders before files). A folder that does not exist has none.
         """
-        below = f"/{urllib.parse.quote(folder, safe='')}" if folder else ""
-        path = f"api/{self.kind}s/{urllib.parse.quote(self.name)}/tree/{self.commit}{below}?recursive={recursive}"
+        below = f"/{quote(folder, safe='')}" if folder else ""
+        path = f"api/{self.kind}s/{quote(self.name)}/tree/{self.commit}{below}?recursive={recursive}"
         requested: set[str] = set()
         while path:
             if path in requested or len(requested) >= _MAX_PAGES:
@@ -135,7 +135,7 @@ def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = API_
         UnknownDatasetError, AccessError, UsageError: No such name, no access, no such revision.
     """
     label = _label(kind, name)
-    path = f"api/{kind}s/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}"
+    path = f"api/{kind}s/{quote(name)}/revision/{quote(revision, safe='')}"
     info, _ = _request_json(f"{path}?expand=sha&expand=cardData&expand=gated", label, tries)
     commit = info.get("sha") if isinstance(info, Mapping) else None
     if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40}", commit):
@@ -166,8 +166,8 @@ def hub_address(url: str) -> tuple[str, dict[str, str]]:
     match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
     if match is None:
         raise UsageError(f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {url!r}.")
-    revision = urllib.parse.quote(urllib.parse.unquote(match[2] or "main"), safe="")
-    address = f"{hub_endpoint()}/datasets/{match[1]}/resolve/{revision}/{urllib.parse.quote(match[3] or '')}"
+    revision = quote(unquote(match[2] or "main"), safe="")
+    address = f"{hub_endpoint()}/datasets/{match[1]}/resolve/{revision}/{quote(match[3] or '')}"
     return address, hub_headers()
 
 

@@ -4,16 +4,15 @@ Each peer is a source of its own, so that the fastest is asked first, and a liar
 """
 
 import hashlib
-import logging
 import os
 import threading
 import time
-import urllib.parse
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, get_args
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,7 +24,7 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import select_published
-from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small, read_whole
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, log, read_small, read_whole
 from forebay.storage.peer_source import (
     REQUEST_BYTES,
     FromUrls,
@@ -34,7 +33,6 @@ from forebay.storage.peer_source import (
     open_untrusted_origin,
 )
 
-log = logging.getLogger("forebay.storage")
 _FIND_S = 10.0
 _MAX_AGE_S = 15.0
 _MAX_TABLE_BYTES = 1 << 30
@@ -55,7 +53,7 @@ class PeerOrigin(Origin):
         self, identity: Identity, name: str, *, expected_id: str | None = None, discovery: Discovery | None = None,
         timeouts: Timeouts | None = None, publishers: Collection[str] = (), from_urls: FromUrls = "",
     ) -> None:  # fmt: skip
-        self.url = f"forebay://{urllib.parse.quote(identity.network_name, safe='')}/{urllib.parse.quote(name)}"
+        self.url = f"forebay://{quote(identity.network_name, safe='')}/{quote(name)}"
         self.name = name
         self.id = expected_id
         self.publishers = publishers
@@ -208,18 +206,18 @@ def open_peers(
 
     `?publisher=PEER_ID`: only datasets that this peer signed; `?id=DATASET_ID`: this version.
     """
-    parts = urllib.parse.urlsplit(url)
-    network, name = urllib.parse.unquote(parts.netloc), urllib.parse.unquote(parts.path.strip("/"))
+    parts = urlsplit(url)
+    network, name = unquote(parts.netloc), unquote(parts.path.strip("/"))
     if not network or not name:
         raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {url!r}. Name both.")
-    query = urllib.parse.parse_qs(parts.query)
+    query = parse_qs(parts.query)
     ids = set(query.get("id", ())) | ({dataset_id} if dataset_id else set())
     if query.keys() - {"publisher", "id"} or len(ids) > 1:
         raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got ?{parts.query}")
     is_default = identity is None
     if identity is None:
         home = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay")
-        identity = home / urllib.parse.quote(network, safe="")
+        identity = home / quote(network, safe="")
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
     if identity.network_name != network and not is_default:
         raise UsageError(

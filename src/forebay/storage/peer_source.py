@@ -6,10 +6,10 @@ proxies of the reader.
 
 import logging
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
+from urllib.parse import quote, unquote
 
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
@@ -89,7 +89,7 @@ class PeerSource(Origin):
         return self._get(path, size)
 
     def _file_path(self, name: str) -> str:
-        return f"/v1/datasets/{self.dataset_id}/{urllib.parse.quote(name)}"
+        return f"/v1/datasets/{self.dataset_id}/{quote(name)}"
 
 
 def _classify_error(url: str, error: NetworkError) -> NetworkError:
@@ -152,7 +152,7 @@ def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts |
         )
     if parts.scheme == "http" and from_urls != "any":
         raise PermanentError(f"{url}: expected https, got http. Allow it with --from-urls any.")
-    host, path = parts.netloc, urllib.parse.quote(urllib.parse.unquote(parts.path))
+    host, path = parts.netloc, quote(unquote(parts.path))
     match parts.scheme:
         case "s3":
             url = f"https://{host}.s3.amazonaws.com{path}"

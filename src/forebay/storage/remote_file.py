@@ -16,7 +16,6 @@ at its last byte on disk.
 """
 
 import io
-import logging
 import os
 import threading
 import time
@@ -47,6 +46,7 @@ from forebay.storage.base import (
     Timeouts,
     TransientError,
     as_object_origin,
+    log,
     read_range,
     read_whole,
     retry_transient,
@@ -58,7 +58,6 @@ from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
 from forebay.storage.locks import at_fork, try_acquire
 from forebay.storage.origins import open_origin
 
-log = logging.getLogger("forebay.storage")
 MAX_CONNECTIONS = 8  # of one run to the server of a list
 _PATIENT_TRIES, _PATIENT_WAIT_S = 12, 60.0  # four minutes in all
 _HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s

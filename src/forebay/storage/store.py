@@ -9,7 +9,6 @@ breaks off is never visible, but takes space until the bucket's lifecycle rule d
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -19,7 +18,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -246,7 +245,7 @@ class FolderStore(Store):
         folder, _, start = prefix.rpartition("/")
         top = self.path / folder
         sizes: dict[str, int] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(top) as entries:
+        with suppress(FileNotFoundError), os.scandir(top) as entries:
             for entry in entries:
                 if not entry.name.startswith(start) or entry.name.endswith(".tmp"):
                     continue
@@ -417,7 +416,7 @@ class BucketStore(Store):
         names = list(names)
         for start in range(0, len(names), _REMOVED_AT_ONCE):
             keys = [self._bucket.key(name) for name in names[start : start + _REMOVED_AT_ONCE]]
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 self._bucket.call(names[start], partial(_delete, keys))
 
     def size(self, name: str) -> int:

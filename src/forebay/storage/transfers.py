@@ -8,7 +8,6 @@ the caller. A killed transfer goes on with the chunks that are complete.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, NetworkError, UsageError
 from forebay.files import sync_file
-from forebay.storage.base import Origin
+from forebay.storage.base import Origin, log
 from forebay.storage.chunk_file import ABSENT, I64, PRESENT, UNVERIFIED, ChunkFile, create, read_info
 from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 
@@ -32,7 +31,6 @@ Group = tuple[ChunkFile, I64]  # Chunks of a file.
 RUN_BYTES = 8 << 20  # the longest request by default
 _MIN_RUN_BYTES = 1 << 20
 _PROGRESS_S = 0.1
-log = logging.getLogger("forebay.storage")
 OnWrong = Callable[[Origin, str], object]
 
 
