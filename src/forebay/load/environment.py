@@ -15,12 +15,9 @@ from typing import Any, Literal, TypedDict
 
 from forebay.errors import UsageError
 from forebay.files import atomic_write
-from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions, as_options
+from forebay.load.options import OPTIONS, CacheOptions, NetworkOptions, OrderOptions, SampleOptions, as_options
 
 VARIABLE, STATS_DIRECTORY = "FOREBAY_LOADER", "FOREBAY_STATS"
-_OPTIONS: dict[str, Any] = {
-    "order": OrderOptions, "cache": CacheOptions, "network": NetworkOptions, "samples": SampleOptions,
-}  # fmt: skip
 
 
 class LoaderArguments(TypedDict, total=False):
@@ -62,15 +59,15 @@ def add_environment(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -
         settings = json.loads(text)
         if not isinstance(settings, dict) or not settings.get("dataset") or settings.keys() - arguments.keys():
             raise ValueError("expected an object with `dataset` and other arguments of the Loader")
-        for name in _OPTIONS.keys() & settings.keys():
+        for name in OPTIONS.keys() & settings.keys():
             if isinstance(settings[name], dict):
-                settings[name] = _OPTIONS[name](**settings[name])
+                settings[name] = OPTIONS[name](**settings[name])
     except (ValueError, TypeError) as error:
         raise UsageError(f"{VARIABLE}: cannot be read: {error}: {text:.200}. Correct it, or unset it.") from error
     result = {**arguments, **{name: value for name, value in settings.items() if arguments[name] == defaults.get(name)}}
-    for name in _OPTIONS.keys() & settings.keys():
+    for name in OPTIONS.keys() & settings.keys():
         if arguments[name] is not None:
-            result[name] = _fill(as_options(name, arguments[name], _OPTIONS[name]), settings[name])
+            result[name] = _fill(as_options(name, arguments[name], OPTIONS[name]), settings[name])
     return result
 
 

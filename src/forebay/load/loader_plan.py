@@ -19,7 +19,7 @@ from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ran
 from forebay.load.batch_planner import BatchPlanner, make_collator
 from forebay.load.chunk_source import CacheSettings, resolve_cache
 from forebay.load.lease_plan import check_arguments, check_job, open_jobs, session_settings
-from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions, as_options
+from forebay.load.options import OPTIONS, as_options
 from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, lanes_of_nodes, needs_of_nodes, sample_size
 from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
@@ -54,10 +54,7 @@ class LoaderPlan:
         for name in ("seq_len", "epochs", "steps", "cache_bytes"):
             check_integer(name, arguments[name], 1)
         options = self.options = SimpleNamespace(**arguments)
-        options.order = as_options("order", options.order, OrderOptions)
-        options.cache = as_options("cache", options.cache, CacheOptions)
-        options.network = as_options("network", options.network, NetworkOptions)
-        options.samples = as_options("samples", options.samples, SampleOptions)
+        vars(options).update({name: as_options(name, arguments[name], kind) for name, kind in OPTIONS.items()})
         _check(options)
         self.jobs: dict[str, LeaseJob] = {}  # By name of the dataset, with `scheduler`.
         if options.scheduler is None:

@@ -156,6 +156,12 @@ class SampleOptions:
         check_integer("max_documents", self.max_documents, 1)
 
 
+OPTIONS: dict[str, Any] = {
+    "order": OrderOptions, "cache": CacheOptions, "network": NetworkOptions, "samples": SampleOptions,
+}  # fmt: skip
+"""By the names of the Loader's arguments."""
+
+
 def as_options(name: str, value: object, kind: type[_T]) -> _T:
     """An argument of the Loader as its options object; None for the defaults. Raises UsageError for others."""
     if value is None:

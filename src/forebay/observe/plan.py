@@ -79,7 +79,7 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: `ok`, the figures by name, `loader` (arguments to use), `refused`, `warnings`, `advice`."""
-        job, hidden = self.job, ("job", "nodes", "disk", "stall_s", "epoch_s")
+        job, hidden = self.job, ("job", "nodes", "disk")
         plain = {name: value for name, value in vars(self).items() if name not in hidden}
         return {
             "ok": self.ok,
@@ -91,8 +91,6 @@ class RunPlan:
             **plain,
             **asdict(self.disk),
             "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes},
-            "epoch_s": self.epoch_s,
-            "stall_s": self.stall_s,
             "fits_memory": self.fits_memory,
         }
 

@@ -58,8 +58,11 @@ COLUMNS = {
 
 
 def make_view(kind: str, title: str, state: str, **parts: Any) -> View:
-    """A view of its parts, without those that are None or empty."""
-    parts["figures"] = {label: figure for label, figure in parts.get("figures", {}).items() if figure is not None}
+    """A view of its parts, without those that are None or empty; a figure without a unit may be its number alone."""
+    figures = parts.get("figures", {}).items()
+    parts["figures"] = {
+        label: figure if isinstance(figure, tuple) else (figure, "") for label, figure in figures if figure is not None
+    }
     parts = {name: value for name, value in parts.items() if value not in (None, "", [], {}, ())}
     return {"version": VERSION, "kind": kind, "title": title, "state": state, "at": round(time.time(), 3), **parts}
 
@@ -91,12 +94,12 @@ def job_view(status: Row, nodes: Rows = ()) -> View:
     notes = [f"{num_left_out:,} samples of slices set aside were not used"] if num_left_out else []
     notes += dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])
     figures = {
-        "throughput": (rate, "tokens/s"), "workers": (len(active) if workers else status["num_workers"], ""),
-        "waiting": (sum(waits.values()), "share") if waits else None, "leases": (status["slices_leased"], ""),
-        "asking for leases": (status["idle"], ""), "slices set aside": (len(aside), "") if aside else None,
+        "throughput": (rate, "tokens/s"), "workers": len(active) if workers else status["num_workers"],
+        "waiting": (sum(waits.values()), "share") if waits else None, "leases": status["slices_leased"],
+        "asking for leases": status["idle"], "slices set aside": len(aside) if aside else None,
         "from data nodes": (fetched["origin"], "B") if total_bytes else None,
         "from workers": (fetched["peer"], "B") if total_bytes else None,
-        "ledger entries": (status["ledger_entries"], ""),
+        "ledger entries": status["ledger_entries"],
     }  # fmt: skip
     return make_view(
         "job", status["name"], status["state"],
@@ -166,7 +169,7 @@ def node_view(status: Row, bytes_per_s: float | None = None) -> View:
     return make_view(
         "node", row["name"], row["state"], message=f"not announced: {fault}" if fault else "",
         figures={
-            "sent": (row["bytes_sent"], "B"), "connections": (row["connections"], ""), "up": (status["up_s"], "s"),
+            "sent": (row["bytes_sent"], "B"), "connections": row["connections"], "up": (status["up_s"], "s"),
             "throughput": None if bytes_per_s is None else (bytes_per_s, "B/s"),
         },
         nodes=[row],
@@ -203,8 +206,8 @@ def run_view(status: Row, steps_per_s: float | None = None) -> View:
             "eta_s": (last - status["step"]) / steps_per_s if steps_per_s else None,
         },
         figures={
-            "step": (status["step"], ""), "workers": (len(workers), ""),
-            "generation": (generation, ""),
+            "step": status["step"], "workers": len(workers),
+            "generation": generation,
         },
         workers=workers,
     )  # fmt: skip
@@ -242,8 +245,8 @@ def loader_view(
             "eta_s": remaining / steps_per_s if remaining and steps_per_s else None,
         },
         figures={
-            "throughput": (rate, f"{unit}/s"), "waiting": (row["wait_share"], "share"), "ranks": (world_size, ""),
-            "epoch": (state.get("epoch", 0), ""), unit: (after[unit], ""),
+            "throughput": (rate, f"{unit}/s"), "waiting": (row["wait_share"], "share"), "ranks": world_size,
+            "epoch": state.get("epoch", 0), unit: after[unit],
         },
         waits=waits, advice=advice_of(waits), workers=[row],
         datasets=[
@@ -299,12 +302,12 @@ def preparation_view(record: Row) -> View:
     events += [{"at": None, "level": "warning", "text": f"{n:,} inputs: {reason}"} for reason, n in skipped.items()]
     events += [{"at": None, "level": "warning", "text": f"{r['where']}: {r['reason']}"} for r in record["rejects"]]
     figures = {
-        "documents read": (record["documents_in"], ""), "kept": (record["documents_out"], ""),
-        "kept share": (record["documents_out"] / read, "share"), "malformed": (record["malformed"], ""),
+        "documents read": record["documents_in"], "kept": record["documents_out"],
+        "kept share": (record["documents_out"] / read, "share"), "malformed": record["malformed"],
         "throughput": (rate, "documents/s") if rate else None,
-        "processes": (len(record["workers"]) or record["num_workers"], ""),
+        "processes": len(record["workers"]) or record["num_workers"],
         "CPU time": (sum(record["cpu_s"].values()), "s"), "time": (record["wall_s"], "s"),
-        "tasks": (record["tasks"], ""), "retries": (record["num_retries"], ""),
+        "tasks": record["tasks"], "retries": record["num_retries"],
         "largest process": (record["peak_bytes"], "B") if record["peak_bytes"] else None,
     }  # fmt: skip
     events[:0] = [
