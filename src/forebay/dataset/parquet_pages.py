@@ -8,11 +8,12 @@ Thrift's compact protocol.
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 MAX_FOOTER_BYTES = 1 << 20
 MAX_DEPTH = 8
 MAX_HEADER_BYTES = 64 << 10  # without statistics that are longer
+Struct: TypeAlias = dict[int, Any]  # Values by field number.
 _DICTIONARY = 2
 _MAGIC = b"PAR1"
 _BOOLS, _BYTE, _VARINTS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
@@ -92,13 +93,13 @@ def _chunk(metadata: Any, num_bytes: int) -> ColumnChunk:
     return ColumnChunk(start, stop, _int(metadata, 5))
 
 
-def _structs(value: Any) -> list[dict[int, Any]]:
+def _structs(value: Any) -> list[Struct]:
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ValueError("footer: expected a list of structs")
     return value
 
 
-def _int(fields: dict[int, Any], number: int, default: int | None = None) -> int:
+def _int(fields: Struct, number: int, default: int | None = None) -> int:
     value = fields.get(number, default)
     if not isinstance(value, int) or value < min(0, default or 0):
         raise ValueError(f"expected a number of at least 0 in field {number}, got {value!r}")
@@ -110,7 +111,7 @@ def pages(file: BinaryIO, start: int, stop: int) -> Iterator[Page]:
     while start < stop:
         file.seek(start)
         header = _Compact(file, MAX_HEADER_BYTES).struct()
-        own: dict[int, Any] = next((header[number] for number in (5, 7, 8) if isinstance(header.get(number), dict)), {})
+        own: Struct = next((header[number] for number in (5, 7, 8) if isinstance(header.get(number), dict)), {})
         packed, encoding = _int(header, 3), _int(own, 4 if 8 in header else 2, -1)
         start = file.tell() + packed
         yield Page(_int(header, 1) == _DICTIONARY, _int(own, 1, 0), packed, _int(header, 2), encoding, start)
@@ -123,9 +124,9 @@ class _Compact:
         self._file = file
         self._remaining = limit
 
-    def struct(self, depth: int = 0) -> dict[int, Any]:
+    def struct(self, depth: int = 0) -> Struct:
         """Values by field number: integers, bytes, structs and lists of those; others are skipped, and None."""
-        fields: dict[int, Any] = {}
+        fields: Struct = {}
         number = 0
         while (head := self._take(1)[0]) != 0:
             number = number + (head >> 4) if head >> 4 else self._zigzag()

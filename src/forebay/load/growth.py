@@ -9,7 +9,7 @@ validation by itself, so that appended data move no slice.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from forebay.order.plan import I64, Order
 from forebay.order.run import NEVER, Run, Steps, assign_owners
 from forebay.order.step_index import RunProgress, check_range
 
+State: TypeAlias = dict[str, Any]
+Lineage: TypeAlias = Mapping[str, Any]  # Of a manifest.
 _ORDER_FIELDS = ("lanes", "window")
 """Fields of a state that depend on the size of the dataset."""
 
@@ -43,7 +45,7 @@ class Growth:
     epoch: int
 
 
-def ancestors(lineage: Mapping[str, Any]) -> dict[str, int]:
+def ancestors(lineage: Lineage) -> dict[str, int]:
     """The ids of the datasets that a dataset extends, the first one first, and how many of its slices each has."""
     parent = lineage.get("parent")
     earlier = parent.get("ancestors", []) if isinstance(parent, dict) else []
@@ -68,9 +70,9 @@ def owners_of(dataset: Dataset, workers: Sequence[str], slack: float | None) -> 
 
 
 def grow(
-    state: object, identity: dict[str, Any], run: Run, lineages: Sequence[Mapping[str, Any]], *,
+    state: object, identity: State, run: Run, lineages: Sequence[Lineage], *,
     epochs: int | None = None, num_steps: int | None = None,
-) -> tuple[Run, dict[str, Any], object]:  # fmt: skip
+) -> tuple[Run, State, object]:  # fmt: skip
     """The run, the identity and the state to give to `step_of_state`, for a state of datasets or of what they extend.
 
     Args:
@@ -98,18 +100,18 @@ def grow(
 
 
 def _grow_mixture(
-    state: dict[str, Any], identity: dict[str, Any], run: Run, lineages: Sequence[Mapping[str, Any]],
+    state: State, identity: State, run: Run, lineages: Sequence[Lineage],
     num_steps: int | None,
-) -> tuple[Run, dict[str, Any], object]:  # fmt: skip
+) -> tuple[Run, State, object]:  # fmt: skip
     ids, own, recorded = state.get("dataset_id"), identity["dataset_id"], state.get("growth", {})
-    numbers: dict[str, Any] = {key: state.get(key) for key in _ORDER_FIELDS}
+    numbers: State = {key: state.get(key) for key in _ORDER_FIELDS}
     if not isinstance(ids, dict) or ids.keys() != own.keys() or not isinstance(recorded, dict):
         return run, identity, state
     if not recorded.keys() <= own.keys() or not all(
         isinstance(of, list) and len(of) == len(own) for of in numbers.values()
     ):
         return run, identity, state  # `step_of_state` says what differs.
-    orders, growths = list(run.orders), dict[str, dict[str, Any]]()
+    orders, growths = list(run.orders), dict[str, State]()
     for source, (name, lineage) in enumerate(zip(own, lineages)):
         part = {"step": state.get("step"), "dataset_id": ids[name], "growth": recorded.get(name)}
         part |= {key: numbers[key][source] for key in _ORDER_FIELDS}
@@ -127,7 +129,7 @@ def _grow_mixture(
     return grown, identity | {"growth": growths}, state | numbers | {"growth": growths, "dataset_id": ids}
 
 
-def _growth(state: Mapping[str, Any], own_id: str, lineage: Mapping[str, Any], run: Run, source: int) -> Growth | None:
+def _growth(state: State, own_id: str, lineage: Lineage, run: Run, source: int) -> Growth | None:
     """The growth of one dataset of a run; None if the state is of this dataset alone, or of no ancestor of it."""
     recorded, sizes, order = _growth_of(state.get("growth")), ancestors(lineage), run.orders[source]
     if state.get("dataset_id") == own_id:
@@ -154,9 +156,7 @@ def _growth_of(plain: Any) -> Growth | None:
     return Growth(**plain)
 
 
-def _going_over(
-    state: Mapping[str, Any], sizes: Mapping[str, int], recorded: Growth | None, run: Run, source: int
-) -> Growth:
+def _going_over(state: State, sizes: Mapping[str, int], recorded: Growth | None, run: Run, source: int) -> Growth:
     """The growth of a smaller dataset's state: at the end of its epoch, or at once where an epoch begins."""
     step, first_step, first_epoch = state.get("step"), 0, 0
     if type(step) is not int or not 0 <= step <= (step if run.num_steps is None else run.num_steps):

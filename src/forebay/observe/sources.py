@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +11,7 @@ from forebay.errors import ForebayError, PrepareError, ProtocolError, UsageError
 from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
-from forebay.observe.views import View
+from forebay.observe.views import Row, View
 from forebay.prepare.progress import read_progress
 from forebay.storage.addresses import is_bucket
 from forebay.stream.text_stream import TextStream
@@ -52,7 +52,7 @@ class NodeSource(Source):
         get: Reads the status of an address. Workers and events are shown to the role admin.
     """
 
-    def __init__(self, address: str, get: Callable[[str], Mapping[str, Any]]) -> None:
+    def __init__(self, address: str, get: Callable[[str], Row]) -> None:
         self.address, self._get = address, get
         self._rates: dict[str, tuple[float, float]] = {}  # Of counts that rise: (value, at).
         self._nodes: list[dict[str, Any]] = []
@@ -68,7 +68,7 @@ class NodeSource(Source):
                 f"({type(error).__name__}: {error}). Run one version in a network."
             ) from error
 
-    def _view(self, status: Mapping[str, Any]) -> View:
+    def _view(self, status: Row) -> View:
         if "samples_used" not in status:
             counted = "bytes_sent" if "bytes_sent" in status else "step"
             return views.view_of(status, per_s=self._rate(counted, status.get(counted, 0)))
@@ -167,6 +167,6 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
     return NodeSource(address, status_by(Client(None) if is_plain else client()))
 
 
-def status_by(client: Client) -> Callable[[str], Mapping[str, Any]]:
+def status_by(client: Client) -> Callable[[str], Row]:
     """A function that reads the status of the node at an address."""
     return lambda address: client.request_json(address, "GET", "/v1/status", timeout_s=TIMEOUT_S)[0]

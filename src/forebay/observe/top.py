@@ -21,7 +21,7 @@ from rich.text import Text
 
 from forebay.errors import ForebayError
 from forebay.observe.sources import Source
-from forebay.observe.views import COLUMNS, View
+from forebay.observe.views import COLUMNS, Row, View
 from forebay.units import format_bytes, format_count, format_seconds
 
 POLL_S = 2.0
@@ -101,7 +101,7 @@ def _headline(view: View) -> Text:
     return line
 
 
-def _progress(progress: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
+def _progress(progress: Row, width: int) -> Iterator[RenderableType]:
     done, total, unit = progress["done"], max(1, progress["total"]), progress["unit"]
     words = [f"{100 * done / total:.1f} %"]
     of_unit = (format_bytes(done), format_bytes(total)) if unit == "B" else (f"{done:,}", f"{total:,} {unit}")
@@ -128,7 +128,7 @@ def _waits(waits: Mapping[str, float], width: int) -> Iterator[Text]:
     yield legend
 
 
-def _coverage(coverage: Mapping[str, Any], width: int) -> Iterator[Text]:
+def _coverage(coverage: Row, width: int) -> Iterator[Text]:
     """A character a cell; with more cells than fit in four lines, of several cells their mean."""
     used, state = coverage["used"], coverage["state"]
     per = -(-len(used) // (4 * width))
@@ -142,9 +142,7 @@ def _coverage(coverage: Mapping[str, Any], width: int) -> Iterator[Text]:
     yield line
 
 
-def _table(
-    name: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], max_rows: int, width: int
-) -> Table:
+def _table(name: str, rows: Sequence[Row], columns: Mapping[str, str], max_rows: int, width: int) -> Table:
     shown = rows[:max_rows]
     title = f"{name} ({len(rows):,}, the first {max_rows})" if len(rows) > max_rows else f"{name} ({len(rows):,})"
     cells: dict[str, list[Text]] = {}

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from forebay.errors import ForebayError, PrepareError
 from forebay.network.retry import log_while_waiting
@@ -70,6 +70,8 @@ MAX_BLOCKS = 64
 _MAX_AHEAD = 8
 _MAX_GAP_BLOCKS = 4  # skipped by a stream that reads on: the other columns of a row group
 _SCHEMES = ("http", "https", *BUCKET_SCHEMES)
+Extent: TypeAlias = tuple[int, int] | None
+"""Bytes of a file that are read ahead; None: all of it."""
 _T = TypeVar("_T")
 
 
@@ -118,9 +120,7 @@ def find_urls(url: str) -> tuple[str, list[RemoteFile]]:
     return folder, files
 
 
-def open_url(
-    url: str, size: int, version: str = "", extent: tuple[int, int] | None = None, *, is_random: bool = False
-) -> BinaryIO:
+def open_url(url: str, size: int, version: str = "", extent: Extent = None, *, is_random: bool = False) -> BinaryIO:
     """A buffered, seekable stream of the file of `size` bytes at a URL, at that version.
 
     Bytes outside `extent` (None: the file) are requested by 64 KiB, those inside are read ahead, to its end. With
@@ -136,7 +136,7 @@ def open_url(
 class RangedStream(io.RawIOBase):
     """A file of known size at a URL; a subclass reads from `_offset` on."""
 
-    def __init__(self, url: str, size: int, extent: tuple[int, int] | None) -> None:
+    def __init__(self, url: str, size: int, extent: Extent) -> None:
         self._url, self._size, self._offset = url, size, 0
         self._start, self._stop = (0, size) if extent is None else (extent[0], min(extent[1], size))
 
@@ -160,7 +160,7 @@ class RangedStream(io.RawIOBase):
 class _RemoteStream(RangedStream):
     """Reads one response to its end; requests the rest after a seek, or when a connection fails."""
 
-    def __init__(self, url: str, size: int, version: str, extent: tuple[int, int] | None) -> None:
+    def __init__(self, url: str, size: int, version: str, extent: Extent) -> None:
         super().__init__(url, size, extent)
         self._etag = version.removeprefix("etag:")
         self._digest = ReadDigest(url, version, size)
@@ -394,9 +394,7 @@ _blocks = BlockCache()
 class BlockStream(RangedStream):
     """A file in blocks; the longer it is read on without a seek, the further ahead it fetches."""
 
-    def __init__(
-        self, url: str, size: int, version: str, blocks: BlockCache, extent: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, url: str, size: int, version: str, blocks: BlockCache, extent: Extent = None) -> None:
         super().__init__(url, size, extent)
         self._version, self._blocks = version, blocks
         self._last_block = self._num_ahead = 0
