@@ -24,7 +24,6 @@ STYLES = ("batch", "plain", "transformers")  # Of `to_torch`; the last two of `a
 Style: TypeAlias = Literal["batch", "plain", "transformers"]
 Array = TypeVar("Array")
 _MAX_ROWS_SHOWN = 8
-_NUMBERS = ("epoch", "step", "epoch_step", "weight")
 _MASKS = ("position_ids", "document_ids", "cu_seqlens")
 
 
@@ -111,10 +110,15 @@ class _Batch(Generic[Array]):
 
     def _others(self) -> dict[str, Any]:
         """The fields that are no arrays of a batch; `dataclasses.replace` takes four times as long."""
-        return {name: getattr(self, name) for name in _Batch.__slots__}
+        return {
+            "sample_ids": self.sample_ids, "epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step,
+            "weight": self.weight, "_dataset_index": self._dataset_index, "_num_labels": self._num_labels,
+            "_text": self._text,
+        }  # fmt: skip
 
     def _numbers(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("sample_ids", "dataset_index", *_NUMBERS)}
+        names = ("sample_ids", "dataset_index", "epoch", "step", "epoch_step", "weight")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -311,15 +315,15 @@ def pack_batch(batch: NumpyTokens | NumpyRows) -> tuple[tuple[Any, ...], dict[st
         arrays[" dataset_index"] = batch._dataset_index
     if isinstance(batch, TokenBatch) and batch._masks is not None:
         arrays |= {" cu_seqlens": batch._masks.cu_seqlens, " documents": batch._masks.numbers}
-    return (is_tokens, *(getattr(batch, name) for name in _NUMBERS)), arrays
+    return (is_tokens, batch.epoch, batch.step, batch.epoch_step, batch.weight), arrays
 
 
 def unpack_batch(numbers: tuple[Any, ...], arrays: dict[str, NDArray[Any]]) -> NumpyTokens | NumpyRows:
     """The batch that `pack_batch` took apart."""
-    is_tokens, *values = numbers
+    is_tokens, epoch, step, epoch_step, weight = numbers
     common: dict[str, Any] = {
-        "sample_ids": arrays.pop(" sample_ids"), "_dataset_index": arrays.pop(" dataset_index", None),
-        **dict(zip(_NUMBERS, values)),
+        "sample_ids": arrays.pop(" sample_ids"), "_dataset_index": arrays.pop(" dataset_index", None), "epoch": epoch,
+        "step": step, "epoch_step": epoch_step, "weight": weight,
     }  # fmt: skip
     if not is_tokens:
         return RowBatch(tensors=arrays, **common)
