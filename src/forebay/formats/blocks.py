@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 import pyarrow as pa
+import zstandard
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
@@ -28,14 +31,17 @@ from forebay.formats import external, tables
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
+from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
 INDEX_FILE = "index.json"
 MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
-MAX_INDEX_BYTES = 1 << 30
+_MAX_INDEX_BYTES = 1 << 30
+LEVEL = 3  # Of zstd.
 _Index = TypeVar("_Index", bound=BaseModel)
-MAX_SAMPLES = 1 << 20  # Of a compressed block of few bytes.
+_ARROW_MAGIC = b"LDARW01\0"  # Behind rows that LitData stores as Arrow.
+_MAX_SAMPLES = 1 << 20  # Of a compressed block of few bytes.
 I64 = NDArray[np.int64]
-_FILES = ("raw_data", "zip_data")  # Of a shard of MDS.
+_FILE_NAMES = ("basename", "filename")  # Keys of MDS and LitData.
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,7 @@ class Encoding:
     encode: Callable[[pa.Array], list[bytes]]
 
 
-def uses_zstd(options: ConvertOptions, what: str) -> bool:
-    """Return whether blocks are to be compressed. Raises UsageError for another compression than zstd."""
-    if options.compress not in ("", "none", "zstd"):
-        raise UsageError(f"--set compress: expected zstd or none for {what}, got {options.compress!r}.")
-    return options.compress == "zstd"
-
-
-def kinds_of(source: TableSource, what: str) -> dict[str, ColumnKind]:
+def _kinds(source: TableSource, what: str) -> dict[str, ColumnKind]:
     """Return what each column of a table holds. Raises UsageError for columns that a format of blocks cannot hold."""
     advice = "Write --to parquet, or leave the column out."
     tables.refuse_columns(source.schema, lambda kind: not tables.contains(kind, tables.is_beyond_json), what, advice)
@@ -155,40 +154,57 @@ def _without_gaps(column: pa.Array) -> pa.Array:
     return column
 
 
-def encode_rows(
-    source: TableSource, encodings: Sequence[Encoding], options: ConvertOptions, digest: tables.TableDigest
-) -> Iterator[bytes]:
-    """Yield each row of a table as a sample; the digest grows with it."""
-    variable = [i for i, encoding in enumerate(encodings) if encoding.size is None]
+def encode_table(
+    source: TableSource, what: str, encoding: Callable[[ColumnKind], Encoding], options: ConvertOptions
+) -> tuple[dict[str, Encoding], Iterator[bytes], tables.TableDigest]:
+    """Return the encoding of each column, each row as a sample, and the digest, which grows with them."""
+    encodings, digest = {name: encoding(kind) for name, kind in _kinds(source, what).items()}, tables.TableDigest()
+    variable = [i for i, column in enumerate(encodings.values()) if column.size is None]
     head = struct.Struct(f"<{len(variable)}I")
-    for batch in source.batches():
-        columns = [encoding.encode(column) for encoding, column in zip(encodings, batch.columns)]
-        for values in zip(*columns):
-            try:
-                yield head.pack(*(len(values[i]) for i in variable)) + b"".join(values)
-            except struct.error as error:
-                raise DatasetError(f"{source.format}: expected values below 4 GiB, got a larger one.") from error
-        digest.add(batch)
-        options.on_progress(batch.num_rows)
+
+    def samples() -> Iterator[bytes]:
+        for batch in source.batches():
+            columns = [column.encode(values) for column, values in zip(encodings.values(), batch.columns)]
+            for row in zip(*columns):
+                try:
+                    yield head.pack(*(len(row[i]) for i in variable)) + b"".join(row)
+                except struct.error as error:
+                    raise DatasetError(f"{source.format}: expected values below 4 GiB, got a larger one.") from error
+            digest.add(batch)
+            options.on_progress(batch.num_rows)
+
+    return encodings, samples(), digest
 
 
-def written_rows(files: Sequence[str], digest: tables.TableDigest) -> Written:
+def written_rows(files: Sequence[Path], digest: tables.TableDigest) -> Written:
     """Return the result of writing a table as the files of a directory."""
-    return Written(tuple(map(Path, files)), None, digest.num_rows, 0, digest.text())
+    return Written(tuple(files), None, digest.num_rows, 0, digest.text())
 
 
-def build_blocks(samples: Iterable[bytes], max_bytes: int, settings: bytes = b"") -> Iterator[tuple[int, bytes]]:
-    """Yield blocks of at most so many bytes (or one sample), each with its number of samples; at least one block."""
+def build_blocks(
+    samples: Iterable[bytes], options: ConvertOptions, what: str, settings: bytes = b""
+) -> Iterator[tuple[int, bytes, bytes | None]]:
+    """Yield blocks of at most `slice_bytes` (or one sample): number of samples, block, and compressed if it is to be.
+
+    At least one block. Raises UsageError for another compression than zstd.
+    """
+    if options.compress not in ("", "none", "zstd"):
+        raise UsageError(f"--set compress: expected zstd or none for {what}, got {options.compress!r}.")
+
+    def built(waiting: list[bytes]) -> tuple[int, bytes, bytes | None]:
+        block, is_packed = _block(waiting, settings), options.compress == "zstd"
+        return len(waiting), block, zstandard.ZstdCompressor(level=LEVEL).compress(block) if is_packed else None
+
     waiting: list[bytes] = []
     size = num_blocks = 0
     for sample in samples:
-        if waiting and 8 + len(settings) + size + len(sample) + 4 > max_bytes:
-            yield len(waiting), _block(waiting, settings)
+        if waiting and 8 + len(settings) + size + len(sample) + 4 > options.slice_bytes:
+            yield built(waiting)
             waiting, size, num_blocks = [], 0, num_blocks + 1
         waiting.append(sample)
         size += len(sample) + 4
     if waiting or not num_blocks:
-        yield len(waiting), _block(waiting, settings)
+        yield built(waiting)
 
 
 def _block(samples: list[bytes], settings: bytes) -> bytes:
@@ -205,19 +221,25 @@ def merge_indexes(parts: Mapping[str, dict[str, Any]]) -> bytes:
     `write_rows` or `write_tokens` of MDS or LitData.
     """
     first = next(iter(parts.values()))
-    shards: list[Any] = []
-    chunks: list[Any] = []
+    key = "shards" if "shards" in first else "chunks"
+    entries: list[Any] = []
     for prefix, index in parts.items():
         if _settings(index) != _settings(first):
             raise DatasetError(f"{prefix}: expected the columns of {next(iter(parts))}, got others. Write them alike.")
-        for shard in index.get("shards", ()):
-            names = {key: shard[key] and {**shard[key], "basename": prefix + shard[key]["basename"]} for key in _FILES}
-            shards.append({**shard, **names})
-        chunks += [{**chunk, "filename": prefix + chunk["filename"]} for chunk in index.get("chunks", ())]
-    merged = {**first, "shards": shards} if "shards" in first else {**first, "chunks": chunks}
+        entries += [_with_prefix(entry, prefix) for entry in index[key]]
+    merged = {**first, key: entries}
     if "updated_at" in first:
         merged["updated_at"] = number_of("".join(index["updated_at"] for index in parts.values()))
     return orjson.dumps(merged, option=orjson.OPT_SORT_KEYS)
+
+
+def _with_prefix(entry: Any, prefix: str) -> Any:
+    """An entry of an index with other names of files, which are in it or in the objects in it."""
+    if not isinstance(entry, dict):
+        return entry
+    return {
+        name: prefix + value if name in _FILE_NAMES else _with_prefix(value, prefix) for name, value in entry.items()
+    }
 
 
 def number_of(text: str) -> str:
@@ -232,8 +254,8 @@ def _settings(index: dict[str, Any]) -> Any:
 
 def read_index(path: Path, model: type[_Index], expected: str) -> _Index:
     """Return an index.json. Raises DatasetError if it is too large, or not what is expected."""
-    if (size := external.file_size(path)) > MAX_INDEX_BYTES:
-        raise damaged(path, f"at most {MAX_INDEX_BYTES} bytes", str(size))
+    if (size := external.file_size(path)) > _MAX_INDEX_BYTES:
+        raise damaged(path, f"at most {_MAX_INDEX_BYTES} bytes", str(size))
     try:
         return model.model_validate_json(external.read_head(path, size))
     except ValidationError as error:
@@ -285,6 +307,113 @@ def join_values(memory: NDArray[np.uint8], begins: I64, stops: I64) -> NDArray[n
 
 
 @dataclass(frozen=True)
+class Block:
+    """A file of samples as its index describes it."""
+
+    path: Path
+    num_samples: int
+    num_bytes: int  # Once decompressed.
+    stored_bytes: int
+    codec: str = ""  # "" where it is not compressed.
+    hash_name: str = ""  # hashlib's; "" where the index has none.
+    digest: str = ""  # The hash of the file.
+
+    def read(self) -> external.Bytes8:
+        """Return its bytes, decompressed; a map where it is not compressed. Raises DatasetError."""
+        external.check_size(self.path, self.stored_bytes, external.file_size(self.path))
+        memory = external.map_file(self.path)
+        if self.codec:
+            memory = self._unpacked(memory)
+        if memory[-8:].tobytes() == _ARROW_MAGIC:
+            raise DatasetError(
+                f"{self.path}: expected samples, got rows that LitData stores as Arrow. Read them with its library, "
+                "and write them as Parquet."
+            )
+        return memory
+
+    def _unpacked(self, packed: external.Bytes8) -> external.Bytes8:
+        if self.num_samples > max(_MAX_SAMPLES, self.stored_bytes):  # Empty ones: each costs memory here.
+            raise DatasetError(f"{self.path}: expected at most {_MAX_SAMPLES} samples, got {self.num_samples}.")
+        raw = bounded_unpack(packed.data, self.codec, self.num_bytes + 1, self.path)
+        if len(raw) != self.num_bytes:
+            raise damaged(self.path, f"{self.num_bytes} bytes once decompressed", f"{len(raw)} or more")
+        return np.frombuffer(raw, np.uint8)
+
+    def check_hash(self) -> None:
+        """Raise DatasetError if the file has another hash than its index says."""
+        if self.hash_name:
+            with external.reading(self.path), self.path.open("rb") as file:
+                digest = hashlib.file_digest(file, self.hash_name).hexdigest()
+            if digest != self.digest:
+                raise DatasetError(
+                    f"{self.path}: expected {self.hash_name} {self.digest}, got {digest}. Fetch it again."
+                )
+
+
+@dataclass(frozen=True)
+class TokenColumn:
+    """Where the tokens are in a sample."""
+
+    name: str
+    kind: np.dtype[Any]  # Type of a token.
+    index: int  # Among all columns.
+    sizes: Sequence[int | None]  # Bytes of each column, None where each sample says it.
+    length: int | None = None  # Tokens in a sample, where fixed.
+
+
+class BlockDataset(external.ExternalDataset):
+    """The blocks of one directory, in the index's order: one sample is one document, one block one slice."""
+
+    def __init__(self, path: Path, kind: str, column: TokenColumn, names: Sequence[str], settings: Any) -> None:
+        self._column = column
+        with ThreadPoolExecutor(16) as pool:
+            counts = list(pool.map(self._count, range(len(names))))
+            blocks = list(pool.map(self._block, range(len(names))))
+        parts = [
+            external.ExternalSlice(i, name, 0, count, block.num_samples, block.stored_bytes)
+            for i, (name, count, block) in enumerate(zip(names, counts, blocks))
+        ]
+        marks = external.fingerprints([block.path for block in blocks])
+        files = [path / name for name in names]
+        super().__init__(path, kind, external.stored_dtype(column.kind), files, marks, parts, settings)
+
+    @abstractmethod
+    def _block(self, file: int) -> Block:
+        """Return a block as it is stored now. Raises DatasetError if it is missing."""
+
+    def _count(self, file: int) -> int:
+        block = self._block(file)
+        with limit_large_blocks(block.num_bytes if block.codec else 0):
+            begins, stops = self._locate(block, block.read())
+        return int((stops - begins).sum()) // self._column.kind.itemsize
+
+    def _bounds(self, block: Block, memory: external.Bytes8, offsets: I64) -> tuple[I64, I64]:
+        """Return where the tokens of each sample begin and end."""
+        return column_bounds(block.path, memory, offsets, self._column.sizes, self._column.index, self._column.name)
+
+    def _locate(self, block: Block, memory: external.Bytes8) -> tuple[I64, I64]:
+        offsets = read_offsets(block.path, memory, block.num_samples, len(memory))
+        begins, stops = self._bounds(block, memory, offsets)
+        if (begins > stops).any() or ((stops - begins) % self._column.kind.itemsize).any():
+            raise damaged(block.path, f"whole tokens {self._column.kind} in every sample", "others")
+        return begins, stops
+
+    def _mark(self, file: int) -> bytes:
+        block = self._block(file)
+        block.check_hash()
+        return external.fingerprint(block.path, len(self.files))
+
+    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
+        block, column = self._block(part.file), self._column
+        memory = block.read() if block.codec else self._map(block.path, block.num_bytes)
+        begins, stops = self._locate(block, memory)
+        if block.codec or len(column.sizes) > 1 or column.length is None:
+            block.check_hash()
+        document_ends = np.cumsum((stops - begins) // column.kind.itemsize).astype(np.uint64)
+        return external.as_tokens(join_values(memory, begins, stops).view(column.kind), block.path), document_ends
+
+
+@dataclass(frozen=True)
 class StoredColumn:
     """A column as it is read: its name, the bytes of every value (None if each sample says them), and the decoder."""
 
@@ -295,12 +424,12 @@ class StoredColumn:
 
 def open_blocks(
     name: str, folder: Path, columns: Sequence[StoredColumn], counts: Sequence[int],
-    open_block: Callable[[int], tuple[Path, NDArray[np.uint8]]], *, has_sizes: bool = True,
+    find_block: Callable[[int], Block], *, has_sizes: bool = True,
 ) -> TableSource:  # fmt: skip
     """Return the samples of blocks as rows; block i has `counts[i]` samples.
 
     Args:
-        open_block: Returns the path and bytes of a block by its number.
+        find_block: Returns a block by its number.
         has_sizes: Whether each sample says the sizes of its columns; else the one column is all of it.
     """
     if not any(counts):
@@ -308,7 +437,9 @@ def open_blocks(
 
     def read() -> Iterator[tuple[str, tables.Rows, int]]:
         for index, count in enumerate(counts):
-            path, memory = open_block(index)
+            block = find_block(index)
+            block.check_hash()
+            path, memory = block.path, block.read()
             rows = _read_rows(path, memory, read_offsets(path, memory, count, len(memory)), columns, has_sizes)
             for batch in batched(rows, _weight, tables.BATCH_BYTES, tables.BATCH_ROWS):
                 yield str(path), batch, sum(map(_weight, batch))

@@ -11,7 +11,6 @@ counts the tokens; compressed chunks are decompressed for that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,21 +18,17 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
 from forebay.errors import DatasetError
-from forebay.formats import blocks, external, layout, tables
-from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged, read_offsets
+from forebay.formats import blocks, external, layout
+from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.mds import inside_directory
 from forebay.formats.token_stream import build_stream, documents
-from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
-_LEVEL = 3
 _EXPECTED = "LitData's index of chunks neither encrypted nor framed (compression_level='chunk')"
-_ARROW_MAGIC = b"LDARW01\0"  # Behind rows that are stored as Arrow.
 _NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
 _NUMPY_NUMBERS = {np.dtype(kind).name: number for number, kind in enumerate(_NUMPY)}
 _TORCH = {0: "f4", 1: "f4", 2: "f8", 3: "f8", 8: "f2", 9: "f2", 11: "u1", 12: "i1", 13: "i2", 14: "i2", 15: "i4"}
@@ -97,9 +92,8 @@ class LitData(layout.ColumnDirectory):
         ]
         counts = [chunk.chunk_size for chunk in index.chunks]
         return blocks.open_blocks(
-            self.name, folder, columns, counts, lambda i: _open_chunk(folder, index, index.chunks[i]),
-            has_sizes=index.has_sizes,
-        )  # fmt: skip
+            self.name, folder, columns, counts, lambda i: _find_block(folder, index, i), has_sizes=index.has_sizes
+        )
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """Chunks for the TokensLoader; U32 as int32. `compress`: zstd or nothing."""
@@ -108,15 +102,13 @@ class LitData(layout.ColumnDirectory):
         itemsize = 2 if stream.dtype == "U16" else 4
         config = {"data_format": [_TOKENS[stream.dtype]], "data_spec": _spec(None), "item_loader": "TokensLoader"}
         files = _write_chunks(samples, out, options, config, itemsize, lambda: stream.digest.tokens)
-        return stream.written(list(map(Path, files)), stream.digest.num_documents)
+        return stream.written(files, stream.digest.num_documents)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """Chunks of dicts with all columns; `compress`: zstd or nothing."""
-        encodings = {name: _encoding(kind) for name, kind in blocks.kinds_of(source, "LitData").items()}
+        encodings, samples, digest = blocks.encode_table(source, "LitData", _encoding, options)
         leaves = [encoding.name for encoding in encodings.values()]
         config = {"data_format": leaves, "data_spec": _spec(list(encodings)), "item_loader": "PyTreeLoader"}
-        digest = tables.TableDigest()
-        samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
         return blocks.written_rows(_write_chunks(samples, out, options, config, 0, digest.text), digest)
 
     def schema(self, folder: Path) -> pa.Schema:
@@ -124,59 +116,39 @@ class LitData(layout.ColumnDirectory):
         return pa.schema([pa.field(name, _leaf_type(leaf)) for name, leaf in zip(names, index.config.data_format)])
 
 
-class LitDataset(external.ExternalDataset):
+class LitDataset(blocks.BlockDataset):
     """The chunks of one directory, in the index's order."""
 
     def __init__(self, path: Path, column: str | None = None) -> None:
-        self._index, names = _read_index(path)
+        self._folder, (self._index, names) = path, _read_index(path)
         leaves = self._index.config.data_format
         name, self.left_out = layout.layout_of_tokens(path, LitData().schema(path), column, external.REMEDY)
-        self._leaf = names.index(name)
-        self._kind = np.dtype(_number_type(leaves[self._leaf]))
-        chunks = self._index.chunks
-        with ThreadPoolExecutor(4) as pool:
-            counts = list(pool.map(partial(self._count, path), chunks))
-        files = [path / chunk.filename for chunk in chunks]
-        parts = [
-            external.ExternalSlice(i, chunk.filename, 0, count, chunk.chunk_size, external.file_size(files[i]))
-            for i, (chunk, count) in enumerate(zip(chunks, counts))
-        ]
-        settings = {"column": name, "leaf": leaves[self._leaf]}
-        dtype = external.stored_dtype(self._kind)
-        super().__init__(path, "litdata", dtype, files, external.fingerprints(files), parts, settings)
+        number = names.index(name)
+        found = blocks.TokenColumn("of tokens", np.dtype(_number_type(leaves[number])), number, [None] * len(leaves))
+        files = [chunk.filename for chunk in self._index.chunks]
+        super().__init__(path, "litdata", found, files, {"column": name, "leaf": leaves[number]})
 
-    def _count(self, folder: Path, chunk: Chunk) -> int:
-        width, index, path = self._kind.itemsize, self._index, folder / chunk.filename
-        if chunk.dim is not None and not index.has_sizes and not index.config.compression:
-            if 4 * (chunk.chunk_size + 2) + chunk.dim * width != chunk.chunk_bytes:
-                raise damaged(path, f"{chunk.dim} tokens {self._kind}, as its index says", f"{chunk.chunk_bytes} bytes")
-            external.check_size(path, chunk.chunk_bytes, external.file_size(path))
-            return chunk.dim
-        with limit_large_blocks(chunk.chunk_bytes if index.config.compression else 0):
-            begins, stops = self._locate(*_open_chunk(folder, index, chunk), chunk)
-        return int((stops - begins).sum()) // width
+    def _block(self, file: int) -> blocks.Block:
+        return _find_block(self._folder, self._index, file)
 
-    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
-        chunk, path = self._index.chunks[part.file], self.files[part.file]
-        is_raw = not self._index.config.compression
-        memory = self._map(path, chunk.chunk_bytes) if is_raw else _open_chunk(self.path, self._index, chunk)[1]
-        begins, stops = self._locate(path, memory, chunk)
-        document_ends = np.cumsum((stops - begins) // self._kind.itemsize).astype(np.uint64)
-        return external.as_tokens(blocks.join_values(memory, begins, stops).view(self._kind), path), document_ends
+    def _count(self, file: int) -> int:
+        chunk, index, kind = self._index.chunks[file], self._index, self._column.kind
+        if chunk.dim is None or index.has_sizes or index.config.compression:
+            return super()._count(file)
+        path = self._folder / chunk.filename
+        if 4 * (chunk.chunk_size + 2) + chunk.dim * kind.itemsize != chunk.chunk_bytes:
+            raise damaged(path, f"{chunk.dim} tokens {kind}, as its index says", f"{chunk.chunk_bytes} bytes")
+        external.check_size(path, chunk.chunk_bytes, external.file_size(path))
+        return chunk.dim
 
-    def _locate(self, path: Path, memory: external.Bytes8, chunk: Chunk) -> tuple[I64, I64]:
-        offsets = read_offsets(path, memory, chunk.chunk_size, len(memory))
-        begins, stops = offsets[:-1], offsets[1:]
-        if self._index.has_sizes:
-            sizes = [None] * len(self._index.config.data_format)
-            if (
-                blocks.column_bounds(path, memory, offsets, sizes, len(sizes) - 1, "of the last leaf")[1] != stops
-            ).any():
-                raise damaged(path, "samples as large as their leaves", "others")
-            begins, stops = blocks.column_bounds(path, memory, offsets, sizes, self._leaf, "of tokens")
-        if ((stops - begins) % self._kind.itemsize).any():
-            raise damaged(path, f"whole tokens {self._kind} in every sample", "others")
-        return begins, stops
+    def _bounds(self, block: blocks.Block, memory: external.Bytes8, offsets: I64) -> tuple[I64, I64]:
+        if not self._index.has_sizes:
+            return offsets[:-1], offsets[1:]
+        sizes = self._column.sizes
+        last = blocks.column_bounds(block.path, memory, offsets, sizes, len(sizes) - 1, "of the last leaf")
+        if (last[1] != offsets[1:]).any():
+            raise damaged(block.path, "samples as large as their leaves", "others")
+        return super()._bounds(block, memory, offsets)
 
 
 def _encoding(kind: blocks.ColumnKind) -> Encoding:
@@ -214,21 +186,21 @@ def _spec(names: list[str] | None) -> str:
 def _write_chunks(
     samples: Iterable[bytes], out: Path, options: ConvertOptions, config: dict[str, Any], itemsize: int,
     digest: Callable[[], str],
-) -> list[str]:  # fmt: skip
-    is_packed = blocks.uses_zstd(options, "LitData")
+) -> list[Path]:  # fmt: skip
     out.mkdir()
     chunks: list[dict[str, Any]] = []
-    for num_samples, raw in blocks.build_blocks(samples, options.slice_bytes):
-        name = f"chunk-0-{len(chunks)}.{'zstd.' if is_packed else ''}bin"
-        (out / name).write_bytes(zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if is_packed else raw)
+    for num_samples, raw, packed in blocks.build_blocks(samples, options, "LitData"):
+        name = f"chunk-0-{len(chunks)}.{'zstd.' if packed is not None else ''}bin"
+        (out / name).write_bytes(raw if packed is None else packed)
         dim = (len(raw) - 4 * (num_samples + 2)) // itemsize if itemsize else None
         chunks.append({"chunk_bytes": len(raw), "chunk_size": num_samples, "dim": dim, "filename": name})
+    is_packed = options.compress == "zstd"
     settings = {"chunk_bytes": options.slice_bytes, "chunk_size": None, "encryption": None}
-    packed = {"compression": "zstd" if is_packed else None, "compression_level": "chunk" if is_packed else None}
+    compression = {"compression": "zstd" if is_packed else None, "compression_level": "chunk" if is_packed else None}
     updated_at = blocks.number_of(digest())
-    index = {"chunks": chunks, "config": {**settings, **packed, **config}, "updated_at": updated_at}
+    index = {"chunks": chunks, "config": {**settings, **compression, **config}, "updated_at": updated_at}
     (out / INDEX_FILE).write_bytes(orjson.dumps(index, option=orjson.OPT_SORT_KEYS))
-    return [*(chunk["filename"] for chunk in chunks), INDEX_FILE]
+    return [Path(name) for name in (*(chunk["filename"] for chunk in chunks), INDEX_FILE)]
 
 
 def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
@@ -302,17 +274,8 @@ def _decode_array(data: bytes) -> NDArray[Any]:
     return np.frombuffer(data, f"<{_NUMPY[number]}", offset=8 + 4 * ndim).reshape(shape)
 
 
-def _open_chunk(folder: Path, index: LitDataIndex, chunk: Chunk) -> tuple[Path, external.Bytes8]:
-    path, size = folder / chunk.filename, chunk.chunk_bytes
-    memory = external.map_file(path)
-    if codec := index.config.compression:
-        if chunk.chunk_size > max(blocks.MAX_SAMPLES, len(memory)):  # Empty ones: each costs memory here.
-            raise DatasetError(f"{path}: expected at most {blocks.MAX_SAMPLES} samples, got {chunk.chunk_size}.")
-        memory = np.frombuffer(bounded_unpack(memory.data, codec.partition(":")[0], size + 1, path), np.uint8)
-    external.check_size(path, size, len(memory))
-    if memory[-8:].tobytes() == _ARROW_MAGIC:
-        raise DatasetError(
-            f"{path}: expected samples, got rows that LitData stores as Arrow. Read them with its library, and write "
-            "them as Parquet."
-        )
-    return path, memory
+def _find_block(folder: Path, index: LitDataIndex, number: int) -> blocks.Block:
+    chunk, codec = index.chunks[number], (index.config.compression or "").partition(":")[0]
+    path = folder / chunk.filename
+    stored = external.file_size(path) if codec else chunk.chunk_bytes
+    return blocks.Block(path, chunk.chunk_size, chunk.chunk_bytes, stored, codec)

@@ -12,8 +12,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,20 +19,18 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-import zstandard
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import blocks, external, layout, tables
+from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import I64, INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
-from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
-_LEVEL = 3
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
 _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
+_ARRAY = re.compile(rf"ndarray:({'|'.join(_TYPES)})(:|$)")
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     **{name: blocks.decode_number(kind) for name, kind in _TYPES.items()},
     **dict.fromkeys(("bytes", "jpeg", "png"), bytes),
@@ -80,29 +76,17 @@ class MdsShard(BaseModel, strict=True, defer_build=True):
     zip_data: ShardFile | None = None
     compression: str | None = None
 
+    @property
+    def files(self) -> list[ShardFile]:
+        """Its files, of which one is enough."""
+        return [self.raw_data, *([self.zip_data] if self.zip_data is not None else [])]
+
 
 class MdsIndex(BaseModel, strict=True, defer_build=True):
     """index.json."""
 
     version: Literal[2]
     shards: Annotated[list[MdsShard], Field(min_length=1)]
-
-
-@dataclass(frozen=True)
-class TokenColumn:
-    """Where the tokens stand in a sample."""
-
-    name: str
-    encoding: str  # As the writer's.
-    kind: np.dtype[Any]  # Type of a token.
-    length: int | None  # Tokens in a sample, where fixed.
-    index: int  # Among all columns.
-    sizes: list[int | None]  # Bytes of each column, None where each sample says it.
-
-    @property
-    def has_header(self) -> bool:
-        """Whether each value begins with its type or shape."""
-        return self.encoding.startswith("ndarray") and self.length is None
 
 
 class Mds(layout.ColumnDirectory):
@@ -125,7 +109,7 @@ class Mds(layout.ColumnDirectory):
         shards = _read_index(folder / INDEX_FILE)
         columns = [_stored_column(folder / INDEX_FILE, shards, i, options) for i in range(len(shards[0].column_names))]
         counts = [shard.samples for shard in shards]
-        return blocks.open_blocks(self.name, folder, columns, counts, lambda i: _open_shard(folder, shards[i]))
+        return blocks.open_blocks(self.name, folder, columns, counts, lambda i: _find_block(folder, shards[i]))
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """Shards of a column `tokens`, or the one that the options name; `compress`: zstd or nothing."""
@@ -134,99 +118,76 @@ class Mds(layout.ColumnDirectory):
         values = (_shape_header(tokens.shape) + tokens.tobytes() for tokens in documents(stream.parts()))
         samples = (len(value).to_bytes(4, "little") + value for value in values)
         files = _write_shards(samples, out, options, {name: blocks.Encoding(f"ndarray:{kind}", None, list)})
-        return stream.written(list(map(Path, files)), stream.digest.num_documents)
+        return stream.written(files, stream.digest.num_documents)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """Shards of all columns; `compress`: zstd or nothing."""
-        encodings = {name: _encoding(kind) for name, kind in blocks.kinds_of(source, "MDS").items()}
-        digest = tables.TableDigest()
-        samples = blocks.encode_rows(source, list(encodings.values()), options, digest)
+        encodings, samples, digest = blocks.encode_table(source, "MDS", _encoding, options)
         return blocks.written_rows(_write_shards(samples, out, options, encodings), digest)
 
     def schema(self, folder: Path) -> pa.Schema:
         return _schema(_read_index(folder / INDEX_FILE)[0])
 
 
-class MdsDataset(external.ExternalDataset):
+class MdsDataset(blocks.BlockDataset):
     """The shards of one directory, in the index's order."""
 
     def __init__(self, path: Path, dtype: Any = None, column: str | None = None) -> None:
-        self._folder, self._shards = path, _read_index(path / INDEX_FILE)
-        self._column, self.left_out = _find_column(path / INDEX_FILE, self._shards, dtype, column)
-        with ThreadPoolExecutor(16) as pool:
-            counts = list(pool.map(self._count, self._shards))
-            stored = list(pool.map(partial(_stored_file, path), self._shards))
-        marks = external.fingerprints([file for file, _ in stored])
-        files = [path / shard.raw_data.basename for shard in self._shards]
-        parts = [
-            external.ExternalSlice(i, external.shown_name(path, file), 0, count, shard.samples, stored[i][1].bytes)
-            for i, (file, shard, count) in enumerate(zip(files, self._shards, counts))
-        ]
-        settings = {"column": self._column.name, "encodings": [self._column.encoding]}
-        super().__init__(path, "mds", external.stored_dtype(self._column.kind), files, marks, parts, settings)
+        index = path / INDEX_FILE
+        self._folder, self._shards = path, _read_index(index)
+        shard = self._shards[0]
+        name, self.left_out = layout.layout_of_tokens(path, _schema(shard, column), column, external.REMEDY)
+        number = shard.column_names.index(name)
+        encoding, size = shard.column_encodings[number], shard.column_sizes[number]
+        if encoding == "bytes":
+            kind, length = _bytes_type(index, name, dtype), None
+        else:
+            kind, shape = _array_type(index, encoding)
+            length = None if shape is None else math.prod(shape)
+        if length is not None and size != length * kind.itemsize:
+            raise DatasetError(f"{index}: expected {length * kind.itemsize} bytes of column {name}, got {size}.")
+        # The reference takes a size of 0 for none.
+        self._has_header = encoding != "bytes" and length is None
+        found = blocks.TokenColumn(name, kind, number, [size or None for size in shard.column_sizes], length)
+        names = [shard.raw_data.basename for shard in self._shards]
+        super().__init__(path, "mds", found, names, {"column": name, "encodings": [encoding]})
+
+    def _block(self, file: int) -> blocks.Block:
+        return _find_block(self._folder, self._shards[file])
 
     def _exists(self, file: int) -> bool:
-        shard = self._shards[file]
-        return any(f is not None and (self._folder / f.basename).is_file() for f in (shard.raw_data, shard.zip_data))
-
-    def _mark(self, file: int) -> bytes:
-        path, stored = _stored_file(self._folder, self._shards[file])
-        _check_hash(path, stored)
-        return external.fingerprint(path, len(self.files))
+        return any((self._folder / stored.basename).is_file() for stored in self._shards[file].files)
 
     def _hash_checks(self) -> tuple[str, ...]:
-        names = [
-            _stored_file(self._folder, shard)[1].hash_name for i, shard in enumerate(self._shards) if self._exists(i)
-        ]
-        return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
+        names = {self._block(file).hash_name for file in range(len(self.files)) if self._exists(file)}
+        return (f"{' and '.join(sorted(names))} of every shard",) if names and all(names) else ()
 
-    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
-        shard, column = self._shards[part.file], self._column
-        path, stored = _stored_file(self._folder, shard)
-        is_raw = stored is shard.raw_data
-        memory = self._map(path, stored.bytes) if is_raw else _decompress(path, shard)
-        begins, stops = self._locate(path, shard, memory)
-        if not is_raw or len(column.sizes) > 1 or column.length is None:
-            _check_hash(path, stored)
-        values = blocks.join_values(memory, begins, stops)
-        document_ends = np.cumsum((stops - begins) // column.kind.itemsize).astype(np.uint64)
-        return external.as_tokens(values.view(column.kind), path), document_ends
-
-    def _count(self, shard: MdsShard) -> int:
-        column, (path, stored) = self._column, _stored_file(self._folder, shard)
-        external.check_size(path, stored.bytes, external.file_size(path))
+    def _count(self, file: int) -> int:
+        block, column = self._block(file), self._column
+        external.check_size(block.path, block.stored_bytes, external.file_size(block.path))
         if column.length is not None:
-            return shard.samples * column.length
-        width, is_raw = column.kind.itemsize, stored is shard.raw_data
-        if not is_raw or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
-            with limit_large_blocks(0 if is_raw else shard.raw_data.bytes):
-                begins, stops = self._locate(
-                    path, shard, external.map_file(path) if is_raw else _decompress(path, shard)
-                )
-                return int((stops - begins).sum()) // width
-        head = external.read_head(path, 4 * (shard.samples + 2))
-        values = (
-            np.diff(read_offsets(path, head, shard.samples, stored.bytes)) - 4 - sum(size or 0 for size in column.sizes)
-        )
-        if column.has_header:
+            return block.num_samples * column.length
+        if block.codec or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
+            return super()._count(file)
+        width = column.kind.itemsize
+        head = external.read_head(block.path, 4 * (block.num_samples + 2))
+        offsets = read_offsets(block.path, head, block.num_samples, block.num_bytes)
+        values = np.diff(offsets) - 4 - sum(size or 0 for size in column.sizes)
+        if self._has_header:
             values = _without_header(values, width)
         if len(values) and (int(values.min()) < 0 or bool((values % width).any())):
-            raise damaged(path, f"whole tokens {column.kind} in every sample", "others")
+            raise damaged(block.path, f"whole tokens {column.kind} in every sample", "others")
         return int(values.sum()) // width
 
-    def _locate(self, path: Path, shard: MdsShard, memory: external.Bytes8) -> tuple[I64, I64]:
-        column = self._column
-        offsets = read_offsets(path, memory, shard.samples, len(memory))
-        begins, stops = blocks.column_bounds(path, memory, offsets, column.sizes, column.index, column.name)
-        if column.has_header and len(begins):
+    def _bounds(self, block: blocks.Block, memory: external.Bytes8, offsets: I64) -> tuple[I64, I64]:
+        begins, stops = super()._bounds(block, memory, offsets)
+        if self._has_header and len(begins):
             if (begins >= stops).any():
-                raise damaged(path, "a shape before the tokens of every sample", "none")
+                raise damaged(block.path, "a shape before the tokens of every sample", "none")
             shapes = memory[begins].astype(np.int64)
             if (shapes >> 2 != 1).any():
-                raise damaged(path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
+                raise damaged(block.path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
             begins = begins + 1 + (1 << (shapes & 3))
-        if (begins > stops).any() or ((stops - begins) % column.kind.itemsize).any():
-            raise damaged(path, f"whole tokens {column.kind} in every sample", "others")
         return begins, stops
 
 
@@ -255,73 +216,63 @@ def _shape_header(shape: tuple[int, ...]) -> bytes:
 
 def _write_shards(
     samples: Iterable[bytes], out: Path, options: ConvertOptions, encodings: dict[str, blocks.Encoding]
-) -> list[str]:
-    is_packed = blocks.uses_zstd(options, "MDS")
+) -> list[Path]:
     settings: dict[str, Any] = {
         "column_encodings": [encoding.name for encoding in encodings.values()],
         "column_names": list(encodings),
         "column_sizes": [encoding.size for encoding in encodings.values()],
-        "compression": f"zstd:{_LEVEL}" if is_packed else None,
+        "compression": f"zstd:{blocks.LEVEL}" if options.compress == "zstd" else None,
         "format": "mds",
         "hashes": ["sha256"],
         "size_limit": options.slice_bytes,
         "version": 2,
     }
     out.mkdir()
-    shards, files = list[dict[str, Any]](), list[str]()
-    for num_samples, raw in blocks.build_blocks(
-        samples, options.slice_bytes, json.dumps(settings, sort_keys=True).encode()
-    ):
+    shards, files = list[dict[str, Any]](), list[Path]()
+    head = json.dumps(settings, sort_keys=True).encode()
+    for num_samples, raw, packed in blocks.build_blocks(samples, options, "MDS", head):
         name = f"shard.{len(shards):05d}.mds"
-        raw_data, zip_data, stored = _described(name, raw), None, raw
-        if is_packed:
-            name, stored = f"{name}.zstd", zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
-            zip_data = _described(name, stored)
-        (out / name).write_bytes(stored)
-        files.append(name)
+        raw_data, zip_data = _described(name, raw), None
+        if packed is not None:
+            name += ".zstd"
+            zip_data = _described(name, packed)
+        (out / name).write_bytes(raw if packed is None else packed)
+        files.append(Path(name))
         shards.append({**settings, "samples": num_samples, "raw_data": raw_data, "zip_data": zip_data})
     (out / INDEX_FILE).write_text(json.dumps({"shards": shards, "version": 2}, sort_keys=True))
-    return [*files, INDEX_FILE]
+    return [*files, Path(INDEX_FILE)]
 
 
 def _described(name: str, data: bytes) -> dict[str, Any]:
     return {"basename": name, "bytes": len(data), "hashes": {"sha256": hashlib.sha256(data).hexdigest()}}
 
 
-def _open_shard(folder: Path, shard: MdsShard) -> tuple[Path, external.Bytes8]:
-    path, stored = _stored_file(folder, shard)
-    external.check_size(path, stored.bytes, external.file_size(path))
-    _check_hash(path, stored)
-    return path, external.map_file(path) if stored is shard.raw_data else _decompress(path, shard)
-
-
-def _stored_file(folder: Path, shard: MdsShard) -> tuple[Path, ShardFile]:
-    for file in (shard.raw_data, shard.zip_data):
-        if file is not None and (path := folder / file.basename).is_file():
-            return path, file
+def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
+    for file in shard.files:
+        if (path := folder / file.basename).is_file():
+            codec = "" if file is shard.raw_data else (shard.compression or "none").partition(":")[0]
+            hashes, name = file.hashes or {}, file.hash_name
+            num_bytes = shard.raw_data.bytes
+            return blocks.Block(path, shard.samples, num_bytes, file.bytes, codec, name, hashes.get(name, ""))
     path = folder / shard.raw_data.basename
     raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
 
 
 def _stored_column(path: Path, shards: list[MdsShard], index: int, options: ConvertOptions) -> blocks.StoredColumn:
     name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
-    size = shards[0].column_sizes[index] or None
+    decode: Callable[[bytes], Any]
     if encoding == "bytes" and name in (*external.TOKEN_COLUMNS, options.column):
-        return blocks.StoredColumn(
-            name, size, partial(np.frombuffer, dtype=_bytes_type(path, name, options.input_dtype))
-        )
-    kind, _, rest = encoding.partition(":")
-    if kind == "ndarray" and rest.partition(":")[0] in _TYPES:
-        dtype, _, dims = rest.partition(":")
-        shape = tuple(map(int, dims.split(","))) if re.fullmatch(r"\d{1,9}(,\d{1,9})*", dims) else None
-        if shape is not None or not dims:
-            return blocks.StoredColumn(name, size, partial(_decode_array, np.dtype(_TYPES[dtype]), shape))
-    if rest or kind not in _DECODERS:
+        decode = partial(np.frombuffer, dtype=_bytes_type(path, name, options.input_dtype))
+    elif _ARRAY.match(encoding):
+        decode = partial(_decode_array, *_array_type(path, encoding))
+    elif encoding in _DECODERS:
+        decode = _DECODERS[encoding]
+    else:
         raise DatasetError(
             f"{path}: expected columns that are read without running code, got {name}: {encoding!r}. Write them with "
             "MosaicML's library as JSON or arrays."
         )
-    return blocks.StoredColumn(name, size, _DECODERS[kind])
+    return blocks.StoredColumn(name, shards[0].column_sizes[index] or None, decode)
 
 
 def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> NDArray[Any]:
@@ -347,35 +298,18 @@ def _schema(shard: MdsShard, column: str | None = None) -> pa.Schema:
     candidates = (*external.TOKEN_COLUMNS, column)
     kinds = {}
     for name, encoding in zip(shard.column_names, shard.column_encodings):
-        is_tokens = re.match("ndarray:u?int", encoding) or (encoding == "bytes" and name in candidates)
+        array = _ARRAY.match(encoding)
+        is_tokens = "int" in array[1] if array else encoding == "bytes" and name in candidates
         kinds[name] = layout.TOKENS if is_tokens else pa.string() if encoding == "str" else pa.binary()
     return pa.schema(kinds)
 
 
-def _find_column(
-    path: Path, shards: list[MdsShard], dtype: Any, column: str | None
-) -> tuple[TokenColumn, tuple[str, ...]]:
-    names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
-    chosen, left_out = layout.layout_of_tokens(path.parent, _schema(shards[0], column), column, external.REMEDY)
-    index = names.index(chosen)
-    kind, length = _parse_encoding(path, chosen, encodings[index], dtype)
-    if length is not None and sizes[index] != length * kind.itemsize:
-        raise DatasetError(f"{path}: expected {length * kind.itemsize} bytes of column {chosen}, got {sizes[index]}.")
-    # The reference takes a size of 0 for none.
-    return TokenColumn(chosen, encodings[index], kind, length, index, [size or None for size in sizes]), left_out
-
-
-def _parse_encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any], int | None]:
-    what, *rest = encoding.split(":")
-    if what == "bytes":
-        return _bytes_type(path, name, dtype), None
-    kind = np.dtype(rest[0]).newbyteorder("<")
-    if len(rest) < 2:
-        return kind, None
-    shape = rest[1].split(",")
-    if not all(n.isascii() and n.isdigit() and 0 < len(n) < 10 for n in shape):
+def _array_type(path: Path, encoding: str) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
+    """The type of an array, and its shape where it is fixed."""
+    kind, _, shape = encoding.removeprefix("ndarray:").partition(":")
+    if shape and not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", shape):
         raise DatasetError(f"{path}: expected a shape of numbers in {encoding!r}.")
-    return kind, math.prod(map(int, shape))
+    return np.dtype(_TYPES[kind]), tuple(map(int, shape.split(","))) if shape else None
 
 
 def _bytes_type(path: Path, name: str, dtype: Any) -> np.dtype[Any]:
@@ -385,28 +319,6 @@ def _bytes_type(path: Path, name: str, dtype: Any) -> np.dtype[Any]:
             "Foundry's), 'uint16' …, or --set input_dtype=int64 of forebay convert."
         )
     return external.token_dtype(dtype)
-
-
-def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:
-    assert shard.zip_data is not None
-    packed, size = shard.zip_data.bytes, shard.raw_data.bytes
-    check_unpacked(path, packed, size + 1)
-    if shard.samples > max(blocks.MAX_SAMPLES, packed):  # Empty ones: each costs memory here.
-        raise DatasetError(f"{path}: expected at most {blocks.MAX_SAMPLES} samples, got {shard.samples}.")
-    data = external.read_head(path, packed + 1)
-    external.check_size(path, packed, len(data))
-    raw = bounded_unpack(data, (shard.compression or "").partition(":")[0], size + 1, path)
-    if len(raw) != size:
-        raise damaged(path, f"{size} bytes once decompressed", f"{len(raw)} or more")
-    return np.frombuffer(raw, np.uint8)
-
-
-def _check_hash(path: Path, stored: ShardFile) -> None:
-    if name := stored.hash_name:
-        with external.reading(path), path.open("rb") as file:
-            digest = hashlib.file_digest(file, name).hexdigest()
-        if digest != (stored.hashes or {})[name]:
-            raise DatasetError(f"{path}: expected {name} {(stored.hashes or {})[name]}, got {digest}. Fetch it again.")
 
 
 def _without_header(values: I64, width: int) -> I64:
