@@ -12,18 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, Position, TableSource
-from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, keys_of, to_record
-from forebay.formats.report import Report
-from forebay.formats.tables import contains, input_of, is_list, rows_at_once, tensor_shape
+from forebay.formats.report import Report, check_rows
+from forebay.formats.tables import contains, input_of, rows_at_once, tensor_shape
 
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, CorruptInputError)
 """What pyarrow raises for damaged files."""
@@ -85,22 +83,7 @@ class ColumnFormat(Format):
 
     def check(self, path: Path, report: Report) -> None:
         """Read every batch, or as many as the options allow."""
-        num_rows = 0
-        try:
-            with self.open_path(path) as reader:
-                schema = _schema_of(reader)
-                report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
-                for _, batch in self.batches(reader):
-                    batch.validate(full=True)
-                    _check_tokens(report, batch, num_rows)
-                    num_rows += batch.num_rows
-                    report.read_bytes += batch.nbytes
-                    if report.is_enough(report.read_bytes):
-                        break
-        except (*READ_ERRORS, MemoryError) as error:
-            evidence = f"expected {self.title} that reads, got: {error_text(error)}"
-            report.add_finding("damaged", f"row {num_rows} or after", evidence)
-        report.add_count("rows", num_rows)
+        check_rows(report, lambda: self.open_rows([path], ConvertOptions()))
 
     def _read_batches(
         self, paths: Sequence[Path], schema: pa.Schema, position: Position | None
@@ -122,17 +105,6 @@ class ColumnFormat(Format):
 
 def _schema_of(reader: Any) -> pa.Schema:
     return reader.schema_arrow if hasattr(reader, "schema_arrow") else reader.schema
-
-
-def _check_tokens(report: Report, batch: pa.RecordBatch, first_row: int) -> None:
-    for name in TOKEN_COLUMNS:
-        index = batch.schema.get_field_index(name)
-        if index >= 0 and is_list(batch.column(index).type):
-            values = batch.column(index).flatten()
-            if pa.types.is_integer(values.type) and not values.null_count:
-                tokens = np.asarray(values.to_numpy(zero_copy_only=False))
-                report.add_tokens(f"rows from {first_row}", report.metadata.get("tokens_read", 0), tokens)
-            return
 
 
 def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> list[str]:

@@ -99,11 +99,13 @@ class ColumnDirectory(Format):
 
     def check(self, path: Path, report: Report) -> None:
         """Tokens as `open_tokens` finds them; every value of rows."""
-        fault, dtype = "index-mismatch", report.options.dtype
+        dtype = report.options.dtype
         try:
-            if not decide_layout(self.schema(path)).is_rows:
-                return check_external(report, lambda: self.open_tokens(path, dtype))
-            fault = "damaged"
-            check_rows(report, self.open_rows([path], ConvertOptions(input_dtype=dtype and str(dtype))))
+            layout = decide_layout(self.schema(path))
         except (DatasetError, UsageError) as error:
-            report.add_finding(fault, "index" if fault == "index-mismatch" else "rows", str(error))
+            return report.add_finding("index-mismatch", "index", str(error))
+        if layout.is_rows:
+            options = ConvertOptions(input_dtype=dtype and str(dtype))
+            check_rows(report, lambda: self.open_rows([path], options))
+        else:
+            check_external(report, lambda: self.open_tokens(path, dtype))

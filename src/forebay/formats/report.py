@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset
@@ -158,18 +159,34 @@ def check_external(report: Report, open_dataset: Callable[[], ExternalDataset]) 
             report.add_finding("empty", "index", "expected tokens, got none")
 
 
-def check_rows(report: Report, table: TableSource) -> None:
-    """Add the rows of a table, every value of which is read."""
-    report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in table.schema)[:500]
-    if any("string" in str(field.type) for field in table.schema):
-        report.metadata["text"] = "`forebay prepare` tokenizes it"
+def check_rows(report: Report, open_table: Callable[[], TableSource]) -> None:
+    """Add the rows of a table, every value of which is read, and what ends the reading of it."""
     num_rows = 0
-    for batch in table.batches():
-        report.read_bytes += batch.nbytes
-        num_rows += batch.num_rows
-        if report.is_enough(report.read_bytes):
-            break
+    try:
+        table = open_table()
+        report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in table.schema)[:500]
+        if any("string" in str(field.type) for field in table.schema):
+            report.metadata["text"] = "`forebay prepare` tokenizes it"
+        for batch in table.batches():
+            _add_row_tokens(report, batch, num_rows)
+            num_rows += batch.num_rows
+            report.read_bytes += batch.nbytes
+            if report.is_enough(report.read_bytes):
+                break
+    except (DatasetError, UsageError, MemoryError) as error:
+        report.add_finding("damaged", f"row {num_rows} or after", str(error))
     report.add_count("rows", num_rows)
+
+
+def _add_row_tokens(report: Report, batch: pa.RecordBatch, first_row: int) -> None:
+    for name in TOKEN_COLUMNS:
+        column = batch.column(name) if name in batch.schema.names else None
+        if isinstance(column, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray | pa.FixedShapeTensorArray):
+            values = getattr(column, "storage", column).flatten()
+            if pa.types.is_integer(values.type) and not values.null_count:
+                tokens = values.to_numpy(zero_copy_only=False)
+                report.add_tokens(f"rows from {first_row}", report.metadata.get("tokens_read", 0), tokens)
+            return
 
 
 def check_slices(report: Report, dataset: Dataset) -> None:

@@ -189,7 +189,7 @@ def ids_of(path: Path) -> Vector | None:
         names = [f"sample_ids_{number[1]}", f"sample_ids_train_{number[1]}"]
     for path_of_ids in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
         if path_of_ids.is_file():
-            vector = _npy(path_of_ids) if detect(path_of_ids).format == "npy" else _raw(path_of_ids, np.dtype("<u8"))
+            vector = vector_in(path_of_ids, dtype="<u8")
             if vector.kind != np.dtype("<u8"):
                 raise DatasetError(f"{path_of_ids}: expected sample ids of uint64, got {vector.kind}. Fetch it again.")
             return vector
@@ -201,7 +201,7 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     if format == "llm.c":
         return _llmc(path)
     if format == "npy":
-        vector = _npy(path)
+        vector = vector_in(path)
         if vector.kind not in (np.dtype("<u2"), np.dtype("<u4")):
             raise DatasetError(
                 f"{path}: expected tokens of uint16 or uint32, got {vector.kind}. Save them again with "
@@ -209,7 +209,7 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
             )
         return vector
     if dtype not in (None, GUESSED):
-        return _raw(path, external.token_dtype(dtype))
+        return vector_in(path, dtype=dtype)
     if ids is not None and external.file_size(path) < 2 * ids.count:
         raise DatasetError(
             f"{path}: expected at least one token for each of {ids.count} ids in {ids.path.name}, got "
@@ -217,7 +217,7 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
         )
     head = np.frombuffer(external.read_head(path, 1 << 16), np.uint8)
     if (ids is not None or dtype is GUESSED) and (guess := guess_dtype(head[: len(head) & ~7])) is not None:
-        return _raw(path, guess)
+        return vector_in(path, dtype=guess)
     raise UsageError(
         f"{path}: expected tokens with a header, got none, and no type. Say it: open_external(PATH, dtype='uint16') "
         "(vocabularies below 65536) or 'uint32', or --set input_dtype=uint16 of forebay convert."
@@ -232,16 +232,6 @@ def guess_dtype(head: external.Bytes8) -> np.dtype[Any] | None:
     if not len(halves) or int(halves[::2].max()) < 16:
         return None
     return np.dtype("<u4" if len(halves) == 4 or halves[2::4].any() else "<i8")
-
-
-def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:
-    size = external.file_size(path) if num_bytes is None else num_bytes
-    if size % kind.itemsize:
-        raise DatasetError(
-            f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
-            "It is truncated, or of another type."
-        )
-    return Vector(path, 0, kind, size // kind.itemsize, size)
 
 
 def _llmc(path: Path) -> Vector:
@@ -264,14 +254,18 @@ def header_size(head: bytes) -> int:
     return 8 + width + min(MAX_HEADER_BYTES, int.from_bytes(head[8 : 8 + width], "little"))
 
 
-def vector_in(path: Path, head: bytes, num_bytes: int, dtype: Any = None) -> Vector:
+def vector_in(path: Path, head: bytes | None = None, num_bytes: int | None = None, dtype: Any = None) -> Vector:
     """Return the vector in a file of which only the `head` may be here: NumPy's, or raw of a type."""
-    return _npy(path, head, num_bytes) if header_size(head) else _raw(path, external.token_dtype(dtype), num_bytes)
-
-
-def _npy(path: Path, head: bytes | None = None, num_bytes: int | None = None) -> Vector:
     head = external.read_head(path, 12 + MAX_HEADER_BYTES) if head is None else head
     size = external.file_size(path) if num_bytes is None else num_bytes
+    if not head.startswith(NPY_MAGIC):
+        kind = external.token_dtype(dtype)
+        if size % kind.itemsize:
+            raise DatasetError(
+                f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
+                "It is truncated, or of another type."
+            )
+        return Vector(path, 0, kind, size // kind.itemsize, size)
     file = io.BytesIO(head)
     try:
         shape, _, dtype = read_header(file)
