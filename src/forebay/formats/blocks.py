@@ -7,8 +7,6 @@ written, unless its fields are declared as not nullable. Every offset and size i
 two blocks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from abc import abstractmethod

@@ -24,7 +24,7 @@ from forebay.formats.base import Format
 from forebay.formats.html import BLANK_LINES, HtmlError, html_to_text
 from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-from forebay.formats.records import Record, has_surrogate, strip_turn_marks, value_of
+from forebay.formats.records import Record, column_values, has_surrogate, strip_turn_marks
 from forebay.formats.text import read_data
 
 _HYPHENS = re.compile("[\x02\ufffe](?:\r?\n)?")  # As PDFium marks those that divide a word.
@@ -91,8 +91,7 @@ def _record(index: int, file: InputFile, options: ReadOptions, read: Any, what: 
         return Record(index, problem=f"a damaged {what}: {reason}", location=file.name)
     if not text.isascii() and has_surrogate(text):
         text = text.encode("utf-8", "replace").decode()
-    values = tuple(value_of(fields.get(name.lower(), ""), kind) for name, kind in options.columns.items())
-    return Record(index, text=text, values=values)
+    return Record(index, text=text, values=column_values(options, lambda name: fields.get(name.lower(), "")))
 
 
 def _too_large(limit: int) -> _RefusedError:

@@ -7,8 +7,6 @@ q * scale, |x - q * scale| <= scale / 2, a quarter of the bytes of F32.
 BF16 has no NumPy type: its values travel as their bits, uint16. Cost: about 1 ns a value, 4 ns for `q8`.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import numpy as np

@@ -14,12 +14,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path, PurePosixPath
 
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, local_version
-from forebay.formats.records import Record, value_of
+from forebay.formats.records import Record, column_values
 from forebay.formats.text import read_document
 
 _BINARY_BYTES = 8000  # As Git decides.
@@ -52,9 +52,8 @@ class SourceCode(Format):
                 yield Record(index, problem="blank")
                 continue
             if not record.problem:
-                columns = options.columns.items()
-                values = tuple(value_of(_value(name, file, record.text, licences), kind) for name, kind in columns)
-                record = replace(record, id=file.name, values=values)
+                find = partial(_value, file=file, text=record.text, licences=licences)
+                record = replace(record, id=file.name, values=column_values(options, find))
             yield record
 
 

@@ -82,8 +82,12 @@ class Csv(Format):
             elif not row or row == names:
                 yield Record(index, problem="blank")
             elif len(row) != len(names):
-                problem = f"expected {len(names)} fields, got {len(row)}"
-                yield Record(index, text=shown_text(row[0]), problem=problem, location=location)
+                yield Record(
+                    index,
+                    text=shown_text(row[0]),
+                    problem=f"expected {len(names)} fields, got {len(row)}",
+                    location=location,
+                )
             else:
                 yield _row_record(index, {key: row[i] for key, i in positions.items()}, options, location)
         if problems:

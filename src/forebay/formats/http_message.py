@@ -57,8 +57,9 @@ def parse_http(block: bytes, max_bytes: int) -> Response:
         headers.setdefault(name, value)
     mime = headers.get("content-type", "")
     charset = _CHARSET.search(mime)
-    codings = f"{headers.get('content-encoding', '')},{headers.get('transfer-encoding', '')}"
-    body, problem, cut = _decoded(body, codings, max_bytes)
+    body, problem, cut = _decoded(
+        body, f"{headers.get('content-encoding', '')},{headers.get('transfer-encoding', '')}", max_bytes
+    )
     return Response(int(status[1]) if status else 0, mime, charset[1] if charset else "", body, problem, cut)
 
 

@@ -88,9 +88,9 @@ class Jsonl(LineFormat):
             return not (tables.contains(kind, tables.is_bytes) or tables.contains(kind, tables.is_beyond_json))
 
         tables.refuse_columns(source.schema, fits, "JSONL", _ADVICE)
-        compressor, suffix = tables.compressor_of(out, options, "lines")
-        encoded = partial(tables.Encoded, encode=_json_lines)
-        return tables.write_parts(source, out, options, ".jsonl" + suffix, encoded, compressor=compressor)
+        return tables.write_parts(
+            source, out, options, ".jsonl", partial(tables.Encoded, encode=_json_lines), packs=True
+        )
 
     def check(self, path: Path, report: Report) -> None:
         """Parse every line, or of a large file the first ones."""
@@ -197,8 +197,13 @@ def parse_json(line: bytes) -> tuple[object, str]:
 def object_record(index: int, value: object, options: ReadOptions, location: str, start: int = -1) -> Record:
     """Return the document in a parsed JSON value."""
     if not isinstance(value, dict):
-        problem = f"expected an object, got {type(value).__name__}"
-        return Record(index, text=shown_text(str(value)), problem=problem, location=location, start=start)
+        return Record(
+            index,
+            text=shown_text(str(value)),
+            problem=f"expected an object, got {type(value).__name__}",
+            location=location,
+            start=start,
+        )
     record = to_record(index, value, options, start=start)
     if record.missing:
         return replace(record, location=location)

@@ -6,8 +6,6 @@ names of those columns. Text and other values do not make rows; they are left ou
 names is taken for the tokens, whatever is beside it.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from forebay.errors import CorruptInputError
 from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record, shown, strip_turn_marks, value_of
+from forebay.formats.records import Record, column_values, shown, strip_turn_marks
 from forebay.formats.text import LineFormat, skip_line
 
 _START = re.compile(rb"From [^\n]+ \d{1,2}:\d\d(?::\d\d)?[ \t][^\n]*\d{4}\b")
@@ -73,8 +73,13 @@ def _messages(file: BinaryIO, options: ReadOptions, start: int, stop: int) -> It
         if not line or (is_after_blank and is_first and _START.match(line)):
             if message_start >= 0:
                 is_large = size > options.max_document_bytes
-                large = f"a message of {size} bytes is longer than max_document_bytes, {options.max_document_bytes}"
-                yield message_start, b"".join(lines), large if is_large else problem
+                yield (
+                    message_start,
+                    b"".join(lines),
+                    f"a message of {size} bytes is longer than max_document_bytes, {options.max_document_bytes}"
+                    if is_large
+                    else problem,
+                )
             elif problem:
                 yield offset, b"", problem
             if not line or (stop and offset >= stop):
@@ -116,7 +121,7 @@ def _document(data: bytes, options: ReadOptions) -> Record:
         if not text and not html:
             return Record(0, name, shown(data) if problem else "", problem=problem)
         url = _decoded(message.get("Archived-At", "")).strip("<> \t\r\n")
-        values = tuple(value_of(_value(message, column), kind) for column, kind in options.columns.items())
+        values = column_values(options, lambda column: _value(message, column))
         text = strip_turn_marks((html[0] if is_html else text).replace("\r\n", "\n"))
         return Record(0, name, text, url if "://" in url else "", is_html, values=values)
     except _ERRORS as error:

@@ -4,8 +4,6 @@ Arrays of several files go side by side, each a column by its file's name. They 
 as a whole. Pickled objects are never loaded.
 """
 
-from __future__ import annotations
-
 import math
 import zipfile
 import zlib

@@ -47,12 +47,18 @@ class RawTokens(Format):
         find = {"npy": _find_in_npy, "llm.c": _find_in_llmc}.get(detect(path).format, _find_in_raw)
         start, stop, dtype = find(report, memory)
         if excess := (stop - start) % dtype.itemsize:
-            evidence = f"expected whole tokens of {dtype.itemsize} bytes, got {stop - start} bytes"
-            report.add_finding("truncated", f"byte {stop}", evidence)
+            report.add_finding(
+                "truncated",
+                f"byte {stop}",
+                f"expected whole tokens of {dtype.itemsize} bytes, got {stop - start} bytes",
+            )
             stop -= excess
         if stop - start > _ZERO_BYTES and not memory[stop - _ZERO_BYTES : stop].any():
-            evidence = f"the last {_ZERO_BYTES} bytes or more are zero: room that was set aside and not written"
-            report.add_finding("trailing-zeros", f"byte {stop - _ZERO_BYTES}", evidence)
+            report.add_finding(
+                "trailing-zeros",
+                f"byte {stop - _ZERO_BYTES}",
+                f"the last {_ZERO_BYTES} bytes or more are zero: room that was set aside and not written",
+            )
         tokens = memory[start:stop].view(dtype)
         report.metadata.setdefault("dtype", str(dtype))
         report.metadata["tokens"] = len(tokens)
@@ -103,22 +109,24 @@ def _find_in_npy(report: Report, memory: Bytes8) -> _Extent:
     try:
         shape, _, stored = vectors.read_header(file)
     except ValueError:
-        evidence = f"expected NumPy's header, got its magic and then {memory[6:40].tobytes()!r}"
-        report.add_finding("damaged-header", "byte 0", evidence)
+        report.add_finding(
+            "damaged-header", "byte 0", f"expected NumPy's header, got its magic and then {memory[6:40].tobytes()!r}"
+        )
         return len(memory), len(memory), np.dtype("<u2")
     dtype, start = stored.newbyteorder("<"), file.tell()
     if report.path.suffix != ".npy":
-        evidence = (
+        report.add_finding(
+            "header-as-tokens",
+            "byte 0",
             f"named {report.path.suffix or 'without a suffix'}, and begins with NumPy's header of {start} bytes: a "
-            f"reader of raw tokens puts {start // dtype.itemsize} tokens before the first (20115 19797 …)"
+            f"reader of raw tokens puts {start // dtype.itemsize} tokens before the first (20115 19797 …)",
         )
-        report.add_finding("header-as-tokens", "byte 0", evidence)
     if stored.byteorder == ">":
-        evidence = f"the header says {stored.str}: big endian, which loaders refuse"
-        report.add_finding("byte-order", "byte 0", evidence)
+        report.add_finding("byte-order", "byte 0", f"the header says {stored.str}: big endian, which loaders refuse")
     elif dtype not in (np.dtype("<u2"), np.dtype("<u4")):
-        evidence = f"expected uint16 or uint32, got {stored}: loaders of tokens refuse it"
-        report.add_finding("wrong-dtype", "byte 0", evidence)
+        report.add_finding(
+            "wrong-dtype", "byte 0", f"expected uint16 or uint32, got {stored}: loaders of tokens refuse it"
+        )
     if len(shape) != 1:
         report.add_finding("shape", "byte 0", f"expected a vector, got shape {list(shape)}")
     return start, _stop_of(report, memory, start + math.prod(shape) * dtype.itemsize), dtype
@@ -135,8 +143,11 @@ def _find_in_llmc(report: Report, memory: Bytes8) -> _Extent:
 def _stop_of(report: Report, memory: Bytes8, expected: int) -> int:
     if len(memory) != expected:
         fault = "truncated" if len(memory) < expected else "appended"
-        evidence = f"expected {expected} bytes, as its header says, got {len(memory)}"
-        report.add_finding(fault, f"byte {min(len(memory), expected)}", evidence)
+        report.add_finding(
+            fault,
+            f"byte {min(len(memory), expected)}",
+            f"expected {expected} bytes, as its header says, got {len(memory)}",
+        )
     return min(len(memory), expected)
 
 
@@ -149,11 +160,17 @@ def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
     if not len(memory):
         report.add_finding("empty", "byte 0", "expected tokens, got no byte")
     elif report.path.suffix == ".npy":
-        evidence = f"named .npy, and begins with {memory[:6].tobytes()!r}, not with NumPy's header: np.load refuses it"
-        report.add_finding("no-header", "byte 0", evidence)
+        report.add_finding(
+            "no-header",
+            "byte 0",
+            f"named .npy, and begins with {memory[:6].tobytes()!r}, not with NumPy's header: np.load refuses it",
+        )
     if expected is not None and guessed is not None and guessed.itemsize != expected.itemsize:
-        evidence = f"the halves of the numbers are not those of {expected}. The tokens are {guessed}"
-        report.add_finding("wrong-dtype", "every token", evidence)
+        report.add_finding(
+            "wrong-dtype",
+            "every token",
+            f"the halves of the numbers are not those of {expected}. The tokens are {guessed}",
+        )
     return 0, len(memory), dtype
 
 
@@ -162,8 +179,11 @@ def _check_windows(report: Report, tokens: NDArray[Any]) -> None:
     for index in choose_slices(-(-len(tokens) // step), tokens.nbytes, report):
         start, window = index * step, tokens[index * step : (index + 1) * step]
         if (offset := np.ascontiguousarray(window).tobytes().find(vectors.NPY_MAGIC)) >= 0:
-            evidence = "expected tokens, got NumPy's header: a .npy file was appended as raw tokens"
-            report.add_finding("header-as-tokens", f"token {start + offset // tokens.itemsize}", evidence)
+            report.add_finding(
+                "header-as-tokens",
+                f"token {start + offset // tokens.itemsize}",
+                "expected tokens, got NumPy's header: a .npy file was appended as raw tokens",
+            )
         report.add_tokens(report.path.name, start, window)
         report.read_bytes += window.nbytes
 

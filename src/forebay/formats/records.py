@@ -167,11 +167,15 @@ def source_of(row: Mapping[str, object], options: ReadOptions) -> tuple[str, str
 
 def values_of(row: Mapping[str, object], options: ReadOptions) -> tuple[float | str, ...]:
     """Return the values of the columns of `ReadOptions.columns` in a row."""
-    return tuple(value_of(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
+    return column_values(options, lambda key: look_up(row, key)) if options.columns else ()
 
 
-def value_of(value: object, kind: str) -> float | str:
-    """Return the value of a column of `ReadOptions.columns`; NaN, or "", if there is none."""
+def column_values(options: ReadOptions, find: Callable[[str], object]) -> tuple[float | str, ...]:
+    """Return the values of the columns of `ReadOptions.columns`, given what finds one by name; NaN or "" for none."""
+    return tuple(_value(find(name), kind) for name, kind in options.columns.items())
+
+
+def _value(value: object, kind: str) -> float | str:
     if kind == "text":
         return name_of(value)
     try:

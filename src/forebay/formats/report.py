@@ -112,8 +112,11 @@ class Report:
         invalid = np.flatnonzero((tokens >= bound) | (tokens < 0))
         if len(invalid) and not any(finding.fault == "vocabulary-overflow" for finding in self.findings):
             first = int(invalid[0])
-            evidence = f"{location}: expected ids below {bound}, got {int(tokens[first])}"
-            self.add_finding("vocabulary-overflow", f"token {start + first}", evidence)
+            self.add_finding(
+                "vocabulary-overflow",
+                f"token {start + first}",
+                f"{location}: expected ids below {bound}, got {int(tokens[first])}",
+            )
 
     def add_count(self, unit: str, count: int) -> None:
         """Add how many lines, rows, records … there are; none is a finding where nothing else is wrong."""

@@ -7,8 +7,6 @@ and other columns are left out: the notes and the manifest name them. Memory is 
 Padding of `input_ids` is `eos_id` or 0, of `labels` -100, of other columns 0; an `attention_mask` U8 marks it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -38,7 +36,7 @@ from forebay.formats.images import with_images
 from forebay.formats.layout import KEY
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.tables import Array
-from forebay.formats.token_stream import TokenStream, build_stream, slices_of
+from forebay.formats.token_stream import build_stream, slices_of
 
 REJECTS_FILE = "rejects.jsonl"
 _IGNORED = -100
@@ -140,13 +138,19 @@ class ForebayDataset(Format):
                 _check_slice(out / name, {"tokens": part.tokens, "document_ends": part.document_ends})
             file = OutputFile(name, *written[:2], len(part.tokens), len(part.document_ends), written.leaves)
             slices.append(sink.commit(file, out / name))
-        files = _copy_tokenizer(source, out)
-        table = _table(slices, options)
-        sink.write(out / CHUNKS_FILE, sink.leaves(slices))
-        atomic_write(out / TABLE_FILE, table.to_parquet())
-        atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
-        paths = (*(Path(file.name) for file in slices), *map(Path, (*files, CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE)))
-        return stream.written(paths)
+        files, metadata = _copy_tokenizer(source, out), source.metadata
+        eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
+        vocab_size = int(metadata.get("vocab_size", 0))
+        lineage = {"converted": {"id": metadata["id"]} if "id" in metadata else {}, "files": files}
+        properties = {
+            "name": options.name or str(metadata.get("name", "")) or out.name,
+            "layout": "tokens",
+            "dtype": stream.dtype,
+            "tokenizer": str(metadata.get("tokenizer", "")),
+            "vocab_size": vocab_size if stream.dtype == "U32" or vocab_size <= 1 << 16 else 0,
+            "eos_id": None if eos_id is None or (vocab_size and eos_id >= vocab_size) else eos_id,
+        }
+        return stream.written(_finish(out, slices, [*files], options, lineage, properties))
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """A dataset of layout `rows`."""
@@ -174,14 +178,12 @@ class ForebayDataset(Format):
         notes = []
         if left_out:
             notes.append(f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them")
-        files = [Path(file.name) for file in writer.slices]
         if rejected:
             atomic_write(out / REJECTS_FILE, b"".join(orjson.dumps(row) + b"\n" for row in rejected))
             notes.append(
                 f"{len(rejected)} images were rejected, with the reasons in {REJECTS_FILE}; the first: "
                 f"{rejected[0]['reason']}"
             )
-            files.append(Path(REJECTS_FILE))
         converted = {
             "tensors": writer.tensors,
             "changed": {c.name: [c.kind, c.to] for c in columns if c.kind != c.to and "F" in c.kind},
@@ -190,13 +192,11 @@ class ForebayDataset(Format):
             "classes": table.metadata.get("classes"),
         }
         lineage = {"converted": {key: value for key, value in converted.items() if value}}
-        slices = _table(writer.slices, options)
-        atomic_write(out / TABLE_FILE, slices.to_parquet())
-        options.sink.write(out / CHUNKS_FILE, options.sink.leaves(writer.slices))
-        manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
-        atomic_write(out / MANIFEST_FILE, manifest.to_json())
-        files += map(Path, (CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE))
-        return Written(tuple(files), None, int(slices.count.sum()), 0, writer.digest.text(), tuple(notes))
+        properties = {"name": options.name or out.name, "layout": "rows", "eos_id": options.eos_id}
+        names = [REJECTS_FILE] if rejected else []
+        files = _finish(out, writer.slices, names, options, lineage, properties)
+        num_rows = sum(file.count for file in writer.slices)
+        return Written(files, None, num_rows, 0, writer.digest.text(), tuple(notes))
 
     def check(self, path: Path, report: Report) -> None:
         """Every hash if the dataset is small or everything is asked for, then the contents of the slices."""
@@ -274,21 +274,28 @@ class _Writer:
         self._waiting, self._rows = [], 0
 
 
-def _table(slices: Sequence[OutputFile], options: ConvertOptions) -> SliceTable:
-    rows = (
+def _finish(
+    out: Path, slices: Sequence[OutputFile], names: list[str], options: ConvertOptions, lineage: dict[str, Any],
+    properties: dict[str, Any],
+) -> tuple[Path, ...]:  # fmt: skip
+    """Write what belongs to all slices, the manifest last; return all files, with other `names`."""
+    rows = [
         SliceInfo(index, file.name, file.num_bytes, file.sha256, file.count, file.num_documents)
         for index, file in enumerate(slices)
-    )
-    return SliceTable.from_rows(list(rows), chunk_size(options.slice_bytes))
+    ]
+    table = SliceTable.from_rows(rows, chunk_size(options.slice_bytes))
+    options.sink.write(out / CHUNKS_FILE, options.sink.leaves(slices))
+    atomic_write(out / TABLE_FILE, table.to_parquet())
+    atomic_write(out / MANIFEST_FILE, Manifest.of(table, lineage, **properties).to_json())
+    return tuple(map(Path, (*(file.name for file in slices), *names, CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE)))
 
 
 def _check_slice(path: Path, tensors: Mapping[str, Array]) -> None:
     """Compare a slice with what was written to it, bit by bit."""
     opened = open_slice(path).tensors
     for name, array in tensors.items():
-        written, expected = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (opened[name], array))
-        pieces = range(0, max(len(written), len(expected)), 1 << 20)
-        if not all(np.array_equal(written[i : i + (1 << 20)], expected[i : i + (1 << 20)]) for i in pieces):
+        written, expected = (np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in (opened[name], array))
+        if written != expected:
             raise DatasetError(f"{path.name}: expected {name} as it was written, got other values. Check the disk.")
 
 
@@ -383,25 +390,6 @@ def _ragged(column: _Column, expected: tuple[int, ...], got: tuple[int, ...], ro
     return DatasetError(
         f"column {column.name!r}: expected rows of one shape, {list(expected)}, got {list(got)} (row {row} or after). "
         "Give --seq-len N to pad vectors; or, for tokens alone, --set column=NAME."
-    )
-
-
-def _manifest(
-    stream: TokenStream, options: ConvertOptions, out: Path, table: SliceTable, files: dict[str, str]
-) -> Manifest:
-    metadata = stream.source.metadata
-    eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
-    vocab_size = int(metadata.get("vocab_size", 0))
-    converted = {key: metadata[key] for key in ("id",) if key in metadata}  # The same from every container.
-    return Manifest.of(
-        table,
-        {"converted": converted, "files": files},
-        name=options.name or str(metadata.get("name", "")) or out.name,
-        layout="tokens",
-        dtype=stream.dtype,
-        tokenizer=str(metadata.get("tokenizer", "")),
-        vocab_size=vocab_size if stream.dtype == "U32" or vocab_size <= 1 << 16 else 0,
-        eos_id=None if eos_id is None or (vocab_size and eos_id >= vocab_size) else eos_id,
     )
 
 

@@ -4,8 +4,6 @@ Tokens are cut at a fixed count across documents. Each file is written atomicall
 shard whose tokens exist is complete. Memory: some 8 MiB, and 8 bytes for each sample of a shard.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -132,12 +130,12 @@ def write_shards(
     folder: Any = str(out) if is_url(out) else local_path(out)
     if is_url(out):
         written, _, _ = write_to_bucket(tokens, folder, f"shards {generation}", options, writer.write_tokens)
-        ids, names = ([join_url(folder, str(name)) for name in written.files[part::2]] for part in (0, 1))
+        files = [join_url(folder, str(name)) for name in written.files]
     else:
         written = writer.write_tokens(tokens, folder, options)
-        ids, names = ([folder / name for name in written.files[part::2]] for part in (0, 1))
+        files = [folder / name for name in written.files]
     full, total = shard_tokens // seq_len, (written.num_tokens or 0) // seq_len
-    return [Shard(n, *pair, min(full, total - n * full)) for n, pair in enumerate(zip(names, ids))]
+    return [Shard(n, *pair, min(full, total - n * full)) for n, pair in enumerate(zip(files[1::2], files[::2]))]
 
 
 def _samples(stream: TokenStream, kind: np.dtype[Any], seq_len: int, digest: TokenDigest) -> Iterator[NDArray[Any]]:

@@ -5,8 +5,6 @@ names. Files that hold no table are left out. Files at a URL are read by ranges;
 says the format. A dataset of Forebay at a URL is read slice by slice through a temporary file.
 """
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Iterable, Iterator

@@ -5,15 +5,13 @@ inferred from the first 64 MiB; and where a part ends: `out` with a suffix is on
 `part-00000.parquet` and so on, a new one once the one before holds `slice_bytes`.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import itertools
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -333,7 +331,7 @@ class Encoded:
         pass
 
 
-def compressor_of(out: Path, options: ConvertOptions, what: str) -> tuple[Callable[[BinaryIO], Any], str]:
+def _compressor_of(out: Path, options: ConvertOptions, what: str) -> tuple[Callable[[BinaryIO], Any], str]:
     """Return what packs a file, by the options or the suffix of `out`, and the suffix that parts get."""
     name = options.compress or {".gz": "gzip", ".zst": "zstd"}.get(out.suffix, "none")
     if name == "gzip":
@@ -352,15 +350,16 @@ def write_parts(
     suffix: str,
     open_part: Callable[[Any, int], Any],
     *,
-    compressor: Callable[[BinaryIO], AbstractContextManager[Any]] = nullcontext,
+    packs: bool = False,
     group_bytes: int = 0,
 ) -> Written:
     """Write a table to `out`: one file, or a directory of parts with this suffix.
 
-    `open_part` returns what has `write(table)` and `close()`, given a file, which `compressor` compresses, and the
-    number of its first row. About `group_bytes`, or
-    65536 rows, are written at once.
+    `open_part` returns what has `write(table)` and `close()`, given a file and the number of its first row. `packs`:
+    files are compressed as the options or the suffix of `out` say. About `group_bytes`, or 65536 rows, are written at
+    once.
     """
+    compressor, packed_suffix = _compressor_of(out, options, suffix) if packs else (nullcontext, "")
     sink = options.sink
     digest, files = TableDigest(), list(sink.committed)
     num_rows = sum(file.count for file in files)
@@ -370,7 +369,7 @@ def write_parts(
     if not single:
         out.mkdir()
     while pending is not None or not files:  # An empty table is one empty part.
-        path, first_row = out if single else out / f"part-{len(files):05d}{suffix}", num_rows
+        path, first_row = out if single else out / f"part-{len(files):05d}{suffix}{packed_suffix}", num_rows
         digest = TableDigest() if sink.is_remote else digest
         with path.open("xb") as file, compressor(file) as packed:
             part = open_part(packed, num_rows)

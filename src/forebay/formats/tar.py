@@ -128,8 +128,13 @@ class TarReader:
             if flag in b"1236" and self._kinds is not None and kind in self._kinds:
                 return Member(name, offset)
             is_known = flag in b"123456DNVAI" or name.endswith("/")
-            other = f"{name}: a member of the type {flag.decode('latin-1')!r}, which is not read"
-            return None if is_known else Member(name, offset, problem=other)
+            return (
+                None
+                if is_known
+                else Member(
+                    name, offset, problem=f"{name}: a member of the type {flag.decode('latin-1')!r}, which is not read"
+                )
+            )
         if self._kinds is not None and kind not in self._kinds:
             return Member(name, offset, problem="" if self._skip(size) else f"{name}: {_CUT_OFF}")
         data = self._body(size, self._limit)

@@ -108,8 +108,7 @@ def _next_line(file: BinaryIO, limit: int) -> tuple[bytes, int, str, bool]:
     except CorruptInputError as error:
         return line[:SHOWN_CHARS], size, str(error), True
     if size > limit:
-        problem = f"a line of {size} bytes is longer than max_document_bytes, {limit}"
-        return line[:SHOWN_CHARS], size, problem, False
+        return line[:SHOWN_CHARS], size, f"a line of {size} bytes is longer than max_document_bytes, {limit}", False
     return line, size, "", not line
 
 

@@ -6,8 +6,6 @@ Written: text and bytes as BytesList, integers and booleans as Int64List, floats
 Source: tensorflow/core/lib/io/record_writer, core/example/{example,feature}.proto, core/lib/hash/crc32c (the mask).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -96,10 +94,8 @@ class TFRecord(Format):
         """`compress`: gzip, zstd or nothing, or as the suffix of `out` says; TensorFlow reads gzip."""
         source = unwrap_images(source)
         tables.refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
-        encode = partial(_encoded, checksum=crc32c())
-        compressor, suffix = tables.compressor_of(out, options, "TFRecord")
-        part = partial(tables.Encoded, encode=encode)
-        return tables.write_parts(source, out, options, ".tfrecord" + suffix, part, compressor=compressor)
+        part = partial(tables.Encoded, encode=partial(_encoded, checksum=crc32c()))
+        return tables.write_parts(source, out, options, ".tfrecord", part, packs=True)
 
     def check(self, path: Path, report: Report) -> None:
         """Compare the checksums of every record, or of as many as the options allow."""

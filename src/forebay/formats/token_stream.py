@@ -4,8 +4,6 @@ Pieces hold at most 4 Mi tokens, whatever the source's parts are, so that a conv
 source maps.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -21,7 +21,7 @@ from forebay.formats.base import Format
 from forebay.formats.encodings import binary_kind
 from forebay.formats.http_message import body_text, http_complete, is_html, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
-from forebay.formats.records import Record, value_of
+from forebay.formats.records import Record, column_values
 from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_members
 
 MAX_HEAD_BYTES = 64 << 10
@@ -147,17 +147,12 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
             problem = f"expected {kind or 'HTML'}, got {other}"
     if url.startswith(("filedesc:", "dns:", "whois:", "metadata:", "warcinfo:")):
         return "a record about the archive"
-    text, values = body_text(body, charset, html), _values(raw, options)
+    text = body_text(body, charset, html)
+    values = column_values(options, lambda name: raw.headers.get(_COLUMNS.get(name, name.lower())))
     yield Record(index, identity, text[:512] if problem else text, url, html, problem, raw.location, values=values)
     if cut and "warc-truncated" not in raw.headers:
         yield Record(index, identity, "", url, problem=f"{cut}; its beginning is kept", location=raw.location)
     return ""
-
-
-def _values(raw: RawRecord, options: ReadOptions) -> tuple[float | str, ...]:
-    """The headers that `[read.columns]` names."""
-    names = ((_COLUMNS.get(name, name.lower()), kind) for name, kind in options.columns.items())
-    return tuple(value_of(raw.headers.get(name), kind) for name, kind in names)
 
 
 @dataclass(frozen=True)
@@ -341,8 +336,12 @@ class _Archive:
         block = self._take(buffered)
         if buffered == size or (self._damage is None and http_complete(block)):
             return RawRecord(location, headers, block)
-        reason = f"a record that ends after {buffered} of {size} bytes"
-        return RawRecord(location, headers, block, self._skip_damage() if self._damage is not None else reason)
+        return RawRecord(
+            location,
+            headers,
+            block,
+            self._skip_damage() if self._damage is not None else f"a record that ends after {buffered} of {size} bytes",
+        )
 
     def _ends_well(self, size: int) -> bool:
         """Whether a record, or the end, follows at most four line-end bytes after the next `size` bytes."""

@@ -7,8 +7,6 @@ are `<column>.jpg` and the like by what they begin with (else `.bin`), lists and
 but of the column `text`, and numbers, are fields of `json`, as a member takes a KiB or more.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math
@@ -84,8 +82,7 @@ class WebDataset(Format):
             return not tables.contains(kind, tables.is_beyond_json)
 
         tables.refuse_columns(source.schema, fits, "WebDataset", "Write --to parquet instead.")
-        compressor, suffix = tables.compressor_of(out, options, "tar files")
-        return tables.write_parts(source, out, options, ".tar" + suffix, _TarPart, compressor=compressor)
+        return tables.write_parts(source, out, options, ".tar", _TarPart, packs=True)
 
     def check(self, path: Path, report: Report) -> None:
         """Read every header, or as many as the options allow."""
@@ -114,8 +111,13 @@ def _bounded_sample(group: Iterator[Member], options: ReadOptions) -> list[Membe
     for member in group:
         size += len(member.data)
         if size > 2 * options.max_document_bytes or len(members) == _MAX_MEMBERS:
-            problem = f"a sample of more than {_MAX_MEMBERS} members, or twice max_document_bytes"
-            members = [replace(members[0], data=b"", problem=problem)]
+            members = [
+                replace(
+                    members[0],
+                    data=b"",
+                    problem=f"a sample of more than {_MAX_MEMBERS} members, or twice max_document_bytes",
+                )
+            ]
             break
         members.append(member)
     return members

@@ -162,8 +162,7 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
     try:
         fields = _fields(page.xml)
     except expat.ExpatError as error:
-        problem = f"damaged XML: {expat.ErrorString(error.code)}"
-        return Record(0, problem=problem, location=f"byte {page.start}")
+        return Record(0, problem=f"damaged XML: {expat.ErrorString(error.code)}", location=f"byte {page.start}")
     title, namespace, name, model, source = map(fields.get, _FIELDS, ("", "0", "", "", ""))
     if "deleted" in fields:
         return None
@@ -171,8 +170,14 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
         return None
     location = f'page "{title}"'
     if page.too_large or len(source) > options.max_document_bytes:
-        problem = f"a page of more than max_document_bytes = {options.max_document_bytes}"
-        return Record(0, name.strip(), source[:512], site.url(title), problem=problem, location=location)
+        return Record(
+            0,
+            name.strip(),
+            source[:512],
+            site.url(title),
+            problem=f"a page of more than max_document_bytes = {options.max_document_bytes}",
+            location=location,
+        )
     if "redirect" in fields or _REDIRECT.match(source):
         return None
     if (model := model.strip()) not in ("", "wikitext"):
