@@ -59,24 +59,24 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
     path = Path(path)
     if not path.exists() and (files := [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]):  # noqa: PTH207
         return open_token_files(path.parent, sorted(files), dtype)
-    if not path.is_dir():
-        check_no_chunks(path.parent)
-    pair = None if path.is_dir() else pair_of(path)
-    if pair is not None:
+    if path.is_dir():
+        return _open_directory(path, dtype, column)
+    check_no_chunks(path.parent)
+    if pair := pair_of(path):
         return MegatronDataset(path.parent, [pair])
-    if path.is_file():
-        if path.name in (INDEX_FILE, STATE_FILE):
-            return open_external(path.parent, dtype=dtype, column=column)
-        return _open_file(path, dtype)
-    if not path.is_dir() or (path / MANIFEST_FILE).is_file():
+    if not path.is_file():
+        return None
+    if path.name in (INDEX_FILE, STATE_FILE):
+        return open_external(path.parent, dtype=dtype, column=column)
+    return _open_file(path, dtype)
+
+
+def _open_directory(path: Path, dtype: Any, column: str | None) -> ExternalDataset | None:
+    if (path / MANIFEST_FILE).is_file():
         return None
     check_split(path)
     if name := dataset_format(path):
         return get_format(name).open_tokens(path, dtype, column)
-    return _open_directory(path, dtype)
-
-
-def _open_directory(path: Path, dtype: Any) -> ExternalDataset | None:
     files = list(_files(path))
     pairs = [pair for file in files if is_index(file) and (pair := pair_of(file))]
     if pairs:

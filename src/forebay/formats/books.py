@@ -24,7 +24,7 @@ from forebay.formats.base import Format
 from forebay.formats.html import BLANK_LINES, HtmlError, html_to_text
 from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-from forebay.formats.records import Record, column_values, has_surrogate, strip_turn_marks
+from forebay.formats.records import Record, column_values, strip_turn_marks, without_surrogates
 from forebay.formats.text import read_data
 
 _HYPHENS = re.compile("[\x02\ufffe](?:\r?\n)?")  # As PDFium marks those that divide a word.
@@ -89,8 +89,7 @@ def _record(index: int, file: InputFile, options: ReadOptions, read: Any, what: 
     except _DAMAGED as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return Record(index, problem=f"a damaged {what}: {reason}", location=file.name)
-    if not text.isascii() and has_surrogate(text):
-        text = text.encode("utf-8", "replace").decode()
+    text = without_surrogates(text)
     return Record(index, text=text, values=column_values(options, lambda name: fields.get(name.lower(), "")))
 
 

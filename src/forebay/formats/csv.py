@@ -172,7 +172,7 @@ def _row_record(index: int, row: dict[str, str], options: ReadOptions, location:
             return Record(index, problem=problem, location=location)
         return object_record(index, {**row, options.messages_key: value}, options, location)
     record = to_record(index, row, options)
-    if not record.text.isascii() and has_surrogate(record.text):
+    if has_surrogate(record.text):
         return Record(index, record.id, shown_text(record.text), problem="not UTF-8", location=location)
     return record
 

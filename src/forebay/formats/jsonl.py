@@ -207,7 +207,7 @@ def object_record(index: int, value: object, options: ReadOptions, location: str
     record = to_record(index, value, options, start=start)
     if record.missing:
         return replace(record, location=location)
-    if record.problem or (not record.text.isascii() and has_surrogate(record.text)):
+    if record.problem or has_surrogate(record.text):
         problem = record.problem or "half a surrogate pair in the text"
         return Record(index, record.id, shown_text(record.text), problem=problem, location=location, start=start)
     return record

@@ -47,7 +47,7 @@ class Layout:
 def decide_layout(schema: pa.Schema, column: str | None = None) -> Layout:
     """Return the layout of a table; `column` is that of the tokens if the user names one."""
     names = TOKEN_COLUMNS if column is None else (column,)
-    tokens = next((n for n in names if n in schema.names and _is_token_list(schema.field(n).type)), None)
+    tokens = next((n for n in names if n in schema.names and is_token_list(schema.field(n).type)), None)
     others = sorted((field.name, field.type) for field in schema if field.name not in (tokens, KEY))
     more = tuple(name for name, kind in others if column is None and _is_data(kind))
     return Layout(tokens, more, tuple(name for name, _ in others))
@@ -78,9 +78,9 @@ def layout_of_tokens(path: object, schema: pa.Schema, column: str | None, remedy
     return layout.tokens, layout.left_out
 
 
-def _is_token_list(kind: Any) -> bool:
-    is_vector = tables.is_vector(kind)
-    return is_vector and bool(pa.types.is_integer(kind.value_type))
+def is_token_list(kind: Any) -> bool:
+    """Return whether a type is of vectors of integers."""
+    return tables.is_vector(kind) and bool(pa.types.is_integer(kind.value_type))
 
 
 def _is_data(kind: Any) -> bool:

@@ -17,7 +17,7 @@ from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
 from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batch_rows, error_text, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
-from forebay.formats.records import Record
+from forebay.formats.records import Record, batched
 from forebay.formats.tables import rows_at_once, write_parts
 
 _BATCH_ROWS = 4096
@@ -61,12 +61,9 @@ class Parquet(ColumnFormat):
         except READ_ERRORS:
             yield 0, 0, file.bytes  # Reading it reports what is wrong.
             return
-        start, size = 0, 0
-        for index, group_size in enumerate(sizes):
-            size += group_size
-            if size >= SPLIT_BYTES or index == len(sizes) - 1:
-                yield start, index + 1, file.bytes * size // max(1, sum(sizes))
-                start, size = index + 1, 0
+        for groups in batched(range(len(sizes)), sizes.__getitem__, SPLIT_BYTES, len(sizes)):
+            size = sum(sizes[group] for group in groups)
+            yield groups[0], groups[-1] + 1, file.bytes * size // max(1, sum(sizes))
 
     def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
         """A row group is of the part with its middle byte."""

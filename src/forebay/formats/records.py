@@ -77,7 +77,12 @@ def shown(data: bytes) -> str:
 
 def shown_text(text: str) -> str:
     """Return the beginning of a text, which may hold half a surrogate pair, as text that can be stored."""
-    return text[:SHOWN_CHARS].encode("utf-8", "replace").decode()
+    return without_surrogates(text[:SHOWN_CHARS])
+
+
+def without_surrogates(text: str) -> str:
+    """Return the text as UTF-8 can hold it: `?` for half a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def batched(items: Iterable[T], weigh: Callable[[T], int], max_weight: int, max_items: int) -> Iterator[list[T]]:
@@ -187,7 +192,7 @@ def _value(value: object, kind: str) -> float | str:
 def name_of(value: object) -> str:
     """Return an id as text: strings and numbers are ids, other values give ""."""
     if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+        return value if value.isascii() else without_surrogates(value)
     if isinstance(value, float) and math.isfinite(value):
         return str(int(value) if value.is_integer() else value)
     return str(value) if isinstance(value, int | Decimal) and not isinstance(value, bool) else ""
@@ -196,10 +201,9 @@ def name_of(value: object) -> str:
 def has_surrogate(text: str) -> bool:
     """Return whether a text has half a surrogate pair, and so cannot be UTF-8."""
     try:
-        text.encode()
+        return not text.isascii() and not text.encode()
     except UnicodeEncodeError:
         return True
-    return False
 
 
 def _text(row: Mapping[str, object], key: str) -> tuple[str | None, str]:

@@ -33,7 +33,7 @@ from forebay.formats.base import Format
 from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, TokenSource, Written
 from forebay.formats.images import with_images
-from forebay.formats.layout import KEY
+from forebay.formats.layout import KEY, is_token_list
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.tables import Array
 from forebay.formats.token_stream import build_stream, slices_of
@@ -80,9 +80,13 @@ class SafeTensors(Format):
             fields = fields or own
             for name in sorted(fields.keys() | own.keys()):
                 first, second = fields.get(name), own.get(name)
-                if first is not None and second is not None and _are_vectors(first.type, second.type):
-                    fields[name] = first if first == second else pa.field(name, pa.list_(first.type.value_type))
-                elif first != second:
+                if first == second:
+                    continue
+                types = [field.type for field in (first, second) if field is not None]
+                values = {kind.value_type for kind in types if is_token_list(kind)}
+                if len(types) == 2 and all(map(is_token_list, types)) and len(values) == 1:
+                    fields[name] = pa.field(name, pa.list_(values.pop()))
+                else:
                     got = [f.type if f is not None else "none" for f in (first, second)]
                     raise DatasetError(
                         f"{path}: expected tensor {name!r} as {got[0]}, as in {paths[0]}, got {got[1]}. Convert "
@@ -400,11 +404,6 @@ def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
         return {}
     shutil.copyfile(dataset.path / TOKENIZER_FILE, out / TOKENIZER_FILE)
     return {TOKENIZER_FILE: hash_file(out / TOKENIZER_FILE)}
-
-
-def _are_vectors(first: Any, second: Any) -> bool:
-    is_same = tables.is_vector(first) and tables.is_vector(second) and first.value_type == second.value_type
-    return is_same and bool(pa.types.is_integer(first.value_type))
 
 
 def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

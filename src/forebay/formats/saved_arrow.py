@@ -21,6 +21,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.formats import external
 from forebay.formats.columns import common_schema
 from forebay.formats.layout import layout_of_tokens
+from forebay.formats.records import batched
 
 STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 64 << 20
@@ -39,10 +40,11 @@ class SavedDataset(external.ExternalDataset):
         kind = np.dtype(schemas[0].field(chosen).type.value_type.to_pandas_dtype())
         for i, (file, batches) in enumerate(zip(files, self._batches)):
             counts = [len(lists.flatten()) for lists in batches]
+            runs = batched(range(len(counts)), counts.__getitem__, external.MAX_COPIED_TOKENS, len(counts))
             start = 0
-            for k, (a, b) in enumerate(_join(counts)):
+            for k, run in enumerate(run for run in runs if any(counts[index] for index in run)):
+                self._runs[i, start] = a, b = run[0], run[-1] + 1
                 count, rows = sum(counts[a:b]), sum(map(len, batches[a:b]))
-                self._runs[i, start] = a, b
                 name, num_bytes = f"{external.shown_name(path, file)}#{k:05d}", count * kind.itemsize
                 parts.append(external.ExternalSlice(i, name, start, count, rows, num_bytes))
                 start += count
@@ -119,13 +121,3 @@ def _batches_of(path: Path, column: str) -> list[Any]:
             if lists.null_count:
                 raise DatasetError(f"{path}: expected a list in every row of {column}, got none in some.")
         return batches
-
-
-def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
-    first, total = 0, 0
-    for i, count in enumerate(counts):
-        total += count
-        if total >= external.MAX_COPIED_TOKENS or i == len(counts) - 1:
-            if total:
-                yield first, i + 1
-            first, total = i + 1, 0

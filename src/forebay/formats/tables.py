@@ -229,24 +229,27 @@ def rows_batch(rows: Rows, schema: pa.Schema, location: str) -> pa.RecordBatch:
             f"{location} and after: expected columns {', '.join(names)[:300]}, as in the first 64 MiB, got "
             f"{', '.join(new)[:300]}. Put a line with such values first, or make the types alike."
         )
-    try:
+    with expecting(schema.names, location):
         return pa.RecordBatch.from_struct_array(pa.array(rows, pa.struct(list(schema))))
-    except pa.ArrowException as error:
-        raise DatasetError(f"{location} and after: expected {schema.names}, got: {error}.") from error
 
 
 def _infer(rows: Rows, location: str) -> pa.Schema:
-    try:
+    with expecting("fields of one type each", location):
         return pa.schema(pa.array(rows).type.fields)
-    except (pa.ArrowException, OverflowError) as error:
-        raise DatasetError(f"{location} and after: expected fields of one type each, got: {error}.") from error
 
 
 def _merge(first: pa.Schema, second: pa.Schema, location: str) -> pa.Schema:
-    try:
+    with expecting("fields of the types before", location):
         return pa.unify_schemas([first, second], promote_options="permissive")
-    except pa.ArrowException as error:
-        raise DatasetError(f"{location} and after: expected fields of the types before, got: {error}.") from error
+
+
+@contextmanager
+def expecting(what: object, location: str) -> Iterator[None]:
+    """Raise DatasetError where rows from a place on do not fit."""
+    try:
+        yield
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise DatasetError(f"{location} and after: expected {what}, got: {error}.") from error
 
 
 def open_samples(name: str, batches: Callable[[], Iterator[tuple[str, Rows, int]]], path: Path) -> TableSource:
@@ -303,17 +306,14 @@ def _read_samples(
 def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array:
     if any(value is None for value in values) and not pa.types.is_list(field.type):
         raise DatasetError(f"{location} and after: expected an array {field.name!r} in every sample, got none in some.")
-    try:
-        if not pa.types.is_list(field.type):
-            stacked = np.stack(values)
-            if field_of(field.name, stacked.dtype.newbyteorder("="), stacked.shape[1:]).type != field.type:
-                raise ValueError(f"{stacked.dtype} {list(stacked.shape[1:])}")
-            return column_of(stacked.astype(stacked.dtype.newbyteorder("="), copy=False), field)
-        return list_column(values, field.type)
-    except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DatasetError(
-            f"{location} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
-        ) from error
+    with expecting(f"arrays {field.name!r} of {field.type}", location):
+        if pa.types.is_list(field.type):
+            return list_column(values, field.type)
+        stacked = np.stack(values)
+        stacked = stacked.astype(stacked.dtype.newbyteorder("="), copy=False)
+        if field_of(field.name, stacked.dtype, stacked.shape[1:]).type != field.type:
+            raise ValueError(f"{stacked.dtype} {list(stacked.shape[1:])}")
+        return column_of(stacked, field)
 
 
 class Encoded:

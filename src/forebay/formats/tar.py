@@ -123,6 +123,10 @@ class TarReader:
         size = self._long_size if self._long_size >= 0 else size
         self._long_name, self._long_size = "", -1
         kind, compression = _kind(name)
+
+        def fault(text: str) -> Member:
+            return Member(name, offset, problem=f"{name}: {text}")
+
         if flag not in b"0\x007S" or name.endswith("/"):
             self._skip(0 if b"1" <= flag <= b"6" else size)
             if flag in b"1236" and self._kinds is not None and kind in self._kinds:
@@ -136,17 +140,17 @@ class TarReader:
                 )
             )
         if self._kinds is not None and kind not in self._kinds:
-            return Member(name, offset, problem="" if self._skip(size) else f"{name}: {_CUT_OFF}")
+            return Member(name, offset) if self._skip(size) else fault(_CUT_OFF)
         data = self._body(size, self._limit)
         if data is None:
-            return Member(name, offset, problem=f"{name}: larger than max_document_bytes, {self._limit}")
+            return fault(f"larger than max_document_bytes, {self._limit}")
         if len(data) < size:
-            return Member(name, offset, problem=f"{name}: {_CUT_OFF}")
+            return fault(_CUT_OFF)
         if sparse:
             try:
                 data = _expanded(data, sparse, self._limit)
             except ValueError as error:
-                return Member(name, offset, problem=f"{name}: a sparse member: {error}")
+                return fault(f"a sparse member: {error}")
         return self._unpack(name, offset, data, compression) if compression else Member(name, offset, data)
 
     def _unpack(self, name: str, offset: int, data: bytes, compression: str) -> Member:

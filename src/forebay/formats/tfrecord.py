@@ -324,14 +324,10 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema, kinds: dict[str, int
                         f"{location}: expected features {', '.join(schema.names)[:300]} as the first 64 MiB have them, "
                         f"got {name!r} with {len(values)} values of kind {kind}. Put such a record first."
                     )
-        yield _batch([row for _, row, _ in records], schema, records[0][0])
-
-
-def _batch(rows: list[_Row], schema: pa.Schema, location: str) -> pa.RecordBatch:
-    try:
-        return pa.record_batch([_column(rows, field) for field in schema], schema=schema)
-    except pa.ArrowException as error:
-        raise DatasetError(f"{location} and after: expected text, got bytes that are none: {error}.") from error
+        rows = [row for _, row, _ in records]
+        with tables.expecting("text", records[0][0]):
+            batch = pa.record_batch([_column(rows, field) for field in schema], schema=schema)
+        yield batch
 
 
 def _column(rows: list[_Row], field: pa.Field) -> pa.Array:

@@ -7,6 +7,7 @@ source maps.
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,17 +211,15 @@ def slices_of(stream: TokenStream, slice_bytes: int) -> Iterator[TokenPart]:
     size = max(1, (slice_bytes - TOKEN_HEADER_BYTES) // itemsize)
     pending: list[TokenPart] = []
     count = 0
-    for part in stream.parts():
-        pending.append(part)
-        count += len(part.tokens)
-        while count >= size + 1:  # One more, so that no end at the border is still to come.
+    for part in chain(stream.parts(), [None]):  # None: no other part follows.
+        if part is not None:
+            pending.append(part)
+            count += len(part.tokens)
+        # One more, so that no end at the border is still to come.
+        while count >= size + 1 or (part is None and pending and (count or len(pending[-1].document_ends))):
             first, rest = _cut(_joined(pending), size, itemsize, slice_bytes)
             yield first
             pending, count = [rest], len(rest.tokens)
-    while pending and (count or len(pending[-1].document_ends)):
-        first, rest = _cut(_joined(pending), size, itemsize, slice_bytes)
-        yield first
-        pending, count = ([rest], len(rest.tokens)) if len(rest.tokens) else ([], 0)
 
 
 def _joined(parts: list[TokenPart]) -> TokenPart:
