@@ -66,7 +66,7 @@ class Encoding:
 def _kinds(source: TableSource, what: str) -> dict[str, ColumnKind]:
     """Return what each column of a table holds. Raises UsageError for columns that a format of blocks cannot hold."""
     advice = "Write --to parquet, or leave the column out."
-    tables.refuse_columns(source.schema, lambda kind: not tables.contains(kind, tables.is_beyond_json), what, advice)
+    tables.refuse_columns(source.schema, tables.is_beyond_json, what, advice)
     if not source.schema.names:
         raise UsageError(f"{what}: expected a table with columns, got none.")
     gaps = _columns_with_gaps(source)
@@ -87,9 +87,7 @@ def _columns_with_gaps(source: TableSource) -> set[str]:
 
 
 def _has_gaps(column: pa.Array) -> bool:
-    if column.null_count or not tables.is_list(column.type):
-        return bool(column.null_count)
-    return bool(tables.flatten(column)[1].null_count)
+    return bool(column.null_count or (tables.is_list(column.type) and tables.flatten(column)[1].null_count))
 
 
 def _kind(kind: Any, has_gaps: bool) -> ColumnKind:

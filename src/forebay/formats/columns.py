@@ -111,7 +111,9 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
     """Return the keys of the columns to read. Raises UnreadableInputError where one that is required is missing."""
     required, optional = keys_of(options)
     if options.text_keys and required == list(options.text_keys):
-        names = _names_with_text(schema) if ALL_FIELDS in required else required
+        names = required
+        if ALL_FIELDS in required:
+            names = [f.name for f in schema if contains(f.type, is_text) and schema.names.count(f.name) == 1]
         if not any(_type_of(schema, key) is not None for key in names):
             got = ", ".join(schema.names[:_SHOWN_COLUMNS])
             raise UnreadableInputError(f"{file.path}: expected columns with text, got {got}. Name them.")
@@ -128,10 +130,6 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
                 "(--set read.text_key=NAME)."
             )
     return list(types)
-
-
-def _names_with_text(schema: pa.Schema) -> list[str]:
-    return [field.name for field in schema if contains(field.type, is_text) and schema.names.count(field.name) == 1]
 
 
 def _type_of(schema: pa.Schema, key: str) -> pa.DataType | None:

@@ -83,11 +83,9 @@ class Jsonl(LineFormat):
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """`compress`: zstd, gzip or nothing, or as the suffix of `out` says."""
-
-        def fits(kind: Any) -> bool:
-            return not (tables.contains(kind, tables.is_bytes) or tables.contains(kind, tables.is_beyond_json))
-
-        tables.refuse_columns(source.schema, fits, "JSONL", _ADVICE)
+        tables.refuse_columns(
+            source.schema, lambda kind: tables.is_bytes(kind) or tables.is_beyond_json(kind), "JSONL", _ADVICE
+        )
         return tables.write_parts(
             source, out, options, ".jsonl", partial(tables.Encoded, encode=_json_lines), packs=True
         )

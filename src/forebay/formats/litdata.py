@@ -11,7 +11,6 @@ counts the tokens; compressed chunks are decompressed for that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -166,12 +165,12 @@ def _encoding(kind: blocks.ColumnKind) -> Encoding:
             number = _NUMPY_NUMBERS[dtype.name]
             if kind.shape is None or len(kind.shape) == 1:
                 return Encoding(f"no_header_numpy:{number}", None, blocks.encode_vectors(lambda shape: b""))
-            return Encoding("numpy", None, blocks.encode_vectors(partial(_array_header, number)))
+            return Encoding(
+                "numpy",
+                None,
+                blocks.encode_vectors(lambda shape: np.array([number, len(shape), *shape], "<u4").tobytes()),
+            )
     return Encoding("json", None, blocks.encode_json)
-
-
-def _array_header(number: int, shape: tuple[int, ...]) -> bytes:
-    return np.array([number, len(shape), *shape], "<u4").tobytes()
 
 
 def _spec(names: list[str] | None) -> str:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from forebay.errors import CorruptInputError
 from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record, column_values, shown, strip_turn_marks
+from forebay.formats.records import Record, column_values, shown, strip_turn_marks, without_surrogates
 from forebay.formats.text import LineFormat, skip_line
 
 _START = re.compile(rb"From [^\n]+ \d{1,2}:\d\d(?::\d\d)?[ \t][^\n]*\d{4}\b")
@@ -193,4 +193,4 @@ def _decoded(value: object) -> str:
         text = str(make_header(decode_header(raw)))
     except _ERRORS:
         text = raw
-    return " ".join(text.encode("utf-8", "replace").decode().split())
+    return " ".join(without_surrogates(text).split())

@@ -356,9 +356,9 @@ def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], 
     return groups, skipped
 
 
-def verify_table(out: Path, written: Written, options: ConvertOptions | None = None) -> None:
+def verify_table(out: Path, written: Written, options: ConvertOptions = _NO_OPTIONS) -> None:
     """Read the output again and compare the number of rows and every value of every column."""
-    options, output = options or ConvertOptions(), open_table(out)
+    output = open_table(out)
     if output is None and written.num_rows:
         raise DatasetError(f"{out.name}: expected a table, got none. Nothing was written. Check the disk.")
     digest = TableDigest()

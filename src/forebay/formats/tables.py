@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -406,9 +407,9 @@ def _pieces(source: TableSource, slice_bytes: int, group_bytes: int, num_skipped
         yield pa.Table.from_batches(group, source.schema)
 
 
-def refuse_columns(schema: pa.Schema, fits: Callable[[Any], bool], what: str, advice: str) -> None:
-    """Raise UsageError if a column is of a type that a format does not hold."""
-    unsuitable = [f"{field.name}: {field.type}" for field in schema if not fits(field.type)]
+def refuse_columns(schema: pa.Schema, refused: Callable[[Any], bool], what: str, advice: str) -> None:
+    """Raise UsageError if a column is, or is made of, a type that a format does not hold."""
+    unsuitable = [f"{field.name}: {field.type}" for field in schema if contains(field.type, refused)]
     if unsuitable:
         raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(unsuitable)[:300]}. {advice}")
 
@@ -417,8 +418,8 @@ class TableDigest:
     """Grows with each batch of a table. A column without any value is as good as none: some formats do not hold it."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, Any] = {}
-        self._reached: dict[str, int] = {}
+        self._columns: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+        self._reached = Counter[str]()
         self._valued: set[str] = set()
         self.num_rows = 0
 
@@ -446,16 +447,16 @@ class TableDigest:
             for part, values in zip(column.type, column.flatten()):
                 self._column(f"{name}.{part.name}", values)
             return
-        digest = self._columns.setdefault(name, hashlib.sha256())
+        digest = self._columns[name]
         counts, leaves = flatten(column)
         if (counts >= 0).any():
             self._valued.add(name.rstrip("#?"))
         # Lengths, gaps and values go into hashes of their own, so that batches may be cut anywhere.
-        self._columns.setdefault(f"{name}#", hashlib.sha256()).update(counts.astype("<i8").data)
+        self._columns[f"{name}#"].update(counts.astype("<i8").data)
         if leaves.null_count and is_number(leaves.type):
-            places = np.flatnonzero(np.asarray(leaves.is_null())) + self._reached.get(name, 0)
-            self._columns.setdefault(f"{name}?", hashlib.sha256()).update(places.astype("<i8").data)
-        self._reached[name] = self._reached.get(name, 0) + len(leaves)
+            places = np.flatnonzero(np.asarray(leaves.is_null())) + self._reached[name]
+            self._columns[f"{name}?"].update(places.astype("<i8").data)
+        self._reached[name] += len(leaves)
         for start in range(0, len(leaves), _VALUES_AT_ONCE):
             digest.update(_canonical(leaves.slice(start, _VALUES_AT_ONCE)))
 

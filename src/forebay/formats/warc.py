@@ -136,8 +136,9 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
             problem, cut = response.problem, response.cut
     elif raw.kind != "conversion":
         return f"{raw.kind[:20] or 'untyped'} record"
-    html = is_html(mime, body) if raw.kind != "conversion" else False
+    html = False
     if raw.kind != "conversion":
+        html = is_html(mime, body)
         kind = mime.partition(";")[0].strip().lower()
         if not html and kind != "text/plain":
             return kind[:40] or "a response without a type"

@@ -77,11 +77,7 @@ class WebDataset(Format):
             raise UsageError(
                 f"WebDataset: expected names of columns that can be in a file's name, got {invalid}. Rename them."
             )
-
-        def fits(kind: Any) -> bool:
-            return not tables.contains(kind, tables.is_beyond_json)
-
-        tables.refuse_columns(source.schema, fits, "WebDataset", "Write --to parquet instead.")
+        tables.refuse_columns(source.schema, tables.is_beyond_json, "WebDataset", "Write --to parquet instead.")
         return tables.write_parts(source, out, options, ".tar", _TarPart, packs=True)
 
     def check(self, path: Path, report: Report) -> None:
