@@ -123,9 +123,9 @@ class LitDataset(blocks.BlockDataset):
         leaves = self._index.config.data_format
         name, self.left_out = layout.layout_of_tokens(path, LitData().schema(path), column, external.REMEDY)
         number = names.index(name)
-        found = blocks.TokenColumn("of tokens", np.dtype(_number_type(leaves[number])), number, [None] * len(leaves))
+        tokens = blocks.TokenColumn("of tokens", np.dtype(_number_type(leaves[number])), number, [None] * len(leaves))
         files = [chunk.filename for chunk in self._index.chunks]
-        super().__init__(path, "litdata", found, files, {"column": name, "leaf": leaves[number]})
+        super().__init__(path, "litdata", tokens, files, {"column": name, "leaf": leaves[number]})
 
     def _block(self, file: int) -> blocks.Block:
         return _find_block(self._folder, self._index, file)

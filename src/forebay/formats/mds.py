@@ -148,9 +148,9 @@ class MdsDataset(blocks.BlockDataset):
             raise DatasetError(f"{index}: expected {length * kind.itemsize} bytes of column {name}, got {size}.")
         # The reference takes a size of 0 for none.
         self._has_header = encoding != "bytes" and length is None
-        found = blocks.TokenColumn(name, kind, number, [size or None for size in shard.column_sizes], length)
+        tokens = blocks.TokenColumn(name, kind, number, [size or None for size in shard.column_sizes], length)
         names = [shard.raw_data.basename for shard in self._shards]
-        super().__init__(path, "mds", found, names, {"column": name, "encodings": [encoding]})
+        super().__init__(path, "mds", tokens, names, {"column": name, "encodings": [encoding]})
 
     def _block(self, file: int) -> blocks.Block:
         return _find_block(self._folder, self._shards[file])
