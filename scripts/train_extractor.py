@@ -44,7 +44,7 @@ PARAMETERS = {
     "num_threads": 1, "deterministic": True, "force_col_wise": True,
 }  # fmt: skip
 _NAMING = re.compile(
-    rb"""(?<![\w-])(?:%b)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>]+))""" % "|".join(NAMING).encode(), re.IGNORECASE
+    rb"""(?<![\w-])(?:%b)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>]+))""" % "|".join(NAMING.split()).encode(), re.IGNORECASE
 )
 _NO_WORDS = extraction.vocabulary([], np.zeros(0, np.float32))
 Odds = dict[str, float]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.settings import check_fields
@@ -164,6 +164,17 @@ def part_batches(store: Store, name: str, columns: Iterable[str] = ()) -> Iterat
         raise PrepareError(
             f"{store.url}/{name}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
         ) from error
+
+
+def read_items(store: Store, name: str, dtype: DTypeLike, count: int, start: int = 0) -> NDArray[Any]:
+    """Items [start, start + count) of an object that a task wrote. Raises PrepareError if it ends before."""
+    items = store.read_array(name, dtype, count, start)
+    if len(items) != count:
+        raise PrepareError(
+            f"{store.url}/{name}: expected {start + count} items of an earlier run, got fewer bytes. Remove .work and "
+            "run again."
+        )
+    return items
 
 
 def file_batches(path: Path, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:

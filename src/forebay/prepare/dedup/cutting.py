@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.clusters import RETAINED
-from forebay.prepare.dedup.methods import Overlap, Unit
+from forebay.prepare.dedup.methods import CutMethod, Overlap, Substring
 from forebay.prepare.dedup.overlap import mark_overlap
 from forebay.prepare.dedup.substring import mark_spans
 from forebay.prepare.dedup.units import mark_units, remove
-from forebay.prepare.documents import part_batches, text_buffers, text_column
+from forebay.prepare.documents import part_batches, read_items, text_buffers, text_column
 from forebay.storage.store import Store
 
 
@@ -28,16 +28,16 @@ class Flags:
 
     def load(self, start: int = 0, count: int | None = None) -> NDArray[np.uint8]:
         """uint8 [count]: those of the split from `start` on, by default all."""
-        return self.store.read_array(self.name, np.uint8, self.count if count is None else count, self.start + start)
+        return read_items(self.store, self.name, np.uint8, self.count if count is None else count, self.start + start)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What to cut out of a split: flags of the rows of `unit`; or of the windows of words in the files `PREFIX.*`."""
+    """What to cut out of a split: flags of the rows of `method`; of Substring those of windows in `PREFIX.*`."""
 
     flags: Flags
-    unit: Unit | Overlap | None
-    prefix: str = ""  # Of objects in the store of the flags.
+    method: CutMethod
+    prefix: str
 
 
 class Cutter:
@@ -76,11 +76,12 @@ class Cutter:
 
     def _mark(self, cut: Cut, texts: pa.LargeStringArray, used: int, removed: NDArray[np.uint8]) -> int:
         remaining = max(cut.flags.count - used, 0)
-        if cut.unit is not None:
+        if not isinstance(cut.method, Substring):
             # A text of n bytes has at most n rows.
             flags = cut.flags.load(used, min(remaining, len(removed)))
-            mark = mark_overlap if isinstance(cut.unit, Overlap) else mark_units
-            return mark(texts, cut.unit, flags, removed)  # type: ignore[arg-type]
+            if isinstance(cut.method, Overlap):
+                return mark_overlap(texts, cut.method, flags, removed)
+            return mark_units(texts, cut.method, flags, removed)
         store = cut.flags.store
         counts = store.read_array(f"{cut.prefix}.counts", "<u4", len(texts), self._documents)
         rows = int(counts.sum())

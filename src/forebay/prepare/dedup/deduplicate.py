@@ -31,7 +31,7 @@ from forebay.errors import PrepareError
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
-from forebay.prepare.dedup.methods import Dedup, Semantic, Signed
+from forebay.prepare.dedup.methods import Dedup, Overlap, Semantic, Signed, Substring, Unit
 from forebay.prepare.dedup.overlap import sign_ngrams
 from forebay.prepare.dedup.semantic import (
     MAX_CLUSTERS,
@@ -57,6 +57,9 @@ Step = Callable[[str, Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 OnProgress = Callable[[str, int, int], None]  # (step, steps done, steps in all).
 
 
+_SIGN: dict[Any, Any] = {Unit: hash_units, Overlap: sign_ngrams, Substring: sign_anchors}
+
+
 class Signer:
     """Writes the signatures of a split, `prefix` and an ending. A context manager; an exception leaves no object."""
 
@@ -76,10 +79,7 @@ class Signer:
         if kind is not None:
             self._stack.__exit__(kind, *error)
             return
-        config = self._config
-        counts = [unit.counts for unit in config.units]
-        counts += ["anchor_counts"] * config.substring + ["ngram_counts"] * config.overlap
-        for ending in [*config.signature(), *counts]:
+        for ending in [*self._config.signature(), *(cut.counts for cut in self._config.cuts)]:
             self._write(ending, np.empty(0, np.uint8))  # there may have been no documents
         self._stack.close()
         hashes = [[ending, hash_.hexdigest()] for ending, (_, hash_) in sorted(self._files.items())]
@@ -96,21 +96,15 @@ class Signer:
             if keys.shape != expected:
                 raise PrepareError(f"dedup method {method.name}: expected keys of shape {expected}, got {keys.shape}.")
             self._write(method.name, keys)
-        for unit in config.units:
-            self._write_rows(unit.ending, unit.counts, *hash_units(texts, unit))
-        if config.substring:
-            self._write_rows("anchors", "anchor_counts", *sign_anchors(texts, config.min_words))
-        if config.overlap:
-            self._write_rows("ngrams", "ngram_counts", *sign_ngrams(texts, config.rule))
+        for cut in config.cuts:
+            rows, counts = _SIGN[type(cut)](texts, cut)
+            self._rows[cut.ending] += len(rows)
+            self._write(cut.ending, rows)
+            self._write(cut.counts, counts.astype("<u4"))
         if config.keep == "longest":
             self._write("weight", np.asarray(pc.binary_length(texts), np.float64))
         elif config.keep == "best":
             self._write("weight", _scores(batch, config.score))
-
-    def _write_rows(self, ending: str, counts_ending: str, rows: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
-        self._rows[ending] += len(rows)
-        self._write(ending, rows)
-        self._write(counts_ending, counts.astype("<u4"))
 
     def _write(self, ending: str, array: NDArray[Any]) -> None:
         if ending not in self._files:
@@ -215,16 +209,13 @@ def deduplicate(
 
 
 def _cuts(corpus: _Corpus, windows: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:
-    kinds = []
-    for unit in corpus.config.units:
-        flags = corpus.flags(f"{corpus.stem}.cut-{unit.ending}", corpus.row_counts(unit.ending))
-        kinds.append([Cut(part, unit) for part in flags])
-    if corpus.config.overlap:
-        flags = corpus.flags(f"{corpus.stem}.cut-ngrams", corpus.row_counts("ngrams"))
-        kinds.append([Cut(part, corpus.config.rule) for part in flags])
-    if corpus.config.substring:
-        flags = corpus.flags(f"{corpus.stem}.cut-windows", windows)
-        kinds.append([Cut(part, None, f"{corpus.stem}.windows{i}") for i, part in enumerate(flags)])
+    kinds, stem = [], corpus.stem
+    for cut in corpus.config.cuts:
+        ending, counts = cut.ending, corpus.row_counts(cut.ending)
+        if isinstance(cut, Substring):
+            ending, counts = "windows", list(windows)
+        flags = corpus.flags(f"{stem}.cut-{ending}", counts)
+        kinds.append([Cut(part, cut, f"{stem}.windows{i}") for i, part in enumerate(flags)])
     return tuple(zip(*kinds))
 
 
@@ -241,12 +232,7 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
     """Documents by drop code, how many rows of each unit are cut, and the windows of each split."""
     config, stem = corpus.config, corpus.stem
     methods, limited = config.methods, config.drops_cut
-    total = (
-        (3 * len(methods) + config.semantic or 1)
-        + 3 * (len(config.units) + config.overlap)
-        + 7 * config.substring
-        + limited
-    )
+    total = (3 * len(methods) + config.semantic or 1) + 3 * len(config.cuts) + 4 * config.substring + limited
     done = 0
 
     def step(name: str, run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -325,27 +311,23 @@ def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int],
         (count,) = step("cut", mark_units, [MarkTask(name, corpus.store, tuple(files), rows, both)])
         return int(count)
 
-    units_cut = {}
-    for unit in config.units:
-        keys = pairs.Keys(unit.ending, 2, 2, unit.counts)
-        units_cut[unit.label] = mark(keys, f"{stem}.cut-{unit.ending}")
-    if config.overlap:
-        label = f"runs of {config.overlap_ngram} words seen"
-        units_cut[label] = mark(pairs.Keys("ngrams", 1, 1, "ngram_counts"), f"{stem}.cut-ngrams")
-    if not config.substring:
-        return units_cut, []
-    counts = corpus.row_counts("anchors")
-    mark(pairs.Keys("anchors", 1, 1, "anchor_counts"), f"{stem}-anchors", both=True)
-    places = zip(corpus.splits, np.cumsum([0, *counts]).tolist(), np.cumsum([0, *corpus.documents]).tolist())
-    tasks = [
-        WindowsTask(f"{stem}.windows{i}", corpus.store, split.prefix, f"{stem}-anchors", start, drop, first,
-                    split.documents, config.min_words)
-        for i, (split, start, first) in enumerate(places)
-    ]  # fmt: skip
-    windows = step("windows", sign_windows, tasks)
-    sources = [(task.name, rows, 0) for task, rows in zip(tasks, windows)]
-    label = f"spans of {config.min_words} words cut"
-    units_cut[label] = mark(pairs.Keys("windows", 2, 2), f"{stem}.cut-windows", sources=sources)
+    units_cut: dict[str, int] = {}
+    windows: list[int] = []
+    for cut in config.cuts:
+        columns = 2 if isinstance(cut, Unit) else 1
+        keys, sources = pairs.Keys(cut.ending, columns, columns, cut.counts), list[tuple[str, int, int]]()
+        if isinstance(cut, Substring):
+            mark(keys, f"{stem}-anchors", both=True)
+            counts = corpus.row_counts(cut.ending)
+            places = zip(corpus.splits, np.cumsum([0, *counts]).tolist(), np.cumsum([0, *corpus.documents]).tolist())
+            tasks = [
+                WindowsTask(f"{stem}.windows{i}", corpus.store, split.prefix, f"{stem}-anchors", start, drop, first,
+                            split.documents, cut.min_words)
+                for i, (split, start, first) in enumerate(places)
+            ]  # fmt: skip
+            windows = step("windows", sign_windows, tasks)
+            keys, sources = pairs.Keys("windows", 2, 2), [(t.name, n, 0) for t, n in zip(tasks, windows)]
+        units_cut[cut.label] = mark(keys, f"{stem}.cut-{keys.ending}", sources=sources)
     return units_cut, windows
 
 

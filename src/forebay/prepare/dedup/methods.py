@@ -7,6 +7,7 @@ Python callers pass the object.
 
 import re
 from dataclasses import dataclass
+from itertools import compress
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -228,9 +229,8 @@ class Unit:
 
     @property
     def settings(self) -> list[Any]:
-        if self.span == 1:
-            return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters, REPEATS_NUMBERED]
-        return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters, self.span]
+        last = REPEATS_NUMBERED if self.span == 1 else self.span
+        return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters, last]
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,36 @@ class Overlap:
     ngram: int
     share: float
     sample: int
+    ending: ClassVar[str] = "ngrams"
+    counts: ClassVar[str] = "ngram_counts"
+
+    @property
+    def label(self) -> str:
+        return f"runs of {self.ngram} words seen"
+
+    @property
+    def settings(self) -> list[Any]:
+        return [SIGNATURE_VERSION, self.ngram, self.sample]
 
 
+@dataclass(frozen=True)
+class Substring:
+    """Runs of `min_words` words, wherever they begin: see `substring`."""
+
+    min_words: int
+    ending: ClassVar[str] = "anchors"
+    counts: ClassVar[str] = "anchor_counts"
+
+    @property
+    def label(self) -> str:
+        return f"spans of {self.min_words} words cut"
+
+    @property
+    def settings(self) -> list[Any]:
+        return [SIGNATURE_VERSION, self.min_words]
+
+
+CutMethod = Unit | Overlap | Substring
 KINDS = (
     Exact.name,
     EqualUrl.name,
@@ -360,11 +388,13 @@ class Dedup:
     @property
     def methods(self) -> tuple[Method, ...]:
         """What compares whole documents, in order. The drop code of a document is 1 + the method's index."""
-        exact = (Exact(self.normalise_of("")),) if self.exact else ()
-        url = (EqualUrl(),) if self.url else ()
-        minhash = (MinHash(self.bands, self.rows, self.ngram, self.seed),) if self.minhash else ()
-        semantic = Semantic(self.embedding, self.dimension, self.similarity, self.clusters)
-        return (*exact, *url, *minhash, *([semantic] if self.semantic else []), *self.own)
+        methods: tuple[Method, ...] = (
+            Exact(self.normalise or "none"),
+            EqualUrl(),
+            MinHash(self.bands, self.rows, self.ngram, self.seed),
+            Semantic(self.embedding, self.dimension, self.similarity, self.clusters),
+        )
+        return (*compress(methods, (self.exact, self.url, self.minhash, self.semantic)), *self.own)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -387,37 +417,25 @@ class Dedup:
         return not (self.semantic or self.substring or self.drops_cut)
 
     @property
-    def cuts(self) -> bool:
-        """Whether anything is cut out of documents."""
-        return bool(self.units or self.substring or self.overlap)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The lines and spans of sentences that are cut."""
-        normalise, characters = self.normalise_of("unit"), self.min_characters
-        units = [Unit("units", "counts", "line", 1, normalise, characters, "lines cut")] if self.lines else []
-        if self.sentences:
-            label = f"spans of {self.span} sentences cut"
-            units.append(Unit("sentences", "span_counts", "sentence", self.span, normalise, characters, label))
-        return tuple(units)
-
-    @property
-    def rule(self) -> Overlap:
-        """What `overlap` compares."""
-        return Overlap(self.overlap_ngram, self.overlap_share, self.overlap_sample)
-
-    def normalise_of(self, unit: str) -> str:
-        """What may differ in equal units, or in documents for the unit ""."""
-        return self.normalise or ("space" if unit else "none")
+    def cuts(self) -> tuple[CutMethod, ...]:
+        """What is cut out of documents, in order."""
+        normalise, characters, label = (
+            self.normalise or "space",
+            self.min_characters,
+            f"spans of {self.span} sentences cut",
+        )
+        cuts: tuple[CutMethod, ...] = (
+            Unit("units", "counts", "line", 1, normalise, characters, "lines cut"),
+            Unit("sentences", "span_counts", "sentence", self.span, normalise, characters, label),
+            Overlap(self.overlap_ngram, self.overlap_share, self.overlap_sample),
+            Substring(self.min_words),
+        )
+        return tuple(compress(cuts, (self.lines, self.sentences, self.overlap, self.substring)))
 
     def signature(self) -> dict[str, Any]:
         """What decides the contents of each signature file, by its ending."""
         settings: dict[str, Any] = {method.name: method.settings for method in self.methods}
-        settings |= {unit.ending: unit.settings for unit in self.units}
-        if self.substring:
-            settings["anchors"] = [SIGNATURE_VERSION, self.min_words]
-        if self.overlap:
-            settings["ngrams"] = [SIGNATURE_VERSION, self.overlap_ngram, self.overlap_sample]
+        settings |= {cut.ending: cut.settings for cut in self.cuts}
         if self.keep != "first":
             settings["weight"] = [SIGNATURE_VERSION, self.keep, *([self.score] if self.score else [])]
         return settings

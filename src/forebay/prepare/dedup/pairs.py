@@ -17,8 +17,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import PrepareError
 from forebay.prepare.dedup.methods import U64
+from forebay.prepare.documents import read_items
 from forebay.storage.store import Store
 
 _CHUNK_ROWS = 1 << 14
@@ -155,7 +155,8 @@ def _records(task: SortTask) -> Iterator[list[U64]]:
             unit_ends = np.cumsum(task.store.read_array(f"{rows.prefix}.{keys.counts}", "<u4"), dtype=np.uint64)
         for start in range(rows.start, rows.stop, _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, rows.stop)
-            words = _read_u64(task.store, f"{rows.prefix}.{keys.ending}", start * keys.columns, stop * keys.columns)
+            name, size = f"{rows.prefix}.{keys.ending}", keys.columns
+            words = read_items(task.store, name, "<u8", (stop - start) * size, start * size)
             present = words.reshape(-1, width).any(axis=1)
             if task.drop:
                 present &= np.repeat(_is_kept(task, rows, start, stop, unit_ends), per_row)
@@ -173,16 +174,6 @@ def _is_kept(task: SortTask, rows: RowRange, start: int, stop: int, unit_ends: U
     first, last = int(documents[0]), int(documents[-1])
     flags = task.store.read_array(task.drop, np.uint8, last - first + 1, rows.document + first)
     return np.asarray(flags[documents - first] == 0)
-
-
-def _read_u64(store: Store, name: str, start: int, stop: int) -> U64:
-    """Words [start, stop) of an object of u64."""
-    words: U64 = store.read_array(name, "<u8", stop - start, start)
-    if len(words) != stop - start:
-        raise PrepareError(
-            f"{store.url}/{name}: expected {8 * stop} bytes or more, got fewer. Remove .work, run again."
-        )
-    return words
 
 
 def _select(task: SortTask, low: int, high: int) -> list[U64]:
@@ -218,8 +209,8 @@ def _group(columns: list[U64], pairs: BinaryIO) -> list[U64]:
 def _read_run(task: MergeTask, name: str, low: int, high: int) -> list[U64]:
     """The records of a run in the task's range of keys of which the key is in [low, high)."""
     width = task.key_columns + 1
-    start, stop = (int(edge) for edge in _read_u64(task.store, f"{name}.starts", task.index, task.index + 2))
-    columns = _read_u64(task.store, f"{name}.run", start * width, stop * width).reshape(width, stop - start)
+    start, stop = read_items(task.store, f"{name}.starts", "<u8", 2, task.index).tolist()
+    columns = read_items(task.store, f"{name}.run", "<u8", (stop - start) * width, start * width).reshape(width, -1)
     first = int(np.searchsorted(columns[0], np.uint64(low)))
     last = int(np.searchsorted(columns[0], np.uint64(high - 1), "right"))
     return list(columns[:, first:last])

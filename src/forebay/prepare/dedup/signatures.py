@@ -63,7 +63,7 @@ def write_signatures(result: DedupResult, config: Dedup, work: Store, out: Store
 
 def write_file(task: KeepTask, scale: int = 0) -> str:
     """Run a KeepTask. Returns the file's SHA-256. `scale` changes nothing."""
-    units = {unit.ending: unit.counts for unit in task.config.units}
+    units = {cut.ending: cut.counts for cut in task.config.cuts}
     columns: dict[str, list[NDArray[Any]]] = {}
     documents = 0
     for signed, flags in task.splits:
@@ -124,12 +124,12 @@ def load_signatures(task: LoadTask, scale: int = 0) -> Signed:
         raise _damaged(task.path, str(error)) from error
     if sha256 != task.sha256:
         raise _damaged(task.path, f"one of SHA-256 {sha256[:12]}")
-    prefix, rows = f"signatures/{task.sha256}", {}
+    prefix = f"signatures/{task.sha256}"
     with np.load(task.path, allow_pickle=False) as arrays:
         for ending in arrays.files:
             if ending not in ("settings", "documents"):
                 task.work.write(f"{prefix}.{ending}", arrays[ending].tobytes())
-        rows = {unit.ending: int(arrays[unit.counts].sum()) for unit in task.config.units}
+        rows = {cut.ending: int(arrays[cut.counts].sum()) for cut in task.config.cuts}
         return Signed(prefix, int(arrays["documents"]), rows, task.sha256)
 
 

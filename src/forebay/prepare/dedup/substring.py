@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
+from forebay.prepare.dedup.methods import Substring
 from forebay.prepare.documents import part_batches, text_buffers
 from forebay.prepare.filters.points import find, room_of
 from forebay.storage.store import Store
@@ -26,12 +27,12 @@ _BASE = np.uint64(0xD6E8FEB86659FD93)
 _U1 = np.uint64(1)
 
 
-def sign_anchors(texts: pa.LargeStringArray, min_words: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def sign_anchors(texts: pa.LargeStringArray, rule: Substring) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """The anchors of each text uint64 [*], in order, and their number int64 [rows]."""
     offsets, data = text_buffers(texts)
     out = np.empty(int(offsets[-1] - offsets[0]) // 2 + len(texts), np.uint64)
     counts = np.empty(len(texts), np.int64)
-    n = _sign(data, offsets, character_table("words"), min_words, out, counts)
+    n = _sign(data, offsets, character_table("words"), rule.min_words, out, counts)
     return out[:n], counts
 
 

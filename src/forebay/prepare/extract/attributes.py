@@ -4,8 +4,7 @@ import numpy as np
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.extract.tags import ARIA_HIDDEN, HIDDEN, HIDDEN_ATTRIBUTE
-from forebay.prepare.filters.points import find, look_up, starts_with
-from forebay.prepare.filters.word_tables import MIX
+from forebay.prepare.filters.points import find, hash_end, hash_step, look_up, starts_with
 
 
 def _name(text: str) -> int:
@@ -19,21 +18,9 @@ def _name(text: str) -> int:
 _CLASS, _HREF, _HIDE, _ARIA_HIDDEN, _STYLE, _ALTTEXT, _TYPE_OF = (
     _name(n) for n in ("class", "href", "hidden", "aria-hidden", "style", "alttext", "type")
 )
-NAMING = (
-    "class",
-    "id",
-    "role",
-    "itemprop",
-    "itemtype",
-    "aria-label",
-    "data-testid",
-    "data-test-id",
-    "data-component",
-    "data-qa",
-    "data-type",
-)
+NAMING = "class id role itemprop itemtype aria-label data-testid data-test-id data-component data-qa data-type"
 """Attributes whose words say what an element is for."""
-_NAMING = np.array([_name(name) for name in NAMING], np.int64)
+_NAMING = np.array([_name(name) for name in NAMING.split()], np.int64)
 
 
 @jit()
@@ -46,15 +33,14 @@ def read_class_words(data, start, stop, words, total):  # type: ignore[no-untype
         letter = 97 <= c | 32 <= 122
         if n and (not letter or (c <= 90 and before > 90)):
             if 2 <= n <= 24:
-                number = look_up(words.keys, words.numbers, h * np.uint64(MIX))
+                number = look_up(words.keys, words.numbers, hash_end(h))
                 if number >= 0:
                     total[0] += words.weights[number]
                     total[1] += 1
                     total[2] = np.float64(np.int64(total[2]) | words.flags[number])
             h, n = np.uint64(0), 0
         if letter:
-            h = (h ^ np.uint64(c | 32)) * np.uint64(MIX)
-            h ^= h >> np.uint64(29)
+            h = hash_step(h, c | 32)
             n += 1
         before = c
 

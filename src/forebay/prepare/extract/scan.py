@@ -76,8 +76,8 @@ from forebay.prepare.extract.text import (
     put_formula,
     put_next,
 )
-from forebay.prepare.filters.points import find, look_up
-from forebay.prepare.filters.word_tables import MIX, character_table
+from forebay.prepare.filters.points import find, hash_end, hash_step, look_up
+from forebay.prepare.filters.word_tables import character_table
 
 MAX_DEPTH = 512
 MAX_ROWS = 100_000
@@ -144,10 +144,9 @@ def _read_tag(data, i, tag_keys, tag_numbers):  # type: ignore[no-untyped-def]
     h, hyphen = np.uint64(0), False
     while i < len(data) and data[i] > 32 and data[i] != 62 and data[i] != 47:
         hyphen = hyphen or data[i] == 45
-        h = (h ^ np.uint64(data[i] | 32 if 65 <= data[i] <= 90 else data[i])) * np.uint64(MIX)
-        h ^= h >> np.uint64(29)
+        h = hash_step(h, data[i] | 32 if 65 <= data[i] <= 90 else data[i])
         i += 1
-    tag = np.int64(look_up(tag_keys, tag_numbers, h * np.uint64(MIX)))
+    tag = np.int64(look_up(tag_keys, tag_numbers, hash_end(h)))
     if tag < 0:
         tag = np.int64(CUSTOM) if hyphen else np.int64(0)
     return tag, i

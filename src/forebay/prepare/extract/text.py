@@ -32,8 +32,8 @@ from forebay.prepare.extract.page import (
     UPPERS,
     WORDS,
 )
-from forebay.prepare.filters.points import encode_point, kind, look_up, next_point
-from forebay.prepare.filters.word_tables import DIGIT, LETTER, MIX, SPACE, TERMINAL, UPPER
+from forebay.prepare.filters.points import encode_point, hash_end, hash_step, kind, look_up, next_point, table_size
+from forebay.prepare.filters.word_tables import DIGIT, LETTER, SPACE, TERMINAL, UPPER
 
 # Of the state `s` of the scanner.
 OPEN, POS, PENDING, IN_LINK, NUM_BLOCKS, GAP_TAGS, IN_WORD, WORD, WORD_CHARS, AT_ELEMENT, BR, IN_PRE = range(12)
@@ -42,9 +42,7 @@ OPEN, POS, PENDING, IN_LINK, NUM_BLOCKS, GAP_TAGS, IN_WORD, WORD, WORD_CHARS, AT
 @jit()
 def head_table(title, description, chars):  # type: ignore[no-untyped-def]
     """An open-addressed table of the words of the title (1) and the description (2)."""
-    size = 64
-    while size < len(title) + len(description):
-        size *= 2
+    size = table_size(len(title) + len(description))
     keys, numbers = np.zeros(size, np.uint64), np.zeros(size, np.int32)
     for source, data in enumerate((title, description)):
         h, n, i = np.uint64(0), 0, 0
@@ -53,12 +51,10 @@ def head_table(title, description, chars):  # type: ignore[no-untyped-def]
             if i < len(data):
                 point, end = next_point(data, i) if i + 4 <= len(data) or data[i] < 0x80 else (32, i + 1)
             if kind(chars, point) & (LETTER | DIGIT):
-                h = (h ^ np.uint64(_lower(np.int64(point)))) * np.uint64(MIX)
-                h ^= h >> np.uint64(29)
+                h = hash_step(h, _lower(np.int64(point)))
                 n += 1
             elif n:
-                h *= np.uint64(MIX)
-                h = h if h != 0 else np.uint64(1)
+                h = hash_end(h)
                 slot = h & np.uint64(size - 1)
                 while keys[slot] != 0 and keys[slot] != h:
                     slot = (slot + np.uint64(1)) & np.uint64(size - 1)
@@ -79,8 +75,7 @@ def _lower(point):  # type: ignore[no-untyped-def]
 @jit()
 def end_word(s, words, block_weights):  # type: ignore[no-untyped-def]
     if s[WORD_CHARS] > 0 and s[OPEN] >= 0:
-        h = np.uint64(s[WORD]) * np.uint64(MIX)
-        h = h if h != 0 else np.uint64(1)
+        h = hash_end(np.uint64(s[WORD]))
         number = look_up(words[0].keys, words[0].numbers, h)
         weight = words[0].weights[number] if number >= 0 else np.float32(0)
         row = block_weights[s[OPEN]]
@@ -172,8 +167,7 @@ def put(c, s, out, blocks, block_weights, words, chars):  # type: ignore[no-unty
             b[UPPERS] += 1
         if k & DIGIT:
             b[DIGITS] += 1
-        h = (np.uint64(s[WORD]) ^ np.uint64(low)) * np.uint64(MIX)
-        s[WORD] = np.int64(h ^ h >> np.uint64(29))
+        s[WORD] = np.int64(hash_step(np.uint64(s[WORD]), low))
         s[WORD_CHARS] += 1
         b[HASH] = (b[HASH] ^ low) * 1099511628211
     else:
@@ -222,16 +216,13 @@ def read_reference(data, i, stop, references):  # type: ignore[no-untyped-def]
         c = data[j]
         if not (48 <= c <= 57 or 65 <= c <= 90 or 97 <= c <= 122):
             break
-        h = (h ^ np.uint64(c)) * np.uint64(MIX)
-        h ^= h >> np.uint64(29)
+        h = hash_step(h, c)
         j += 1
     if j < stop and data[j] == 59:
-        complete = (h ^ np.uint64(59)) * np.uint64(MIX)
-        complete ^= complete >> np.uint64(29)
-        number = look_up(keys, numbers, complete * np.uint64(MIX))
+        number = look_up(keys, numbers, hash_end(hash_step(h, 59)))
         if number >= 0:
             return points[number], j + 1
-    number = look_up(keys, numbers, h * np.uint64(MIX)) if j > begin else np.int32(-1)
+    number = look_up(keys, numbers, hash_end(h)) if j > begin else np.int32(-1)
     return (points[number], j) if number >= 0 else (np.int64(-1), i)
 
 

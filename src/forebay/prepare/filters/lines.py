@@ -45,10 +45,7 @@ RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no
 """Why a line is taken out, in this order; counted as `lines_symbols`."""
 MAX_LINE_BYTES = 1 << 20
 SHORT_LINE = 4  # Words of the shortest line that may go for its lack of a stop word.
-COMMON = (
-    "en", "de", "fr", "es", "it", "pt", "nl", "pl", "cs", "ru", "uk", "sv", "da", "no", "fi", "hu", "ro", "tr", "el",
-    "ar", "fa", "he", "hi", "id", "vi", "ko", "zh", "ja", "th", "lo", "km", "my",
-)  # fmt: skip
+COMMON = "en de fr es it pt nl pl cs ru uk sv da no fi hu ro tr el ar fa he hi id vi ko zh ja th lo km my"
 """Where no language is known, a stop word of any of these counts."""
 _AT_BEGIN, _AT_END, _SOMEWHERE, _PHRASE_WORDS = 1, 2, 4, 5
 
@@ -147,8 +144,8 @@ def _stop_table(words: Any) -> tuple[*HashTable, dict[str, int]]:
     if words != "auto":
         return *stop_word_table([("", [word.lower() for word in words])]), {}
     lists = {**all_stop_words(), "en": tuple(word_lists()["lines"]["english"].split())}
-    common = [word for code in COMMON for word in lists[code]]
-    others = {code: words for code, words in lists.items() if code not in COMMON[1:]}
+    common = [word for code in COMMON.split() for word in lists[code]]
+    others = {code: words for code, words in lists.items() if code not in COMMON.split()[1:]}
     return *stop_word_table([("", common), *others.items()]), {
         code: language_hash(code) if code in others else 0 for code in lists
     }

@@ -98,14 +98,25 @@ def trim(points, start, stop, table):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def hash_step(h, value):  # type: ignore[no-untyped-def]
+    """The hash of a word, uint64, with one more character; `hash_end` ends it."""
+    h = (h ^ np.uint64(value)) * np.uint64(MIX)
+    return h ^ h >> np.uint64(29)
+
+
+@jit(forceinline=True)
+def hash_end(h):  # type: ignore[no-untyped-def]
+    h *= np.uint64(MIX)
+    return h if h != 0 else np.uint64(1)
+
+
+@jit(forceinline=True)
 def hash_points(points, start, stop):  # type: ignore[no-untyped-def]
     """`hash_word` of `points[start:stop]`."""
     h = np.uint64(0)
     for i in range(start, stop):
-        h = (h ^ np.uint64(points[i])) * np.uint64(MIX)
-        h ^= h >> np.uint64(29)
-    h *= np.uint64(MIX)
-    return h if h != 0 else np.uint64(1)
+        h = hash_step(h, points[i])
+    return hash_end(h)
 
 
 @jit()

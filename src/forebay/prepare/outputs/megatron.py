@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import UsageError
 from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.token_stream import MAX_TOKENS
 from forebay.prepare.corpus import Corpus
+from forebay.prepare.documents import read_items
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file
 from forebay.prepare.outputs.dataset import encode_corpus, shuffled
 from forebay.prepare.recipe import Recipe
@@ -89,13 +90,9 @@ def write_megatron(task: MegatronTask, scale: int = 0) -> list[WrittenFile]:
 
 def _tokens(store: Store, parts: Sequence[EncodedPart]) -> Iterator[TokenPart]:
     for part in parts:
-        document_ends = store.read_array(part.object("ends"), "<u8", part.documents)
+        document_ends = read_items(store, part.object("ends"), "<u8", part.documents)
         for start in range(0, part.tokens, MAX_TOKENS):
             stop = min(start + MAX_TOKENS, part.tokens)
-            tokens = store.read_array(part.object("tokens"), TOKEN_DTYPES[part.dtype], stop - start, start)
-            if len(tokens) != stop - start or len(document_ends) != part.documents:
-                raise PrepareError(
-                    f"{store.url}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
-                )
+            tokens = read_items(store, part.object("tokens"), TOKEN_DTYPES[part.dtype], stop - start, start)
             first, last = np.searchsorted(document_ends, np.array([start, stop], "<u8"), "right")
             yield TokenPart(tokens, document_ends[first:last] - np.uint64(start))

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.errors import PrepareError
 from forebay.order.bijection import derive_key, random_words
+from forebay.prepare.documents import read_items
 from forebay.prepare.tasks.keys import hash_json
 from forebay.storage.store import Store
 
@@ -194,37 +194,19 @@ class _Run:
         if task is not None:
             start, keys = _keys_within(store, part, task)
         else:
-            start, keys = 0, _read_keys(store, part, 0, part.documents)
+            start, keys = 0, read_items(store, part.object("keys"), "<u8", part.documents)
         stop = start + len(keys)
         id_edges = np.zeros(len(keys) + 1, np.int64)
         if part.with_ids:
             id_edges = _edges(store, part.object("id_ends"), start, stop)
-        edges = _edges(store, part.object("ends"), start, stop)
-        if len(edges) != len(keys) + 1 or len(id_edges) != len(edges):
-            raise _truncated(store, part, "ends")
-        return cls(store, part, keys, edges, id_edges)
+        return cls(store, part, keys, _edges(store, part.object("ends"), start, stop), id_edges)
 
     def edges(self, kind: str) -> NDArray[np.int64]:
         return self.id_edges if kind == "ids" else self.token_edges
 
     def read(self, kind: str, item: np.dtype[Any], count: int, start: int) -> NDArray[Any]:
         """Items of `tokens` or `ids`."""
-        data = self.store.read_array(self.part.object(kind), item, count, start)
-        if len(data) != count:
-            raise _truncated(self.store, self.part, kind)
-        return data
-
-
-def _truncated(store: Store, part: EncodedPart, kind: str) -> PrepareError:
-    name = f"{store.url}/{part.object(kind)}"
-    return PrepareError(f"{name}: expected what an earlier run wrote, got fewer bytes. Remove .work and run again.")
-
-
-def _read_keys(store: Store, part: EncodedPart, start: int, stop: int) -> NDArray[np.uint64]:
-    keys = store.read_array(part.object("keys"), "<u8", stop - start, start)
-    if len(keys) != stop - start:
-        raise _truncated(store, part, "keys")
-    return keys
+        return read_items(self.store, self.part.object(kind), item, count, start)
 
 
 def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[int, NDArray[np.uint64]]:
@@ -237,7 +219,7 @@ def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[in
     while True:
         start = max(0, documents * (first - task.low) // span - around)
         stop = min(documents, documents * (last + 1 - task.low) // span + around)
-        keys = _read_keys(store, part, start, stop)
+        keys = read_items(store, part.object("keys"), "<u8", stop - start, start)
         reaches_first = start == 0 or (len(keys) and int(keys[0]) < first)
         reaches_last = stop == documents or (len(keys) and int(keys[-1]) > last)
         if reaches_first and reaches_last:
@@ -248,9 +230,9 @@ def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[in
 
 
 def _edges(store: Store, name: str, start: int, stop: int) -> NDArray[np.int64]:
-    if start == 0:
-        return np.concatenate([[0], store.read_array(name, "<u8", stop)]).astype(np.int64)
-    return store.read_array(name, "<u8", stop - start + 1, start - 1).astype(np.int64)
+    first = max(start - 1, 0)
+    ends = read_items(store, name, "<u8", stop - first, first).astype(np.int64)
+    return ends if start else np.insert(ends, 0, 0)
 
 
 def _write_sorted(

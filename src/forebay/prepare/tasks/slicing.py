@@ -19,6 +19,7 @@ from pydantic import Field
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
+from forebay.prepare.documents import read_items
 from forebay.prepare.settings import Settings
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, read_parts, write_parts
@@ -283,12 +284,11 @@ class DocumentEnds:
         for part in parts:
             for start in range(0, part.documents, _ENDS_AT_ONCE):
                 count = min(_ENDS_AT_ONCE, part.documents - start)
-                block = store.read_array(part.object("ends"), "<u8", count, start).astype(np.int64)
-                is_last = start + count == part.documents
-                if len(block) != count or (is_last and block[-1] != part.tokens):
+                block = read_items(store, part.object("ends"), "<u8", count, start).astype(np.int64)
+                if start + count == part.documents and block[-1] != part.tokens:
                     raise PrepareError(
                         f"{store.url}/{part.object('ends')}: expected {part.documents} documents of {part.tokens} "
-                        "tokens of an earlier run, got others. Remove .work and run again."
+                        f"tokens of an earlier run, got {block[-1]} tokens. Remove .work and run again."
                     )
                 yield block + base
             base += part.tokens
@@ -324,19 +324,14 @@ def read_range(task: SliceTask) -> tuple[NDArray[Any], NDArray[Any]]:
     """The slice's tokens, and the ends (U64, from its start) of the documents that end in it."""
     store = task.work
     parts, token_starts, document_starts = _parts(store, task.plan)
-    edges = store.read_array(f"{task.plan}.cuts", "<i8", 4, 2 * task.index).tolist()
-    start, first_end, stop, last_end = edges
+    start, first_end, stop, last_end = read_items(store, f"{task.plan}.cuts", "<i8", 4, 2 * task.index).tolist()
     dtype = TOKEN_DTYPES[parts[0].dtype]
     tokens, document_ends = [np.empty(0, dtype)], [np.empty(0, "<u8")]
     for i, a, b in _overlaps(token_starts, start, stop):
-        tokens.append(store.read_array(parts[i].object("tokens"), dtype, b - a, a))
+        tokens.append(read_items(store, parts[i].object("tokens"), dtype, b - a, a))
     for i, a, b in _overlaps(document_starts, first_end, last_end):
-        part_ends = store.read_array(parts[i].object("ends"), "<u8", b - a, a)
+        part_ends = read_items(store, parts[i].object("ends"), "<u8", b - a, a)
         document_ends.append((part_ends.astype(np.int64) + (int(token_starts[i]) - start)).astype("<u8"))
-    if sum(map(len, tokens)) != stop - start or sum(map(len, document_ends)) != last_end - first_end:
-        raise PrepareError(
-            f"{store.url}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
-        )
     # One part's tokens are not copied.
     return tokens[1] if len(tokens) == 2 else np.concatenate(tokens), np.concatenate(document_ends)
 

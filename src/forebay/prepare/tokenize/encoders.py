@@ -23,6 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.dataset.agreement import TOKENIZER_FILE
+from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.formats.records import batched
 from forebay.prepare.documents import text_buffers
@@ -135,7 +136,7 @@ def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArra
 
     An empty text has length 0 and no BOS or EOS.
     """
-    dtype = np.dtype("<u2" if spec.dtype == "U16" else "<u4")
+    dtype = TOKEN_DTYPES[spec.dtype]
     before, after = spec.bos_id is not None, spec.eos_id is not None
     if spec.kind == "bytes":
         offsets, data = text_buffers(texts)
@@ -159,7 +160,7 @@ def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArra
 
 def encode_long(spec: EncoderSpec, text: str) -> Iterator[NDArray[Any]]:
     """The tokens of one long text as `encode_column` gives them, in several arrays."""
-    dtype = np.dtype("<u2" if spec.dtype == "U16" else "<u4")
+    dtype = TOKEN_DTYPES[spec.dtype]
     encoder = encoder_for(spec)
     if spec.bos_id is not None:
         yield np.array([spec.bos_id], dtype)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
 from forebay.prepare.settings import Settings, Share
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for, vocabulary_of
@@ -78,7 +79,7 @@ class FillInTheMiddle(Settings):
             for text, cut in zip(plain, cuts)
         ]
         encoded = iter(encoder_for(spec).encode([piece for parts in pieces for piece in parts]))
-        dtype = np.dtype("<u2" if spec.dtype == "U16" else "<u4")
+        dtype = TOKEN_DTYPES[spec.dtype]
         begin, end = ([] if token is None else [token] for token in (spec.bos_id, spec.eos_id))
         out: list[NDArray[Any]] = [np.empty(0, dtype)]
         for text, cut in zip(plain, cuts):
