@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay import html
 from forebay.errors import DatasetError
+from forebay.prepare.arrays import U64
 from forebay.prepare.charts import chart, count, rule_name, share
 from forebay.prepare.report import Table, cut, printable, render_page
 from forebay.units import format_bytes, format_seconds
@@ -179,7 +179,7 @@ def _partition(path: Path, folder: Path) -> list[Path]:
     return paths
 
 
-def _lines(path: Path, offsets: NDArray[np.uint64]) -> list[str]:
+def _lines(path: Path, offsets: U64) -> list[str]:
     with path.open("rb") as file:
         lines = []
         for offset in offsets.tolist():

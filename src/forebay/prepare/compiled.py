@@ -19,13 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from forebay.machine import cache_home
 
-Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 _compiling_s = 0.0
 
 

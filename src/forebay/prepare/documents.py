@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from forebay.errors import PrepareError, UsageError
+from forebay.prepare.arrays import BOOL, I16, I64, U8, Array
 from forebay.prepare.settings import check_fields
 from forebay.storage.store import Store
 
@@ -52,7 +53,7 @@ class StageResult:
     """
 
     batch: pa.RecordBatch
-    drop: NDArray[np.int16]
+    drop: I16
     counts: Mapping[str, int] = field(default_factory=dict)
     problems: Mapping[int, str] = field(default_factory=dict)
     hits: Sequence[tuple[int, Mapping[str, Any]]] = ()
@@ -76,22 +77,20 @@ class Measure:
     high: ArrayLike = math.inf
 
     @property
-    def failed(self) -> NDArray[np.bool_]:
+    def failed(self) -> BOOL:
         """bool [rows]"""
         values = np.asarray(self.values)
         return np.asarray((values < self.low) | (values > self.high))
 
 
-def check_rules(
-    batch: pa.RecordBatch, reasons: Sequence[str], rules: Sequence[Measure | NDArray[np.bool_]]
-) -> StageResult:
+def check_rules(batch: pa.RecordBatch, reasons: Sequence[str], rules: Sequence[Measure | BOOL]) -> StageResult:
     """Drop the rows that fail a rule, by the first that they fail; a rule for each reason: a measure, or who fails."""
     drop = first_failing(*(rule.failed if isinstance(rule, Measure) else rule for rule in rules))
     measures = {reason: rule for reason, rule in zip(reasons, rules, strict=True) if isinstance(rule, Measure)}
     return StageResult(batch, drop, measures=measures)
 
 
-def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
+def first_failing(*failed: BOOL) -> I16:
     """int16 [rows]: the first of the rules that fails in each row, or -1: the `drop` of a StageResult."""
     stacked = np.stack(failed)
     return np.where(stacked.any(0), stacked.argmax(0), -1).astype(np.int16)
@@ -143,7 +142,7 @@ def without_paths(stage: T) -> T:
     return cast("T", named(stage))
 
 
-def keep_all(rows: int) -> NDArray[np.int16]:
+def keep_all(rows: int) -> I16:
     """A `drop` that drops nothing."""
     return np.full(rows, -1, np.int16)
 
@@ -166,7 +165,7 @@ def part_batches(store: Store, name: str, columns: Iterable[str] = ()) -> Iterat
         ) from error
 
 
-def read_items(store: Store, name: str, dtype: DTypeLike, count: int, start: int = 0) -> NDArray[Any]:
+def read_items(store: Store, name: str, dtype: DTypeLike, count: int, start: int = 0) -> Array:
     """Items [start, start + count) of an object that a task wrote. Raises PrepareError if it ends before."""
     items = store.read_array(name, dtype, count, start)
     if len(items) != count:
@@ -192,7 +191,7 @@ def file_batches(path: Path, columns: Iterable[str] = ()) -> Iterator[tuple[int,
             start += batch.num_rows
 
 
-def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def text_buffers(column: pa.LargeStringArray) -> tuple[I64, U8]:
     """The offsets int64 [rows + 1] into the UTF-8 bytes uint8 [*] of a text column without nulls, without a copy.
 
     Row i is `data[offsets[i]:offsets[i + 1]]`, also in a slice of a column. Both are read-only: numba would compile a
@@ -210,7 +209,7 @@ def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArra
     return offsets, data
 
 
-def text_column(offsets: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.LargeStringArray:
+def text_column(offsets: I64, data: U8) -> pa.LargeStringArray:
     """The inverse of `text_buffers`; `data` must be UTF-8, cut between characters."""
     return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(data))
 

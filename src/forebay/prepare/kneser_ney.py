@@ -10,16 +10,16 @@ import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.files import open_atomic, remove_stale, temporary_directory
 from forebay.formats.records import batched
-from forebay.prepare.compiled import Ints, jit
+from forebay.prepare.arrays import BOOL, F64, I64, Array
+from forebay.prepare.compiled import jit
 from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.points import hash_points
 
@@ -99,8 +99,6 @@ _WORD_BITS = 21
 _WORD_MASK = (1 << _WORD_BITS) - 1
 _FALLBACK = (0.5, 1.0, 1.5)  # discounts where the counts of counts give none, as lmplz --discount_fallback
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class LmSummary:
@@ -156,13 +154,13 @@ class _Level:
     """
 
     order: int
-    keys: Ints
-    counts: Ints
-    suffix: Ints  # number of the last n - 1 words in the order below
-    at_start: NDArray[np.bool_]  # whether it begins with <s>
-    adjusted: Ints
-    probability: Floats
-    backoff: Floats
+    keys: I64
+    counts: I64
+    suffix: I64  # number of the last n - 1 words in the order below
+    at_start: BOOL  # whether it begins with <s>
+    adjusted: I64
+    probability: F64
+    backoff: F64
 
 
 def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
@@ -177,7 +175,7 @@ def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
     return levels
 
 
-def _parts(array: NDArray[np.int64], chunk: int) -> Iterator[tuple[int, Ints]]:
+def _parts(array: I64, chunk: int) -> Iterator[tuple[int, I64]]:
     for start in range(0, len(array), chunk):
         yield start, np.asarray(array[start : start + chunk])
 
@@ -196,7 +194,7 @@ def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Leve
     if not size:
         return None
 
-    def array(name: str, dtype: type, mode: Literal["r", "w+"] = "w+") -> NDArray[Any]:
+    def array(name: str, dtype: type, mode: Literal["r", "w+"] = "w+") -> Array:
         return np.memmap(work / f"{name}{n}", dtype, mode, shape=(size,))
 
     level = _Level(
@@ -232,16 +230,16 @@ def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Leve
     return level
 
 
-def _keys(ids: Ints, ranks: Ints, start: int, chunk: int) -> Ints:
+def _keys(ids: I64, ranks: I64, start: int, chunk: int) -> I64:
     """Keys of the n-grams that end in [start, start + chunk); -1 where none does."""
     stop = min(start + chunk, len(ids))
     word, prefix = np.asarray(ids[start:stop]), np.asarray(ranks[start - 1 : stop - 1])
     return np.where((word == START) | (prefix < 0), -1, prefix << _WORD_BITS | word)
 
 
-def _find(keys: Ints, needed: Ints) -> Ints:
+def _find(keys: I64, needed: I64) -> I64:
     unique, inverse = np.unique(needed, return_inverse=True)
-    numbers_: Ints = np.searchsorted(keys, unique)[inverse]
+    numbers_: I64 = np.searchsorted(keys, unique)[inverse]
     return numbers_
 
 
@@ -269,7 +267,7 @@ def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -
     return written
 
 
-def _discounts(adjusted: Ints, chunk: int) -> tuple[float, float, float]:
+def _discounts(adjusted: I64, chunk: int) -> tuple[float, float, float]:
     t = np.zeros(5)
     for _, part in _parts(adjusted, chunk):
         t += np.bincount(np.minimum(part, 5), minlength=6)[:5]
@@ -323,7 +321,7 @@ def _write(out: Path, levels: list[_Level], words: list[str], chunk: int) -> tup
     return sizes
 
 
-def _lines(levels: list[_Level], level: _Level, numbers: Ints, words: list[str]) -> Iterator[str]:
+def _lines(levels: list[_Level], level: _Level, numbers: I64, words: list[str]) -> Iterator[str]:
     columns = []
     current = numbers
     for upper in reversed(levels[1 : level.order]):

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
+from forebay.prepare.arrays import BOOL, I64, U64
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import StageResult, text_buffers
 from forebay.prepare.thresholds import ThresholdTable, count_bins
@@ -30,7 +31,7 @@ SAMPLE_CHARACTERS = 600
 LENGTH = "length (UTF-8 bytes)"
 _NO_SCORES = frozenset(("place", "text_bytes", "copies"))
 
-Keys = NDArray[np.uint64]
+Keys = U64
 Position = Callable[[int], str]  # Describes where the document of a row is.
 _LABELS = {
     "lineage": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.slicing": "slice",
@@ -156,7 +157,7 @@ class StageStats:
         result: StageResult,
         keys: Keys,
         position: Position,
-        alive: NDArray[np.bool_],
+        alive: BOOL,
     ) -> None:
         """Count a stage's result on a batch, and keep samples of what it drops, as it was `before`.
 
@@ -245,12 +246,12 @@ class StageStats:
         return stats
 
 
-def text_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
+def text_bytes(batch: pa.RecordBatch) -> I64:
     """UTF-8 bytes of each row's text, int64 [rows]."""
     return np.diff(text_buffers(batch.column("text"))[0])
 
 
-def mix64(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
+def mix64(values: U64, seed: np.uint64) -> U64:
     """SplitMix64's finaliser over seed + values. Source: Steele, Lea, Flood 2014."""
     with np.errstate(over="ignore"):
         z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.arrays import BOOL, F64, U64
 from forebay.prepare.documents import Measure, text_buffers
 
 NEAREST = 3  # Examples on each side of a threshold.
@@ -82,9 +83,9 @@ class ThresholdTable:
         self,
         rule: tuple[str, int, str],
         measure: Measure,
-        reached: NDArray[np.bool_],
+        reached: BOOL,
         batch: pa.RecordBatch,
-        keys: NDArray[np.uint64],
+        keys: U64,
         position: Callable[[int], str],
     ) -> None:
         """Add what a rule (stage, number of the reason, reason) measured of the rows of a batch that reached it."""
@@ -159,9 +160,7 @@ class ThresholdTable:
         return entries
 
 
-def _stats_of(
-    values: NDArray[np.float64], kind: str, limit: float, keys: NDArray[np.uint64]
-) -> tuple[ThresholdStats, list[tuple[str, int]]]:
+def _stats_of(values: F64, kind: str, limit: float, keys: U64) -> tuple[ThresholdStats, list[tuple[str, int]]]:
     """The statistics of the values at a threshold, without examples; and of the nearest the side and the index."""
     ordered, near = np.sort(values), neighbours(limit)
     below = np.searchsorted(ordered, near, "left" if kind == "low" else "right")
@@ -180,13 +179,13 @@ def _shown(example: Example) -> dict[str, Any]:
     return entry | {"value": example.value if math.isfinite(example.value) else str(example.value)}
 
 
-def float_keys(values: NDArray[np.float64]) -> NDArray[np.uint64]:
+def float_keys(values: F64) -> U64:
     """uint64 in the order of the numbers, one for each; -0.0 is 0.0."""
     bits = (np.asarray(values, np.float64) + 0.0).view(np.uint64)
     return np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
 
 
-def float_of(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
+def float_of(keys: U64) -> F64:
     """The inverse of `float_keys`."""
     return np.where(keys >> np.uint64(63), keys & np.uint64((1 << 63) - 1), ~keys).view(np.float64)
 

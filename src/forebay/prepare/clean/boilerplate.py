@@ -8,16 +8,15 @@ import functools
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from forebay.errors import UsageError
+from forebay.prepare.arrays import I64, U8, Array
 from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, splice, word_table
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers
 from forebay.prepare.filters.points import find
 from forebay.prepare.settings import Count, Positive, check_fields
@@ -47,7 +46,7 @@ def _listed(data, a, b, automaton, positions, table):  # type: ignore[no-untyped
 
 
 @jit()
-def _short(data: Bytes, a: int, b: int, max_words: int) -> bool:
+def _short(data: U8, a: int, b: int, max_words: int) -> bool:
     """Whether the line `[a, b)` has up to `max_words` words and no punctuation that ends a sentence."""
     last = data[b - 1]
     if last in (33, 34, 46, 58, 59, 63, 44):  # ! " . : ; ? ,
@@ -141,9 +140,9 @@ class Boilerplate(Stage):
     such corpora, and for code. Source: the rules are ours; C4's line rules are a filter of their own.
     """
 
-    name: ClassVar[str] = "boilerplate"
-    version: ClassVar[int] = 1
-    reasons: ClassVar[tuple[str, ...]] = ("empty",)
+    name = "boilerplate"
+    version = 1
+    reasons = ("empty",)
     english: bool = True
     patterns: str = ""
     max_line_bytes: Positive = 200
@@ -178,7 +177,7 @@ class Boilerplate(Stage):
         return StageResult(replace_column(batch, "text", column), drop, totals)
 
 
-def _spans(offsets: Ints, starts: NDArray[Any], stops: NDArray[Any]) -> tuple[Ints, Ints]:
+def _spans(offsets: I64, starts: Array, stops: Array) -> tuple[I64, I64]:
     """Where runs of lines without another between them begin and end; none reaches from one row into the next."""
     opens = np.ones(len(starts), bool)
     opens[1:] = starts[1:] != stops[:-1]
@@ -188,7 +187,7 @@ def _spans(offsets: Ints, starts: NDArray[Any], stops: NDArray[Any]) -> tuple[In
 
 
 @functools.lru_cache(maxsize=16)
-def _automaton(english: bool, patterns: str) -> tuple[Automaton, Bytes]:
+def _automaton(english: bool, patterns: str) -> tuple[Automaton, U8]:
     sources = [_ENGLISH] * english + [Path(patterns)] * bool(patterns)
     phrases: dict[str, int] = {}
     for line in (line for source in sources for line in read_lines(source, "patterns")):

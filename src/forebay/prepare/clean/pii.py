@@ -10,17 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from forebay.prepare.arrays import I64
 from forebay.prepare.clean import pii_context, pii_scan
 from forebay.prepare.clean.pii_context import compiled
 from forebay.prepare.clean.pii_ids import find_ids
 from forebay.prepare.clean.spans import splice
-from forebay.prepare.compiled import Ints
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
 from forebay.prepare.filters.kernels import text_lengths
 from forebay.prepare.settings import Number
@@ -69,7 +69,7 @@ base64 cannot be met by 16 characters)."""
 PEM = r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
 MAX_PEM_BYTES = 1 << 14
 
-Spans = tuple[Ints, Ints, Ints]
+Spans = tuple[I64, I64, I64]
 Country = Literal[
     "us", "uk", "de", "fr", "es", "it", "pl", "nl", "br", "in", "ca", "cn", "se", "fi", "no", "dk", "be", "ch", "pt",
     "ro", "tr", "kr", "jp", "mx", "au", "za",
@@ -96,9 +96,9 @@ class Pii(Stage):
     with more than 5. Cost: linear in any text.
     """
 
-    name: ClassVar[str] = "pii"
-    version: ClassVar[int] = 5
-    reasons: ClassVar[tuple[str, ...]] = ("pii_many", "pii_dense")
+    name = "pii"
+    version = 5
+    reasons = ("pii_many", "pii_dense")
     kinds: Annotated[tuple[Kind | Country, ...], Field(min_length=1)] = DEFAULT_KINDS
     style: Literal["mask", "fineweb"] = "mask"
     public_only: bool = True
@@ -131,7 +131,7 @@ class Pii(Stage):
         counts: dict[str, int] = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist()))
         return StageResult(replace_column(batch, "text", column), drop, counts, measures=checked.measures)
 
-    def _check(self, batch: pa.RecordBatch, rows: Ints) -> StageResult:
+    def _check(self, batch: pa.RecordBatch, rows: I64) -> StageResult:
         number = np.bincount(rows, minlength=len(batch))
         density = Measure(np.zeros(len(batch)))
         if self.max_per_1000_words < math.inf:
@@ -178,7 +178,7 @@ class Pii(Stage):
         return starts[personal], stops[personal], kinds[personal]
 
 
-def _in_turn(numbers: Ints) -> Iterator[int]:
+def _in_turn(numbers: I64) -> Iterator[int]:
     """As Python's numbers, of which millions together would take hundreds of MB."""
     for start in range(0, len(numbers), 4096):
         yield from numbers[start : start + 4096].tolist()

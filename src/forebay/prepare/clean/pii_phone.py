@@ -5,7 +5,8 @@ brackets, a trunk 0 and 9 to 11 digits. Other groups of 7 to 12 digits are `MAYB
 `call` before them.
 """
 
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.arrays import I64, U8
+from forebay.prepare.compiled import jit
 
 SURE, MAYBE = 1, 2
 LENGTH, SEPARATOR, END = range(3)
@@ -27,7 +28,7 @@ def alnum(b: int) -> bool:
 
 
 @jit()
-def can_end(data: Bytes, stop: int, pos: int) -> bool:
+def can_end(data: U8, stop: int, pos: int) -> bool:
     """Whether a number may end at `at`: no letter, digit or decimal follows."""
     if pos >= stop:
         return pos == stop
@@ -38,7 +39,7 @@ def can_end(data: Bytes, stop: int, pos: int) -> bool:
 
 
 @jit()
-def _separated(data: Bytes, stop: int, pos: int) -> tuple[int, int]:
+def _separated(data: U8, stop: int, pos: int) -> tuple[int, int]:
     """The separator at `at` and where the group after it begins; (0, at) if no group follows."""
     sep, after = 0, pos
     if pos < stop and (data[pos] == 32 or 45 <= data[pos] <= 47):
@@ -57,7 +58,7 @@ def _separated(data: Bytes, stop: int, pos: int) -> tuple[int, int]:
 
 
 @jit()
-def _groups(data: Bytes, stop: int, pos: int, groups: Ints) -> int:
+def _groups(data: U8, stop: int, pos: int, groups: I64) -> int:
     n, total, sep = 0, 0, 0
     while n < 8:
         bracket = pos < stop and data[pos] == 40
@@ -81,7 +82,7 @@ def _groups(data: Bytes, stop: int, pos: int, groups: Ints) -> int:
 
 
 @jit()
-def _shape(data: Bytes, i: int, n: int, total: int, groups: Ints) -> int:
+def _shape(data: U8, i: int, n: int, total: int, groups: I64) -> int:
     """Whether the first n groups, of `total` digits, that begin at i make a number: 0, SURE or MAYBE."""
     lengths, bracket = groups[LENGTH], data[i] == 40
     first = i + 1 if bracket else i
@@ -116,13 +117,13 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: Ints) -> int:
 
 
 @jit()
-def _has_length(data: Bytes, i: int, total: int) -> bool:
+def _has_length(data: U8, i: int, total: int) -> bool:
     """Return whether an international number has a length that its country uses. Source: ITU-T E.164."""
     return total == 11 or (data[i] != 49 and data[i] != 55)  # North America, Russia and Kazakhstan
 
 
 @jit()
-def _ascending(data: Bytes, n: int, groups: Ints) -> bool:
+def _ascending(data: U8, n: int, groups: I64) -> bool:
     """Return whether the groups are two digits each, and ascend to at most 50: numbers of a lottery or of a list."""
     last = -1
     for k in range(n):
@@ -135,7 +136,7 @@ def _ascending(data: Bytes, n: int, groups: Ints) -> bool:
 
 
 @jit()
-def _years(data: Bytes, n: int, groups: Ints) -> bool:
+def _years(data: U8, n: int, groups: I64) -> bool:
     if n != 2 or groups[LENGTH, 0] != 4 or groups[LENGTH, 1] != 4 or groups[SEPARATOR, 1] == 32:
         return False
     for k in range(2):
@@ -147,7 +148,7 @@ def _years(data: Bytes, n: int, groups: Ints) -> bool:
 
 
 @jit()
-def _thousands(data: Bytes, n: int, groups: Ints) -> bool:
+def _thousands(data: U8, n: int, groups: I64) -> bool:
     if n < 3 or groups[LENGTH, 0] > 3:
         return False
     for k in range(1, n):
@@ -158,7 +159,7 @@ def _thousands(data: Bytes, n: int, groups: Ints) -> bool:
 
 
 @jit()
-def phone(data: Bytes, start: int, stop: int, i: int, groups: Ints) -> tuple[int, int]:
+def phone(data: U8, start: int, stop: int, i: int, groups: I64) -> tuple[int, int]:
     """SURE, MAYBE or 0 for the number whose first digit, `+` or `(` is at i, and where it ends.
 
     The row is `[start, stop)`; `groups` (int64 [3, 8]) is written.
@@ -187,7 +188,7 @@ def phone(data: Bytes, start: int, stop: int, i: int, groups: Ints) -> tuple[int
 
 
 @jit()
-def _extension(data: Bytes, stop: int, end: int) -> int:
+def _extension(data: U8, stop: int, end: int) -> int:
     pos = end
     while pos < stop and pos - end < 2 and (data[pos] == 32 or data[pos] == 44):
         pos += 1

@@ -9,8 +9,9 @@ import ipaddress
 
 import numpy as np
 
+from forebay.prepare.arrays import I64, U8
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, can_end, digit, letter, phone
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.compiled import jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
 PUBLIC_ONLY = 1 << 8  # Among the wanted kinds: leave private, loopback, documentation and multicast addresses.
@@ -26,7 +27,7 @@ _IBAN_COUNTRIES = (
 
 
 @functools.cache
-def iban_table() -> Bytes:
+def iban_table() -> U8:
     """uint8 [676]: the length by the country's two letters in base 26; 0 for none."""
     table = np.zeros(676, np.uint8)
     for entry in _IBAN_COUNTRIES.split(";"):
@@ -44,7 +45,7 @@ def _hex(b: int) -> int:
 
 
 @jit()
-def _email(data: Bytes, free: int, stop: int, pos: int) -> tuple[int, int]:
+def _email(data: U8, free: int, stop: int, pos: int) -> tuple[int, int]:
     start = pos
     while start > free and pos - start < 64:
         b = data[start - 1]
@@ -77,7 +78,7 @@ def _email(data: Bytes, free: int, stop: int, pos: int) -> tuple[int, int]:
     return (start, end) if end > pos else (pos, pos)
 
 
-def _networks(text: str) -> Ints:
+def _networks(text: str) -> I64:
     """int64 [networks, 2]: the leading bits of each network, and by how much the first 32 of an address are shifted."""
     networks = [ipaddress.ip_network(network) for network in text.split()]
     return np.array([(int(n[0]) >> (n.max_prefixlen - n.prefixlen), 32 - n.prefixlen) for n in networks], np.int64)
@@ -92,7 +93,7 @@ _PRIVATE6 = _networks("::/16 64::/16 100::/16 2001::/23 2001:db8::/32 fc00::/7 f
 
 
 @jit()
-def _is_private(address: int, networks: Ints) -> bool:
+def _is_private(address: int, networks: I64) -> bool:
     for k in range(len(networks)):  # noqa: SIM110 - numba has no generators here
         if address >> networks[k, 1] == networks[k, 0]:
             return True
@@ -100,7 +101,7 @@ def _is_private(address: int, networks: Ints) -> bool:
 
 
 @jit()
-def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
+def _ipv4(data: U8, start: int, stop: int, i: int, public: bool) -> int:
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
         return i
     address, pos = 0, i
@@ -125,7 +126,7 @@ def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
 
 
 @jit()
-def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[int, int]:
+def _ipv6(data: U8, free: int, stop: int, colon: int, public: bool) -> tuple[int, int]:
     """The IPv6 address whose first colon is at `colon`, or an empty span.
 
     A group has three digits or more: `01:02:03:04:05:06:07:08` is a hardware address. With `::` it begins with what is
@@ -177,7 +178,7 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
 
 
 @jit()
-def _iban(data: Bytes, free: int, stop: int, i: int, lengths: Bytes) -> int:
+def _iban(data: U8, free: int, stop: int, i: int, lengths: U8) -> int:
     """Where the IBAN ends whose check digits begin at i, or i. Source: ISO 13616; ISO 7064 (mod 97-10)."""
     if i - 2 < free or not (letter(data[i - 1]) and letter(data[i - 2])):
         return i
@@ -231,7 +232,7 @@ def _issued(four: int, two: int, n: int) -> bool:
 
 
 @jit()
-def _card(data: Bytes, start: int, stop: int, i: int) -> int:
+def _card(data: U8, start: int, stop: int, i: int) -> int:
     """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or data[i - 1] in (45, 46, 95)):
         return i

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.arrays import BOOL, I32, I64, U8
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers, text_column
 from forebay.prepare.filters.points import next_point
 
@@ -43,7 +43,7 @@ def _splice(offsets, data, starts, stops, which, puts, put_offsets, out, out_off
 
 
 def splice(
-    column: pa.LargeStringArray, starts: Ints, stops: Ints, puts: Sequence[bytes], which: Ints
+    column: pa.LargeStringArray, starts: I64, stops: I64, puts: Sequence[bytes], which: I64
 ) -> pa.LargeStringArray:
     """The column, without nulls, with `puts[which[i]]` (UTF-8) in place of bytes `[starts[i], stops[i])` of its buffer.
 
@@ -94,11 +94,11 @@ class Automaton(NamedTuple):
         lengths: int64 [phrases]: in bytes.
     """
 
-    columns: Bytes
-    steps: NDArray[np.int32]
-    phrase: NDArray[np.int32]
-    shorter: NDArray[np.int32]
-    lengths: Ints
+    columns: U8
+    steps: I32
+    phrase: I32
+    shorter: I32
+    lengths: I64
 
 
 def build(phrases: Sequence[str]) -> Automaton:
@@ -139,7 +139,7 @@ def build(phrases: Sequence[str]) -> Automaton:
 
 
 @functools.cache
-def word_table() -> NDArray[np.bool_]:
+def word_table() -> BOOL:
     """bool [WORD_TABLE]: whether a character is part of a word."""
 
     def is_word(char: str) -> bool:
@@ -149,14 +149,14 @@ def word_table() -> NDArray[np.bool_]:
 
 
 @jit()
-def word_at(data: Bytes, i: int, table: NDArray[np.bool_]) -> bool:
+def word_at(data: U8, i: int, table: BOOL) -> bool:
     """Whether the character that begins at byte i is part of a word."""
     code, _ = next_point(data, i)
     return code >= len(table) or bool(table[code])
 
 
 @jit()
-def apart(data: Bytes, start: int, stop: int, a: int, b: int, table: NDArray[np.bool_]) -> bool:
+def apart(data: U8, start: int, stop: int, a: int, b: int, table: BOOL) -> bool:
     """Whether `[a, b)` in the row `[start, stop)` touches no word character on either side."""
     if b < stop and word_at(data, b, table):
         return False

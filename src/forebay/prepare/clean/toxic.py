@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
+from forebay.prepare.arrays import BOOL, I64
 from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, word_table
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers
@@ -101,9 +101,9 @@ class Toxic(Stage):
     text.
     """
 
-    name: ClassVar[str] = "toxic"
-    version: ClassVar[int] = 3
-    reasons: ClassVar[tuple[str, ...]] = ("toxic_words", "toxic_score", "toxic_lexicon")
+    name = "toxic"
+    version = 3
+    reasons = ("toxic_words", "toxic_score", "toxic_lexicon")
     lists: str = ""
     language: str = ""
     allow: tuple[str, ...] = ALLOWED
@@ -164,7 +164,7 @@ class Toxic(Stage):
             measures["toxic_score"] = Measure(scores, high=np.nextafter(self.threshold, -math.inf))
         return StageResult(batch, drop, counts, measures=measures)
 
-    def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _matches(self, batch: pa.RecordBatch) -> tuple[I64, BOOL]:
         matches, listed = np.zeros(len(batch), np.int64), np.zeros(len(batch), bool)
         languages, doubtful = self._languages(batch)
         folded = pc.utf8_lower(batch.column("text"))
@@ -209,7 +209,7 @@ def _weight_of_names(text: str, entries: Mapping[str, int]) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> tuple[Automaton | None, NDArray[np.int64]]:
+def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> tuple[Automaton | None, I64]:
     """The phrases and their weights; None if there is no list for that language, or an empty one."""
     if lists in ("", SHIPPED):
         if lists:
@@ -230,7 +230,7 @@ def _entries(language: str) -> dict[str, int]:
     return {word.removeprefix("+"): weight for word, weight in entries.items()}
 
 
-def _built(weights: dict[str, int]) -> tuple[Automaton | None, NDArray[np.int64]]:
+def _built(weights: dict[str, int]) -> tuple[Automaton | None, I64]:
     phrases = sorted(weights)
     folded = pc.utf8_lower(pa.array(phrases, pa.large_string())).to_pylist()
     numbers = np.array([weights[phrase] for phrase in phrases], np.int64)

@@ -10,21 +10,19 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import ftfy
 import numpy as np
 import pyarrow as pa
 from ftfy.badness import is_bad
-from numpy.typing import NDArray
 from pydantic import Field
 
+from forebay.prepare.arrays import BOOL, I64, U8, U16
 from forebay.prepare.clean.spans import replace_rows
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.points import next_point
-
-Bools = NDArray[np.bool_]
 
 ROUNDS = 8
 MAX_MARKS = 30
@@ -44,7 +42,7 @@ C1 = re.compile("[\x80-\x9f]")
 
 
 @functools.cache
-def _pairs() -> NDArray[np.uint16]:
+def _pairs() -> U16:
     """uint16 [4, TABLE]: a bit for each encoding in which a character is a lead, a common lead, a continuation that is
     no letter, and one that is."""
     table = np.zeros((4, TABLE), np.uint16)
@@ -64,13 +62,13 @@ def _pairs() -> NDArray[np.uint16]:
 
 
 @functools.cache
-def _marks() -> NDArray[np.bool_]:
+def _marks() -> BOOL:
     """bool [0x20000]: whether a character is a combining mark that normalisation moves."""
     return np.array([unicodedata.combining(chr(code)) != 0 for code in range(0x20000)])
 
 
 @jit()
-def _gate(offsets: Ints, data: Bytes, pairs: NDArray[np.uint16], flags: Bytes) -> None:
+def _gate(offsets: I64, data: U8, pairs: U16, flags: U8) -> None:
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
         top = np.uint8(0)
@@ -98,7 +96,7 @@ def _gate(offsets: Ints, data: Bytes, pairs: NDArray[np.uint16], flags: Bytes) -
 
 
 @jit()
-def _end_line(data: Bytes, line: int, written: int, count: Ints) -> int:
+def _end_line(data: U8, line: int, written: int, count: I64) -> int:
     """Takes spaces and tabs off the end of the line `[line, at)`; where it ends now."""
     while written > line and (data[written - 1] == 32 or data[written - 1] == 9):
         written -= 1
@@ -181,8 +179,8 @@ class Unicode(Stage):
     Cost: linear; about 200 MB per CPU second for clean ASCII.
     """
 
-    name: ClassVar[str] = "unicode"
-    version: ClassVar[int] = 3
+    name = "unicode"
+    version = 3
     mojibake: bool = True
     form: Literal["NFC", "NFKC", "none"] = "NFC"
     max_blank_lines: Annotated[int, Field(ge=-1)] = 2
@@ -199,7 +197,7 @@ class Unicode(Stage):
             column, rows = replace_rows(column, texts), rows[again]
         return StageResult(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
-    def _round(self, column: pa.LargeStringArray, counts: Counter[str]) -> tuple[pa.LargeStringArray, Ints, Ints]:
+    def _round(self, column: pa.LargeStringArray, counts: Counter[str]) -> tuple[pa.LargeStringArray, I64, I64]:
         """Every step once; the rows that were changed; and those of them that need another round.
 
         Those were not ASCII before, and are not empty now.
@@ -221,7 +219,7 @@ class Unicode(Stage):
         return column, np.flatnonzero(changed), np.flatnonzero(changed & (flags != 0) & (sizes > 0))
 
     def _edit(
-        self, column: pa.LargeStringArray, rows: Ints, repair: Any, kind: str, changed: Bools, counts: Counter[str]
+        self, column: pa.LargeStringArray, rows: I64, repair: Any, kind: str, changed: BOOL, counts: Counter[str]
     ) -> pa.LargeStringArray:
         texts = {}
         for row in rows.tolist():
@@ -232,7 +230,7 @@ class Unicode(Stage):
         counts[kind] += len(texts)
         return replace_rows(column, texts)
 
-    def _tidied(self, column: pa.LargeStringArray, changed: Bools, counts: Counter[str]) -> pa.LargeStringArray:
+    def _tidied(self, column: pa.LargeStringArray, changed: BOOL, counts: Counter[str]) -> pa.LargeStringArray:
         offsets, data = text_buffers(column)
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(len(offsets), np.int64)

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
 from forebay.machine import user_cache
+from forebay.prepare.arrays import U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, read_words
 from forebay.prepare.documents import text_buffers
@@ -169,7 +169,7 @@ def open_index(path: str) -> EvaluationIndex:
 class _Builder:
     def __init__(self, ngram: int) -> None:
         self._ngram = ngram
-        self._hashes: list[NDArray[np.uint64]] = []
+        self._hashes: list[U64] = []
         self._units: list[tuple[int, int]] = []  # instance and words
         self._instances: list[tuple[int, bytes, bytes]] = []  # set, id and text
         self._sets: list[SetCount] = []
@@ -224,14 +224,11 @@ class _Builder:
         lengths = np.array([len(some) for some in self._hashes], np.int64)
         self._hashes.clear()
         order = np.argsort(hashes, kind="stable")
-        hashes = hashes[order]
-        new = np.ones(len(hashes), bool)
-        new[1:] = hashes[1:] != hashes[:-1]
-        firsts = np.flatnonzero(new)
+        keys, firsts = np.unique(hashes[order], return_index=True)
         units = np.repeat(np.arange(len(lengths), dtype=np.uint32), lengths)
         positions = np.arange(len(hashes)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         bits = np.zeros(1 << max(0, math.ceil(math.log2(max(len(firsts), 4) / 4))), np.uint64)
-        fill_bits(keys := hashes[firsts], bits)
+        fill_bits(keys, bits)
         pieces = [piece for _, *texts in self._instances for piece in texts]
         arrays = {
             "keys": keys, "bits": bits, "starts": np.append(firsts, len(hashes)), "units": units[order],

@@ -8,15 +8,15 @@ and some 0.2 ms for each document that shares an n-gram.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
+from forebay.prepare.arrays import I64, U8
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.decontaminate.index import (
     EvaluationIndex,
@@ -59,8 +59,8 @@ class Decontaminate(Stage):
     in GPT-3 (Brown et al. 2020), appendix C: 13-grams, 200 characters, 10 pieces.
     """
 
-    name: ClassVar[str] = "decontaminate"
-    version: ClassVar[int] = 1
+    name = "decontaminate"
+    version = 1
     sets: Texts = ()
     fields: Texts = ()
     method: Literal["overlap", "ngram"] = "overlap"
@@ -148,7 +148,7 @@ class Decontaminate(Stage):
 class _Document:
     """What a document that shares an n-gram with an index shares."""
 
-    def __init__(self, data: NDArray[np.uint8], index: EvaluationIndex, ngram: int) -> None:
+    def __init__(self, data: U8, index: EvaluationIndex, ngram: int) -> None:
         self._data, self._index, self._ngram = data, index, ngram
         table, size = character_table("words"), len(data)
         words, hashes = np.empty(size + 2, np.uint64), np.empty(size + 2, np.uint64)
@@ -170,7 +170,7 @@ class _Document:
         self._entry_keys = np.repeat(keys, counts)[order]
         self._entry_places = np.repeat(self._places[first], counts)[order]
 
-    def units(self, min_ratio: float) -> NDArray[np.int64]:
+    def units(self, min_ratio: float) -> I64:
         """The units of which at least that share of the words is in shared n-grams; rows of (unit, first entry,
         entries, covered words)."""
         new = np.ones(len(self._units), bool)
@@ -180,10 +180,10 @@ class _Document:
         covered[:-1] = np.where(new[1:], self._ngram, np.minimum(np.diff(self._positions), self._ngram))
         sums, units = np.add.reduceat(covered, firsts), self._units[firsts].astype(np.int64)
         rows = np.stack([units, firsts, np.diff(np.append(firsts, len(new))), sums], axis=1)
-        chosen: NDArray[np.int64] = rows[sums >= min_ratio * self._index.unit_words[units]]
+        chosen: I64 = rows[sums >= min_ratio * self._index.unit_words[units]]
         return chosen
 
-    def hits(self, units: NDArray[np.int64]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def hits(self, units: I64) -> Iterator[tuple[int, dict[str, Any]]]:
         """The number of each set that the document has instances of, in order, and what the list says about it."""
         index = self._index
         instances = index.unit_instances[units[:, 0]]
@@ -202,7 +202,7 @@ class _Document:
                 "text": instance,
             }  # fmt: skip
 
-    def pieces(self, units: NDArray[np.int64], margin: int) -> list[str]:
+    def pieces(self, units: I64, margin: int) -> list[str]:
         """The text without the n-grams of these units and `margin` characters around them; short pieces left out."""
         chosen = np.concatenate([np.arange(first, first + count) for _, first, count, _ in units.tolist()])
         places = self._places[np.isin(self._keys, self._entry_keys[chosen])]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import I64, U8, Array
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.pairs import reserve
 from forebay.storage.store import Store
@@ -60,14 +60,14 @@ class MarkTask:
 
 
 @contextmanager
-def _mapped(store: Store, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
+def _mapped(store: Store, dtype: str, rows: int) -> Iterator[Array]:
     with store.scratch() as folder:
         with (folder / "map").open("xb") as file:
             reserve(file, max(rows, 1) * np.dtype(dtype).itemsize)
         yield np.memmap(folder / "map", dtype, "r+", shape=(max(rows, 1),))
 
 
-def _release(array: NDArray[Any]) -> None:
+def _release(array: Array) -> None:
     if isinstance(array, np.memmap) and array.nbytes > _FLAT_BYTES:
         array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
@@ -129,7 +129,7 @@ def find_components(task: ComponentsTask, scale: int) -> list[int]:
 
 
 @contextmanager
-def _weights(task: ComponentsTask, rows: int) -> Iterator[NDArray[Any]]:
+def _weights(task: ComponentsTask, rows: int) -> Iterator[Array]:
     if not task.weighted:
         yield np.empty(0)
         return
@@ -142,14 +142,14 @@ def _weights(task: ComponentsTask, rows: int) -> Iterator[NDArray[Any]]:
         yield weights
 
 
-def _read_pairs(store: Store, names: Sequence[str], step: int) -> Iterator[NDArray[np.int64]]:
+def _read_pairs(store: Store, names: Sequence[str], step: int) -> Iterator[I64]:
     for name in names:
         with store.local(f"{name}.pairs") as path, path.open("rb") as file:
             while len(words := np.fromfile(file, "<i8", 2 * step)):
                 yield words.reshape(-1, 2)
 
 
-def _codes(task: ComponentsTask, parent: NDArray[Any], start: int, stop: int) -> NDArray[np.uint8]:
+def _codes(task: ComponentsTask, parent: Array, start: int, stop: int) -> U8:
     codes = np.zeros(stop - start, np.uint8)
     if task.base:
         codes = task.store.read_array(f"{task.base}.drop", np.uint8, stop - start, start)

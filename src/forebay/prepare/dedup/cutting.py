@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.arrays import U8
 from forebay.prepare.dedup.clusters import RETAINED
 from forebay.prepare.dedup.methods import CutMethod, Overlap, Substring
 from forebay.prepare.dedup.overlap import mark_overlap
@@ -26,7 +26,7 @@ class Flags:
     start: int
     count: int
 
-    def load(self, start: int = 0, count: int | None = None) -> NDArray[np.uint8]:
+    def load(self, start: int = 0, count: int | None = None) -> U8:
         """uint8 [count]: those of the split from `start` on, by default all."""
         return read_items(self.store, self.name, np.uint8, self.count if count is None else count, self.start + start)
 
@@ -40,30 +40,22 @@ class Cut:
     prefix: str
 
 
+@dataclass
 class Cutter:
     """Cuts marked lines and spans out of a split's texts, given in the order in which they were signed. Picklable.
 
     `cuts` is `DedupResult.cut` of the split. Documents that are dropped are given too: drop them after this.
     """
 
-    def __init__(self, cuts: Sequence[Cut]) -> None:
-        self._cuts = tuple(cuts)
-        self._used: list[int] = []
-        self._documents = 0
-
-    def __getstate__(self) -> tuple[Cut, ...]:
-        return self._cuts
-
-    def __setstate__(self, cuts: tuple[Cut, ...]) -> None:
-        self.__init__(cuts)  # type: ignore[misc]
+    cuts: Sequence[Cut]
 
     def cut(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
         """The texts of the split's rows from `first_row` without what is marked; one that is empty then is ""."""
         if first_row == 0:
-            self._used, self._documents = [0] * len(self._cuts), 0
+            self._used, self._documents = [0] * len(self.cuts), 0
         offsets, _ = text_buffers(texts)
         removed = np.zeros(int(offsets[-1] - offsets[0]), np.uint8)
-        for k, cut in enumerate(self._cuts):
+        for k, cut in enumerate(self.cuts):
             rows = self._mark(cut, texts, self._used[k], removed)
             self._used[k] += rows
             if self._used[k] > cut.flags.count:
@@ -74,7 +66,7 @@ class Cutter:
         self._documents += len(texts)
         return text_column(*remove(texts, removed)) if removed.any() else texts
 
-    def _mark(self, cut: Cut, texts: pa.LargeStringArray, used: int, removed: NDArray[np.uint8]) -> int:
+    def _mark(self, cut: Cut, texts: pa.LargeStringArray, used: int, removed: U8) -> int:
         remaining = max(cut.flags.count - used, 0)
         if not isinstance(cut.method, Substring):
             # A text of n bytes has at most n rows.

@@ -25,9 +25,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.arrays import F64, Array
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
@@ -106,7 +106,7 @@ class Signer:
         elif config.keep == "best":
             self._write("weight", _scores(batch, config.score))
 
-    def _write(self, ending: str, array: NDArray[Any]) -> None:
+    def _write(self, ending: str, array: Array) -> None:
         if ending not in self._files:
             file = self._stack.enter_context(self._store.open(f"{self._prefix}.{ending}"))
             self._files[ending] = file, hashlib.sha256()
@@ -115,7 +115,7 @@ class Signer:
         sha256.update(array.data)
 
 
-def _scores(batch: pa.RecordBatch, name: str) -> NDArray[np.float64]:
+def _scores(batch: pa.RecordBatch, name: str) -> F64:
     """The column as numbers; one that is missing or NaN is the worst."""
     column = batch.column(name) if name in batch.schema.names else None
     numeric = column is not None and (pa.types.is_floating(column.type) or pa.types.is_integer(column.type))

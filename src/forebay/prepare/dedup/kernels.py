@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import I64, U8, U32, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import next_point
@@ -29,7 +29,7 @@ _UNSPACED = (
 
 
 @lru_cache
-def character_table(normalise: str) -> NDArray[np.uint32]:
+def character_table(normalise: str) -> U32:
     """uint32 [2^17]: GAP, IGNORED or a code point (with ALONE set if it is a word by itself) for each character.
 
     Characters above stay as they are. `words`: lower case, without the accents of Latin, Greek and Cyrillic, width and
@@ -65,7 +65,7 @@ def _folded(character: str) -> int:
     return ord(folded if len(folded) == 1 else character)
 
 
-def hash_texts(texts: pa.LargeStringArray, normalise: str) -> NDArray[np.uint64]:
+def hash_texts(texts: pa.LargeStringArray, normalise: str) -> U64:
     """128 bits of each document as uint64 [rows, 2]; zeros for an empty one."""
     offsets, data = text_buffers(texts)
     hashes = np.empty((len(texts), 2), np.uint64)
@@ -73,7 +73,7 @@ def hash_texts(texts: pa.LargeStringArray, normalise: str) -> NDArray[np.uint64]
     return hashes
 
 
-def scratch_for(offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
+def scratch_for(offsets: I64) -> U8:
     """Room for the longest text after `normalise`."""
     return np.empty(2 * int(np.diff(offsets).max(initial=0)) + 16, np.uint8)
 

@@ -8,26 +8,24 @@ Python callers pass the object.
 import re
 from dataclasses import dataclass
 from itertools import compress
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.tables import is_list
 from forebay.order.bijection import derive_key, random_words
+from forebay.prepare.arrays import I16, U32, U64, Array
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.settings import Positive, Share, check_fields
 
 SIGNATURE_VERSION = 2
 """Changed when the same text gets another signature, so that old ones are not compared with new ones."""
-U64 = NDArray[np.uint64]
 VECTOR_LENGTH = 4096  # 64 products of two such vectors' members still fit in 32 bits.
-Vectors = NDArray[np.int16]
 
 
 class Method(Protocol):
@@ -56,10 +54,10 @@ class Exact:
     """Equal texts, after `normalise` (`none`, `space` or `words`): 128 bits of MurmurHash3."""
 
     normalise: str = "none"
-    name: ClassVar[str] = "exact"
-    reason: ClassVar[str] = "exact_duplicate"
-    columns: ClassVar[int] = 2
-    key_columns: ClassVar[int] = 2
+    name = "exact"
+    reason = "exact_duplicate"
+    columns = 2
+    key_columns = 2
 
     @property
     def settings(self) -> list[Any]:
@@ -75,10 +73,10 @@ class Exact:
 class EqualUrl:
     """Equal addresses, after scheme, `www.`, port, fragment, trailing slash and tracking parameters are removed."""
 
-    name: ClassVar[str] = "url"
-    reason: ClassVar[str] = "url_duplicate"
-    columns: ClassVar[int] = 2
-    key_columns: ClassVar[int] = 2
+    name = "url"
+    reason = "url_duplicate"
+    columns = 2
+    key_columns = 2
 
     @property
     def settings(self) -> list[Any]:
@@ -118,9 +116,9 @@ class MinHash:
     rows: int = 7
     ngram: int = 5
     seed: int = 1
-    name: ClassVar[str] = "minhash"
-    reason: ClassVar[str] = "near_duplicate"
-    key_columns: ClassVar[int] = 1
+    name = "minhash"
+    reason = "near_duplicate"
+    key_columns = 1
 
     @property
     def columns(self) -> int:
@@ -143,7 +141,7 @@ class MinHash:
         kernels.sign(data, offsets, kernels.character_table("words"), factors, terms, self.ngram, self.rows, out)
         return out
 
-    def hash_functions(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    def hash_functions(self) -> tuple[U32, U32]:
         """The odd factors and the terms of the min-wise hashes."""
         numbers = random_words(derive_key(self.seed, "minhash"), np.arange(self.bands * self.rows, dtype=np.uint64))
         return (numbers >> np.uint64(32)).astype(np.uint32) | np.uint32(1), numbers.astype(np.uint32)
@@ -158,8 +156,8 @@ class Semantic:
     dimension: int
     similarity: float
     clusters: int
-    name: ClassVar[str] = "semantic"
-    reason: ClassVar[str] = "semantic_duplicate"
+    name = "semantic"
+    reason = "semantic_duplicate"
 
     @property
     def columns(self) -> int:
@@ -177,7 +175,7 @@ class Semantic:
         return embeddings_of(batch, self.embedding, self.dimension, 4 * self.columns).view("<u8")
 
 
-def quantize(vectors: NDArray[Any]) -> Vectors:
+def quantize(vectors: Array) -> I16:
     """The vectors scaled to VECTOR_LENGTH, rounded; zeros where one is zero or not finite."""
     values = np.asarray(vectors, np.float64)
     values = np.where(np.isfinite(values).all(1, keepdims=True), values, 0)
@@ -185,11 +183,11 @@ def quantize(vectors: NDArray[Any]) -> Vectors:
     values = np.divide(values, largest, out=np.zeros_like(values), where=largest > 0)
     norms = np.sqrt(np.cumsum(values * values, axis=1)[:, -1:])  # cumsum adds in order, sum does as it likes
     scaled = np.divide(values * VECTOR_LENGTH, norms, out=np.zeros_like(values), where=norms > 0)
-    rounded: Vectors = np.rint(scaled).astype("<i2")
+    rounded: I16 = np.rint(scaled).astype("<i2")
     return rounded
 
 
-def embeddings_of(batch: pa.RecordBatch, name: str, dimension: int, width: int) -> Vectors:
+def embeddings_of(batch: pa.RecordBatch, name: str, dimension: int, width: int) -> I16:
     """int16 [rows, width]: the column of lists of `dimension` floats; zeros for a missing one, and beyond them."""
     column = batch.column(name) if name in batch.schema.names else None
     if column is None or not (is_list(column.type) and pa.types.is_floating(column.type.value_type)):
@@ -241,8 +239,8 @@ class Overlap:
     ngram: int
     share: float
     sample: int
-    ending: ClassVar[str] = "ngrams"
-    counts: ClassVar[str] = "ngram_counts"
+    ending = "ngrams"
+    counts = "ngram_counts"
 
     @property
     def label(self) -> str:
@@ -258,8 +256,8 @@ class Substring:
     """Runs of `min_words` words, wherever they begin: see `substring`."""
 
     min_words: int
-    ending: ClassVar[str] = "anchors"
-    counts: ClassVar[str] = "anchor_counts"
+    ending = "anchors"
+    counts = "anchor_counts"
 
     @property
     def label(self) -> str:
@@ -388,7 +386,7 @@ class Dedup:
     @property
     def methods(self) -> tuple[Method, ...]:
         """What compares whole documents, in order. The drop code of a document is 1 + the method's index."""
-        methods: tuple[Method, ...] = (
+        methods: tuple[Any, ...] = (
             Exact(self.normalise or "none"),
             EqualUrl(),
             MinHash(self.bands, self.rows, self.ngram, self.seed),

@@ -9,8 +9,8 @@ Source: Li et al. 2024 (DCLM), 4.2 and appendix L: Bloom filter fuzzy deduplicat
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import I64, U8, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, read_words
 from forebay.prepare.dedup.methods import Overlap
@@ -20,7 +20,7 @@ from forebay.prepare.filters.points import find
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
 
-def sign_ngrams(texts: pa.LargeStringArray, rule: Overlap) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def sign_ngrams(texts: pa.LargeStringArray, rule: Overlap) -> tuple[U64, I64]:
     """The n-grams of each text uint64 [*], ascending, each once, and their number int64 [rows]."""
     offsets, data = text_buffers(texts)
     out = np.empty(int(offsets[-1] - offsets[0]) // 2 + len(texts), np.uint64)
@@ -29,7 +29,7 @@ def sign_ngrams(texts: pa.LargeStringArray, rule: Overlap) -> tuple[NDArray[np.u
     return out[:n], counts
 
 
-def mark_overlap(texts: pa.LargeStringArray, rule: Overlap, seen: NDArray[np.uint8], removed: NDArray[np.uint8]) -> int:
+def mark_overlap(texts: pa.LargeStringArray, rule: Overlap, seen: U8, removed: U8) -> int:
     """Set `removed`, a byte for each of the texts', in paragraphs and texts of which `rule.share` is `seen`.
 
     `seen` has an entry for each row of `sign_ngrams`. Returns how many rows there are.

@@ -15,9 +15,8 @@ from itertools import pairwise
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from forebay.prepare.dedup.methods import U64
+from forebay.prepare.arrays import BOOL, U64
 from forebay.prepare.documents import read_items
 from forebay.storage.store import Store
 
@@ -165,7 +164,7 @@ def _records(task: SortTask) -> Iterator[list[U64]]:
             yield [columns[0] * _SPREAD, *columns[1:], numbers[present]]
 
 
-def _is_kept(task: SortTask, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> NDArray[np.bool_]:
+def _is_kept(task: SortTask, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> BOOL:
     if unit_ends is None:
         return np.asarray(task.store.read_array(task.drop, np.uint8, stop - start, rows.document + start) == 0)
     if start == stop:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import BOOL, I16, I64
 from forebay.prepare.compiled import jit
-from forebay.prepare.dedup.methods import Vectors, quantize
+from forebay.prepare.dedup.methods import quantize
 from forebay.storage.store import Store
 
 MAX_CLUSTERS = 1 << 16
@@ -35,12 +35,12 @@ class VectorSplit:
     documents: int
     first: int
 
-    def read(self, start: int, stop: int, width: int) -> Vectors:
+    def read(self, start: int, stop: int, width: int) -> I16:
         """Rows [start, stop) int16 [*, width]."""
         name = f"{self.prefix}.semantic"
         return self.store.read_array(name, "<i2", (stop - start) * width, start * width).reshape(-1, width)
 
-    def dropped(self, drop: str) -> NDArray[np.bool_]:
+    def dropped(self, drop: str) -> BOOL:
         """bool [documents]: those whose byte in an object of a byte a document of the corpus is not 0."""
         if not drop:
             return np.zeros(self.documents, np.bool_)
@@ -218,9 +218,7 @@ def _members(task: CompareTask, bounds: Sequence[list[int]], path: Path) -> tupl
     return members, np.concatenate(weights), mapped
 
 
-def _similar(
-    task: CompareTask, members: NDArray[np.int64], vectors: Any, better: NDArray[np.int64], memory_bytes: int
-) -> Any:
+def _similar(task: CompareTask, members: I64, vectors: Any, better: I64, memory_bytes: int) -> Any:
     """For blocks of a cluster's members, the best first: those that are similar to a better one, and the first such."""
     block = max(64, memory_bytes // (8 * task.width))
     for start in range(0, len(members), block):

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset, listed_files
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
+from forebay.prepare.arrays import Array
 from forebay.prepare.dedup.cutting import Flags
 from forebay.prepare.dedup.deduplicate import VERSION, DedupResult, Mapper
 from forebay.prepare.dedup.methods import Dedup, Signed
@@ -64,7 +64,7 @@ def write_signatures(result: DedupResult, config: Dedup, work: Store, out: Store
 def write_file(task: KeepTask, scale: int = 0) -> str:
     """Run a KeepTask. Returns the file's SHA-256. `scale` changes nothing."""
     units = {cut.ending: cut.counts for cut in task.config.cuts}
-    columns: dict[str, list[NDArray[Any]]] = {}
+    columns: dict[str, list[Array]] = {}
     documents = 0
     for signed, flags in task.splits:
         retained = flags.load() == 0 if flags is not None else np.ones(signed.documents, np.bool_)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import I64, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
 from forebay.prepare.dedup.methods import Substring
@@ -27,7 +27,7 @@ _BASE = np.uint64(0xD6E8FEB86659FD93)
 _U1 = np.uint64(1)
 
 
-def sign_anchors(texts: pa.LargeStringArray, rule: Substring) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def sign_anchors(texts: pa.LargeStringArray, rule: Substring) -> tuple[U64, I64]:
     """The anchors of each text uint64 [*], in order, and their number int64 [rows]."""
     offsets, data = text_buffers(texts)
     out = np.empty(int(offsets[-1] - offsets[0]) // 2 + len(texts), np.uint64)

@@ -8,8 +8,8 @@ walk the same rows. What is cut is first marked, a byte a byte of text, so that 
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import I64, U8, U32, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash128, normalise, scratch_for
 from forebay.prepare.dedup.methods import Unit
@@ -23,7 +23,7 @@ _STOPS = {"line": (10,), "sentence": (10, 33, 46, 63, 0xE3, 0xEF)}
 """Bytes one of which every end of a unit has."""
 
 
-def hash_units(texts: pa.LargeStringArray, unit: Unit) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def hash_units(texts: pa.LargeStringArray, unit: Unit) -> tuple[U64, I64]:
     """128 bits of each row as uint64 [*, 2], and the rows of each document, int64 [documents]."""
     offsets, data = text_buffers(texts)
     used = data[offsets[0] : offsets[-1]]
@@ -35,7 +35,7 @@ def hash_units(texts: pa.LargeStringArray, unit: Unit) -> tuple[NDArray[np.uint6
     return hashes[:n], counts
 
 
-def _number_repeats(hashes: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
+def _number_repeats(hashes: U64, counts: I64) -> None:
     """Change the hash of a line's second, third … occurrence in a document, which then equals that of others alone."""
     documents = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((hashes[:, 0], documents))
@@ -45,7 +45,7 @@ def _number_repeats(hashes: NDArray[np.uint64], counts: NDArray[np.int64]) -> No
     hashes[order, 1] ^= (position - np.maximum.accumulate(np.where(first, position, 0))).astype(np.uint64) * REPEAT
 
 
-def mark_units(texts: pa.LargeStringArray, unit: Unit, cut: NDArray[np.uint8], removed: NDArray[np.uint8]) -> int:
+def mark_units(texts: pa.LargeStringArray, unit: Unit, cut: U8, removed: U8) -> int:
     """Set `removed`, a byte for each of the texts', where a row is that `cut` marks; how many rows there are.
 
     `cut` has an entry for each row that `hash_units` hashed. Missing ones count as 0.
@@ -54,7 +54,7 @@ def mark_units(texts: pa.LargeStringArray, unit: Unit, cut: NDArray[np.uint8], r
     return int(_mark_units(data, offsets, *_settings(unit), scratch_for(offsets), cut, removed))
 
 
-def remove(texts: pa.LargeStringArray, removed: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def remove(texts: pa.LargeStringArray, removed: U8) -> tuple[I64, U8]:
     """Offsets and bytes of the texts without those that are marked.
 
     A document that lost something also loses the line feeds at its end, and all that is left if that is white space.
@@ -65,7 +65,7 @@ def remove(texts: pa.LargeStringArray, removed: NDArray[np.uint8]) -> tuple[NDAr
     return out_offsets, out[: out_offsets[-1]]
 
 
-def _settings(unit: Unit) -> tuple[int, int, NDArray[np.uint32], int]:
+def _settings(unit: Unit) -> tuple[int, int, U32, int]:
     return _KINDS[unit.kind], unit.span, character_table(unit.normalise), unit.min_characters
 
 

@@ -4,8 +4,8 @@ Linear in the page: a block looks column a fixed number of neighbours, and up to
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import F32
 from forebay.prepare.compiled import jit
 from forebay.prepare.extract.page import (
     BLOCK_PARENT,
@@ -64,14 +64,14 @@ _H1, _P, _LI, _ARTICLE = (TAGS[name] for name in ("h1", "p", "li", "article"))
 _SUM_WORDS, _SUM_LINKS, _SUM_BLOCKS, _SUM_GOOD, _SUM_COMMAS, _SUM_INPUTS, _SUM_IMAGES = range(7)
 
 
-def block_features(page: ScannedPage) -> NDArray[np.float32]:
+def block_features(page: ScannedPage) -> F32:
     """float32 [blocks, NUM_FEATURES]."""
     features = np.zeros((len(page.blocks), NUM_FEATURES), np.float32)
     _block_features(page, tag_tables()[1], character_table(), features)
     return features
 
 
-def context_features(page: ScannedPage, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+def context_features(page: ScannedPage, probability: F32) -> F32:
     """float32 [blocks, NUM_CONTEXT] for the probabilities of the first pass, float32 [blocks]."""
     features = np.zeros((len(page.blocks), NUM_CONTEXT), np.float32)
     _context_features(page, tag_tables()[1], probability, features)
@@ -244,38 +244,39 @@ def _write_levels(f, column, page, tag_bits, sums, repeats, element, page_words)
     for _ in range(_LEVELS):
         total = sums[e]
         words, count = max(np.float32(1), total[_SUM_WORDS]), max(np.float32(1), total[_SUM_BLOCKS])
-        f[column] = words
-        f[column + 1] = total[_SUM_LINKS] / words
-        f[column + 2] = count
-        f[column + 3] = words / count
-        f[column + 4] = total[_SUM_GOOD] / words
-        f[column + 5] = elements[e, CHILDREN]
-        f[column + 6] = total[_SUM_INPUTS] + total[_SUM_IMAGES] / 100
-        f[column + 7] = words / page_words
-        f[column + 8] = elements[e, TAG]
-        f[column + 9] = page.element_weights[e, OWN_WEIGHT]
-        f[column + 10] = repeats[e]
+        level = f[column:]
+        level[0] = words
+        level[1] = total[_SUM_LINKS] / words
+        level[2] = count
+        level[3] = words / count
+        level[4] = total[_SUM_GOOD] / words
+        level[5] = elements[e, CHILDREN]
+        level[6] = total[_SUM_INPUTS] + total[_SUM_IMAGES] / 100
+        level[7] = words / page_words
+        level[8] = elements[e, TAG]
+        level[9] = page.element_weights[e, OWN_WEIGHT]
+        level[10] = repeats[e]
         column += _PER_LEVEL
         e = elements[e, BLOCK_PARENT]
     return column
 
 
 @jit()
-def _write_page(f, column, page, sums, top, shares, num_h1, articles):  # type: ignore[no-untyped-def]
+def _write_page(f, page, sums, top, shares, num_h1, articles):  # type: ignore[no-untyped-def]
     num, page_words = len(page.blocks), max(np.float32(1), sums[0, _SUM_WORDS])
-    f[column] = num
-    f[column + 1] = page_words
-    f[column + 2] = sums[0, _SUM_LINKS] / page_words
-    f[column + 3] = sums[0, _SUM_GOOD] / page_words
+    f[0] = num
+    f[1] = page_words
+    f[2] = sums[0, _SUM_LINKS] / page_words
+    f[3] = sums[0, _SUM_GOOD] / page_words
     for k in range(len(SHARES)):
-        f[column + 4 + k] = shares[k] / page_words
-    f[column + 11] = num_h1
-    f[column + 12] = sums[top, _SUM_WORDS] / page_words
-    f[column + 13] = sums[top, _SUM_LINKS] / max(np.float32(1), sums[top, _SUM_WORDS])
-    f[column + 14] = articles
-    f[column + 15] = sums[0, _SUM_GOOD]
+        f[4 + k] = shares[k] / page_words
+    f[11] = num_h1
+    f[12] = sums[top, _SUM_WORDS] / page_words
+    f[13] = sums[top, _SUM_LINKS] / max(np.float32(1), sums[top, _SUM_WORDS])
+    f[14] = articles
+    f[15] = sums[0, _SUM_GOOD]
     for k in range(NUM_KINDS):
-        f[column + 16 + k] = page.kinds >> k & 1
+        f[16 + k] = page.kinds >> k & 1
 
 
 @jit()
@@ -361,29 +362,31 @@ def _block_features(page, tag_bits, chars, features):  # type: ignore[no-untyped
         common = b[ELEMENT]
         while not in_top[common]:
             common = elements[common, PARENT]
-        f[column] = elements[b[ELEMENT], DEPTH]
-        f[column + 1] = i / num
-        f[column + 2] = before / page_words
-        f[column + 3] = i
-        f[column + 4] = num - i
-        f[column + 5] = i - first_h1 if first_h1 >= 0 else -1000
-        f[column + 6] = elements[top, DEPTH] - elements[common, DEPTH]
-        f[column + 7] = elements[b[ELEMENT], DEPTH] - elements[common, DEPTH]
-        f[column + 8] = 1 if common == top else 0
-        f[column + 9] = 1 if b[ELEMENT] < top else 0
+        place = f[column:]
+        place[0] = elements[b[ELEMENT], DEPTH]
+        place[1] = i / num
+        place[2] = before / page_words
+        place[3] = i
+        place[4] = num - i
+        place[5] = i - first_h1 if first_h1 >= 0 else -1000
+        place[6] = elements[top, DEPTH] - elements[common, DEPTH]
+        place[7] = elements[b[ELEMENT], DEPTH] - elements[common, DEPTH]
+        place[8] = 1 if common == top else 0
+        place[9] = 1 if b[ELEMENT] < top else 0
         before += b[WORDS]
         column += 10
         column = _write_levels(f, column, page, tag_bits, sums, repeats, b[ELEMENT], page_words)
         path = path_sums[paths[i]]
         words = max(np.float32(1), path[1])
-        f[column] = path[0]
-        f[column + 1] = words
-        f[column + 2] = path[2] / words
-        f[column + 3] = words / path[0]
-        f[column + 4] = words / page_words
+        around = f[column:]
+        around[0] = path[0]
+        around[1] = words
+        around[2] = path[2] / words
+        around[3] = words / path[0]
+        around[4] = words / page_words
         column += 5
         column = _write_spans(f, column, cumulated, i)
-        _write_page(f, column, page, sums, top, shares, num_h1, articles)
+        _write_page(f[column:], page, sums, top, shares, num_h1, articles)
 
 
 @jit()
@@ -447,25 +450,26 @@ def _context_features(page, tag_bits, probability, features):  # type: ignore[no
             column += 1
             e = elements[e, BLOCK_PARENT]
         path = path_sums[paths[i]]
-        f[column] = path[1] / max(np.float32(1), path[0])
-        f[column + 1] = sums[0, 1] / max(np.float32(1), sums[0, 0])
-        f[column + 2] = highest
-        f[column + 3] = sums[0, 1]
+        around = f[column:]
+        around[0] = path[1] / max(np.float32(1), path[0])
+        around[1] = sums[0, 1] / max(np.float32(1), sums[0, 0])
+        around[2] = highest
+        around[3] = sums[0, 1]
         for k, span in enumerate((5, 15)):
             low, high = max(0, i - span), min(num, i + span + 1)
-            f[column + 4 + k] = (cumulated[high, 1] - cumulated[low, 1]) / max(
+            around[4 + k] = (cumulated[high, 1] - cumulated[low, 1]) / max(
                 np.float32(1), cumulated[high, 0] - cumulated[low, 0]
             )
-        f[column + 6] = cumulated[i, 1] / max(np.float32(1), cumulated[num, 1])
+        around[6] = cumulated[i, 1] / max(np.float32(1), cumulated[num, 1])
         heading = headings[i]
-        f[column + 8] = probability[heading] if heading >= 0 else -1
+        around[8] = probability[heading] if heading >= 0 else -1
         words = cumulated[i, 0] - cumulated[max(heading, 0), 0]
-        f[column + 9] = (cumulated[i, 1] - cumulated[max(heading, 0), 1]) / max(np.float32(1), words)
+        around[9] = (cumulated[i, 1] - cumulated[max(heading, 0), 1]) / max(np.float32(1), words)
         j = i + 1
         while j < num and headings[j] <= i and j < i + 30:
             j += 1
         words = cumulated[j, 0] - cumulated[i, 0]
-        f[column + 10] = (cumulated[j, 1] - cumulated[i, 1]) / max(np.float32(1), words)
-        f[column + 7] = (cumulated[num, 1] - cumulated[i + 1, 1]) / max(np.float32(1), cumulated[num, 1])
-        f[column + 11] = shares[i]
-        f[column + 12] = probability[i] / best
+        around[10] = (cumulated[j, 1] - cumulated[i, 1]) / max(np.float32(1), words)
+        around[7] = (cumulated[num, 1] - cumulated[i + 1, 1]) / max(np.float32(1), cumulated[num, 1])
+        around[11] = shares[i]
+        around[12] = probability[i] / best

@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from forebay.prepare.arrays import BOOL
 from forebay.prepare.extract.page import (
     CELL,
     ELEMENT,
@@ -30,7 +28,7 @@ _COPY_WORDS = 6
 have copies for small screens."""
 
 
-def page_text(page: ScannedPage, keep: NDArray[np.bool_], markdown: bool) -> str:
+def page_text(page: ScannedPage, keep: BOOL, markdown: bool) -> str:
     """The text of the blocks that are kept; cells of a row are on one line, with tabs between them."""
     data = page.text.tobytes()
     seen: dict[int, int] = {}

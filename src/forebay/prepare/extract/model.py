@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import BOOL, F32, I16, I32
 from forebay.prepare.compiled import jit
 from forebay.prepare.extract.features import block_features, context_features
 from forebay.prepare.extract.page import CELL, ELEMENT, ROW, TAG, WORDS, ScannedPage, Vocabulary
@@ -38,10 +38,10 @@ class Trees(NamedTuple):
         right: int32 [nodes].
     """
 
-    roots: NDArray[np.int32]
-    feature: NDArray[np.int16]
-    threshold: NDArray[np.float32]
-    right: NDArray[np.int32]
+    roots: I32
+    feature: I16
+    threshold: F32
+    right: I32
 
 
 class Model(NamedTuple):
@@ -69,7 +69,7 @@ def load_model(path: Path | None = None) -> Model:
     return Model(words[0], words[1], *trees)
 
 
-def vocabulary(words: list[str], weights: NDArray[np.float32]) -> Vocabulary:
+def vocabulary(words: list[str], weights: F32) -> Vocabulary:
     """The table of words and their weights; concepts are added to it."""
     concepts = concept_words()
     number_of = {word: number for number, word in enumerate(dict.fromkeys([*words, *concepts]))}
@@ -79,16 +79,14 @@ def vocabulary(words: list[str], weights: NDArray[np.float32]) -> Vocabulary:
     return Vocabulary(keys, numbers, padded, np.array([concepts.get(word, 0) for word in number_of], np.int64))
 
 
-def block_probabilities(page: ScannedPage, model: Model) -> NDArray[np.float32]:
+def block_probabilities(page: ScannedPage, model: Model) -> F32:
     """float32 [blocks]: how likely each block is main text."""
     columns = np.ascontiguousarray(block_features(page).T)
     context = context_features(page, predict(columns, model.first))
     return predict(np.concatenate([columns, context.T]), model.second)
 
 
-def choose_blocks(
-    page: ScannedPage, probability: NDArray[np.float32], share: float = SHARE, title: bool = False
-) -> NDArray[np.bool_]:
+def choose_blocks(page: ScannedPage, probability: F32, share: float = SHARE, title: bool = False) -> BOOL:
     """bool [blocks]: those to keep; at least one if there are any.
 
     A row of a data table is kept as its likeliest cell is. `title`: keep the `h1` before the text, unless it is
@@ -108,7 +106,7 @@ def choose_blocks(
     return keep
 
 
-def _same_in_rows(page: ScannedPage, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+def _same_in_rows(page: ScannedPage, probability: F32) -> F32:
     """The highest probability of its row for each block of a row whose cells, two or more, have a block each."""
     rows, cells = page.elements[page.blocks[:, ELEMENT]][:, [ROW, CELL]].T
     inside = np.flatnonzero(rows > 0)
@@ -143,9 +141,9 @@ def _logistic(x):  # type: ignore[no-untyped-def]
     return np.float32(1.0 / (1.0 + total * _POWERS[np.int64(k) + 64]))
 
 
-def predict(columns: NDArray[np.float32], trees: Trees) -> NDArray[np.float32]:
+def predict(columns: F32, trees: Trees) -> F32:
     """float32 [rows]: the probabilities that trees give to features, float32 [features, rows]."""
-    probabilities: NDArray[np.float32] = _predict(np.ascontiguousarray(columns), trees)
+    probabilities: F32 = _predict(np.ascontiguousarray(columns), trees)
     return probabilities
 
 

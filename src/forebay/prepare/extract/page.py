@@ -4,7 +4,8 @@ import re
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from forebay.prepare.arrays import F32, I32, I64, U8, U64
 
 _HEAD_BYTES = 1 << 17
 _TITLE = re.compile(rb"<title[^>]{0,99}>([^<]{0,999})", re.I)
@@ -42,24 +43,24 @@ TEXT_SUM, TEXT_COUNT, TEXT_FIRST, TEXT_MIN, IN_TITLE, IN_DESCRIPTION = range(6)
 class ScannedPage(NamedTuple):
     """A scanned page. The text of block i is `text[blocks[i, START]:blocks[i, STOP]]`, UTF-8."""
 
-    text: NDArray[np.uint8]
-    elements: NDArray[np.int64]
-    element_weights: NDArray[np.float32]
-    blocks: NDArray[np.int64]
-    block_weights: NDArray[np.float32]
+    text: U8
+    elements: I64
+    element_weights: F32
+    blocks: I64
+    block_weights: F32
     kinds: int
 
 
 class Vocabulary(NamedTuple):
     """Weights of words: hashes, the number of each, and by number its weight and, of class words, its concepts."""
 
-    keys: NDArray[np.uint64]
-    numbers: NDArray[np.int32]
-    weights: NDArray[np.float32]
-    flags: NDArray[np.int64]
+    keys: U64
+    numbers: I32
+    weights: F32
+    flags: I64
 
 
-def read_head(html: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
+def read_head(html: bytes) -> tuple[U8, U8, int]:
     """The bytes of the title and of the description, and what kind of page it says it is, as bits of KINDS."""
     title = description = b""
     kinds = 0

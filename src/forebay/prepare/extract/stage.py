@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pyarrow as pa
 
@@ -27,8 +26,8 @@ class Extract(Stage):
     markdown: bool = False
     options: tuple[tuple[str, bool | int | float | str], ...] = ()
 
-    name: ClassVar[str] = "extract"
-    reasons: ClassVar[tuple[str, ...]] = ("no_text", "malformed")
+    name = "extract"
+    reasons = ("no_text", "malformed")
 
     def __post_init__(self) -> None:
         super().__post_init__()

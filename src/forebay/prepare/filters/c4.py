@@ -5,7 +5,6 @@ whose order of rules it keeps; datatrove 0.10 decides the same. Their list of ba
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ from forebay.prepare.filters.languages import ByLanguage, LanguageStage
 from forebay.prepare.filters.points import decode, encode, kind, room_of, starts_with, trim
 from forebay.prepare.filters.unspaced import word_runs
 from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
-from forebay.prepare.filters.words import cut_words, tables
+from forebay.prepare.filters.words import cut_words, tables, word_room
 from forebay.prepare.settings import Count
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
@@ -56,9 +55,9 @@ class C4(LanguageStage):
     min_sentences: Count = 5
     language: ByLanguage = ()
 
-    name: ClassVar[str] = "c4"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
+    name = "c4"
+    version = 2
+    reasons = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
@@ -184,9 +183,7 @@ def _check_line(line, n, words, longest, table, rules, phrase_ends, chars):  # t
 def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, totals, out, stops):  # type: ignore[no-untyped-def]
     capacity = room_of(offsets, offsets[1:])
     points, line = np.empty(capacity, np.uint32), np.empty(capacity, np.uint32)
-    words_capacity = min(capacity, _SENTENCE_CHARS + 2)
-    begins, word_ends = np.empty(words_capacity, np.int32), np.empty(words_capacity, np.int32)
-    tail, kinds = np.empty(words_capacity, np.int32), np.empty(words_capacity, np.uint16)
+    begins, word_ends, tail, kinds = word_room(min(capacity, _SENTENCE_CHARS + 2))
     removed = np.zeros(len(counts), np.int64)
     written = 0
     for row in range(len(drop)):

@@ -6,7 +6,7 @@ the extension of its `id`, or of its address. Source: Lozhkov et al. 2024 (The S
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -67,11 +67,9 @@ class Code(LanguageStage):
     max_encoded_chars: Count = 1024
     language: ByLanguage = _BY_EXTENSION
 
-    name: ClassVar[str] = "code"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = tuple(
-        f"code_{name}" for name in ("lines", "mean_line", "long_line", "letters", "generated", "encoded")
-    )
+    name = "code"
+    version = 2
+    reasons = tuple(f"code_{name}" for name in ("lines", "mean_line", "long_line", "letters", "generated", "encoded"))
 
     def codes(self, batch: pa.RecordBatch) -> list[str | None]:
         """The extension of each file: of its id, or of its address."""

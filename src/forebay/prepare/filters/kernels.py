@@ -6,8 +6,8 @@ Lines, paragraphs and n-grams are counted by 64-bit hashes in an open-addressed 
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import I64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import decode, hash_points, kind, look_up, next_point, room_of, table_size, trim
@@ -249,7 +249,7 @@ def measure_lines(cut, table, short, out):  # type: ignore[no-untyped-def]
         out[row, 4], out[row, 5], out[row, 6] = n - newlines, newlines, words
 
 
-def text_lengths(column: pa.LargeStringArray) -> NDArray[np.int64]:
+def text_lengths(column: pa.LargeStringArray) -> I64:
     """What `_measure_length` writes about each text, int64 [2, rows]: characters and words."""
     out = np.zeros((len(column), 2), np.int64)
     _measure_length(*text_buffers(column), character_table(), out)

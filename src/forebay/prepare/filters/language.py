@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,10 +46,10 @@ class Language(Stage):
     model: str = ""
     min_scores: tuple[tuple[str, Share], ...] = ()
 
-    name: ClassVar[str] = "language"
-    version: ClassVar[int] = 3
+    name = "language"
+    version = 3
     # Unsure: the likeliest language is one to keep, with too low a score.
-    reasons: ClassVar[tuple[str, ...]] = ("language_other", "language_unsure")
+    reasons = ("language_other", "language_unsure")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.errors import UsageError
+from forebay.prepare.arrays import BOOL, F64, U64
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column
 from forebay.prepare.filters.word_tables import HashTable, hash_word, table_of_hashes
 from forebay.prepare.settings import check_fields
@@ -73,7 +73,7 @@ def language_hash(language: str) -> int:
     return hash_word(language) if language else 0
 
 
-def language_hashes(batch: pa.RecordBatch, lists: Mapping[str, int]) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+def language_hashes(batch: pa.RecordBatch, lists: Mapping[str, int]) -> tuple[U64, BOOL]:
     """uint64 [rows]: the hash that `lists` has for each document's language, else 0; and which languages have none."""
     hashes, unlisted = np.zeros(batch.num_rows, np.uint64), np.zeros(batch.num_rows, np.bool_)
     if "language" in batch.schema.names:
@@ -126,7 +126,7 @@ class LanguageStage(Stage):
         for row, code in enumerate(codes):
             groups.setdefault(variants.get(language_code(code or ""), variants[""]), []).append(row)
         drop, counts, texts = keep_all(batch.num_rows), dict[str, int](), []
-        measures: dict[str, NDArray[np.float64]] = {}  # [values, low, high; rows]
+        measures: dict[str, F64] = {}  # [values, low, high; rows]
         for stage, rows in groups.items():
             result = stage.filter_batch(batch if len(groups) == 1 else batch.take(pa.array(rows)))
             drop[rows] = result.drop

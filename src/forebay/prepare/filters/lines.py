@@ -8,13 +8,13 @@ on symbols and stop words are for documents.
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import Field
 
+from forebay.prepare.arrays import I32, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, StageResult, first_failing, replace_column, text_buffers, text_column
 from forebay.prepare.filters.languages import (
@@ -38,7 +38,7 @@ from forebay.prepare.filters.word_tables import (
     table_of_hashes,
     word_lists,
 )
-from forebay.prepare.filters.words import cut_words, tables
+from forebay.prepare.filters.words import cut_words, tables, word_room
 from forebay.prepare.settings import Count, Share, Texts
 
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
@@ -91,9 +91,9 @@ class LineRules(LanguageStage):
     max_removed_words: Share = 1.0
     language: ByLanguage = ()
 
-    name: ClassVar[str] = "lines"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = ("lines_empty", "lines_removed_words")
+    name = "lines"
+    version = 2
+    reasons = ("lines_empty", "lines_removed_words")
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without those lines; of a dropped document the text stays as it was."""
@@ -133,10 +133,10 @@ class _Rules(NamedTuple):
     counters: bool
     prompt_words: int
     stop_word_lines: int
-    stop_keys: NDArray[np.uint64]
-    stop_values: NDArray[np.int32]
-    phrase_keys: NDArray[np.uint64]
-    positions: NDArray[np.int32]
+    stop_keys: U64
+    stop_values: I32
+    phrase_keys: U64
+    positions: I32
 
 
 @lru_cache(16)
@@ -291,8 +291,8 @@ def _is_mark(c):  # type: ignore[no-untyped-def]
 @jit()
 def _rewrite(offsets, data, table, keys, values, rules, languages, has_list, measures, removed, out, out_stops):  # type: ignore[no-untyped-def]
     capacity = min(room_of(offsets, offsets[1:]), MAX_LINE_BYTES + 2)
-    points, kinds = np.empty(capacity, np.uint32), np.empty(capacity, np.uint16)
-    begins, stops, tail = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    points = np.empty(capacity, np.uint32)
+    begins, stops, tail, kinds = word_room(capacity)
     written = 0
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]

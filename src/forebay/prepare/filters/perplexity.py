@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from forebay.errors import UsageError, package_for
+from forebay.prepare.arrays import F64, I64, U8
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
 from forebay.prepare.filters.points import decode, encode, kind, room_of
 from forebay.prepare.filters.word_tables import BREAK
-from forebay.prepare.filters.words import clip, cut_words, tables
+from forebay.prepare.filters.words import clip, cut_words, tables, word_room
 from forebay.prepare.scores.base import COLUMN, Scorer, number_column
 from forebay.prepare.scores.columns import Select
 from forebay.prepare.settings import Number, check_fields, check_order
@@ -43,10 +43,10 @@ class Kenlm(Scorer):
 
     model: str = ""
 
-    name: ClassVar[str] = "kenlm"
-    version: ClassVar[int] = 2
-    seconds_per_mb: ClassVar[float] = 0.04
-    libraries: ClassVar[tuple[str, ...]] = ("kenlm",)
+    name = "kenlm"
+    version = 2
+    seconds_per_mb = 0.04
+    libraries = ("kenlm",)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -59,7 +59,7 @@ class Kenlm(Scorer):
     def files(self) -> tuple[str, ...]:
         return (self.model,)
 
-    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float64]]:
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, F64]:
         model = _load_kenlm(self.model)
         word_ends, data = spaced(batch.column("text"), LOOK_BYTES)
         scores = np.empty(batch.num_rows, np.float64)
@@ -85,9 +85,9 @@ class Perplexity(Stage):
     max_perplexity: Number = float("inf")
     keep_percentile: tuple[float, ...] = ()
 
-    name: ClassVar[str] = "perplexity"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = ("perplexity_low", "perplexity_high")
+    name = "perplexity"
+    version = 2
+    reasons = ("perplexity_low", "perplexity_high")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -151,7 +151,7 @@ def _load_kenlm(path: str) -> Any:
         ) from error
 
 
-def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[I64, U8]:
     """Each text as lines of words, `a word , another .\\n`: offsets int64 [rows + 1], UTF-8 bytes uint8.
 
     Lines without a word are left out; of a text longer than `limit` bytes the rest is. No word holds white space or a
@@ -170,8 +170,7 @@ def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], N
 def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: ignore[no-untyped-def]
     capacity = room_of(offsets, stops)
     points = np.empty(capacity, np.uint32)
-    begins, word_ends, tail = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
-    kinds = np.empty(capacity, np.uint16)
+    begins, word_ends, tail, kinds = word_room(capacity)
     written = 0
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)

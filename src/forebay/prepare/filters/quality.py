@@ -9,14 +9,14 @@ measure. The compiler, 0.5 s to import, is imported on use.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
+from forebay.prepare.arrays import BOOL, F64, I64, Array
 from forebay.prepare.documents import Measure, StageResult, check_rules
 from forebay.prepare.filters.languages import (
     UNSPACED,
@@ -38,7 +38,7 @@ TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
 DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
 
 
-def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> NDArray[np.int64]:
+def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> I64:
     """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
     from forebay.prepare.filters.word_tables import character_table
     from forebay.prepare.filters.words import word_table
@@ -66,11 +66,9 @@ class Length(LanguageStage):
     max_words: Number = float("inf")
     language: ByLanguage = ()
 
-    name: ClassVar[str] = "length"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = tuple(
-        f"{amount}_{unit}" for unit in ("chars", "words") for amount in ("few", "many")
-    )
+    name = "length"
+    version = 2
+    reasons = tuple(f"{amount}_{unit}" for unit in ("chars", "words") for amount in ("few", "many"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,13 +120,13 @@ class GopherQuality(LanguageStage):
     stop_words: Texts | Literal["auto"] = "auto"
     language: ByLanguage = ()
 
-    name: ClassVar[str] = "gopher_quality"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = (
+    name = "gopher_quality"
+    version = 2
+    reasons = (
         "gopher_short", "gopher_long", "gopher_short_words", "gopher_long_words", "gopher_hashes", "gopher_ellipses",
         "gopher_bullet_lines", "gopher_ellipsis_lines", "gopher_alpha_words", "gopher_stop_words",
     )  # fmt: skip
-    shares_words: ClassVar[bool] = True
+    shares_words = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,9 +161,7 @@ class GopherQuality(LanguageStage):
         return check_rules(batch, self.reasons, rules)
 
 
-def quality_measures(
-    batch: pa.RecordBatch, words: tuple[str, ...] | Literal["auto"]
-) -> tuple[dict[str, NDArray[np.int64]], NDArray[np.bool_]]:
+def quality_measures(batch: pa.RecordBatch, words: tuple[str, ...] | Literal["auto"]) -> tuple[dict[str, I64], BOOL]:
     """The columns of `kernels.QUALITY` by name, and the rows whose language has a list of stop words."""
     from forebay.prepare.filters.kernels import QUALITY, measure_quality
 
@@ -212,9 +208,9 @@ class GopherRepetition(LanguageStage):
     duplicate_ngrams: Ngrams = DUPLICATE_NGRAMS
     language: ByLanguage = ()
 
-    name: ClassVar[str] = "gopher_repetition"
-    version: ClassVar[int] = 2
-    shares_words: ClassVar[bool] = True
+    name = "gopher_repetition"
+    version = 2
+    shares_words = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,9 +242,7 @@ class GopherRepetition(LanguageStage):
         return check_rules(batch, self.reasons, (chars == 0, *measures))
 
 
-def repetition_shares(
-    batch: pa.RecordBatch, top: Sequence[int], duplicate: Sequence[int]
-) -> tuple[NDArray[np.int64], list[NDArray[np.float64]]]:
+def repetition_shares(batch: pa.RecordBatch, top: Sequence[int], duplicate: Sequence[int]) -> tuple[I64, list[F64]]:
     """The characters of each text; and the shares in the order of `GopherRepetition`, with n-grams of these n."""
     from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 
@@ -288,12 +282,12 @@ class FineWeb(LanguageStage):
     max_newlines_per_word: Number = 0.3
     language: ByLanguage = ()
 
-    name: ClassVar[str] = "fineweb"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = tuple(
+    name = "fineweb"
+    version = 2
+    reasons = tuple(
         f"fineweb_{name}" for name in ("empty", "few_ended_lines", "short_lines", "duplicate_chars", "newlines")
     )
-    shares_words: ClassVar[bool] = True
+    shares_words = True
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
@@ -329,15 +323,15 @@ class Signals(Scorer):
     Source: Weber et al. 2024 (RedPajama-v2), section 4.3, whose signals are those of Gopher and C4.
     """
 
-    name: ClassVar[str] = "signals"
-    version: ClassVar[int] = 1
-    seconds_per_mb: ClassVar[float] = 0.03
+    name = "signals"
+    version = 1
+    seconds_per_mb = 0.03
 
     @property
     def columns(self) -> Mapping[str, str]:
         return dict.fromkeys(_COLUMNS, "number")
 
-    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[Any]]:
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, Array]:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
         q, _ = quality_measures(batch, "auto")

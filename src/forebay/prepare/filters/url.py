@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -50,9 +50,9 @@ class Url(Stage):
     patterns: Texts = ()
     shipped: bool | Literal["auto"] = "auto"
 
-    name: ClassVar[str] = "url"
-    version: ClassVar[int] = 2
-    reasons: ClassVar[tuple[str, ...]] = (
+    name = "url"
+    version = 2
+    reasons = (
         "url_host", "url_word", "url_address", "url_soft_words", "url_substring", "url_pattern",
     )  # fmt: skip
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-HashTable = tuple[NDArray[np.uint64], NDArray[np.int32]]
+from forebay.prepare.arrays import I32, U16, U64
+
+HashTable = tuple[U64, I32]
 """An open-addressed table for compiled code: hashes uint64 [slots] (0: free), values int32 [slots]."""
 SPACE, LETTER, SYMBOL, BREAK = 1, 2, 4, 8
 LOWER, UPPER, DIGIT, EDGE = 16, 32, 64, 128
@@ -57,7 +59,7 @@ def categories() -> NDArray[np.bytes_]:
 
 
 @lru_cache(1)
-def character_table() -> NDArray[np.uint16]:
+def character_table() -> U16:
     """uint16 [ROWS]: the bits of every code point below ROWS - 1; the last entry is that of all others."""
     table = np.zeros(ROWS, np.uint16)
     characters = np.arange(ROWS, dtype=np.uint32).view("U1")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import I32, I64, U8, U16, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import decode, find, hash_points, kind, look_up, room_of, starts_with
@@ -46,12 +46,12 @@ _SCHEME_END = np.frombuffer(b"://", np.uint8)
 _UNITS = np.array([int.from_bytes(name.encode(), "big") for name in _UNIT_NAMES.split()], np.int64)
 
 
-def tables() -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.int32]]:
+def tables() -> tuple[U16, U64, I32]:
     """What every kernel that cuts words is given first."""
     return character_table(), *special_words()
 
 
-def clip(offsets: NDArray[np.int64], data: NDArray[np.uint8], limit: int = LOOK_BYTES) -> NDArray[np.int64]:
+def clip(offsets: I64, data: U8, limit: int = LOOK_BYTES) -> I64:
     """Where to stop in each row: after all of it, or before the character that passes the limit."""
     stops = offsets[1:].copy()
     for row in np.flatnonzero(np.diff(offsets) > limit):
@@ -298,6 +298,13 @@ def _cut_unspaced(points, start, stop, table, kinds, keys, values, begins, word_
 
 
 @jit()
+def word_room(capacity):  # type: ignore[no-untyped-def]
+    """The arrays that `cut_words` writes, for texts of up to `capacity` characters: begins, ends, tail, kinds."""
+    begins, word_ends = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    return begins, word_ends, np.empty(capacity, np.int32), np.empty(capacity, np.uint16)
+
+
+@jit()
 def cut_words(points, start, stop, table, keys, values, begins, word_ends, tail, kinds):  # type: ignore[no-untyped-def]
     """Word i of `points[start:stop]` is `points[begins[i]:ends[i]]`; how many there are.
 
@@ -342,8 +349,8 @@ def split_words(text: str) -> list[str]:
     """The words of one text, as the filters count them."""
     data = np.frombuffer(text.encode(), np.uint8)
     capacity = len(data) + 1
-    points, kinds = np.empty(capacity, np.uint32), np.empty(capacity, np.uint16)
-    begins, stops, tail = (np.empty(capacity, np.int32) for _ in range(3))
+    points = np.empty(capacity, np.uint32)
+    begins, stops, tail, kinds = word_room(capacity)
     n = decode(data, 0, len(data), points)
     count = cut_words(points, 0, n, *tables(), begins, stops, tail, kinds)
     return [text[a:b] for a, b in zip(begins[:count].tolist(), stops[:count].tolist())]
@@ -365,13 +372,13 @@ class WordTable(NamedTuple):
         flags: uint8 [words].
     """
 
-    offsets: NDArray[np.int64]
-    stops: NDArray[np.int64]
-    data: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    hashes: NDArray[np.uint64]
-    chars: NDArray[np.int32]
-    flags: NDArray[np.uint8]
+    offsets: I64
+    stops: I64
+    data: U8
+    starts: I64
+    hashes: U64
+    chars: I32
+    flags: U8
 
 
 _last: tuple[weakref.ref[pa.RecordBatch], WordTable] | None = None
@@ -400,8 +407,8 @@ def word_table(batch: pa.RecordBatch) -> WordTable:
 @jit()
 def _cut_all(offsets, stops, data, table, keys, values, starts, hashes, chars, flags):  # type: ignore[no-untyped-def]
     capacity = room_of(offsets, stops)
-    points, kinds = np.empty(capacity, np.uint32), np.empty(capacity, np.uint16)
-    begins, word_ends, tail = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    points = np.empty(capacity, np.uint32)
+    begins, word_ends, tail, kinds = word_room(capacity)
     pos = 0
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from forebay.formats.base import get_format
 from forebay.formats.blocks import INDEX_FILE, merge_indexes
@@ -27,6 +26,7 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.layout import KEY
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.formats.sources import table_of_stream
+from forebay.prepare.arrays import I64
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file
@@ -233,9 +233,7 @@ def export_split(task: ExportTask, scale: int = 0) -> ExportResult:
     return result
 
 
-def _rows(
-    task: ExportTask, subset: str, result: ExportResult, left_out: list[NDArray[np.int64]]
-) -> Iterator[pa.RecordBatch]:
+def _rows(task: ExportTask, subset: str, result: ExportResult, left_out: list[I64]) -> Iterator[pa.RecordBatch]:
     """The documents of a subset with their columns, batch by batch; they are counted in the result."""
     drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
     count = 0

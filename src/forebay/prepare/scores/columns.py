@@ -8,15 +8,15 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
+from forebay.prepare.arrays import BOOL, F64
 from forebay.prepare.documents import (
     Measure,
     Stage,
@@ -53,9 +53,9 @@ class Combine(Scorer):
     weights: Numbers = ()
     missing: Literal["skip", "none"] = "skip"
 
-    name: ClassVar[str] = "combine"
-    version: ClassVar[int] = 1
-    is_derived: ClassVar[bool] = True
+    name = "combine"
+    version = 1
+    is_derived = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -64,7 +64,7 @@ class Combine(Scorer):
         if self.weights and (len(self.weights) != len(self.columns_of) or self.how in ("max", "min")):
             raise UsageError(f"weights: expected none, or one for each column and mean or sum, got {self.weights!r}")
 
-    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float64]]:
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, F64]:
         values = np.stack([number_column(batch, name, "score: combine") for name in self.columns_of])
         present = ~np.isnan(values)
         if self.how in ("max", "min"):
@@ -100,9 +100,9 @@ class Bucket(Scorer):
     percentiles: Percentiles = ()
     buckets: Annotated[int, Field(ge=0, le=1000)] = 0
 
-    name: ClassVar[str] = "bucket"
-    version: ClassVar[int] = 1
-    is_derived: ClassVar[bool] = True
+    name = "bucket"
+    version = 1
+    is_derived = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,14 +124,27 @@ class Bucket(Scorer):
     def with_thresholds(self, thresholds: Numbers) -> Bucket:
         return dataclasses.replace(self, thresholds=thresholds or (math.inf,), percentiles=(), buckets=0)
 
-    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float64]]:
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, F64]:
         values = number_column(batch, self.column, "score: bucket")
         index = np.searchsorted(np.array(self.thresholds), values, side="right")
         return {"": np.where(np.isnan(values), np.nan, index)}
 
 
 @dataclass(frozen=True)
-class Select(Stage):
+class _Condition(Stage):
+    """What `[[select]]` and `[[subset]]` ask of a column."""
+
+    column: str = ""
+    min: float | None = None
+    max: float | None = None
+    one_of: Texts = ()
+    none_of: Texts = ()
+    after: str = ""
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class Select(_Condition):
     """Keep documents by a column: a score, or a field of the input (`[read.columns]`).
 
     Args:
@@ -145,18 +158,11 @@ class Select(Stage):
         missing: Documents without a value: `drop` or `keep`.
     """
 
-    column: str = ""
-    min: float | None = None
-    max: float | None = None
-    one_of: Texts = ()
-    none_of: Texts = ()
-    after: str = ""
-    before: str = ""
     keep_percentile: Percentiles = ()
     top_share: Share | None = None
     missing: Literal["drop", "keep"] = "drop"
 
-    version: ClassVar[int] = 1
+    version = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -223,7 +229,7 @@ def _is_date(texts: pa.Array) -> pa.Array:
     return pc.match_substring_regex(texts, _DATE)
 
 
-def _flags(column: pa.Array) -> NDArray[np.bool_]:
+def _flags(column: pa.Array) -> BOOL:
     return np.asarray(column.to_numpy(zero_copy_only=False), bool)
 
 
@@ -236,7 +242,7 @@ class Between(Stage):
     high: float
     missing: str
 
-    version: ClassVar[int] = 1
+    version = 1
 
     def __post_init__(self) -> None:
         pass
@@ -273,9 +279,9 @@ class Repeat(Stage):
     factors: tuple[Number, ...] = ()
     max_copies: Annotated[int, Field(ge=1, le=1000)] = 100
 
-    name: ClassVar[str] = "repeat"
-    version: ClassVar[int] = 1
-    reasons: ClassVar[tuple[str, ...]] = ("repeat_missing", "repeat_none")
+    name = "repeat"
+    version = 1
+    reasons = ("repeat_missing", "repeat_none")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -297,7 +303,7 @@ class Repeat(Stage):
         return StageResult(batch, drop, {"copies added": extra})
 
 
-def _draws(texts: pa.Array) -> NDArray[np.float64]:
+def _draws(texts: pa.Array) -> F64:
     """A number of [0, 1) for each text, by its hash."""
     offsets, data = text_buffers(texts)
     hashes = (hashlib.blake2b(data[a:b].data, digest_size=8).digest() for a, b in itertools.pairwise(offsets.tolist()))
@@ -305,7 +311,7 @@ def _draws(texts: pa.Array) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True)
-class Subset(Stage):
+class Subset(_Condition):
     """Names the subset of a document by a column: of `[[subset]]` tables the first that fits decides.
 
     The column `subset` has the name; `--to parquet` writes a folder for each. Without a table that fits a document
@@ -318,24 +324,16 @@ class Subset(Stage):
     """
 
     subset: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=64)] = "rest"
-    column: str = ""
-    min: float | None = None
-    max: float | None = None
-    one_of: Texts = ()
-    none_of: Texts = ()
-    after: str = ""
-    before: str = ""
 
-    name: ClassVar[str] = "subset"
-    version: ClassVar[int] = 1
+    name = "subset"
+    version = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
         self._select()
 
     def _select(self) -> Select:
-        names = ("column", "min", "max", "one_of", "none_of", "after", "before")
-        return Select(**{name: getattr(self, name) for name in names})
+        return Select(**{item.name: getattr(self, item.name) for item in dataclasses.fields(_Condition)})
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         result = self._select().apply(batch)

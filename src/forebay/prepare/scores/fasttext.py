@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +31,9 @@ class FastText(Scorer):
     label: str = ""
     max_chars: Count = 0
 
-    name: ClassVar[str] = "fasttext"
-    version: ClassVar[int] = 1
-    seconds_per_mb: ClassVar[float] = 0.03
+    name = "fasttext"
+    version = 1
+    seconds_per_mb = 0.03
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,8 +8,8 @@ Source: Joulin et al. 2016; the format and the hashes are those of fastText 0.9.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.prepare.arrays import F32, I32, I64, U8, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.filters.points import room_of, starts_with
 
@@ -21,17 +21,17 @@ _END = np.frombuffer(b"</s>", np.uint8)
 class Network(NamedTuple):
     """A model's arrays. Rows of the input matrix are `dense`, or product-quantised: `codes` into `centroids`."""
 
-    words: NDArray[np.uint8]  # the file, which holds the words
-    starts: NDArray[np.int64]  # [entries]: words first, then labels
-    stops: NDArray[np.int64]
-    slots: NDArray[np.int32]  # hash table of entries, -1 where empty
+    words: U8  # the file, which holds the words
+    starts: I64  # [entries]: words first, then labels
+    stops: I64
+    slots: I32  # hash table of entries, -1 where empty
     sizes: tuple[int, int, int, int, int, int]  # words, bucket, minn, maxn, word n-grams, width of a sub-quantiser
-    present: NDArray[np.uint64]  # a bit for each hashed feature that has a row; empty: all have
-    ranks: NDArray[np.int32]  # how many of them stand in earlier words of `present`: rows are in this order
-    dense: NDArray[np.float32]  # [rows, dim]
-    codes: NDArray[np.uint8]  # [rows, sub-quantisers]
-    centroids: NDArray[np.float32]
-    norms: NDArray[np.float32]  # [rows], of quantised rows
+    present: U64  # a bit for each hashed feature that has a row; empty: all have
+    ranks: I32  # how many of them stand in earlier words of `present`: rows are in this order
+    dense: F32  # [rows, dim]
+    codes: U8  # [rows, sub-quantisers]
+    centroids: F32
+    norms: F32  # [rows], of quantised rows
 
 
 @jit()

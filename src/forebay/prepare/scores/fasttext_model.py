@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.errors import UsageError
+from forebay.prepare.arrays import F32, I64, U8, Array
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.scores import fasttext_kernels as kernels
 
@@ -40,7 +40,7 @@ class FastTextModel:
         self.labels = labels
         self._loss, self._net, self._output, self._tree = loss, net, output, tree
 
-    def probabilities(self, texts: pa.Array, max_chars: int = 0) -> NDArray[np.float32]:
+    def probabilities(self, texts: pa.Array, max_chars: int = 0) -> F32:
         """float32 [texts, labels], as the library's `predict` gives them for the text as one line, but at most 1.
 
         NaN for a text without words. `max_chars`: only so many characters of a text count; 0: all.
@@ -79,7 +79,7 @@ def load_model(path: str) -> FastTextModel:
 
 
 class _Parser:
-    def __init__(self, path: str, data: NDArray[np.uint8]) -> None:
+    def __init__(self, path: str, data: U8) -> None:
         self._path, self._data, self._pos = path, data, 0
 
     def _fail(self, message: str) -> NoReturn:
@@ -93,7 +93,7 @@ class _Parser:
         self._pos += size
         return values if len(values) > 1 else values[0]
 
-    def _array(self, kind: str, *shape: int) -> NDArray[Any]:
+    def _array(self, kind: str, *shape: int) -> Array:
         count = int(np.prod([int(size) for size in shape], dtype=object))
         size = count * np.dtype(kind).itemsize
         if min(shape) < 0 or size > len(self._data) - self._pos:
@@ -206,14 +206,14 @@ class _Parser:
             dense *= norms[:, None]
         return {"dense": dense, **_NOT_QUANTISED}
 
-    def _quantiser(self, dim: int) -> tuple[NDArray[np.float32], int, int]:
+    def _quantiser(self, dim: int) -> tuple[F32, int, int]:
         size, parts, width, last = self._read("4i")
         if size != dim or parts < 1 or width < 1 or not 1 <= last <= width or (parts - 1) * width + last != dim:
             self._fail("a damaged quantiser")
         return self._array("<f4", dim * 256).astype(np.float32), parts, width
 
 
-def _tree(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _tree(counts: I64) -> I64:
     """The children of each node of the Huffman tree of labels, which are nodes 0 to labels - 1, by falling counts."""
     labels = len(counts)
     nodes = [*counts.tolist(), *[10**15] * (labels - 1)]

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
+from forebay.prepare.arrays import F64, Array
 from forebay.prepare.compiled import jit
 from forebay.prepare.filters.points import room_of
 from forebay.prepare.inputs import find_inputs, read_split, split_files
@@ -222,7 +222,7 @@ def _train_epoch(offsets, tokens, labels, order, hashes, num_words, ngrams, buck
 
 
 def _file(
-    training: ClassifierSettings, entries: Sequence[tuple[bytes, int, int]], inputs: NDArray[Any], outputs: NDArray[Any]
+    training: ClassifierSettings, entries: Sequence[tuple[bytes, int, int]], inputs: Array, outputs: Array
 ) -> bytes:
     num_words = sum(kind == 0 for _, _, kind in entries)
     parts = [
@@ -239,12 +239,12 @@ def _file(
     return b"".join(parts)
 
 
-def _good_scores(model: FastTextModel, texts: Sequence[bytes]) -> NDArray[np.float64]:
+def _good_scores(model: FastTextModel, texts: Sequence[bytes]) -> F64:
     column = pa.array([text.decode() for text in texts], pa.large_string())
     return model.probabilities(column)[:, model.label_index(LABELS[0])].astype(np.float64)
 
 
-def _curve(good: NDArray[np.float64], others: NDArray[np.float64]) -> dict[str, Any]:
+def _curve(good: F64, others: F64) -> dict[str, Any]:
     scores = np.concatenate([good, others])
     values, index = np.unique(-scores, return_inverse=True)  # from the highest score down
     kept_good = np.cumsum(np.bincount(index[: len(good)], minlength=len(values)))

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError, package_for
+from forebay.prepare.arrays import F32, I64
 from forebay.prepare.scores.base import Scorer
 from forebay.prepare.settings import Positive, check_fields
 
@@ -27,7 +27,7 @@ _MIN_LENGTH = 32
 _CHARS_PER_TOKEN = 32  # So many characters of a text are tokenized for a token that the model sees.
 
 
-_Runner = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+_Runner = Callable[[I64, I64], F32]
 """Ids and mask, int64 [rows, tokens], to logits, float32 [rows, labels]."""
 
 
@@ -41,9 +41,9 @@ class SequenceClassifier(Scorer):
     batch: Positive = 16
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
 
-    version: ClassVar[int] = 1
-    seconds_per_mb: ClassVar[float] = 400.0  # BERT-base on a CPU
-    forks: ClassVar[bool] = False
+    version = 1
+    seconds_per_mb = 400.0  # BERT-base on a CPU
+    forks = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -61,7 +61,7 @@ class SequenceClassifier(Scorer):
     def runner(self) -> _Runner:
         """The model, loaded once a process."""
 
-    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float32]]:
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, F32]:
         tokenizer, (labels, positions) = _load_tokenizer(self.model), _load_config(self.model)
         max_tokens = min(self.max_tokens, positions)
         tokenizer.enable_truncation(max_tokens)
@@ -84,7 +84,7 @@ class SequenceClassifier(Scorer):
                 out[group] = self._column(run(ids, mask)[: len(group)], labels)
         return {"": out}
 
-    def _column(self, logits: NDArray[np.float32], labels: Sequence[str]) -> NDArray[np.float32]:
+    def _column(self, logits: F32, labels: Sequence[str]) -> F32:
         if logits.shape[1] == 1:
             return logits[:, 0]
         names = [*labels, *map(str, range(logits.shape[1]))]
@@ -107,8 +107,8 @@ class Transformers(SequenceClassifier):
     Source: Penedo et al. 2024, section 4: FineWeb-Edu's classifier, a regression from 0 to 5.
     """
 
-    name: ClassVar[str] = "transformers"
-    libraries: ClassVar[tuple[str, ...]] = ("torch", "transformers", "tokenizers")
+    name = "transformers"
+    libraries = ("torch", "transformers", "tokenizers")
 
     def runner(self) -> _Runner:
         return _load_torch(self.model, self.device)
@@ -127,8 +127,8 @@ class Onnx(SequenceClassifier):
         device: `cpu`, or `cuda`, `cuda:1` (which needs the package onnxruntime-gpu).
     """
 
-    name: ClassVar[str] = "onnx"
-    libraries: ClassVar[tuple[str, ...]] = ("onnxruntime", "tokenizers")
+    name = "onnx"
+    libraries = ("onnxruntime", "tokenizers")
 
     def runner(self) -> _Runner:
         return _load_onnx(self.model, self.device)
@@ -179,7 +179,7 @@ def _load_torch(model: str, device: str) -> _Runner:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UsageError(f"model: expected a sequence classifier in safetensors at {model}, got: {error}") from error
 
-    def run(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
+    def run(ids: I64, mask: I64) -> F32:
         with torch.inference_mode():
             tensors = (torch.from_numpy(array).to(device) for array in (ids, mask))
             logits = network(**dict(zip(("input_ids", "attention_mask"), tensors))).logits
@@ -205,7 +205,7 @@ def _load_onnx(model: str, device: str) -> _Runner:
         raise UsageError(f"model: expected an ONNX model at {path}, got: {error}") from error
     names = {item.name for item in session.get_inputs()}
 
-    def run(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
+    def run(ids: I64, mask: I64) -> F32:
         arrays = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
         (logits, *_) = session.run(None, {name: array for name, array in arrays.items() if name in names})
         return np.asarray(logits, np.float32)

@@ -12,15 +12,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
+from forebay.prepare.arrays import I64, Array
 from forebay.prepare.documents import part_batches
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, sort_part
@@ -208,11 +208,9 @@ class _Outputs:
             self._store = FolderStore(str(stack.enter_context(task.store.scratch())))
         self._stack = stack.enter_context(ExitStack())
         self._files = {kind: self._stack.enter_context(self._store.open(part.object(kind))) for kind in part.kinds}
-        self.left_out: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        self.left_out: list[I64] = [np.empty(0, np.int64)]
 
-    def write(
-        self, tokens: NDArray[Any], lengths: NDArray[np.int64], rows: NDArray[np.int64], ids: list[bytes]
-    ) -> None:
+    def write(self, tokens: Array, lengths: I64, rows: I64, ids: list[bytes]) -> None:
         part = self._part
         columns = {"tokens": tokens.astype(TOKEN_DTYPES[part.dtype], copy=False)}
         columns["ends"] = (np.cumsum(lengths) + part.tokens).astype("<u8")

@@ -20,10 +20,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.order.bijection import derive_key, random_words
+from forebay.prepare.arrays import I64, U64, Array
 from forebay.prepare.documents import read_items
 from forebay.prepare.tasks.keys import hash_json
 from forebay.storage.store import Store
@@ -75,7 +75,7 @@ class EncodedPart:
         return TOKEN_DTYPES[self.dtype].itemsize
 
 
-def document_keys(shuffle: Shuffle, part_name: str, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+def document_keys(shuffle: Shuffle, part_name: str, rows: I64) -> U64:
     """The keys of these rows of a part; uint64, uniform."""
     key = derive_key(shuffle.seed, "shuffle", part_name, shuffle.occurrence)
     return random_words(key, rows.astype(np.uint64))
@@ -184,9 +184,9 @@ class _Run:
 
     store: Store
     part: EncodedPart
-    keys: NDArray[np.uint64]
-    token_edges: NDArray[np.int64]
-    id_edges: NDArray[np.int64]
+    keys: U64
+    token_edges: I64
+    id_edges: I64
 
     @classmethod
     def of(cls, store: Store, part: EncodedPart, task: ShuffleTask | None = None) -> _Run:
@@ -201,15 +201,15 @@ class _Run:
             id_edges = _edges(store, part.object("id_ends"), start, stop)
         return cls(store, part, keys, _edges(store, part.object("ends"), start, stop), id_edges)
 
-    def edges(self, kind: str) -> NDArray[np.int64]:
+    def edges(self, kind: str) -> I64:
         return self.id_edges if kind == "ids" else self.token_edges
 
-    def read(self, kind: str, item: np.dtype[Any], count: int, start: int) -> NDArray[Any]:
+    def read(self, kind: str, item: np.dtype[Any], count: int, start: int) -> Array:
         """Items of `tokens` or `ids`."""
         return read_items(self.store, self.part.object(kind), item, count, start)
 
 
-def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[int, NDArray[np.uint64]]:
+def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[int, U64]:
     """The rising keys of a part in the task's range, and the row of the first of them.
 
     Of n uniform keys the row of a key is about n times its share of all, give or take the square root of n.
@@ -229,14 +229,14 @@ def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[in
         around *= 4
 
 
-def _edges(store: Store, name: str, start: int, stop: int) -> NDArray[np.int64]:
+def _edges(store: Store, name: str, start: int, stop: int) -> I64:
     first = max(start - 1, 0)
     ends = read_items(store, name, "<u8", stop - first, first).astype(np.int64)
     return ends if start else np.insert(ends, 0, 0)
 
 
 def _write_sorted(
-    store: Store, result: EncodedPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *,
+    store: Store, result: EncodedPart, sources: list[_Run], keys: U64, order: I64, *,
     in_memory: bool,
 ) -> None:  # fmt: skip
     store.write(result.object("keys"), keys.astype("<u8").tobytes())
@@ -259,13 +259,13 @@ def _write_sorted(
 def _from_memory(
     sources: list[_Run], kind: str, item: np.dtype[Any], owner: Any, starts: Any, lengths: Any
 ) -> Iterator[bytes]:
-    def read(source: _Run) -> NDArray[Any]:
+    def read(source: _Run) -> Array:
         edges = source.edges(kind)
         return source.read(kind, item, int(edges[-1] - edges[0]), int(edges[0]))
 
     parts = list(sources[0].store.each(read, sources)) if sources else []
     first = np.array([int(source.edges(kind)[0]) for source in sources], np.int64)
-    pending: list[NDArray[Any]] = []
+    pending: list[Array] = []
     size = 0
     relative = starts - first[owner] if len(sources) else starts
     for which, start, length in zip(owner.tolist(), relative.tolist(), lengths.tolist()):

@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
+from forebay.prepare.arrays import I64, U32, Array
 from forebay.prepare.documents import read_items
 from forebay.prepare.settings import Settings
 from forebay.prepare.tasks.keys import hash_json
@@ -53,7 +53,7 @@ class RowShape(Settings):
         each = TOKEN_DTYPES[self.dtype].itemsize + int(self.labels[1:]) // 8 + 1 + (8 if self.packed else 0)
         return each * self.max_tokens
 
-    def tensors(self, tokens: NDArray[np.uint32], document_ends: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    def tensors(self, tokens: U32, document_ends: I64) -> dict[str, Array]:
         """The rows of these conversations, by name; `ends` are exclusive."""
         firsts = (
             _pack(document_ends, 0, self.max_tokens, len(document_ends))[0]
@@ -68,7 +68,7 @@ class RowShape(Settings):
         ids = tokens & np.uint32(TRAINED - 1)
         trained = (tokens & np.uint32(TRAINED)) != 0
 
-        def spread(values: NDArray[Any], rest: int, dtype: Any) -> NDArray[Any]:
+        def spread(values: Array, rest: int, dtype: Any) -> Array:
             out = np.full(n * width, rest, dtype)
             out[positions] = values
             return out.reshape(n, width)
@@ -279,7 +279,7 @@ class DocumentEnds:
         self._unread = self._read(store, parts)
 
     @staticmethod
-    def _read(store: Store, parts: Sequence[EncodedPart]) -> Iterator[NDArray[np.int64]]:
+    def _read(store: Store, parts: Sequence[EncodedPart]) -> Iterator[I64]:
         base = 0
         for part in parts:
             for start in range(0, part.documents, _ENDS_AT_ONCE):
@@ -293,7 +293,7 @@ class DocumentEnds:
                 yield block + base
             base += part.tokens
 
-    def until(self, token: int, limit: int) -> NDArray[np.int64]:
+    def until(self, token: int, limit: int) -> I64:
         """The ends from `first` on: at least all up to `token`, or `limit` of them, or all."""
         blocks = [self._near]
         count, last = len(self._near), int(self._near[-1]) if len(self._near) else -1
@@ -310,7 +310,7 @@ class DocumentEnds:
         self.first = index
 
 
-def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+def _overlaps(starts: I64, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     index = int(np.searchsorted(starts, start, "right")) - 1
     while index < len(starts) - 1 and starts[index] < stop:
         base = int(starts[index])
@@ -320,7 +320,7 @@ def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tupl
         index += 1
 
 
-def read_range(task: SliceTask) -> tuple[NDArray[Any], NDArray[Any]]:
+def read_range(task: SliceTask) -> tuple[Array, Array]:
     """The slice's tokens, and the ends (U64, from its start) of the documents that end in it."""
     store = task.work
     parts, token_starts, document_starts = _parts(store, task.plan)
@@ -337,7 +337,7 @@ def read_range(task: SliceTask) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 @lru_cache(maxsize=2)
-def _parts(store: Store, name: str) -> tuple[tuple[EncodedPart, ...], NDArray[np.int64], NDArray[np.int64]]:
+def _parts(store: Store, name: str) -> tuple[tuple[EncodedPart, ...], I64, I64]:
     parts = read_parts(store, name)
     tokens = np.cumsum([0, *[part.tokens for part in parts]], dtype=np.int64)
     return parts, tokens, np.cumsum([0, *[part.documents for part in parts]], dtype=np.int64)
@@ -358,7 +358,7 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
     return SliceInfo(task.first + task.index, task.slice_name, written.size, written.sha256, count, documents)
 
 
-def _pack(document_ends: NDArray[np.int64], start: int, width: int, rows: int) -> tuple[NDArray[np.int64], int]:
+def _pack(document_ends: I64, start: int, width: int, rows: int) -> tuple[I64, int]:
     """Whole conversations into rows, in order: the first conversation of each row and the end, and how many."""
     firsts, count = [0], 0
     while count < len(document_ends) and len(firsts) <= rows:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from forebay.formats.inputs import InputSplit
+from forebay.prepare.arrays import BOOL, I64, U64
 from forebay.prepare.documents import file_batches
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import SAMPLES, StageStats, mix64
@@ -94,7 +94,7 @@ def examine(task: ExamineTask, scale: int = 0) -> int:
     return kept_bytes
 
 
-def _smallest(keys: NDArray[np.uint64], of: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _smallest(keys: U64, of: BOOL) -> I64:
     rows = np.flatnonzero(of)
     return rows[np.argsort(keys[rows], kind="stable")[:SAMPLES]]
 

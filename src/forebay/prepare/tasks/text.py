@@ -165,6 +165,20 @@ def with_stats(
     return replace(result, counts=TaskCounts.of(stats, first))
 
 
+def _found(
+    splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store, ending: str
+) -> Iterator[tuple[InputSplit, TextResult, list[dict[str, Any]]]]:
+    """For each split the lines of its object with that ending, if it has one, with `where` as a position."""
+    for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
+        lines, counts = list[dict[str, Any]](), {"rejects": text.malformed, "hits": text.hits}
+        for line in work.read(f"{text.prefix}.{ending}").splitlines() if counts[ending] else ():
+            entry = json.loads(line)
+            lines.append(
+                {"where": describe_position(split, entry.pop("place"), entry.pop("where"), first_row), **entry}
+            )
+        yield split, text, lines
+
+
 def write_rejects(
     store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store
 ) -> list[Reject]:
@@ -175,16 +189,9 @@ def write_rejects(
     first: list[Reject] = []
 
     def lines() -> Iterator[bytes]:
-        for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
-            if not text.malformed:
-                continue
-            for line in work.read(f"{text.prefix}.rejects").splitlines():
-                record = json.loads(line)
-                position = describe_position(split, record["place"], record["where"], first_row)
-                reject = {"where": position, "reason": record["reason"], "text": record["text"]}
-                if len(first) < 3:
-                    first.append(reject)
-                yield json_line(reject)
+        for split, text, rejects in _found(splits, texts, work, "rejects"):
+            first.extend(rejects[: 3 - len(first)])
+            yield from map(json_line, rejects)
             if text.malformed > MAX_REJECTS:
                 more = f"{text.malformed - MAX_REJECTS} more"
                 yield json_line({"where": split.files[0].path, "reason": more, "text": ""})
@@ -200,11 +207,8 @@ def write_hits(store: Store, name: str, splits: Sequence[InputSplit], texts: Seq
     """Write what stages found in documents, a JSON line each with `where`; no object is left if there is nothing."""
 
     def lines() -> Iterator[bytes]:
-        for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
-            for line in work.read(f"{text.prefix}.hits").splitlines() if text.hits else ():
-                hit = json.loads(line)
-                location = describe_position(split, hit.pop("place"), hit.pop("where"), first_row)
-                yield json_line({"where": location, **hit})
+        for _, _, hits in _found(splits, texts, work, "hits"):
+            yield from map(json_line, hits)
 
     if any(text.hits for text in texts):
         store.write(name, lines())

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
+from forebay.prepare.arrays import I64, Array
 from forebay.prepare.settings import Settings
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for, vocabulary_of
 
@@ -81,15 +81,13 @@ class Conversations(Settings):
         """All that the result depends on."""
         return ["conversations", 2, asdict(self)]
 
-    def encode(
-        self, spec: EncoderSpec, texts: pa.LargeStringArray
-    ) -> tuple[NDArray[Any], NDArray[np.int64], dict[str, int]]:
+    def encode(self, spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[Array, I64, dict[str, int]]:
         """Tokens with `TRAINED` set where they are, lengths (0: dropped), counts.
 
         Dropped: `empty`; `too_long`; `nothing_learnt`, where no token to train on is left.
         """
         counts = {"empty": 0, "too_long": 0, "nothing_learnt": 0, "truncated": 0}
-        tokens: list[NDArray[Any]] = []
+        tokens: list[Array] = []
         lengths = np.zeros(len(texts), np.int64)
         written = self._with_chat_template if self.chat_template else self._with_template
         for row, (ids, reason) in enumerate(written(spec, texts.to_pylist())):
@@ -105,7 +103,7 @@ class Conversations(Settings):
                 lengths[row] = len(ids)
         return np.concatenate([np.empty(0, np.uint32), *tokens]), lengths, counts
 
-    def _with_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[NDArray[Any], str]]:
+    def _with_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[Array, str]]:
         """The tokens of each text, or why there are none."""
         conversations = [split_turns(text) for text in texts]
         encoded = iter(encoder_for(spec).encode([words for turns in conversations for _, words in turns]))
@@ -113,7 +111,7 @@ class Conversations(Settings):
             rendered = self._render(spec, [(trained, next(encoded)) for trained, _ in turns])
             yield rendered, "" if len(turns) else "empty"
 
-    def _with_chat_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[NDArray[Any], str]]:
+    def _with_chat_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[Array, str]]:
         from forebay.prepare.tokenize.chat_template import UnfitConversationError, guarded, pieces, render
 
         _, vocab = vocabulary_of(spec)
@@ -138,7 +136,7 @@ class Conversations(Settings):
                 ids.append(words.astype(np.uint32) | np.uint32(TRAINED if trained else 0))
             yield np.concatenate(ids), reason
 
-    def _render(self, spec: EncoderSpec, turns: list[tuple[bool, NDArray[Any]]]) -> NDArray[Any]:
+    def _render(self, spec: EncoderSpec, turns: list[tuple[bool, Array]]) -> Array:
         parts = [np.array([] if spec.bos_id is None else [spec.bos_id], np.uint32)]
         for trained, ids in turns:
             t = self.template
@@ -151,7 +149,7 @@ class Conversations(Settings):
 
 
 @lru_cache(maxsize=64)
-def _fixed(spec: EncoderSpec, text: str) -> NDArray[Any]:
+def _fixed(spec: EncoderSpec, text: str) -> Array:
     if not text:
         return np.empty(0, np.uint32)
     from forebay.prepare.tokenize.chat_template import pieces

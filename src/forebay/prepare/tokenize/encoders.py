@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.formats.records import batched
+from forebay.prepare.arrays import I64, Array
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.engines.base import resident_bytes
 from forebay.prepare.tokenize.tokenizers import (
@@ -106,7 +106,7 @@ class Encoder(Protocol):
 
     name: str
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> list[Array]:
         """The ids of each text, unsigned."""
 
 
@@ -131,7 +131,7 @@ def make_encoder(data: bytes, kind: str, choice: str = "") -> Encoder:
     return LongTextEncoder(fast or reference, reference)
 
 
-def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[Array, I64]:
     """The tokens of a column of texts, each with its BOS and EOS, in the spec's type; and the length of each with them.
 
     An empty text has length 0 and no BOS or EOS.
@@ -158,7 +158,7 @@ def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArra
     return out, full
 
 
-def encode_long(spec: EncoderSpec, text: str) -> Iterator[NDArray[Any]]:
+def encode_long(spec: EncoderSpec, text: str) -> Iterator[Array]:
     """The tokens of one long text as `encode_column` gives them, in several arrays."""
     dtype = TOKEN_DTYPES[spec.dtype]
     encoder = encoder_for(spec)
@@ -174,7 +174,7 @@ class ByteEncoder:
 
     name = "bytes"
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> list[Array]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
@@ -186,7 +186,7 @@ class LibraryEncoder:
     def __init__(self, data: bytes) -> None:
         self._tokenizer = parse(data, "tokenizer.json")
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> list[Array]:
         return [
             np.array(encoding.ids, np.uint32)
             for batch in batched(texts, len, _CALL_BYTES, _CALL_BYTES)
@@ -214,7 +214,7 @@ class FastEncoder:
         ours = [self._engine.encode(text) for text in texts]
         return all(np.array_equal(a, b) for a, b in zip(ours, self._reference.encode(texts)))
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> list[Array]:
         """As `Encoder` says. Raises PrepareError if it differs from the reference on a text that both encoded."""
         if self._calls % _CHECK_EVERY == 0 and texts:
             text = texts[self._calls // _CHECK_EVERY % len(texts)][:_CHECK_CHARS]
@@ -224,7 +224,7 @@ class FastEncoder:
                     f"{text[:80]!r}. Nothing is written. Set FOREBAY_CODER=reference and run again."
                 )
         self._calls += 1
-        ids: list[NDArray[Any]] = []
+        ids: list[Array] = []
         for batch in batched(texts, len, _FAST_CALL_BYTES, _FAST_CALL_BYTES):
             ids += [self._engine.encode(text) for text in batch]
             if resident_bytes() - self._base_bytes > _GROWTH_BYTES:
@@ -259,12 +259,12 @@ class LongTextEncoder:
     def __init__(self, encoder: Encoder, reference: Encoder) -> None:
         self.encoder, self.name, self.reference = encoder, encoder.name, reference
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> list[Array]:
         if all(len(text) <= LONG_CHARS for text in texts):
             return self.encoder.encode(texts)
         return [np.concatenate(list(self.encode_parts(text))) for text in texts]
 
-    def encode_parts(self, text: str) -> Iterator[NDArray[Any]]:
+    def encode_parts(self, text: str) -> Iterator[Array]:
         """The ids of one text in several arrays."""
         for part, skip in cut_long(text, self.reference):
             yield self.encoder.encode([part])[0][skip:]

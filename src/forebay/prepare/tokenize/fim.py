@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
+from forebay.prepare.arrays import I64, Array
 from forebay.prepare.settings import Settings, Share
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for, vocabulary_of
 
@@ -68,9 +68,7 @@ class FillInTheMiddle(Settings):
         start, stop = sorted((first % (len(text) + 1), second % (len(text) + 1)))
         return start, stop, order < self.spm_rate * 2**64
 
-    def encode(
-        self, spec: EncoderSpec, texts: pa.LargeStringArray
-    ) -> tuple[NDArray[Any], NDArray[np.int64], dict[str, int]]:
+    def encode(self, spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[Array, I64, dict[str, int]]:
         """Tokens, lengths (0: empty) and counts: `empty`, and the `fill_in_the_middle` among those kept."""
         prefix, suffix, middle = ([token] for token in self.sentinels(spec))
         plain, cuts = texts.to_pylist(), list(map(self.cuts, texts.to_pylist()))
@@ -81,7 +79,7 @@ class FillInTheMiddle(Settings):
         encoded = iter(encoder_for(spec).encode([piece for parts in pieces for piece in parts]))
         dtype = TOKEN_DTYPES[spec.dtype]
         begin, end = ([] if token is None else [token] for token in (spec.bos_id, spec.eos_id))
-        out: list[NDArray[Any]] = [np.empty(0, dtype)]
+        out: list[Array] = [np.empty(0, dtype)]
         for text, cut in zip(plain, cuts):
             body: list[Any] = [next(encoded)] if cut is None else []
             if cut is not None:

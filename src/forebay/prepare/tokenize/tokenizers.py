@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
 from forebay.plugins import load_plugin, plugins
+from forebay.prepare.arrays import Array
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     """The tokens after and before each document."""
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode(self, texts: Sequence[str]) -> list[Array]:
         """The ids of each text as unsigned integers, without BOS or EOS."""
 
 
