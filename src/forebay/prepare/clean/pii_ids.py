@@ -46,15 +46,19 @@ def _weighted(weights: Iterable[int | str], number: str) -> int:
     return sum(int(weight) * digit for weight, digit in zip(weights, _digits(number)))
 
 
-def _date(year: int, month: int, day: int) -> bool:
+def _is_date(text: str) -> bool:
+    """Whether it is a date: YYMMDD of any century, or YYYYMMDD from 1890 to 2030."""
+    any_century = len(text) == 6
     try:
-        return 1890 <= date(year, month, day).year <= 2030
+        year = date.fromisoformat(f"20{text}" if any_century else text).year
     except ValueError:
         return False
+    return any_century or 1890 <= year <= 2030
 
 
-def _any_century(yy: str, mm: str, dd: str) -> bool:
-    return any(_date(century + int(yy), int(mm), int(dd)) for century in (1900, 2000))
+def _is_day_first(text: str) -> bool:
+    """Whether it is a date DDMMYY of any century."""
+    return _is_date(text[4:6] + text[2:4] + text[:2])
 
 
 def _not_one_digit(number: str) -> bool:
@@ -123,8 +127,8 @@ def _it_cf(n: str) -> bool:
 def _pl_pesel(n: str) -> bool:
     """Source: Ustawa o ewidencji ludności, article 15."""
     century, month = divmod(int(n[2:4]), 20)
-    born = _date({0: 1900, 1: 2000}.get(century, 0) + int(n[:2]), month, int(n[4:6])) if century < 2 else False
-    return born and _weighted("13791379131", n) % 10 == 0
+    is_born = century < 2 and _is_date(f"{19 + century}{n[:2]}{month:02}{n[4:6]}")
+    return is_born and _weighted("13791379131", n) % 10 == 0
 
 
 def _br_digits(n: str, start: int, weights: Sequence[int]) -> bool:
@@ -161,37 +165,35 @@ def _in_aadhaar(n: str) -> bool:
 def _cn_resident(n: str) -> bool:
     """Source: GB 11643-1999; ISO 7064, mod 11-2."""
     rest = sum(int(digit) * pow(2, 17 - i, 11) for i, digit in enumerate(n[:17])) % 11
-    return _date(int(n[6:10]), int(n[10:12]), int(n[12:14])) and "10X98765432"[rest] == n[17]
+    return _is_date(n[6:14]) and "10X98765432"[rest] == n[17]
 
 
 def _se_personal(n: str) -> bool:
     """Source: Skatteverket, SKV 704."""
-    return _any_century(n[-10:-8], n[-8:-6], n[-6:-4]) and luhn(n[-10:])
+    return luhn(n[-10:]) and _is_date(n[-10:-4])
 
 
 def _fi_hetu(n: str) -> bool:
     """Source: Väestötietoasetus 128/2010; remainder of 31."""
-    return (
-        _any_century(n[4:6], n[2:4], n[:2]) and "0123456789ABCDEFHJKLMNPRSTUVWXY"[int(n[:6] + n[-4:-1]) % 31] == n[-1]
-    )
+    return _is_day_first(n) and "0123456789ABCDEFHJKLMNPRSTUVWXY"[int(n[:6] + n[-4:-1]) % 31] == n[-1]
 
 
 def _no_birth(n: str) -> bool:
     """Source: Skatteetaten, fødselsnummer."""
     first = _weighted("3761894521", n) % 11
-    return _any_century(n[4:6], n[2:4], n[:2]) and first == _weighted("54327654321", n) % 11 == 0
+    return first == _weighted("54327654321", n) % 11 == 0 and _is_day_first(n)
 
 
 def _be_national(n: str) -> bool:
     """Source: Arrêté royal du 3 avril 1984; 97 less the remainder, with a 2 before it for births from 2000 on."""
-    born = _any_century(n[:2], n[2:4], n[4:6]) or n[2:6] == "0000"
+    born = _is_date(n[:6]) or n[2:6] == "0000"
     return born and any(97 - int(century + n[:9]) % 97 == int(n[9:]) for century in ("", "2"))
 
 
 def _kr_rrn(n: str) -> bool:
     """Source: Resident Registration Act, enforcement rules; numbers given from October 2020 on have no check digit."""
     check = (11 - _weighted("234567892345", n) % 11) % 10
-    return n[6] in "12345678" and _any_century(n[:2], n[2:4], n[4:6]) and (check == int(n[12]) or n[:2] <= "25")
+    return n[6] in "12345678" and _is_date(n[:6]) and (check == int(n[12]) or n[:2] <= "25")
 
 
 def _jp_number(n: str) -> bool:
@@ -203,9 +205,7 @@ def _jp_number(n: str) -> bool:
 def _mx_curp(n: str) -> bool:
     """Source: Instructivo normativo para la asignación de la CURP, DOF 2018."""
     values = ["0123456789ABCDEFGHIJKLMN?OPQRSTUVWXYZ".index(char) for char in n[:17]]
-    return _any_century(n[4:6], n[6:8], n[8:10]) and (-sum(v * (18 - i) for i, v in enumerate(values))) % 10 == int(
-        n[17]
-    )
+    return _is_date(n[4:10]) and (-sum(v * (18 - i) for i, v in enumerate(values))) % 10 == int(n[17])
 
 
 def _tr_identity(n: str) -> bool:
@@ -216,7 +216,7 @@ def _tr_identity(n: str) -> bool:
 
 def _za_id(n: str) -> bool:
     """Source: Department of Home Affairs, Identification Act 68 of 1997."""
-    return _any_century(n[:2], n[2:4], n[4:6]) and n[10] in "012" and luhn(n)
+    return n[10] in "012" and luhn(n) and _is_date(n[:6])
 
 
 def _pt_nif(n: str) -> bool:
@@ -227,7 +227,7 @@ def _pt_nif(n: str) -> bool:
 
 def _ro_cnp(n: str) -> bool:
     """Source: Legea 105/1996."""
-    return _any_century(n[1:3], n[3:5], n[5:7]) and _weighted("279146358279", n) % 11 % 10 == int(n[12])
+    return _is_date(n[1:7]) and _weighted("279146358279", n) % 11 % 10 == int(n[12])
 
 
 def _written(number: str) -> bool:
@@ -284,7 +284,7 @@ IDENTIFIERS = (
     Identifier("se_personal_id", r"(?:\d{2})?\d{6}[-+]\d{4}", _se_personal),
     Identifier("fi_personal_id", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-FHJ-NPR-Y]", _fi_hetu),
     Identifier("no_birth_number", r"\d{6} ?\d{5}", _no_birth),
-    Identifier("dk_cpr", r"\d{6}-?\d{4}", lambda n: _any_century(n[4:6], n[2:4], n[:2]), r"\bcpr\b|personnummer"),
+    Identifier("dk_cpr", r"\d{6}-?\d{4}", lambda n: _is_day_first(n), r"\bcpr\b|personnummer"),
     Identifier("be_national_id", r"\d{2}\.\d{2}\.\d{2}-\d{3}\.\d{2}", _be_national),
     Identifier("ch_ahv", r"756\.?\d{4}\.?\d{4}\.?\d{2}", _EAN),
     Identifier("pt_nif", r"\d{3} ?\d{3} ?\d{3}", _pt_nif, r"\bnif\b|contribuinte"),

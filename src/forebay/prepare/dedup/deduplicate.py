@@ -35,9 +35,8 @@ from forebay.prepare.dedup.methods import Dedup, Overlap, Semantic, Signed, Subs
 from forebay.prepare.dedup.overlap import sign_ngrams
 from forebay.prepare.dedup.semantic import (
     MAX_CLUSTERS,
-    AssignTask,
-    CentroidsTask,
-    CompareTask,
+    Clustering,
+    ClusterTask,
     VectorSplit,
     assign_clusters,
     compare_clusters,
@@ -281,22 +280,13 @@ def _find_similar(corpus: _Corpus, method: Semantic, drop: str, step: Step) -> l
     splits = tuple(VectorSplit(store, s.prefix, s.documents, first) for s, first in zip(corpus.splits, firsts))
     # By default about the square root of the documents: assigning and comparing then cost the same.
     clusters = min(method.clusters or min(int(documents**0.5), MAX_CLUSTERS), documents) or 1
-    (centroids,) = step(
-        "centroids", find_centroids, [CentroidsTask(f"{stem}-centroids", store, splits, drop, width, clusters)]
-    )
     weighted = corpus.config.keep != "first"
-    assign = [
-        AssignTask(f"{stem}-{i}", store, split, drop, width, clusters, centroids, weighted)
-        for i, split in enumerate(splits)
-    ]
-    assigned = tuple(step("assign", assign_clusters, assign))
+    shared = Clustering(store, stem, splits, drop, width, clusters, weighted, method.similarity, corpus.memory_bytes)
+    step("centroids", find_centroids, [ClusterTask(f"{stem}-centroids", shared)])
+    step("assign", assign_clusters, [ClusterTask(shared.assigned(i), shared, i) for i in range(len(splits))])
     count = min(clusters, max(1, documents >> 12), 1024)
-    bounds = [clusters * i // count for i in range(count + 1)]
-    compare = [
-        CompareTask(f"{stem}-pairs{i}", store, tuple(firsts), assigned, start, stop, width, weighted,
-                    method.similarity, corpus.memory_bytes)
-        for i, (start, stop) in enumerate(pairwise(bounds))
-    ]  # fmt: skip
+    bounds = pairwise([clusters * i // count for i in range(count + 1)])
+    compare = [ClusterTask(f"{stem}-pairs{i}", shared, start, stop) for i, (start, stop) in enumerate(bounds)]
     return step("compare", compare_clusters, compare)
 
 

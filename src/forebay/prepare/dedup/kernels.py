@@ -360,4 +360,4 @@ def hash128(data: Any, n: int) -> Any:
 def _hash_documents(data, offsets, table, scratch, out):  # type: ignore[no-untyped-def]
     for d in range(len(offsets) - 1):
         n, characters = normalise(data, offsets[d], offsets[d + 1], table, scratch)
-        out[d, 0], out[d, 1] = hash128(scratch, n) if characters else (np.uint64(0), np.uint64(0))
+        out[d] = hash128(scratch, n) if characters else (np.uint64(0), np.uint64(0))

@@ -48,49 +48,38 @@ class VectorSplit:
 
 
 @dataclass(frozen=True)
-class CentroidsTask:
-    """The centres of `clusters` clusters to `NAME`, int16 [clusters, width], learnt from a sample of the splits."""
+class Clustering:
+    """The vectors of all splits, and what their tasks share; `STEM-centroids` are the centres.
 
-    name: str
+    Rows without a vector, and those that `drop` marks, are in no cluster. With `weighted` documents have weights.
+    """
+
     store: Store
+    stem: str
     splits: tuple[VectorSplit, ...]
     drop: str
     width: int
     clusters: int
-
-
-@dataclass(frozen=True)
-class AssignTask:
-    """The rows of a split ordered by cluster: `NAME`, u32 [documents]; `NAME.starts` u32 [clusters + 1]; their vectors,
-    `NAME.vectors`, and with `weighted` their weights, `NAME.weights`.
-
-    Rows without a vector, and those that `drop` marks, come last and in no cluster.
-    """
-
-    name: str
-    store: Store
-    split: VectorSplit
-    drop: str
-    width: int
-    clusters: int
-    centroids: str
-    weighted: bool
-
-
-@dataclass(frozen=True)
-class CompareTask:
-    """Pairs of similar documents of the clusters [start, stop) to `NAME.pairs`: the later one, the better one."""
-
-    name: str
-    store: Store
-    firsts: tuple[int, ...]
-    assigned: tuple[str, ...]
-    start: int
-    stop: int
-    width: int
     weighted: bool
     similarity: float
     memory_bytes: int
+
+    def assigned(self, index: int) -> str:
+        """The name of the rows of a split ordered by cluster, u32 [documents], those in none last.
+
+        Beside it are `NAME.starts` u32 [clusters + 1], the vectors `NAME.vectors` and the weights `NAME.weights`.
+        """
+        return f"{self.stem}-{index}"
+
+
+@dataclass(frozen=True)
+class ClusterTask:
+    """A task of a clustering: the one of the centres, that of split `start`, or that of clusters [start, stop)."""
+
+    name: str
+    clustering: Clustering
+    start: int = 0
+    stop: int = 0
 
 
 @jit()
@@ -130,25 +119,27 @@ def _sum_by_cluster(vectors: Any, of: Any, sums: Any) -> None:
                 sums[of[row], i] += vectors[row, i]
 
 
-def find_centroids(task: CentroidsTask, scale: int) -> str:
-    """Run a CentroidsTask. Returns its name."""
-    documents = sum(split.documents for split in task.splits)
-    limit = max(task.clusters, min(_SAMPLES * task.clusters, _SAMPLE_BYTES // (2 * task.width)))
+def find_centroids(task: ClusterTask, scale: int) -> str:
+    """Learn the centres of the clusters, int16 [clusters, width], from a sample. Returns the name of the task."""
+    shared = task.clustering
+    store, clusters, width = shared.store, shared.clusters, shared.width
+    documents = sum(split.documents for split in shared.splits)
+    limit = max(clusters, min(_SAMPLES * clusters, _SAMPLE_BYTES // (2 * width)))
     step = max(1, documents // limit)
-    parts = [np.empty((0, task.width), np.int16)]
-    for split in task.splits:
+    parts = [np.empty((0, width), np.int16)]
+    for split in shared.splits:
         rows = np.arange(-split.first % step, split.documents, step)
-        retained = rows[~split.dropped(task.drop)[rows]]
-        with task.store.local(f"{split.prefix}.semantic") as path:
+        retained = rows[~split.dropped(shared.drop)[rows]]
+        with store.local(f"{split.prefix}.semantic") as path:
             if len(retained):
-                mapped = np.memmap(path, "<i2", "r", shape=(split.documents, task.width))
+                mapped = np.memmap(path, "<i2", "r", shape=(split.documents, width))
                 parts.append(np.ascontiguousarray(mapped[retained]))
     sample = np.concatenate(parts)
     sample = sample[sample.any(1)]
-    chosen = np.linspace(0, max(len(sample) - 1, 0), task.clusters).astype(np.int64)
-    centroids = sample[chosen] if len(sample) else np.zeros((task.clusters, task.width), np.int16)
+    chosen = np.linspace(0, max(len(sample) - 1, 0), clusters).astype(np.int64)
+    centroids = sample[chosen] if len(sample) else np.zeros((clusters, width), np.int16)
     of = np.empty(len(sample), np.int64)
-    for _ in range(_ITERATIONS if task.clusters > 1 else 0):
+    for _ in range(_ITERATIONS if clusters > 1 else 0):
         nearest(sample, centroids, of)
         sums = np.zeros(centroids.shape, np.int64)
         _sum_by_cluster(sample, of, sums)
@@ -158,75 +149,78 @@ def find_centroids(task: CentroidsTask, scale: int) -> str:
         if np.array_equal(moved, centroids):
             break
         centroids = moved
-    task.store.write(task.name, np.ascontiguousarray(centroids, "<i2").tobytes())
+    store.write(task.name, np.ascontiguousarray(centroids, "<i2").tobytes())
     return task.name
 
 
-def assign_clusters(task: AssignTask, scale: int) -> str:
-    """Run an AssignTask. Returns its name."""
-    store, split = task.store, task.split
-    centroids = store.read_array(task.centroids, "<i2").reshape(task.clusters, task.width)
+def assign_clusters(task: ClusterTask, scale: int) -> str:
+    """Order the rows of a split by cluster. Returns the name of the task."""
+    shared = task.clustering
+    store, split, width = shared.store, shared.splits[task.start], shared.width
+    centroids = store.read_array(f"{shared.stem}-centroids", "<i2").reshape(shared.clusters, width)
     clusters = np.empty(split.documents, np.int64)
-    step = max(1, (16 << 20) // (2 * task.width))
+    step = max(1, (16 << 20) // (2 * width))
     for start in range(0, split.documents, step):
-        vectors = split.read(start, min(start + step, split.documents), task.width)
+        vectors = split.read(start, min(start + step, split.documents), width)
         nearest(vectors, centroids, clusters[start : start + step])
-    clusters[split.dropped(task.drop)] = -1
-    clusters[clusters < 0] = task.clusters
+    clusters[split.dropped(shared.drop)] = -1
+    clusters[clusters < 0] = shared.clusters
     order = np.argsort(clusters, kind="stable")
-    starts = np.searchsorted(clusters[order], np.arange(task.clusters + 1))
+    starts = np.searchsorted(clusters[order], np.arange(shared.clusters + 1))
     store.write(f"{task.name}.starts", starts.astype("<u4").tobytes())
     store.write(task.name, order.astype("<u4").tobytes())
-    if task.weighted:
+    if shared.weighted:
         store.write(f"{task.name}.weights", store.read_array(f"{split.prefix}.weight", "<f8")[order].tobytes())
     with store.local(f"{split.prefix}.semantic") as path, store.open(f"{task.name}.vectors") as file:
         if split.documents:
-            mapped = np.memmap(path, "<i2", "r", shape=(split.documents, task.width))
+            mapped = np.memmap(path, "<i2", "r", shape=(split.documents, width))
             for start in range(0, split.documents, step):
                 file.write(mapped[order[start : start + step]].data)
     return task.name
 
 
-def compare_clusters(task: CompareTask, scale: int) -> str:
-    """Run a CompareTask. Returns its name."""
+def compare_clusters(task: ClusterTask, scale: int) -> str:
+    """Write pairs of similar documents to `NAME.pairs`: the later one, the better one. Returns the name of the task."""
+    shared = task.clustering
+    names = [shared.assigned(index) for index in range(len(shared.splits))]
     count = task.stop - task.start + 1
-    bounds = [task.store.read_array(f"{name}.starts", "<u4", count, task.start).tolist() for name in task.assigned]
-    with task.store.open(f"{task.name}.pairs") as pairs, task.store.scratch() as folder:
+    bounds = [shared.store.read_array(f"{name}.starts", "<u4", count, task.start).tolist() for name in names]
+    with shared.store.open(f"{task.name}.pairs") as pairs, shared.store.scratch() as folder:
         for cluster in range(count - 1):
-            members, weights, vectors = _members(task, [b[cluster : cluster + 2] for b in bounds], folder / "vectors")
-            better = np.lexsort((members, -weights)) if task.weighted else np.arange(len(members))
-            for later, earlier in _similar(task, members, vectors, better, task.memory_bytes >> (2 * scale)):
+            members, weights, vectors = _members(shared, [b[cluster : cluster + 2] for b in bounds], folder / "vectors")
+            better = np.lexsort((members, -weights)) if shared.weighted else np.arange(len(members))
+            for later, earlier in _similar(shared, members, vectors, better, shared.memory_bytes >> (2 * scale)):
                 pairs.write(np.stack([later, earlier], axis=1).astype("<u8").data)
     return task.name
 
 
-def _members(task: CompareTask, bounds: Sequence[list[int]], path: Path) -> tuple[Any, Any, Any]:
+def _members(shared: Clustering, bounds: Sequence[list[int]], path: Path) -> tuple[Any, Any, Any]:
     """The documents of a cluster by their numbers in the corpus; their weights, and their vectors, in a file."""
     numbers, weights = [np.empty(0, np.int64)], [np.empty(0)]
     with path.open("wb") as file:
-        for first, name, (start, stop) in zip(task.firsts, task.assigned, bounds):
+        for index, (split, (start, stop)) in enumerate(zip(shared.splits, bounds)):
             if start == stop:
                 continue
-            numbers.append(task.store.read_array(name, "<u4", stop - start, start).astype(np.int64) + first)
-            if task.weighted:
-                weights.append(task.store.read_array(f"{name}.weights", "<f8", stop - start, start))
-            vectors = f"{name}.vectors"
-            file.write(task.store.read_array(vectors, "<i2", (stop - start) * task.width, start * task.width).data)
+            store, width, name = shared.store, shared.width, shared.assigned(index)
+            numbers.append(store.read_array(name, "<u4", stop - start, start).astype(np.int64) + split.first)
+            if shared.weighted:
+                weights.append(store.read_array(f"{name}.weights", "<f8", stop - start, start))
+            file.write(store.read_array(f"{name}.vectors", "<i2", (stop - start) * width, start * width).data)
     members = np.concatenate(numbers)
-    none = np.empty((0, task.width), np.int16)
-    mapped = np.memmap(path, "<i2", "r", shape=(len(members), task.width)) if len(members) else none
+    none = np.empty((0, shared.width), np.int16)
+    mapped = np.memmap(path, "<i2", "r", shape=(len(members), shared.width)) if len(members) else none
     return members, np.concatenate(weights), mapped
 
 
-def _similar(task: CompareTask, members: I64, vectors: Any, better: I64, memory_bytes: int) -> Any:
+def _similar(shared: Clustering, members: I64, vectors: Any, better: I64, memory_bytes: int) -> Any:
     """For blocks of a cluster's members, the best first: those that are similar to a better one, and the first such."""
-    block = max(64, memory_bytes // (8 * task.width))
+    block = max(64, memory_bytes // (8 * shared.width))
     for start in range(0, len(members), block):
         own = np.ascontiguousarray(vectors[better[start : start + block]])
         matches = np.full(len(own), -1, np.int64)
         for before in range(0, start + 1, block):
             others = own if before == start else np.ascontiguousarray(vectors[better[before : before + block]])
-            _match(own, others, before == start, before, task.similarity, matches)
+            _match(own, others, before == start, before, shared.similarity, matches)
         later = np.flatnonzero(matches >= 0)
         yield members[better[start + later]], members[better[matches[later]]]
 

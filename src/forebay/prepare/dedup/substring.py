@@ -116,8 +116,8 @@ def _hash_windows(data, i, stop, table, min_words, repeated, out, spans):  # typ
                 break
         limit = starts[w + min_words] if w + min_words < have else stop
         end = find(data, stops[w + min_words - 1], limit, 10)
-        out[n, 0], out[n, 1] = max(hashes[w], _U1), others[w]
-        spans[n, 0], spans[n, 1] = starts[first] - i, end - i
+        out[n] = max(hashes[w], _U1), others[w]
+        spans[n] = starts[first] - i, end - i
         n += 1
     return n, num_anchors
 

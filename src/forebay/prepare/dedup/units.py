@@ -134,12 +134,12 @@ def _hash_units(data, offsets, kind, span, table, min_characters, scratch, out, 
             if characters == 0 or (span == 1 and characters < min_characters):
                 continue
             if span == 1:
-                out[rows, 0], out[rows, 1] = hash128(scratch, n)
+                out[rows] = hash128(scratch, n)
                 rows += 1
                 counts[d] += 1
                 continue
             slot = seen % span
-            ring[slot, 0], ring[slot, 1] = hash128(scratch, n)
+            ring[slot] = hash128(scratch, n)
             lengths[slot] = characters
             seen += 1
             if seen < span or lengths.sum() < min_characters:
@@ -148,7 +148,7 @@ def _hash_units(data, offsets, kind, span, table, min_characters, scratch, out, 
                 for j in range(16):
                     word = ring[(seen + k) % span, j >> 3]
                     joined[16 * k + j] = (word >> np.uint64(8 * (j & 7))) & np.uint64(255)
-            out[rows, 0], out[rows, 1] = hash128(joined, 16 * span)
+            out[rows] = hash128(joined, 16 * span)
             rows += 1
             counts[d] += 1
     return rows

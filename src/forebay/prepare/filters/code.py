@@ -140,5 +140,4 @@ def _measure(offsets, data, table, out):  # type: ignore[no-untyped-def]
             length += 1
             chars += 1
             letters += kind(table, point) & LETTER != 0
-        out[row, 0], out[row, 1] = lines + (length > 0), chars
-        out[row, 2], out[row, 3] = max(longest, length), letters
+        out[row] = lines + (length > 0), chars, max(longest, length), letters

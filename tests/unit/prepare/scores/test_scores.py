@@ -294,7 +294,7 @@ def test_tables_of_selection_add_up() -> None:
         (lambda: Bucket("x", thresholds=(2, 1)), "thresholds: expected rising"),
         (lambda: Combine(), "columns_of: expected at least one"),
         (lambda: Combine(("a", "b"), weights=(1,), how="mean"), "weights: expected none"),
-        (lambda: Subset("../x", "a", min=1), "subset: "),
+        (lambda: Subset("a", min=1, subset="../x"), "subset: "),
         (lambda: Repeat(), "column: expected the name"),
     ],
 )

@@ -100,7 +100,7 @@ def test_damage_and_misuse_are_noticed(tmp_path: Path) -> None:
         (tmp_path / parts[1].object(kind)).write_bytes(b"")
         with pytest.raises(PrepareError, match="fewer"):
             write_slice(task)
-    with pytest.raises(PrepareError, match="expected 1 documents"):
+    with pytest.raises(PrepareError, match="expected 1 items"):
         plan_tasks(tmp_path, parts, slice_bytes=8192)
     assert plan_tasks(tmp_path, []) == []
 
