@@ -42,7 +42,7 @@ def read_words(texts: Iterable[str], spill: Path, vocab_limit: int) -> tuple[lis
             n = _hash_words(data, hashes, starts)
             file.write(hashes[:n].data)
             unique, first, times = np.unique(hashes[:n], return_index=True, return_counts=True)
-            for h, positions, count in zip(unique.tolist(), starts[first].tolist(), times.tolist(), strict=True):
+            for h, positions, count in zip(unique.tolist(), starts[first].tolist(), times.tolist()):
                 if h <= END:
                     lines += count if h == END else 0
                     continue
@@ -249,19 +249,19 @@ def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -
     block = max(1024, 2 * chunk // max(len(maps), 1))
     written = 0
     with keys.open("wb") as key_file, counts.open("wb") as count_file:
-        while any(a < len(m) for a, m in zip(positions, maps, strict=True)):
-            blocks = [np.asarray(m[a : a + block]) for a, m in zip(positions, maps, strict=True)]
-            open_ends = [b[-1, 0] for a, m, b in zip(positions, maps, blocks, strict=True) if a + block < len(m)]
+        while any(a < len(m) for a, m in zip(positions, maps)):
+            blocks = [np.asarray(m[a : a + block]) for a, m in zip(positions, maps)]
+            open_ends = [b[-1, 0] for a, m, b in zip(positions, maps, blocks) if a + block < len(m)]
             limit = min(open_ends) if open_ends else np.iinfo(np.int64).max
             takes = [int(np.searchsorted(b[:, 0], limit, "right")) for b in blocks]
-            part = np.concatenate([b[:take] for b, take in zip(blocks, takes, strict=True)])
+            part = np.concatenate([b[:take] for b, take in zip(blocks, takes)])
             unique, inverse = np.unique(part[:, 0], return_inverse=True)
             total = np.zeros(len(unique), np.int64)
             np.add.at(total, inverse, part[:, 1])
             key_file.write(unique.data)
             count_file.write(total.data)
             written += len(unique)
-            positions = [a + take for a, take in zip(positions, takes, strict=True)]
+            positions = [a + take for a, take in zip(positions, takes)]
     for path, _ in runs:
         path.unlink()
     return written
@@ -332,8 +332,8 @@ def _lines(levels: list[_Level], level: _Level, numbers: I64, words: list[str]) 
     logs = np.log10(np.maximum(level.probability[numbers], 1e-99))
     if level.order == 1:
         logs[numbers == START] = -99
-    grams = (" ".join(words[word] for word in gram) for gram in zip(*reversed(columns), strict=True))
+    grams = (" ".join(words[word] for word in gram) for gram in zip(*reversed(columns)))
     if level.order == len(levels):
-        return (f"{p:.7g}\t{gram}\n" for p, gram in zip(logs.tolist(), grams, strict=True))
+        return (f"{p:.7g}\t{gram}\n" for p, gram in zip(logs.tolist(), grams))
     backoffs = np.log10(np.maximum(level.backoff[numbers], 1e-99)).tolist()
-    return (f"{p:.7g}\t{gram}\t{b:.7g}\n" for p, gram, b in zip(logs.tolist(), grams, backoffs, strict=True))
+    return (f"{p:.7g}\t{gram}\t{b:.7g}\n" for p, gram, b in zip(logs.tolist(), grams, backoffs))

@@ -44,14 +44,13 @@ from forebay.prepare.dedup.semantic import (
 )
 from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
 from forebay.prepare.dedup.units import hash_units
+from forebay.prepare.tasks.statistics import Map
 from forebay.storage.store import Store
 
 VERSION = 6  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 
-Mapper = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
-"""Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
 Step = Callable[[str, Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 OnProgress = Callable[[str, int, int], None]  # (step, steps done, steps in all).
 
@@ -175,7 +174,7 @@ def deduplicate(
     splits: Sequence[Signed],
     config: Dedup,
     store: Store,
-    map: Mapper,
+    map: Map,
     on_progress: OnProgress = lambda step, done, total: None,
     memory_bytes: int = 256 << 20,
     first: int = 0,
@@ -227,7 +226,7 @@ def _name(splits: Sequence[Signed], config: Dedup) -> str:
     return hashlib.sha256(json.dumps([settings, signed]).encode()).hexdigest()[:32]
 
 
-def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[int], dict[str, int], list[int]]:
+def _run(corpus: _Corpus, map: Map, on_progress: OnProgress) -> tuple[list[int], dict[str, int], list[int]]:
     """Documents by drop code, how many rows of each unit are cut, and the windows of each split."""
     config, stem = corpus.config, corpus.stem
     methods, limited = config.methods, config.drops_cut

@@ -21,8 +21,9 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
 from forebay.prepare.arrays import Array
 from forebay.prepare.dedup.cutting import Flags
-from forebay.prepare.dedup.deduplicate import VERSION, DedupResult, Mapper
+from forebay.prepare.dedup.deduplicate import VERSION, DedupResult
 from forebay.prepare.dedup.methods import Dedup, Signed
+from forebay.prepare.tasks.statistics import Map
 from forebay.storage.store import Store
 
 _FILE_DOCUMENTS = 1 << 18
@@ -49,7 +50,7 @@ class KeepTask:
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def write_signatures(result: DedupResult, config: Dedup, work: Store, out: Store, map: Mapper) -> dict[str, str]:
+def write_signatures(result: DedupResult, config: Dedup, work: Store, out: Store, map: Map) -> dict[str, str]:
     """Write the signatures of all documents that stay, also of a dataset that is extended. Returns hashes by file."""
     drops = [None] * (len(result.signed) - len(result.drop)) + [*result.drop]
     groups: list[list[tuple[Signed, Flags | None]]] = [[]]

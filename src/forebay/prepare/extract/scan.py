@@ -263,7 +263,8 @@ def _end_link(stack_tags, top, num_open):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _break_line(s, out, blocks, block_weights, words):  # type: ignore[no-untyped-def]
+def _break_line(sink):  # type: ignore[no-untyped-def]
+    s, _, blocks, block_weights, words, _ = sink
     if s[OPEN] >= 0:
         s[BR] += 1
         if s[IN_WORD]:
@@ -271,7 +272,7 @@ def _break_line(s, out, blocks, block_weights, words):  # type: ignore[no-untype
             s[IN_WORD] = 0
         blocks[s[OPEN], BREAKS] += 1
         if s[BR] >= 2 and not s[IN_PRE]:
-            close_block(s, out, blocks, block_weights, words)
+            close_block(sink)
         else:
             s[PENDING] = 2
 
@@ -284,6 +285,7 @@ def _scan(  # type: ignore[no-untyped-def]
     n = len(data)
     s = np.zeros(12, np.int64)
     s[OPEN] = -1
+    sink = s, out, blocks, block_weights, words, chars
     stack, stack_tags = np.zeros(MAX_DEPTH + 1, np.int64), np.zeros(MAX_DEPTH + 1, np.int64)
     num_open, no_end = np.zeros(CUSTOM + 1, np.int64), np.zeros(CUSTOM + 1, np.bool_)
     total = np.zeros(7, np.float64)
@@ -295,7 +297,7 @@ def _scan(  # type: ignore[no-untyped-def]
             if skip:
                 i += 1
                 continue
-            i = put_next(data, i, n, references, s, out, blocks, block_weights, words, chars)
+            i = put_next(data, i, n, references, sink)
             continue
         following = data[i + 1] if i + 1 < n else np.uint8(0)
         is_end = following == 47
@@ -306,7 +308,7 @@ def _scan(  # type: ignore[no-untyped-def]
                 i = _skip_declaration(data, i)
             else:
                 if not skip:
-                    put(np.int64(60), s, out, blocks, block_weights, words, chars)
+                    put(np.int64(60), sink)
                 i += 1
             continue
         tag, j = _read_tag(data, name, tag_keys, tag_numbers)
@@ -326,24 +328,24 @@ def _scan(  # type: ignore[no-untyped-def]
                 continue
         if is_end:
             if bits & BLOCK:
-                close_block(s, out, blocks, block_weights, words)
+                close_block(sink)
             if deeper and bits & BLOCK:
                 deeper -= 1
             else:
                 top = _close_element(tag, tag_bits, stack, stack_tags, top, num_open, elements, s)
             continue
         if tag == _BR:
-            _break_line(s, out, blocks, block_weights, words)
+            _break_line(sink)
             continue
         if tag == 0 or tag == _HTML or (tag == _BODY and num_open[_BODY]):
             continue
         if bits & BLOCK:
-            close_block(s, out, blocks, block_weights, words)
+            close_block(sink)
             implied = _implied_end(tag, tag_bits, stack_tags, top)
             if implied:
                 top = _pop(implied, top, stack_tags, num_open, s)
         elif tag == _HR:
-            close_block(s, out, blocks, block_weights, words)
+            close_block(sink)
         parent = stack[top]
         if bits & VOID:
             if tag == _IMG:
@@ -356,13 +358,13 @@ def _scan(  # type: ignore[no-untyped-def]
             no_end[tag] |= end < 0
             if end >= 0:
                 if tag == _SCRIPT and total[6]:
-                    put_formula(data, i, end, references, s, out, blocks, block_weights, words, chars)
+                    put_formula(data, i, end, references, sink)
                 i = _skip_declaration(data, end)
             continue
         if bits & SKIP:
             if tag == _MATH and total[5] > total[4]:
                 start, stop = np.int64(total[4]), np.int64(total[5])
-                put_formula(data, start, stop, references, s, out, blocks, block_weights, words, chars)
+                put_formula(data, start, stop, references, sink)
             if data[i - 2] != 47 and (tag != _MATH or total[5] > total[4]):
                 skip, skip_depth = tag, 1
             continue
@@ -388,5 +390,5 @@ def _scan(  # type: ignore[no-untyped-def]
         s[IN_PRE] = elements[element, FLAGS] & PRE
         if tag == _A:
             s[IN_LINK] = 1
-    close_block(s, out, blocks, block_weights, words)
+    close_block(sink)
     return num_elements, s[NUM_BLOCKS], s[POS]

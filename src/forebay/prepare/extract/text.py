@@ -93,7 +93,8 @@ def end_word(s, words, block_weights):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def close_block(s, out, blocks, block_weights, words):  # type: ignore[no-untyped-def]
+def close_block(sink):  # type: ignore[no-untyped-def]
+    s, out, blocks, block_weights, words, _ = sink
     if s[OPEN] >= 0:
         end_word(s, words, block_weights)
         while out[s[POS] - 1] <= 32:
@@ -106,8 +107,12 @@ def close_block(s, out, blocks, block_weights, words):  # type: ignore[no-untype
 
 
 @jit()
-def put(c, s, out, blocks, block_weights, words, chars):  # type: ignore[no-untyped-def]
-    """Append a character to the block that is open, or to a new one."""
+def put(c, sink):  # type: ignore[no-untyped-def]
+    """Append a character to the block that is open, or to a new one.
+
+    `sink`: the state, the text, the blocks, the weights of their words, the tables of words, the table of characters.
+    """
+    s, out, blocks, block_weights, words, chars = sink
     k = kind(chars, c)
     if k & SPACE or c == 0x3164:
         if s[OPEN] >= 0:
@@ -227,21 +232,21 @@ def read_reference(data, i, stop, references):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
-def put_next(data, i, stop, references, s, out, blocks, block_weights, words, chars):  # type: ignore[no-untyped-def]
+def put_next(data, i, stop, references, sink):  # type: ignore[no-untyped-def]
     """`put` the character, or what the reference means, that begins at byte i; where the next one begins."""
     points, end = read_reference(data, i, stop, references) if data[i] == 38 else (np.int64(-1), i)
     if points < 0:
         point, end = next_point(data, i)
         points = np.int64(point)
-    put(points & 0x1FFFFF, s, out, blocks, block_weights, words, chars)
+    put(points & 0x1FFFFF, sink)
     if points >> 21:
-        put(points >> 21, s, out, blocks, block_weights, words, chars)
+        put(points >> 21, sink)
     return end
 
 
 @jit()
-def put_formula(data, i, stop, references, s, out, blocks, block_weights, words, chars):  # type: ignore[no-untyped-def]
-    put(np.int64(36), s, out, blocks, block_weights, words, chars)
+def put_formula(data, i, stop, references, sink):  # type: ignore[no-untyped-def]
+    put(np.int64(36), sink)
     while i < stop:
-        i = put_next(data, i, stop, references, s, out, blocks, block_weights, words, chars)
-    put(np.int64(36), s, out, blocks, block_weights, words, chars)
+        i = put_next(data, i, stop, references, sink)
+    put(np.int64(36), sink)

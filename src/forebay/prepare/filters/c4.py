@@ -70,7 +70,7 @@ class C4(LanguageStage):
         text_ends = np.zeros(batch.num_rows + 1, np.int64)
         _rewrite(offsets, data, *tables(), _PHRASE_ENDS, _PHRASE_BYTES, rules, drop, counts, sentences, out, text_ends)
         text = text_column(text_ends, out[: text_ends[-1]].copy())
-        counted = {f"lines_{kind_}": n for kind_, n in zip(LINES, counts.tolist(), strict=True)}
+        counted = {f"lines_{kind_}": n for kind_, n in zip(LINES, counts.tolist())}
         measures = {"c4_few_sentences": Measure(sentences, low=self.min_sentences)}
         return StageResult(replace_column(batch, "text", text), drop, counted, measures=measures)
 

@@ -80,7 +80,7 @@ class Code(LanguageStage):
         offsets, data = text_buffers(batch.column("text"))
         out = np.zeros((batch.num_rows, len(CODE)), np.int64)
         _measure(offsets, data, character_table(), out)
-        m = dict(zip(CODE, out.T, strict=True))
+        m = dict(zip(CODE, out.T))
         generated, encoded = np.zeros(batch.num_rows, bool), np.zeros(batch.num_rows, bool)
         for row in range(batch.num_rows):
             text = data[offsets[row] : offsets[row + 1]].tobytes()

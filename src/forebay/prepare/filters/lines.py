@@ -116,7 +116,7 @@ class LineRules(LanguageStage):
         if (drop >= 0).any():
             column = pa.compute.if_else(pa.array(drop >= 0), batch.column("text"), column)
         sums = removed[drop < 0].sum(axis=0).tolist()
-        counted = {f"lines_{rule}": count for rule, count in zip(RULES, sums, strict=True)}
+        counted = {f"lines_{rule}": count for rule, count in zip(RULES, sums)}
         share = Measure(words_removed / np.maximum(words, 1), high=self.max_removed_words)
         return StageResult(
             replace_column(batch, "text", column), drop, counted, measures={"lines_removed_words": share}

@@ -38,15 +38,15 @@ TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
 DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
 
 
-def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> I64:
-    """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
+def measure(kernel: Any, batch: pa.RecordBatch, columns: Sequence[Any], *extra: object) -> dict[Any, I64]:
+    """What a kernel of `kernels.py` measures of each text, int64 [rows], by the names of its columns."""
     from forebay.prepare.filters.word_tables import character_table
     from forebay.prepare.filters.words import word_table
 
     cut = word_table(batch)
-    out = np.zeros((batch.num_rows, columns), np.int64)
+    out = np.zeros((batch.num_rows, len(columns)), np.int64)
     kernel(cut, character_table(), *extra, out)
-    return out.T
+    return dict(zip(columns, out.T))
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,7 @@ def quality_measures(batch: pa.RecordBatch, words: tuple[str, ...] | Literal["au
 
     keys, values, listed = _stop_table(words)
     languages, unknown = language_hashes(batch, listed)
-    columns = measure(measure_quality, batch, len(QUALITY), (keys, values, languages))
-    return dict(zip(QUALITY, columns, strict=True)), ~(unknown & bool(listed))
+    return measure(measure_quality, batch, QUALITY, keys, values, languages), ~(unknown & bool(listed))
 
 
 @lru_cache(16)
@@ -248,12 +247,11 @@ def repetition_shares(batch: pa.RecordBatch, top: Sequence[int], duplicate: Sequ
 
     sizes = sorted((n, len(REPETITION) + i, i < len(top)) for i, n in enumerate((*top, *duplicate)))
     table = np.array(sizes, np.int64).reshape(-1, 3)
-    columns = measure(measure_repetition, batch, len(REPETITION) + len(sizes), [table])
-    m = dict(zip(REPETITION, columns))
+    m = measure(measure_repetition, batch, (*REPETITION, *range(len(sizes))), table)
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = [
             m["same_paragraphs"] / m["paragraphs"], m["paragraph_chars"] / m["chars"], m["same_lines"] / m["lines"],
-            m["line_chars"] / m["chars"], *(chars / m["chars"] for chars in columns[len(REPETITION) :]),
+            m["line_chars"] / m["chars"], *(m[i] / m["chars"] for i in range(len(sizes))),
         ]  # fmt: skip
     return m["chars"], shares
 
@@ -292,7 +290,7 @@ class FineWeb(LanguageStage):
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
-        m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))
+        m = measure(measure_lines, batch, FINEWEB, self.short_line_chars)
         with np.errstate(divide="ignore", invalid="ignore"):
             rules = (
                 m["lines"] == 0,
@@ -336,8 +334,7 @@ class Signals(Scorer):
 
         q, _ = quality_measures(batch, "auto")
         _, repeats = repetition_shares(batch, _TOP, _DUPLICATE)
-        shape = measure(measure_lines, batch, len(FINEWEB), [FineWeb.short_line_chars])
-        f = dict(zip(FINEWEB, shape, strict=True))
+        f = measure(measure_lines, batch, FINEWEB, FineWeb.short_line_chars)
         with np.errstate(divide="ignore", invalid="ignore"):
             values = [
                 q["text_words"], q["lines"], q["text_chars"] / q["text_words"], q["stops"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -26,6 +26,7 @@ from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.stages import Rejects, json_line, run_stages
+from forebay.prepare.tasks.statistics import Map
 from forebay.prepare.tasks.text import TextResult, open_documents, with_stats
 from forebay.prepare.thresholds import float_keys, float_of
 from forebay.storage.store import Store
@@ -33,8 +34,6 @@ from forebay.storage.store import Store
 SEGMENT_VERSION = 2
 _MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.
 _BITS = 16
-
-Map = Callable[[Callable[["_CountTask", int], dict[int, int]], Sequence["_CountTask"]], list[dict[int, int]]]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,6 +26,7 @@ from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.arrays import I64, U64, Array
 from forebay.prepare.documents import read_items
 from forebay.prepare.tasks.keys import hash_json
+from forebay.prepare.tasks.statistics import Map
 from forebay.storage.store import Store
 
 TASK_VERSION = 4
@@ -104,7 +105,7 @@ class ShuffleTask:
 def shuffle_parts(
     parts: Sequence[EncodedPart],
     store: Store,
-    map: Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]],
+    map: Map,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[EncodedPart]:
     """Parts that have, one after the other, the documents of all parts in the order of their keys.

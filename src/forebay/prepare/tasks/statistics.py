@@ -31,6 +31,7 @@ _VERSION = 1  # Changed when the same split would have other statistics.
 _GROUP = 256  # Tasks whose statistics are added by one.
 COLUMNS = ("place", "id", "where", "text_bytes", "language", "subset")
 Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
+"""Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
 
 
 @dataclass(frozen=True)
