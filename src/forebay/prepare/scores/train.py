@@ -26,7 +26,6 @@ from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.arrays import F64, Array
 from forebay.prepare.compiled import jit
-from forebay.prepare.filters.points import room_of
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.prepare.scores.fasttext_kernels import hash_bytes
 from forebay.prepare.scores.fasttext_model import FastTextModel, load_model
@@ -174,7 +173,10 @@ def _words(text: bytes) -> list[bytes]:
 @jit()
 def _train_epoch(offsets, tokens, labels, order, hashes, num_words, ngrams, bucket, rates, inputs, outputs):  # type: ignore[no-untyped-def]
     dim = inputs.shape[1]
-    rows = np.empty(room_of(offsets, offsets[1:]) * ngrams, np.int64)
+    longest = 0
+    for document in range(len(labels)):
+        longest = max(longest, offsets[document + 1] - offsets[document])
+    rows = np.empty(longest * ngrams, np.int64)
     hidden, gradient = np.empty(dim, np.float32), np.empty(dim, np.float32)
     scores = np.empty(len(outputs), np.float32)
     for step in range(len(order)):

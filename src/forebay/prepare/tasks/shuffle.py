@@ -232,8 +232,8 @@ def _keys_within(store: Store, part: EncodedPart, task: ShuffleTask) -> tuple[in
 
 def _edges(store: Store, name: str, start: int, stop: int) -> I64:
     first = max(start - 1, 0)
-    ends = read_items(store, name, "<u8", stop - first, first).astype(np.int64)
-    return ends if start else np.insert(ends, 0, 0)
+    stops = read_items(store, name, "<u8", stop - first, first).astype(np.int64)
+    return stops if start else np.insert(stops, 0, 0)
 
 
 def _write_sorted(

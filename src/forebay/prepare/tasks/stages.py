@@ -174,8 +174,8 @@ def stage_names(stages: Iterable[Stage], earlier: Sequence[str] = ()) -> list[st
 
 
 def _reject(batch: pa.RecordBatch, row: int, reason: str) -> Reject:
-    place, where, text = (batch.column(name)[row].as_py() for name in ("place", "where", "text"))
-    return {"place": place, "where": where, "reason": reason, "text": text[:REJECT_CHARACTERS]}
+    position, location, text = (batch.column(name)[row].as_py() for name in ("place", "where", "text"))
+    return {"place": position, "where": location, "reason": reason, "text": text[:REJECT_CHARACTERS]}
 
 
 def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int], str]) -> StageResult:

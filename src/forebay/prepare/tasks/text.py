@@ -165,7 +165,7 @@ def with_stats(
     return replace(result, counts=TaskCounts.of(stats, first))
 
 
-def _found(
+def _located(
     splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store, ending: str
 ) -> Iterator[tuple[InputSplit, TextResult, list[dict[str, Any]]]]:
     """For each split the lines of its object with that ending, if it has one, with `where` as a position."""
@@ -189,7 +189,7 @@ def write_rejects(
     first: list[Reject] = []
 
     def lines() -> Iterator[bytes]:
-        for split, text, rejects in _found(splits, texts, work, "rejects"):
+        for split, text, rejects in _located(splits, texts, work, "rejects"):
             first.extend(rejects[: 3 - len(first)])
             yield from map(json_line, rejects)
             if text.malformed > MAX_REJECTS:
@@ -207,7 +207,7 @@ def write_hits(store: Store, name: str, splits: Sequence[InputSplit], texts: Seq
     """Write what stages found in documents, a JSON line each with `where`; no object is left if there is nothing."""
 
     def lines() -> Iterator[bytes]:
-        for _, _, hits in _found(splits, texts, work, "hits"):
+        for _, _, hits in _located(splits, texts, work, "hits"):
             yield from map(json_line, hits)
 
     if any(text.hits for text in texts):
