@@ -362,17 +362,17 @@ def _block_features(page, tag_bits, chars, features):  # type: ignore[no-untyped
         common = b[ELEMENT]
         while not in_top[common]:
             common = elements[common, PARENT]
-        place = f[column:]
-        place[0] = elements[b[ELEMENT], DEPTH]
-        place[1] = i / num
-        place[2] = before / page_words
-        place[3] = i
-        place[4] = num - i
-        place[5] = i - first_h1 if first_h1 >= 0 else -1000
-        place[6] = elements[top, DEPTH] - elements[common, DEPTH]
-        place[7] = elements[b[ELEMENT], DEPTH] - elements[common, DEPTH]
-        place[8] = 1 if common == top else 0
-        place[9] = 1 if b[ELEMENT] < top else 0
+        position = f[column:]
+        position[0] = elements[b[ELEMENT], DEPTH]
+        position[1] = i / num
+        position[2] = before / page_words
+        position[3] = i
+        position[4] = num - i
+        position[5] = i - first_h1 if first_h1 >= 0 else -1000
+        position[6] = elements[top, DEPTH] - elements[common, DEPTH]
+        position[7] = elements[b[ELEMENT], DEPTH] - elements[common, DEPTH]
+        position[8] = 1 if common == top else 0
+        position[9] = 1 if b[ELEMENT] < top else 0
         before += b[WORDS]
         column += 10
         column = _write_levels(f, column, page, tag_bits, sums, repeats, b[ELEMENT], page_words)
