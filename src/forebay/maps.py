@@ -11,7 +11,8 @@ import weakref
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+
+from forebay.arrays import U8, Array
 
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -20,7 +21,7 @@ _libc.munmap.argtypes, _libc.madvise.argtypes = (_ADDRESS, _SIZE), (_ADDRESS, _S
 _FAILED = _ADDRESS(-1).value
 
 
-def map_file(file: BinaryIO, num_bytes: int = -1, offset: int = 0, *, is_writable: bool = False) -> NDArray[np.uint8]:
+def map_file(file: BinaryIO, num_bytes: int = -1, offset: int = 0, *, is_writable: bool = False) -> U8:
     """Return bytes of an open file as an array; the file may be closed then. The map ends with its last view.
 
     Args:
@@ -51,7 +52,7 @@ def map_file(file: BinaryIO, num_bytes: int = -1, offset: int = 0, *, is_writabl
     return np.frombuffer(view if is_writable else view.toreadonly(), np.uint8)[before:]
 
 
-def release_pages(array: NDArray[Any]) -> None:
+def release_pages(array: Array) -> None:
     """Release the pages of an array of `map_file`; views stay valid and are read again on access."""
     base = _map_of(array)
     if base is not None and array.nbytes:
@@ -59,14 +60,14 @@ def release_pages(array: NDArray[Any]) -> None:
         _libc.madvise(array.ctypes.data - before, before + array.nbytes, mmap.MADV_DONTNEED)
 
 
-def map_offset(array: NDArray[Any]) -> int:
+def map_offset(array: Array) -> int:
     """Return the byte of its map at which an array begins: of its file, if all of that is mapped."""
     base = _map_of(array)
     assert base is not None
     return int(array.ctypes.data) - ctypes.addressof(base)
 
 
-def _map_of(array: NDArray[Any]) -> ctypes.Array[ctypes.c_uint8] | None:
+def _map_of(array: Array) -> ctypes.Array[ctypes.c_uint8] | None:
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from pydantic import TypeAdapter
 
+from forebay.arrays import I64
 from forebay.coordinator.membership import REQUESTS, apply, config_reply, is_due, reply
 from forebay.coordinator.messages import (
     ANSWER_S,
@@ -37,7 +38,7 @@ from forebay.network.client import RemoteError
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
 from forebay.simulate.network import STALL_S, Clock
-from forebay.simulate.scenario import I64, REPLACE_S, Machine, Scenario, draw
+from forebay.simulate.scenario import REPLACE_S, Machine, Scenario, draw
 from forebay.worker.membership_state import (
     DuplicateWorkerError,
     Generation,

@@ -20,8 +20,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64
 from forebay.cache.state import SharedState
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
@@ -37,7 +37,6 @@ from forebay.storage.chunk_file import (
 )
 from forebay.storage.locks import at_fork
 
-I64 = NDArray[np.int64]
 Group = tuple[ChunkFile, I64]  # Chunks of an entry.
 _Used = tuple[int, int, str, I64]  # Minus the next use, a number, slice, chunks.
 SHA256 = re.compile(r"[0-9a-f]{64}")

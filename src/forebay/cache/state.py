@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U8
 from forebay.errors import UsageError
 from forebay.maps import map_file
 from forebay.storage.chunk_file import NUM_SLOTS
@@ -57,7 +57,7 @@ class SharedState(ABC):
         self._threads = threading.RLock()
         self._slot: Lock | None = None
         self._slot_number = self._generation = 0
-        self._state: NDArray[np.uint8] | None = None
+        self._state: U8 | None = None
         self._state_inode = 0
         self._depth = 0
 

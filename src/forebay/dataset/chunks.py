@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+
+from forebay.arrays import I64
 
 CHUNKS_FILE = "chunks.sha256"
 HASH_BYTES = 32
@@ -36,13 +37,13 @@ def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
     return max(1, -(-num_bytes // chunk_bytes)) if chunk_bytes else 1
 
 
-def first_chunks(sizes: NDArray[np.int64], chunk_bytes: int) -> NDArray[np.int64]:
+def first_chunks(sizes: I64, chunk_bytes: int) -> I64:
     """The number of each slice's first chunk among those of all slices, and their total: int64 [S + 1]."""
     counts = np.maximum(1, -(-sizes // chunk_bytes)) if chunk_bytes else np.ones_like(sizes)
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def runs_of(chunks: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def runs_of(chunks: I64) -> list[I64]:
     """Rising numbers, split where one is left out."""
     return np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)
 

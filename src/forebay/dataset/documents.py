@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from forebay import html
+from forebay.arrays import Array
 from forebay.dataset.manifest import DOCUMENTS_FILE
 from forebay.errors import DatasetError, UsageError
 
@@ -42,7 +42,7 @@ class Document:
     index: int  # from 0
     id: str  # with `source`, its input; empty unless prepared with --document-ids
     source: str
-    tokens: NDArray[Any]  # U16 or U32 [T]
+    tokens: Array  # U16 or U32 [T]
     text: str  # its tokens as text; empty if the dataset has no tokenizer
 
     def __repr__(self) -> str:
@@ -143,12 +143,12 @@ class Documents:
         yield from reversed(before)
         yield last, start, int(document_ends[inside])
 
-    def tokens(self, number: int) -> NDArray[Any]:
+    def tokens(self, number: int) -> Array:
         """All tokens of a document: a view if it lies in one slice, else a copy."""
         pieces = [self.dataset.open_slice(index).tokens[start:stop] for index, start, stop in self.token_ranges(number)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def text(self, tokens: NDArray[Any]) -> str:
+    def text(self, tokens: Array) -> str:
         """Tokens as text; empty if the dataset has no tokenizer."""
         if self._tokenizer is None:
             return ""

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from forebay.arrays import I32, I64, U8
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from forebay.dataset.parquet_pages import Footer, pages, read_footer
 from forebay.errors import DatasetError, UsageError
@@ -181,10 +181,10 @@ class SliceTable:
     """The slices in their order, as columns of S values."""
 
     names: pa.StringArray  # Arrow string array [S]: paths relative to the dataset's directory, `/` between parts
-    bytes: NDArray[np.int64]  # [S], size of the file
-    sha256: NDArray[np.uint8]  # [S, 32], the slice's id: the root of the tree over its chunks
-    count: NDArray[np.int64]  # [S], tokens or rows
-    documents: NDArray[np.int64]  # [S], documents that end in the slice (0 for rows)
+    bytes: I64  # [S], size of the file
+    sha256: U8  # [S, 32], the slice's id: the root of the tree over its chunks
+    count: I64  # [S], tokens or rows
+    documents: I64  # [S], documents that end in the slice (0 for rows)
     chunk_bytes: int = 0  # of the manifest
 
     @classmethod
@@ -303,7 +303,7 @@ def _read_columns(file: pq.ParquetFile, num_bytes: int) -> list[pa.Array]:
     return [pa.concat_arrays(chunks) if chunks else pa.array([], kind) for chunks, kind in zip(read, kinds)]
 
 
-def _lengths(values: pa.StringArray) -> NDArray[np.int32]:
+def _lengths(values: pa.StringArray) -> I32:
     offsets = np.frombuffer(values.buffers()[1] or bytes(4), np.int32)
     return np.diff(offsets[values.offset : values.offset + len(values) + 1])
 

@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay import html
+from forebay.arrays import I64
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
 from forebay.dataset.documents import Document, Documents
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
@@ -212,7 +212,7 @@ class Dataset:
             self._verified.verify(index, self.slice_path(index), row, lambda: self.leaves(index), first, last)
 
     @cached_property
-    def first_chunks(self) -> NDArray[np.int64]:
+    def first_chunks(self) -> I64:
         """The number of each slice's first chunk among those of all slices, and their total: [S + 1]."""
         return first_chunks(self.table.bytes, self.table.chunk_bytes)
 

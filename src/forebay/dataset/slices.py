@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U8, U16, U32, U64, Array
 from forebay.dataset.chunks import ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_atomic
@@ -41,7 +41,7 @@ class Slice:
     """An open slice."""
 
     path: Path
-    tensors: dict[str, NDArray[Any]]  # read-only views of the map, by name; never copied
+    tensors: dict[str, Array]  # read-only views of the map, by name; never copied
     dtypes: dict[str, str]  # the container's own type names (`U16`, `BF16` …), by name
 
     @property
@@ -50,12 +50,12 @@ class Slice:
         return "tokens" if {"tokens", "document_ends"} <= self.tensors.keys() else "rows"
 
     @property
-    def tokens(self) -> NDArray[Any]:
+    def tokens(self) -> Array:
         """U16 or U32 [T]. Raises DatasetError if it is missing or has another type or shape."""
         return self._vector("tokens", ("U16", "U32"))
 
     @property
-    def document_ends(self) -> NDArray[np.uint64]:
+    def document_ends(self) -> U64:
         """U64 [D], exclusive ends within the slice. Raises DatasetError as `tokens` does."""
         return self._vector("document_ends", ("U64",))
 
@@ -68,7 +68,7 @@ class Slice:
             raise DatasetError(f"{self.path}: expected tensors that share their first dimension, got {shapes}.")
         return int(sizes.pop())
 
-    def _vector(self, name: str, kinds: tuple[str, ...]) -> NDArray[Any]:
+    def _vector(self, name: str, kinds: tuple[str, ...]) -> Array:
         array = self.tensors.get(name)
         if array is None or array.ndim != 1 or self.dtypes[name] not in kinds:
             got = "none" if array is None else f"{self.dtypes[name]} {list(array.shape)}"
@@ -93,7 +93,7 @@ def open_slice(path: Path | str) -> Slice:
     return slice_of(memory, path)
 
 
-def slice_of(memory: NDArray[np.uint8], path: Path) -> Slice:
+def slice_of(memory: U8, path: Path) -> Slice:
     """The slice in these bytes; only its header is read. Raises DatasetError if it is not valid SafeTensors."""
     offset = 0
 
@@ -207,7 +207,7 @@ class WrittenSlice(NamedTuple):
 
 
 def write_token_slice(
-    path: Path | BinaryIO, tokens: NDArray[np.uint16] | NDArray[np.uint32], document_ends: NDArray[np.uint64],
+    path: Path | BinaryIO, tokens: U16 | U32, document_ends: U64,
     chunk_bytes: int = 0,
 ) -> WrittenSlice:  # fmt: skip
     """Write a slice of layout `tokens`: to a path atomically, or to an open file.
@@ -222,7 +222,7 @@ def write_token_slice(
     return _write(path, {"document_ends": document_ends, "tokens": tokens}, chunk_bytes)
 
 
-def check_document_ends(document_ends: NDArray[Any], num_tokens: int) -> str:
+def check_document_ends(document_ends: Array, num_tokens: int) -> str:
     """The problem with the document ends of a slice of `num_tokens`; empty if they are valid."""
     if document_ends.ndim != 1 or document_ends.dtype != np.uint64:
         return f"expected uint64 [D], got {document_ends.dtype} {document_ends.shape}"
@@ -233,7 +233,7 @@ def check_document_ends(document_ends: NDArray[Any], num_tokens: int) -> str:
 
 
 def write_rows_slice(
-    path: Path | BinaryIO, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None,
+    path: Path | BinaryIO, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None,
     chunk_bytes: int = 0,
 ) -> WrittenSlice:  # fmt: skip
     """Write a slice of layout `rows`: to a path atomically, or to an open file.
@@ -248,7 +248,7 @@ def write_rows_slice(
 
 
 def _write(
-    path: Path | BinaryIO, tensors: Mapping[str, NDArray[Any]], chunk_bytes: int,
+    path: Path | BinaryIO, tensors: Mapping[str, Array], chunk_bytes: int,
     dtypes: Mapping[str, str] | None = None,
 ) -> WrittenSlice:  # fmt: skip
     # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
@@ -292,7 +292,7 @@ def hash_file(path: Path | str | BinaryIO) -> str:
 
 
 def next_cut(
-    document_ends: NDArray[Any], start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
+    document_ends: Array, start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
 ) -> tuple[int, int]:
     """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U8
 from forebay.dataset.chunks import HASH_BYTES, first_chunks, runs_of, wrong_chunks
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
@@ -31,7 +31,7 @@ class VerifiedChunks:
         folder_hash = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
         self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}-2"
         self._first = first_chunks(table.bytes, table.chunk_bytes)
-        self._bytes: NDArray[np.uint8] | None = None
+        self._bytes: U8 | None = None
 
     def is_verified(self, index: int, path: Path, row: SliceInfo) -> bool:
         """Whether all chunks of a slice are. Raises DatasetError if its file is missing."""
@@ -72,7 +72,7 @@ class VerifiedChunks:
                     )
                 flags[low:high] = 1
 
-    def _flags(self, index: int, path: Path, row: SliceInfo) -> NDArray[np.uint8]:
+    def _flags(self, index: int, path: Path, row: SliceInfo) -> U8:
         """The flags of a slice's chunks, cleared if its file changed."""
         data = self._open()
         try:
@@ -87,7 +87,7 @@ class VerifiedChunks:
             stored[:] = np.frombuffer(mark, np.uint8)
         return flags
 
-    def _open(self) -> NDArray[np.uint8]:
+    def _open(self) -> U8:
         if self._bytes is None:
             size = (len(self._first) - 1) * _MARK_BYTES + int(self._first[-1])
             try:

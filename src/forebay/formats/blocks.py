@@ -21,9 +21,9 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import zstandard
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
+from forebay.arrays import I64, U8, U64, Array
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external, tables
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
@@ -38,7 +38,6 @@ LEVEL = 3  # Of zstd.
 _Index = TypeVar("_Index", bound=BaseModel)
 _ARROW_MAGIC = b"LDARW01\0"  # Behind rows that LitData stores as Arrow.
 _MAX_SAMPLES = 1 << 20  # Of a compressed block of few bytes.
-I64 = NDArray[np.int64]
 _FILE_NAMES = ("basename", "filename")  # Keys of MDS and LitData.
 
 
@@ -274,7 +273,7 @@ def read_offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:
 
 
 def column_bounds(
-    path: Path, memory: NDArray[np.uint8], offsets: I64, sizes: Sequence[int | None], index: int, name: str
+    path: Path, memory: U8, offsets: I64, sizes: Sequence[int | None], index: int, name: str
 ) -> tuple[I64, I64]:
     """Return where a column of each sample begins and ends; a size of None is stored in each sample."""
     size_at, limits = offsets[:-1], offsets[1:]
@@ -293,7 +292,7 @@ def column_bounds(
     return begins, stops
 
 
-def join_values(memory: NDArray[np.uint8], begins: I64, stops: I64) -> NDArray[np.uint8]:
+def join_values(memory: U8, begins: I64, stops: I64) -> U8:
     """Return the bytes from each begin to its stop: a view where they follow one another, else a copy."""
     if not len(begins):
         return memory[:0]
@@ -314,7 +313,7 @@ class Block:
     hash_name: str = ""  # hashlib's; "" where the index has none.
     digest: str = ""  # The hash of the file.
 
-    def read(self) -> external.Bytes8:
+    def read(self) -> U8:
         """Return its bytes, decompressed; a map where it is not compressed. Raises DatasetError."""
         external.check_size(self.path, self.stored_bytes, external.file_size(self.path))
         memory = external.map_file(self.path)
@@ -327,7 +326,7 @@ class Block:
             )
         return memory
 
-    def _unpacked(self, packed: external.Bytes8) -> external.Bytes8:
+    def _unpacked(self, packed: U8) -> U8:
         if self.num_samples > max(_MAX_SAMPLES, self.stored_bytes):  # Empty ones: each costs memory here.
             raise DatasetError(f"{self.path}: expected at most {_MAX_SAMPLES} samples, got {self.num_samples}.")
         raw = bounded_unpack(packed.data, self.codec, self.num_bytes + 1, self.path)
@@ -383,11 +382,11 @@ class BlockDataset(external.ExternalDataset):
             begins, stops = self._locate(block, block.read())
         return int((stops - begins).sum()) // self._column.kind.itemsize
 
-    def _bounds(self, block: Block, memory: external.Bytes8, offsets: I64) -> tuple[I64, I64]:
+    def _bounds(self, block: Block, memory: U8, offsets: I64) -> tuple[I64, I64]:
         """Return where the tokens of each sample begin and end."""
         return column_bounds(block.path, memory, offsets, self._column.sizes, self._column.index, self._column.name)
 
-    def _locate(self, block: Block, memory: external.Bytes8) -> tuple[I64, I64]:
+    def _locate(self, block: Block, memory: U8) -> tuple[I64, I64]:
         offsets = read_offsets(block.path, memory, block.num_samples, len(memory))
         begins, stops = self._bounds(block, memory, offsets)
         if (begins > stops).any() or ((stops - begins) % self._column.kind.itemsize).any():
@@ -399,7 +398,7 @@ class BlockDataset(external.ExternalDataset):
         block.check_hash()
         return external.fingerprint(block.path, len(self.files))
 
-    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[Array, U64]:
         block, column = self._block(part.file), self._column
         memory = block.read() if block.codec else self._map(block.path, block.num_bytes)
         begins, stops = self._locate(block, memory)

@@ -7,15 +7,14 @@ q * scale, |x - q * scale| <= scale / 2, a quarter of the bytes of F32.
 BF16 has no NumPy type: its values travel as their bits, uint16. Cost: about 1 ns a value, 4 ns for `q8`.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, F32, U16, Array
 from forebay.dataset import slices
 from forebay.errors import DatasetError, UsageError
-
-Array: TypeAlias = NDArray[Any]
 
 QUANTIZED = "q8"
 SCALE_SUFFIX = ".scale"  # Of the tensor, F32 [N], that holds the scales of the rows of another.
@@ -79,7 +78,7 @@ def _exactly(values: Array, to: str, name: str, first_row: int) -> Array:
     return changed
 
 
-def _same(changed: Array, values: Array) -> NDArray[np.bool_]:
+def _same(changed: Array, values: Array) -> BOOL:
     if "f" in (changed.dtype.kind, values.dtype.kind):
         # 2**63 and 2**64 are floats that no integer of 64 bits is, and casting them back would wrap.
         integers, number = (values, changed) if changed.dtype.kind == "f" else (changed, values)
@@ -103,7 +102,7 @@ def _between_floats(values: Array, to: str, name: str, first_row: int) -> Array:
     return changed
 
 
-def narrow_bf16(values: Array) -> NDArray[np.uint16]:
+def narrow_bf16(values: Array) -> U16:
     """The bits of the nearest BF16, ties to even; a NaN stays one."""
     with np.errstate(over="ignore"):
         singles = values.astype(np.float32)
@@ -118,14 +117,12 @@ def narrow_bf16(values: Array) -> NDArray[np.uint16]:
     return np.asarray(np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16))
 
 
-def widen_bf16(bits: Array) -> NDArray[np.float32]:
+def widen_bf16(bits: Array) -> F32:
     """F32 of the bits of BF16, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def quantize(
-    values: Array, name: str = "values", *, first_row: int = 0
-) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def quantize(values: Array, name: str = "values", *, first_row: int = 0) -> tuple[NDArray[np.int8], F32]:
     """I8 [N, …] in [-127, 127] and a scale for each row, F32 [N], 0 for zeros: |x - q * scale| <= scale / 2."""
     infinite = ~np.isfinite(values)
     if infinite.any():

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.arrays import U64, Array
 from forebay.dataset.reader import Dataset
 from forebay.files import atomic_write
 from forebay.storage.listing import Skipped, describe_skipped
 
-U64 = NDArray[np.uint64]
 Position: TypeAlias = list[int]
 """Where in its files a source may be read from: numbers whose meaning its format knows."""
 _log = logging.getLogger("forebay.convert")
@@ -42,7 +40,7 @@ class TokenPart:
             continue in the next part; tokens after the last end of all belong to no document that ended.
     """
 
-    tokens: NDArray[Any]
+    tokens: Array
     document_ends: U64
 
 

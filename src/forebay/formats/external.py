@@ -20,18 +20,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay import maps
+from forebay.arrays import U8, U64, Array
 from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
 from forebay.storage.compression import limit_large_blocks
 from forebay.storage.remote_path import RemotePath
-
-Bytes8 = NDArray[np.uint8]
-U64 = NDArray[np.uint64]
 
 TOKEN_COLUMNS = ("input_ids", "tokens")  # Columns that are taken for tokens where none is named.
 MAX_TOKENS = 64 << 20  # Of a slice that is a view: 128 or 256 MiB of a file.
@@ -85,7 +82,7 @@ class ExternalDataset(Dataset, ABC):
     ) -> None:
         self.kind, self.files, self.parts = kind, list(files), list(parts)
         self._marks = list(marks)
-        self._maps: OrderedDict[Path, Bytes8] = OrderedDict()
+        self._maps: OrderedDict[Path, U8] = OrderedDict()
         self._map_lock = threading.Lock()
         table = _table(self.parts, self._marks)
         digest = hashlib.sha256()
@@ -185,7 +182,7 @@ class ExternalDataset(Dataset, ABC):
         return self.parts[index]
 
     @abstractmethod
-    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: ExternalSlice) -> tuple[Array, U64]:
         """(tokens U16 or U32 [T], document ends U64 [D]) of a part; raises DatasetError."""
 
     def _exists(self, file: int) -> bool:
@@ -194,10 +191,10 @@ class ExternalDataset(Dataset, ABC):
     def _mark(self, file: int) -> bytes:
         return fingerprint(self.files[file], len(self.files))
 
-    def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
+    def _check_part(self, part: ExternalSlice, tokens: Array) -> str:
         return ""
 
-    def _checked(self, part: ExternalSlice, tokens: NDArray[Any], document_ends: U64) -> Slice:
+    def _checked(self, part: ExternalSlice, tokens: Array, document_ends: U64) -> Slice:
         path = self.files[part.file]
         problem = check_document_ends(document_ends, len(tokens))
         if problem:
@@ -217,7 +214,7 @@ class ExternalDataset(Dataset, ABC):
             {"tokens": self.manifest.dtype, "document_ends": "U64"},
         )
 
-    def _map(self, path: Path, num_bytes: int) -> Bytes8:
+    def _map(self, path: Path, num_bytes: int) -> U8:
         with self._map_lock:
             memory = self._maps.pop(path, None)
             if memory is None or file_size(path) != num_bytes:
@@ -244,7 +241,7 @@ def unreadable(path: Path, error: Exception) -> DatasetError:
     return DatasetError(f"{path}: cannot be read: {reason}. Check the path, or fetch it again.")
 
 
-def map_file(path: Path) -> Bytes8:
+def map_file(path: Path) -> U8:
     """Return a file as read-only bytes. Raises DatasetError if it cannot be opened."""
     with reading(path), path.open("rb") as file:
         return maps.map_file(file)
@@ -334,7 +331,7 @@ def common_dtype(path: Path, kinds: Iterable[np.dtype[Any]]) -> str:
     return names.pop()
 
 
-def as_tokens(array: NDArray[Any], location: object) -> NDArray[Any]:
+def as_tokens(array: Array, location: object) -> Array:
     """Return integers as U16 or U32: a view for 2 and 4 bytes, a copy for 1 and 8.
 
     A view of signed integers takes their bits: a negative one is a token of 2**31 (2**15) and more; `verify` finds

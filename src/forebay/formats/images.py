@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.arrays import U8
 from forebay.errors import DatasetError, UsageError, package_for
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
@@ -179,7 +179,7 @@ def unwrap_images(source: TableSource) -> TableSource:
     )
 
 
-def decode(blob: bytes | None, channels: int | None, options: ConvertOptions) -> NDArray[np.uint8] | str:
+def decode(blob: bytes | None, channels: int | None, options: ConvertOptions) -> U8 | str:
     """Return U8 [C, H, W], or the reason why there is none; `channels` 1 or 3, None for 1 if it is grey, else 3."""
     with package_for("An image", "pillow", "vision"):
         from PIL import Image, ImageOps

@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
+from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError
 from forebay.formats import blocks, external, layout
-from forebay.formats.blocks import I64, INDEX_FILE, Encoding, damaged
+from forebay.formats.blocks import INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.mds import inside_directory
 from forebay.formats.token_stream import build_stream, documents
@@ -140,7 +140,7 @@ class LitDataset(blocks.BlockDataset):
         external.check_size(path, chunk.chunk_bytes, external.file_size(path))
         return chunk.dim
 
-    def _bounds(self, block: blocks.Block, memory: external.Bytes8, offsets: I64) -> tuple[I64, I64]:
+    def _bounds(self, block: blocks.Block, memory: U8, offsets: I64) -> tuple[I64, I64]:
         if not self._index.has_sizes:
             return offsets[:-1], offsets[1:]
         sizes = self._column.sizes
@@ -267,7 +267,7 @@ def _decode_json(data: bytes) -> Any:
     return orjson.loads(data)
 
 
-def _decode_array(data: bytes) -> NDArray[Any]:
+def _decode_array(data: bytes) -> Array:
     number, ndim = (int(n) for n in np.frombuffer(data, "<u4", 2))
     shape = np.frombuffer(data, "<u4", ndim, offset=8).tolist()
     return np.frombuffer(data, f"<{_NUMPY[number]}", offset=8 + 4 * ndim).reshape(shape)

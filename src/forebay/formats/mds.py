@@ -19,12 +19,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
+from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import blocks, external, layout
-from forebay.formats.blocks import I64, INDEX_FILE, damaged, read_offsets
+from forebay.formats.blocks import INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
 
@@ -179,7 +179,7 @@ class MdsDataset(blocks.BlockDataset):
             raise damaged(block.path, f"whole tokens {column.kind} in every sample", "others")
         return int(values.sum()) // width
 
-    def _bounds(self, block: blocks.Block, memory: external.Bytes8, offsets: I64) -> tuple[I64, I64]:
+    def _bounds(self, block: blocks.Block, memory: U8, offsets: I64) -> tuple[I64, I64]:
         begins, stops = super()._bounds(block, memory, offsets)
         if self._has_header and len(begins):
             if (begins >= stops).any():
@@ -275,7 +275,7 @@ def _stored_column(path: Path, shards: list[MdsShard], index: int, options: Conv
     return blocks.StoredColumn(name, shards[0].column_sizes[index] or None, decode)
 
 
-def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> NDArray[Any]:
+def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> Array:
     start = 0
     if shape is None:
         dims, width = data[0] >> 2, 1 << (data[0] & 3)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I32, I64, U8, U64, Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
@@ -44,9 +44,9 @@ class Index:
     data: Path
     data_bytes: int  # Of the .bin.
     kind: np.dtype[Any]  # Type of a token in it.
-    lengths: NDArray[np.int32]  # [S], of the index's map, not aligned; so are the next two.
-    pointers: NDArray[np.int64]  # [S].
-    bounds: NDArray[np.int64]  # [D].
+    lengths: I32  # [S], of the index's map, not aligned; so are the next two.
+    pointers: I64  # [S].
+    bounds: I64  # [D].
     num_tokens: int  # In all sequences.
 
     @property
@@ -54,7 +54,7 @@ class Index:
         """Documents; every sequence is one where the index bounds none."""
         return len(self.bounds) - 1 if len(self.bounds) > 1 else len(self.lengths)
 
-    def document_ends(self, first: int, last: int) -> NDArray[np.int64]:
+    def document_ends(self, first: int, last: int) -> I64:
         """Return the ends of documents [first, last), in tokens from the file's first: int64 [last - first]."""
         has_bounds = len(self.bounds) > 1
         sequences = self.bounds[first + 1 : last + 1] if has_bounds else np.arange(first + 1, last + 1)
@@ -138,7 +138,7 @@ class MegatronDataset(external.ExternalDataset):
         with external.reading(index.idx):
             return external.fingerprint(index.data, len(self._indexes)) + bytes.fromhex(hash_file(index.idx))
 
-    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[Array, U64]:
         index = self._indexes[part.file]
         memory = self._map(index.data, index.data_bytes)
         width = index.kind.itemsize
@@ -185,7 +185,7 @@ def read_index(idx: Path, data: Path) -> Index:
     return Index(idx, data, data_bytes, kind, lengths, pointers, documents, total)
 
 
-def _header(idx: Path, memory: external.Bytes8) -> tuple[np.dtype[Any], int, int]:
+def _header(idx: Path, memory: U8) -> tuple[np.dtype[Any], int, int]:
     head = memory[:_HEADER_BYTES].tobytes()
     if len(head) < _HEADER_BYTES or head[:9] != MAGIC:
         raise DatasetError(f"{idx}: expected Megatron's index, got {head[:9]!r} in {len(memory)} bytes.")
@@ -207,9 +207,7 @@ def _header(idx: Path, memory: external.Bytes8) -> tuple[np.dtype[Any], int, int
     return _KINDS[code], sequences, bounds
 
 
-def _check_sequences(
-    idx: Path, data: Path, data_bytes: int, kind: np.dtype[Any], lengths: NDArray[np.int32], pointers: NDArray[np.int64]
-) -> int:
+def _check_sequences(idx: Path, data: Path, data_bytes: int, kind: np.dtype[Any], lengths: I32, pointers: I64) -> int:
     total = 0
     for a in range(0, len(lengths), _CHUNK):
         sizes = lengths[a : a + _CHUNK].astype(np.int64)
@@ -227,7 +225,7 @@ def _check_sequences(
     return total
 
 
-def _check_bounds(idx: Path, bounds: NDArray[np.int64], sequences: int) -> None:
+def _check_bounds(idx: Path, bounds: I64, sequences: int) -> None:
     before = 0
     for a in range(0, len(bounds), _CHUNK):
         some = bounds[a : a + _CHUNK].astype(np.int64)

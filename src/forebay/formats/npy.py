@@ -17,11 +17,12 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import Array
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.raw_tokens import RawTokens
-from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, rows_at_once
+from forebay.formats.tables import BATCH_BYTES, batch_of, field_of, rows_at_once
 from forebay.formats.vectors import NPY_MAGIC, read_header
 from forebay.storage.compression import check_unpacked
 from forebay.storage.remote_path import RemotePath

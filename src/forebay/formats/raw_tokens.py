@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U8, Array
 from forebay.errors import ForebayError, UsageError
 from forebay.formats import vectors
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TokenSource, Written
 from forebay.formats.detect import RAW_TOKENS, detect
-from forebay.formats.external import Bytes8, ExternalDataset, map_file
+from forebay.formats.external import ExternalDataset, map_file
 from forebay.formats.report import Report, choose_slices
 from forebay.formats.token_stream import build_stream
 
@@ -104,7 +104,7 @@ class Ds(Bin):
     name = "ds"
 
 
-def _find_in_npy(report: Report, memory: Bytes8) -> _Extent:
+def _find_in_npy(report: Report, memory: U8) -> _Extent:
     file = io.BytesIO(memory[: vectors.MAX_HEADER_BYTES + 12].tobytes())
     try:
         shape, _, stored = vectors.read_header(file)
@@ -132,7 +132,7 @@ def _find_in_npy(report: Report, memory: Bytes8) -> _Extent:
     return start, _stop_of(report, memory, start + math.prod(shape) * dtype.itemsize), dtype
 
 
-def _find_in_llmc(report: Report, memory: Bytes8) -> _Extent:
+def _find_in_llmc(report: Report, memory: U8) -> _Extent:
     start = vectors.LLMC_HEADER_BYTES
     code, _, count = (int(number) for number in memory[:12].view("<i4"))
     dtype = np.dtype(vectors.LLMC_TYPES[code][1])
@@ -140,7 +140,7 @@ def _find_in_llmc(report: Report, memory: Bytes8) -> _Extent:
     return min(start, stop), stop, dtype
 
 
-def _stop_of(report: Report, memory: Bytes8, expected: int) -> int:
+def _stop_of(report: Report, memory: U8, expected: int) -> int:
     if len(memory) != expected:
         fault = "truncated" if len(memory) < expected else "appended"
         report.add_finding(
@@ -151,7 +151,7 @@ def _stop_of(report: Report, memory: Bytes8, expected: int) -> int:
     return min(len(memory), expected)
 
 
-def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
+def _find_in_raw(report: Report, memory: U8) -> _Extent:
     expected = report.options.dtype
     head = memory[: min(len(memory), _HEAD_BYTES) & ~7]
     guessed = vectors.guess_dtype(head) if len(head) >= _MIN_GUESSED_BYTES else None
@@ -174,7 +174,7 @@ def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
     return 0, len(memory), dtype
 
 
-def _check_windows(report: Report, tokens: NDArray[Any]) -> None:
+def _check_windows(report: Report, tokens: Array) -> None:
     step = _WINDOW_BYTES // tokens.itemsize
     for index in choose_slices(-(-len(tokens) // step), tokens.nbytes, report):
         start, window = index * step, tokens[index * step : (index + 1) * step]

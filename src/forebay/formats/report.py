@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.arrays import Array
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
@@ -105,7 +105,7 @@ class Report:
         if len(self.findings) < _MAX_FINDINGS:
             self.findings.append(Finding(fault, str(self.path), location, evidence))
 
-    def add_tokens(self, location: str, start: int, tokens: NDArray[Any]) -> None:
+    def add_tokens(self, location: str, start: int, tokens: Array) -> None:
         """Compare ids [T], the first of which is token `start` of a file, with the vocabulary."""
         self.metadata["tokens_read"] = self.metadata.get("tokens_read", 0) + len(tokens)
         bound = self.options.vocab_size or 1 << 31

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, U8, Array
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
@@ -35,7 +35,6 @@ from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, 
 from forebay.formats.images import with_images
 from forebay.formats.layout import KEY, is_token_list
 from forebay.formats.report import Report, add_slice, check_slices
-from forebay.formats.tables import Array
 from forebay.formats.token_stream import build_stream, slices_of
 
 REJECTS_FILE = "rejects.jsonl"
@@ -337,7 +336,7 @@ def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int) 
     return tensors
 
 
-def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, NDArray[np.uint8] | None]:
+def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, U8 | None]:
     counts, leaves = tables.flatten(values)
     gaps = np.flatnonzero(counts < 0)
     if len(gaps) or leaves.null_count:
@@ -372,9 +371,7 @@ def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, 
     return (int(lengths[0]) if len(lengths) else 0, *_row_shape(values.flatten(), column, first_row))
 
 
-def _padded(
-    flat: Array, counts: NDArray[np.int64], column: _Column, width: int, first_row: int
-) -> tuple[Array, NDArray[np.uint8]]:
+def _padded(flat: Array, counts: I64, column: _Column, width: int, first_row: int) -> tuple[Array, U8]:
     over = np.flatnonzero(counts > width)
     if len(over):
         raise DatasetError(

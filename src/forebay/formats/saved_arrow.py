@@ -15,8 +15,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
-from numpy.typing import NDArray
 
+from forebay.arrays import U64, Array
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external
 from forebay.formats.columns import common_schema
@@ -50,7 +50,7 @@ class SavedDataset(external.ExternalDataset):
                 start += count
         super().__init__(path, "arrow", external.stored_dtype(kind), files, external.fingerprints(files), parts)
 
-    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[Array, U64]:
         a, b = self._runs[part.file, part.start]
         path = self.files[part.file]
         batches = self._batches[part.file][a:b]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, local_path
 from forebay.dataset.slices import hash_file
@@ -89,7 +89,7 @@ class _BinShards(Shards):
 
 
 def write_shards(
-    source: Dataset | Iterable[NDArray[Any]],
+    source: Dataset | Iterable[Array],
     out: str | Path,
     *,
     seq_len: int = SEQ_LEN,
@@ -138,7 +138,7 @@ def write_shards(
     return [Shard(n, *pair, min(full, total - n * full)) for n, pair in enumerate(zip(files[1::2], files[::2]))]
 
 
-def _samples(stream: TokenStream, kind: np.dtype[Any], seq_len: int, digest: TokenDigest) -> Iterator[NDArray[Any]]:
+def _samples(stream: TokenStream, kind: np.dtype[Any], seq_len: int, digest: TokenDigest) -> Iterator[Array]:
     pending = np.empty(0, kind)
     for part in stream.parts():
         pending = np.concatenate([pending, part.tokens])
@@ -149,7 +149,7 @@ def _samples(stream: TokenStream, kind: np.dtype[Any], seq_len: int, digest: Tok
             pending = pending[num_whole:]
 
 
-def _tokens_of_vectors(source: Iterable[NDArray[Any]]) -> TokenSource:
+def _tokens_of_vectors(source: Iterable[Array]) -> TokenSource:
     pieces = iter(source)
     first = next(pieces, np.empty(0, np.uint16))
 

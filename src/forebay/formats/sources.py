@@ -17,14 +17,14 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from forebay.arrays import U64, Array
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
 from forebay.formats import ExternalDataset, dataset_format, open_external, open_token_files
 from forebay.formats.base import get_format, names_with
-from forebay.formats.conversion import U64, ConvertOptions, Position, TableSource, TokenPart, TokenSource, Written
+from forebay.formats.conversion import ConvertOptions, Position, TableSource, TokenPart, TokenSource, Written
 from forebay.formats.detect import Detection, detect
 from forebay.formats.images import Images
 from forebay.formats.layout import decide_layout, layout_of_tokens
@@ -277,7 +277,7 @@ def table_of_stream(schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: st
 
 def _lists(
     table: TableSource, column: str, position: Position | None = None
-) -> Iterator[tuple[Position | None, NDArray[Any], U64]]:
+) -> Iterator[tuple[Position | None, Array, U64]]:
     row = 0
     read = table.batches_from or (lambda _: ((None, batch) for batch in table.batches()))
     for index, batch in read(position):

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, Written
 from forebay.formats.detect import detect
@@ -33,7 +33,6 @@ from forebay.formats.report import Report
 from forebay.storage.compression import sniff_compression
 from forebay.storage.remote_path import RemotePath
 
-Array: TypeAlias = NDArray[Any]
 Rows: TypeAlias = list[dict[str, Any]]
 BATCH_BYTES = 16 << 20
 BATCH_ROWS = 4096  # Of a batch that is made of rows as Python has them.
@@ -114,7 +113,7 @@ def list_column(vectors: Sequence[Any], kind: Any) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, leaves, type=kind, mask=mask)
 
 
-def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
+def flatten(column: pa.Array) -> tuple[I64, pa.Array]:
     """How many values each row has, -1 if it is missing, int64 [N]; and all values, one after another.
 
     Lists in lists are one list. Of plain columns every row has one.
@@ -142,7 +141,7 @@ def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     return np.where(missing, -1, lengths), leaves
 
 
-def split_values(values: Any, counts: NDArray[np.int64]) -> list[Any]:
+def split_values(values: Any, counts: I64) -> list[Any]:
     """The values of each row, None for -1 of them."""
     stops = np.cumsum(np.maximum(counts, 0)).tolist()
     return [None if n < 0 else values[stop - n : stop] for n, stop in zip(counts.tolist(), stops)]
@@ -475,7 +474,7 @@ def _canonical(leaves: pa.Array) -> Any:
     return b"".join(b"-" if blob is None else len(blob).to_bytes(8, "little") + blob for blob in blobs)
 
 
-def _numbers(values: NDArray[Any]) -> NDArray[Any]:
+def _numbers(values: Array) -> Array:
     if values.dtype.kind != "f":
         return values.astype("<u8" if values.dtype.kind == "u" else "<i8")
     with np.errstate(invalid="ignore"):  # A signalling NaN is a NaN.

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.errors import CorruptInputError, DatasetError, PrepareError, package_for
 from forebay.formats import tables
 from forebay.formats.base import Format
@@ -32,7 +32,7 @@ _MASK = 0xA282EAD8
 _MAX_RECORD_BYTES = 1 << 30
 _BYTES, _FLOATS, _INTEGERS = 1, 2, 3
 Value = bytes | int
-Values: TypeAlias = list[bytes] | NDArray[Any]
+Values: TypeAlias = list[bytes] | Array
 _Row: TypeAlias = dict[str, tuple[int, Values]]
 
 
@@ -260,7 +260,7 @@ def _values(kind: int, data: bytes) -> Values:
     return integers(joined)
 
 
-def integers(data: bytes) -> NDArray[np.int64]:
+def integers(data: bytes) -> I64:
     """Return varints, one after another, as int64. Raises NotExampleError if the last has no end."""
     raw = np.frombuffer(data, np.uint8)
     stops = np.flatnonzero(raw < 128)
@@ -381,7 +381,7 @@ def _features(name: str, column: pa.Array, first_row: int) -> list[bytes | None]
     return [None if row is None else _field(3, _packed(row)) for row in tables.split_values(data, sizes)]
 
 
-def _singles(values: NDArray[Any], name: str, first_row: int) -> NDArray[Any]:
+def _singles(values: Array, name: str, first_row: int) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         singles = values.astype(np.float32)
     is_same = (singles == values) | np.isnan(values)
@@ -394,7 +394,7 @@ def _singles(values: NDArray[Any], name: str, first_row: int) -> NDArray[Any]:
     return singles
 
 
-def varints(values: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
+def varints(values: I64) -> tuple[bytes, I64]:
     """Return integers as varints, one after another, and the end of each."""
     bits = values.astype("<i8").view(np.uint64)
     lengths = np.ones(len(bits), np.int64)

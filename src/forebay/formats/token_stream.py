@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U64, Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut
 from forebay.errors import DatasetError, UsageError
@@ -62,9 +62,9 @@ class TokenDigest:
         return f"{self.tokens}:{self._document_ends.hexdigest()[:32]}"
 
 
-def documents(parts: Iterable[TokenPart]) -> Iterator[NDArray[Any]]:
+def documents(parts: Iterable[TokenPart]) -> Iterator[Array]:
     """Yield each document of a stream, its tokens [T]; then the rest after the last end. Holds one document."""
-    pending: list[NDArray[Any]] = []
+    pending: list[Array] = []
     for part in parts:
         start = 0
         for end in part.document_ends.tolist():
@@ -146,7 +146,7 @@ class TokenStream:
                 yield TokenPart(part.tokens[start:stop], part.document_ends[first:last] - np.uint64(start))
                 start, first = stop, last
 
-    def _ends_of(self, piece: TokenPart, before: int) -> NDArray[np.uint64]:
+    def _ends_of(self, piece: TokenPart, before: int) -> U64:
         match self.documents:
             case "source":
                 return piece.document_ends
@@ -158,7 +158,7 @@ class TokenStream:
                 return np.arange(-before % seq_len or seq_len, len(piece.tokens) + 1, seq_len, dtype=np.uint64)
         return _NO_TOKENS
 
-    def _cast(self, piece: TokenPart, before: int, num_ended: int) -> NDArray[Any]:
+    def _cast(self, piece: TokenPart, before: int, num_ended: int) -> Array:
         tokens, dtype = piece.tokens, TOKEN_DTYPES[self.dtype]
         if len(tokens) and int(np.iinfo(tokens.dtype).max) > self.max_id and int(tokens.max()) > self.max_id:
             index = int(np.argmax(tokens > self.max_id))

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U8, U64, Array
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external
 from forebay.formats.detect import detect
@@ -99,7 +99,7 @@ class VectorDataset(external.ExternalDataset):
             if ids is not None and self.seq_len:
                 self._check_spots(vector, ids, self.seq_len)
 
-    def sample_ids(self, part: external.ExternalSlice) -> external.U64 | None:
+    def sample_ids(self, part: external.ExternalSlice) -> U64 | None:
         """Return the sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
         ids = self._ids[part.file]
         if ids is None or not self.seq_len:
@@ -107,13 +107,13 @@ class VectorDataset(external.ExternalDataset):
         first = part.start // self.seq_len
         return self._view(ids, first, first + part.count // self.seq_len)
 
-    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[Array, U64]:
         vector = self._vectors[part.file]
         return external.as_tokens(self._view(vector, part.start, part.start + part.count), vector.path), np.empty(
             0, np.uint64
         )
 
-    def _view(self, vector: Vector, start: int, stop: int) -> NDArray[Any]:
+    def _view(self, vector: Vector, start: int, stop: int) -> Array:
         width = vector.kind.itemsize
         if isinstance(vector.path, RemotePath):
             data = self._read_range(vector.path, vector.offset + start * width, (stop - start) * width)
@@ -151,7 +151,7 @@ class VectorDataset(external.ExternalDataset):
     def _hash_checks(self) -> tuple[str, ...]:
         return ("BLAKE2b of every sample against its id",) if all(ids is not None for ids in self._ids) else ()
 
-    def _check_part(self, part: external.ExternalSlice, tokens: NDArray[Any]) -> str:
+    def _check_part(self, part: external.ExternalSlice, tokens: Array) -> str:
         ids = self.sample_ids(part)
         if ids is None or not self.seq_len:
             return ""
@@ -159,7 +159,7 @@ class VectorDataset(external.ExternalDataset):
         return "" if all(sample_id(row) == expected for row, expected in zip(samples, ids.tolist())) else "changed"
 
 
-def sample_id(tokens: NDArray[Any]) -> int:
+def sample_id(tokens: Array) -> int:
     """Return Templar's id of a sample: the 8-byte BLAKE2b of its tokens' bytes in their own type, little endian."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens).view(np.uint8).data, digest_size=8)
     return int.from_bytes(digest.digest(), "little")
@@ -224,7 +224,7 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     )
 
 
-def guess_dtype(head: external.Bytes8) -> np.dtype[Any] | None:
+def guess_dtype(head: U8) -> np.dtype[Any] | None:
     """Return the type of headerless tokens, by their first bytes, a multiple of 8; None where these do not tell."""
     halves = head.view("<u2")
     if len(halves) and int(halves[1::2].max()) >= 16:

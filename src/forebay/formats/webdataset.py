@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from forebay.arrays import Array
 from forebay.errors import CorruptInputError, DatasetError, UsageError
 from forebay.formats import tables
 from forebay.formats.base import Format
@@ -222,7 +223,7 @@ def _decoded(name: str, suffix: str, data: bytes) -> Iterator[tuple[str, Any]]:
         yield name or ("image" if suffix in IMAGES else suffix or "data"), data
 
 
-def _array(data: bytes) -> tables.Array:
+def _array(data: bytes) -> Array:
     file = io.BytesIO(data)
     shape, fortran, dtype = read_header(file)
     num_bytes = len(data) - file.tell()

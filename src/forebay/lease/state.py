@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64
 from forebay.lease.messages import (
     ExchangeReply,
     ExchangeRequest,
@@ -65,7 +65,7 @@ class ActiveLease:
     uses: list[LeaseUse] = field(default_factory=list)  # one after the other, up to `used`
     path: Path | None = None  # the verified slice, pinned in the cache; None until it is fetched
     proof: str = ""  # that the slice is in the cache
-    read_ids: NDArray[np.int64] | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
+    read_ids: I64 | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
     is_fetching: bool = False  # a fetch of its slice was started
     in_use: bool = False
     ended: bool = False  # no more of it is used: it was lost, has failed or is to be released

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Entry, Used, read_entries, uses_of
 
@@ -26,8 +26,8 @@ class Job:
     job_id: str  # The hash of the first entry.
     body: dict[str, Any]
     scheduler: bytes  # The public key, 32 bytes.
-    samples: NDArray[np.int64]  # int64 [S], of each slice.
-    first_ids: NDArray[np.int64]  # int64 [S], the id of its first sample; ids count the dataset, splits skip some.
+    samples: I64  # int64 [S], of each slice.
+    first_ids: I64  # int64 [S], the id of its first sample; ids count the dataset, splits skip some.
     dataset_id: str
 
     @classmethod
@@ -85,7 +85,7 @@ def apply_aside(entry: Entry, job: Job, aside: Asides, ended: Container[int]) ->
 MAX_SLICES = 100_000_000
 
 
-def encode_runs(counts: NDArray[np.int64]) -> list[list[int]]:
+def encode_runs(counts: I64) -> list[list[int]]:
     """The run-length form [[count, run], …] of an int64 array: a few bytes for any number of equal slices."""
     if len(counts) == 0:
         return []
@@ -95,7 +95,7 @@ def encode_runs(counts: NDArray[np.int64]) -> list[list[int]]:
     return [[int(counts[i]), int(run)] for i, run in zip(starts, runs)]
 
 
-def decode_runs(runs: Any) -> NDArray[np.int64]:
+def decode_runs(runs: Any) -> I64:
     """The inverse of `encode_runs`; also accepts a plain list of counts."""
     message = "ledger: expected samples_per_slice as counts or [count, run] pairs"
     if not isinstance(runs, list):
@@ -125,7 +125,7 @@ class UseColumns:
 
     workers: dict[str, int] = field(default_factory=dict)
     sessions: dict[str, int] = field(default_factory=dict)
-    _blocks: list[NDArray[Any]] = field(default_factory=list)
+    _blocks: list[Array] = field(default_factory=list)
     _rows: list[tuple[float, ...]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class UseColumns:
             self._blocks.append(np.array(self._rows, USE))
             self._rows = []
 
-    def table(self) -> NDArray[Any]:
+    def table(self) -> Array:
         """All uses, of dtype USE, in the order of adding."""
         return np.concatenate([np.empty(0, USE), *self._blocks, np.array(self._rows, USE)])
 
@@ -154,7 +154,7 @@ class LedgerIndex:
 
     path: Path
     job: Job
-    uses: NDArray[Any]  # Of dtype USE, in the order of the ledger; within an entry by step. `worker` counts `workers`.
+    uses: Array  # Of dtype USE, in the order of the ledger; within an entry by step. `worker` counts `workers`.
     workers: tuple[str, ...]  # Peer ids, in the order of their first uses.
     sessions: tuple[str, ...]  # Peer id, a space, and a session's name; likewise.
     names: dict[str, str]  # Peer id to the worker's name.

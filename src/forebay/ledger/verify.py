@@ -7,23 +7,21 @@ the last is checked: it covers the chain. A million entries: 20 s, and 2 minutes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.errors import ForebayError, LedgerError
 from forebay.ledger.chain import READ_BYTES, Entry, iter_entries, receipt_message, uses_of
 from forebay.ledger.index import Asides, Job, UseColumns, apply_aside
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100
-I64 = NDArray[np.int64]
 
 # (public key, message, signature); raises a ForebayError unless the signature is valid.
 Verifier = Callable[[bytes, bytes, bytes], None]
 # (job, epoch, slice, start, stop): the sample ids of a use, counted in its slice, and their receipt.
-Replay = Callable[[Job, int, int, int, int], tuple[NDArray[np.int64], str]]
+Replay = Callable[[Job, int, int, int, int], tuple[I64, str]]
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: f
     return LedgerReport(ok, intact, epochs, reading.problems, reading.entries, missing, repeated)
 
 
-def _check_samples(reading: _Reading, job: Job, table: NDArray[Any], replay: Replay) -> None:
+def _check_samples(reading: _Reading, job: Job, table: Array, replay: Replay) -> None:
     """Check by sample ids: the digest of each use, and that no sample of a slice is used twice in an epoch."""
     for row, digest in reading.digests.items():
         use = table[row]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forebay.arrays import I64
 from forebay.cache.cache import ChunkCache, NoSpaceError
 from forebay.dataset.chunks import runs_of
 from forebay.dataset.manifest import SliceInfo
@@ -27,7 +28,7 @@ from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.load.arguments import ranks_per_node
 from forebay.load.chunk_pins import ChunkPins
 from forebay.load.chunk_source import CacheSettings, ChunkSource
-from forebay.load.needs import I64, ChunkGroup, ChunkTable, PlanNeeds
+from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
 from forebay.load.refetches import Refetches
 from forebay.order.run import Run
 from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, MapLayout

@@ -8,10 +8,10 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, I64
 from forebay.cache.cache import ChunkCache
-from forebay.load.needs import I64, ChunkGroup, ChunkTable, PlanNeeds
+from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
 from forebay.order.run import Run
 from forebay.storage.chunk_file import ABSENT
 
@@ -121,6 +121,6 @@ class ChunkPins:
         return chosen
 
 
-def _count_true(flags: NDArray[np.bool_]) -> int:
+def _count_true(flags: BOOL) -> int:
     """How many are true before the first that is not."""
     return len(flags) if flags.all() else int(flags.argmin())

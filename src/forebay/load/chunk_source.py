@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL
 from forebay.cache.cache import ChunkCache, Group
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, UsageError
@@ -189,7 +189,7 @@ class ChunkSource:
         cache = self._cache
         indexes = {row.tobytes().hex(): index for index, row in enumerate(dataset.table.sha256)}
 
-        def available() -> NDArray[np.bool_]:
+        def available() -> BOOL:
             flags = np.zeros(len(dataset.table), np.bool_)
             flags[[indexes[sha256] for sha256 in cache.list_slices() if sha256 in indexes]] = True
             return flags

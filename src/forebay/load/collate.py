@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import DocumentMasks
-from forebay.load.samples import I64, Array, SampleIndex
+from forebay.load.samples import SampleIndex
 
 _MAX_RANGES = 1024  # IOV_MAX of Linux.
 _pid = os.getpid
@@ -31,7 +31,7 @@ class MappedArray:
 
     __slots__ = ("address", "array", "path")
 
-    def __init__(self, array: NDArray[Any], path: Path | str) -> None:
+    def __init__(self, array: Array, path: Path | str) -> None:
         self.array = np.ascontiguousarray(array)
         self.address: int = self.array.ctypes.data
         self.path = path
@@ -87,7 +87,7 @@ class RangeCopier:
             out_address += size
 
 
-def copy_array(source: MappedArray) -> NDArray[Any]:
+def copy_array(source: MappedArray) -> Array:
     """Copy an array of a mapped file. Raises DatasetError as `RangeCopier.copy`."""
     out = np.empty_like(source.array)
     zero = np.zeros(1, np.int64)

@@ -3,8 +3,8 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import Array
 from forebay.dataset.documents import Document, Documents
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
@@ -20,7 +20,7 @@ class TokenText:
     def __init__(self, dataset: Dataset) -> None:
         self._documents = Documents(dataset)
 
-    def __call__(self, tokens: NDArray[Any]) -> str:
+    def __call__(self, tokens: Array) -> str:
         return self._documents.text(tokens)
 
     def __reduce__(self) -> Any:

@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from forebay.arrays import I64
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError
 from forebay.order.epoch import Epoch
-from forebay.order.plan import I64, Order
+from forebay.order.plan import Order
 from forebay.order.run import NEVER, Run, Steps, assign_owners
 from forebay.order.step_index import RunProgress, check_range
 

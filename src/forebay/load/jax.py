@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import Array
 from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX, TokenBatch
 from forebay.order.step_index import check_integer
@@ -54,13 +54,13 @@ class JaxBatches(Generic[BatchT]):
             _ = batch.num_labels  # Counting on the device would wait for it.
         return batch.with_arrays(arrays)
 
-    def _put(self, array: NDArray[Any]) -> Any:
+    def _put(self, array: Array) -> Any:
         if self._sharding is None:
             return jax.device_put(array)
         return jax.make_array_from_process_local_data(self._sharding, array)
 
 
-def _padded(array: NDArray[Any], rows: int, fill: int) -> NDArray[Any]:
+def _padded(array: Array, rows: int, fill: int) -> Array:
     dtype = np.dtype(np.int32) if array.dtype == np.int64 else array.dtype
     if len(array) >= rows:
         return array.astype(dtype, copy=False)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.arrays import I64
 from forebay.dataset.slices import open_slice
 from forebay.errors import DatasetError
 from forebay.lease.job import LeaseJob
@@ -26,7 +27,7 @@ from forebay.load.collate import Collator
 from forebay.load.samples import SampleIndex
 from forebay.network.retry import log_while_waiting
 from forebay.order.mixture import MixtureOrder
-from forebay.order.plan import I64, lease_order
+from forebay.order.plan import lease_order
 
 _CONTINUE_S = (
     2.0  # A batch that has samples waits no longer for the next lease; one without releases later datasets' leases.

@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64
 from forebay.dataset.chunks import first_chunks
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.reader import Dataset
 from forebay.storage.chunk_file import ChunkFile
-
-I64 = NDArray[np.int64]
 
 
 @dataclass(eq=False)

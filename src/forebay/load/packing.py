@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from forebay.arrays import I32, I64, U64
 from forebay.dataset.slices import check_document_ends
 from forebay.errors import DatasetError, UsageError
 from forebay.order.step_index import check_integer
-
-I64 = NDArray[np.int64]
 
 _SECTION_ROWS = 256
 _MIN_SECTION_TOKENS = 1 << 19
@@ -106,11 +105,11 @@ class PackedRows(NamedTuple):
 
     first_ranges: I64  # [R + 1], the first range of each row.
     starts: I64  # [G], ascending in a row.
-    lengths: NDArray[np.int32]  # [G]; seq_len + 1 for a document that continues in another row, where the label is.
+    lengths: I32  # [G]; seq_len + 1 for a document that continues in another row, where the label is.
 
 
 def document_spans(
-    document_ends: NDArray[np.uint64], num_tokens: int, documents: DocumentSubset | None = None,
+    document_ends: U64, num_tokens: int, documents: DocumentSubset | None = None,
     first_document: int = 0, tokens_before: int = 0, tokens_after: int = 0, start: int = 0,
 ) -> DocumentSpans:  # fmt: skip
     """The spans of a slice's documents that are in a subset; all without one.
@@ -139,7 +138,7 @@ def document_spans(
     return DocumentSpans(starts[chosen], stops[chosen])
 
 
-def check_ends(document_ends: NDArray[np.uint64], num_tokens: int) -> None:
+def check_ends(document_ends: U64, num_tokens: int) -> None:
     """Raise DatasetError if the document ends of a slice are damaged."""
     problem = check_document_ends(document_ends, num_tokens)
     if problem:

@@ -4,7 +4,8 @@ import logging
 
 import numpy as np
 
-from forebay.load.needs import I64, ChunkGroup, ChunkTable
+from forebay.arrays import I64
+from forebay.load.needs import ChunkGroup, ChunkTable
 from forebay.order.run import Run
 
 _MIN_WARNED_BYTES = 64 << 20

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, F64, I64
 from forebay.dataset.chunks import chunk_size
 from forebay.errors import UsageError
-from forebay.order.plan import I64, Order, SampleSize, part_of
+from forebay.order.plan import Order, SampleSize, part_of
 from forebay.order.run import Run
 from forebay.units import format_bytes
 
@@ -160,7 +160,7 @@ def _kinds(spec: RunSpec, order: Order) -> Iterator[tuple[int, int, int]]:
         yield num_lanes, num_runs, count
 
 
-def _lanes_of(order: Order, ranks: tuple[int, int], world_size: int) -> NDArray[np.bool_]:
+def _lanes_of(order: Order, ranks: tuple[int, int], world_size: int) -> BOOL:
     """The lanes that ranks [start, stop) read in full batches, bool [C]; for a C that the batch does not divide."""
     num_lanes, size = order.num_lanes, order.global_batch
     touched = np.zeros(num_lanes, bool)
@@ -206,7 +206,7 @@ def fetched_bytes(spec: RunSpec, node: NodeNeeds, cache_bytes: int) -> int:
     return fetched
 
 
-def first_demand(spec: RunSpec, order: Order) -> NDArray[np.float64]:
+def first_demand(spec: RunSpec, order: Order) -> F64:
     """Bytes of the chunks that the first node needs before each of the first steps, float64 [K], of its real order.
 
     The first steps need more than later ones: each of their samples lies in a chunk of its own.

@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forebay.arrays import I64, Array
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
 from forebay.load.collate import BatchArrays, Collator, MappedArray, RangeCopier
-from forebay.load.samples import I64, Array, SampleIndex
+from forebay.load.samples import SampleIndex
 from forebay.maps import map_offset
 
 SCALE_SUFFIX = ".scale"

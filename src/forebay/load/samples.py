@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I32, I64, U64
 from forebay.dataset.chunks import HASH_BYTES, wrong_chunks
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
@@ -32,8 +32,6 @@ from forebay.order.plan import samples_per_slice
 from forebay.storage.base import read_small
 from forebay.storage.origins import RemoteDataset
 
-Array: TypeAlias = NDArray[Any]
-I64 = NDArray[np.int64]
 PACKINGS = ("concat", "best_fit")
 SPLITS = (None, "train", "validation")
 MAX_IMBALANCE = 0.1
@@ -41,7 +39,7 @@ MAX_IMBALANCE = 0.1
 than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
 _READERS = 8  # Threads that read document ends.
 _HEAD_BYTES = 64 << 10  # Usually includes the document ends of our own slices.
-ReadEnds = Callable[[int], NDArray[np.uint64]]
+ReadEnds = Callable[[int], U64]
 _COUNTING_VERSION = 4  # Of the cached counts.
 log = logging.getLogger("forebay")
 
@@ -59,7 +57,7 @@ class SampleIndex:
     bases: I64  # Global number of each slice's sample 0, over the whole dataset: splits share no number.
     first_documents: I64  # Global number of the document in which each slice begins.
     tokens_beyond: I64  # [2, S], tokens of its first and last document in other slices; 0 unless lengths decide.
-    sections: NDArray[np.int32]  # [C], samples of each section of `best_fit`, slice after slice.
+    sections: I32  # [C], samples of each section of `best_fit`, slice after slice.
     first_sections: I64  # [S + 1], each slice's first in `sections`; zeros without `best_fit`.
     pad_id: int  # EOS, or 0.
     split: tuple[str, float] | None  # (name, validation fraction).
@@ -191,7 +189,7 @@ def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
 def _count_samples(
     dataset: Dataset, seq_len: int, documents: DocumentSubset | None, first_documents: I64, first_sections: I64,
     read_ends: ReadEnds, cache_dir: Path | None,
-) -> tuple[I64, NDArray[np.int32]]:  # fmt: skip
+) -> tuple[I64, I32]:  # fmt: skip
     """Of layout `tokens`, int64 [4, S]: samples, tokens of the subset, `tokens_beyond`; and `sections`, as SampleIndex.
 
     Packing is `best_fit` if there are sections.
@@ -262,7 +260,7 @@ def ends_reader(dataset: Dataset) -> ReadEnds:
     return lambda index: _read_remote(dataset, dataset.table.row(index))
 
 
-def _read_remote(dataset: RemoteDataset, row: SliceInfo) -> NDArray[np.uint64]:
+def _read_remote(dataset: RemoteDataset, row: SliceInfo) -> U64:
     head = _read(dataset, row, 0, min(_HEAD_BYTES, row.bytes))
     offset = 0
 

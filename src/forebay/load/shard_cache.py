@@ -25,11 +25,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.cache.cache import ChunkCache, Group
 from forebay.closing import Closing
 from forebay.dataset.chunks import num_chunks
@@ -113,7 +112,7 @@ class ShardCache(Closing):
             self._layouts[shard] = read_layout(origin, shard, self._seq_len)
         return self._layouts[shard]
 
-    def read(self, shard: ShardInfo, positions: NDArray[np.int64]) -> NDArray[Any]:
+    def read(self, shard: ShardInfo, positions: I64) -> Array:
         """Tokens [B, L] of samples of a described shard, verified, without storing them. Raises ForebayError."""
         origin = self._here if self.is_in_place(shard) else self.origin
         with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -219,7 +218,7 @@ class ShardCache(Closing):
             self.cache.unpin([(entry, chunks)])
 
     def _transfer(
-        self, part: ShardObject, entry: ChunkFile, chunks: NDArray[np.int64], stop: threading.Event,
+        self, part: ShardObject, entry: ChunkFile, chunks: I64, stop: threading.Event,
         on_progress: OnProgress,
     ) -> None:  # fmt: skip
         plan = self._plan(part.num_bytes)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, U64, Array
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import VerifyReport
 from forebay.errors import DatasetError, IntegrityError, UsageError
@@ -40,7 +40,6 @@ from forebay.storage.origins import open_origin
 _HEAD_BYTES = 128
 _VERIFIED_BYTES = 8 << 20  # read at once
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 64 << 10, 1 << 20
-U64 = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -130,17 +129,17 @@ class ShardDataset:
         self, shard: ShardInfo, tokens: ChunkFile, ids: U64, unpin: Callable[[], object] = lambda: None
     ) -> None:
         self.index, self.sample_ids = shard.index, ids
-        self._samples: NDArray[Any] | None = tokens.data.view(shard.dtype).reshape(-1, shard.seq_len)
+        self._samples: Array | None = tokens.data.view(shard.dtype).reshape(-1, shard.seq_len)
         self._unpin = unpin
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
-    def __getitem__(self, index: int | NDArray[np.int64]) -> NDArray[Any]:
+    def __getitem__(self, index: int | I64) -> Array:
         """Tokens of a sample, U16 or U32 [L], a read-only view; or of samples [B], a copy [B, L]."""
         if self._samples is None:
             raise UsageError(f"shard {self.index}: it is closed. Read it before the next shard is active.")
-        samples: NDArray[Any] = self._samples[index]
+        samples: Array = self._samples[index]
         return samples
 
     def close(self) -> None:
@@ -257,7 +256,7 @@ class SharedShards:
         return VerifyReport(not changed, changed, changed=changed, checks=("the id of every sample",))
 
 
-def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> NDArray[Any]:
+def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> Array:
     """Return consecutive samples, U16 or U32 [B, L]. Raises IntegrityError if one does not have its id."""
 
     def read(part: ShardObject, width: int) -> bytes:

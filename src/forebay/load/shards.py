@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.closing import Closing
 from forebay.dataset.reader import local_path
 from forebay.errors import ForebayError, UsageError
@@ -166,7 +166,7 @@ class SharedShardedDatasetManager(Closing):
     def read_window(
         self, global_step: int, *, batch_size: int, inner_steps: int = 1, uid: int = 0, mode: Sampler = "forebay",
         seed: int = 42,
-    ) -> tuple[int, NDArray[np.int64], NDArray[Any]]:  # fmt: skip
+    ) -> tuple[int, I64, Array]:  # fmt: skip
         """A window of any step, also of a shard that is not active: shard, positions [B] and tokens [B, L] of a rank.
 
         Only these samples are read, by ranges, and each is verified by its id; nothing is stored, and the active shard

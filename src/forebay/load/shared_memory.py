@@ -14,11 +14,10 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U8, Array
 from forebay.load.batch import owner_of, pack_batch, unpack_batch
 
-U8 = NDArray[np.uint8]
 _Spec: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # Name, type, shape, strides, offset.
 
 _HEADER = 64  # Byte 0: 1 while a reader holds the segment, or a message is on its way.
@@ -166,5 +165,5 @@ def create_shared_memory(size: int) -> int:
     return descriptor
 
 
-def _address(array: NDArray[Any]) -> int:
+def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])

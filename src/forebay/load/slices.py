@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, I64
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice, slice_of
 from forebay.errors import DatasetError
 from forebay.load.chunk_feed import ChunkFeed
-from forebay.load.needs import I64
 from forebay.maps import map_offset
 
 _READAHEAD_BYTES = 4 << 20
@@ -27,7 +26,7 @@ class SliceReader(ChunkFeed):
         self._readahead: ThreadPoolExecutor | None = None
         self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
 
-    def waiting_keys(self, keys: I64) -> NDArray[np.bool_] | None:
+    def waiting_keys(self, keys: I64) -> BOOL | None:
         """Which of these slices have chunks that must be fetched or verified before they are used; None: none."""
         waiting = np.array([self._waits(key) for key in keys.tolist()], bool)
         return waiting if waiting.any() else None

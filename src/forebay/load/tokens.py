@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I32, I64, Array
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
@@ -29,7 +29,7 @@ from forebay.load.packing import (
     pack_section,
     section_tokens,
 )
-from forebay.load.samples import I64, SampleIndex
+from forebay.load.samples import SampleIndex
 from forebay.maps import map_offset
 
 _BLOCK = 64  # Document ends.
@@ -58,15 +58,15 @@ class _Ranges(NamedTuple):
 
     rows: I64
     starts: I64
-    lengths: NDArray[Any]
+    lengths: Array
 
 
 class _Documents(NamedTuple):
     """The parts of documents in K rows, D in all; padding is one."""
 
     first: list[int]  # Of each row, [K + 1].
-    ids: NDArray[np.int32]  # Number within the row; -1 for padding.
-    edges: NDArray[Any]  # Where it begins in K * L positions; and their end, [D + 1]. int32 if that is enough.
+    ids: I32  # Number within the row; -1 for padding.
+    edges: Array  # Where it begins in K * L positions; and their end, [D + 1]. int32 if that is enough.
     ignored: I64  # Positions without a label, except for padding.
     first_ignored: list[int]  # Of each row, [K + 1].
 
@@ -94,7 +94,7 @@ class _Plan:
         self.padded_columns: list[int] = []  # From which on labels are ignored.
         self.documents: _Documents | None = None
 
-    def read(self, start: int, stop: int) -> NDArray[Any]:
+    def read(self, start: int, stop: int) -> Array:
         """Rows [start, stop) as they are stored, a view that is valid until the next call."""
         if not self._start <= start <= stop <= self._stop:
             end = min(len(self._first_ranges) - 1, max(stop, start + _READ_TOKENS // self._width))

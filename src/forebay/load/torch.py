@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from forebay.arrays import Array
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
 from forebay.load.batch import STYLES, RowBatch, TokenBatch, owner_of
@@ -114,7 +114,7 @@ class _CudaCopies:
             event.record(self._stream)
         return result, event, owners
 
-    def _copy(self, arrays: dict[str, NDArray[Any]], owners: list[Any]) -> dict[str, Any]:
+    def _copy(self, arrays: dict[str, Array], owners: list[Any]) -> dict[str, Any]:
         on_device: dict[int, Any] = {}
         tensors = {}
         for name, array in arrays.items():
@@ -134,5 +134,5 @@ class _CudaCopies:
         return tensors
 
 
-def _tensors(arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
+def _tensors(arrays: dict[str, Array]) -> dict[str, Any]:
     return {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in arrays.items()}

@@ -19,20 +19,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, Array
 from forebay.coordinator.store import ROSTER_NAME, RunStore
 from forebay.dataset.documents import DocumentRange, Documents
 from forebay.errors import LedgerError, StateError, UsageError
 from forebay.files import open_atomic, remove_stale
 from forebay.ledger.index import Job, LedgerIndex
 from forebay.order.bijection import derive_key, inverse
-from forebay.order.plan import I64, lease_order
+from forebay.order.plan import lease_order
 from forebay.order.shard_windows import receipt
 
 FORMATS = ("jsonl", "parquet")
@@ -69,7 +68,7 @@ def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tup
     return ids, receipt((ids + job.first_ids[slice_index]).astype(np.uint64))[0]
 
 
-def steps_before(uses: NDArray[Any]) -> I64:
+def steps_before(uses: Array) -> I64:
     """For each use the last earlier step of the same session: 0 where the session started or restarted.
 
     A batch with samples of two leases has two uses that end with its step: the second has this step only.
@@ -84,7 +83,7 @@ def steps_before(uses: NDArray[Any]) -> I64:
     return result
 
 
-def batch_sizes(uses: NDArray[Any], before: I64, num_sessions: int) -> I64:
+def batch_sizes(uses: Array, before: I64, num_sessions: int) -> I64:
     """The batch size of each session, int64 [S], derived from the samples and steps of its uses.
 
     Only a use's last batch may be short. 0 if no single size fits: a session that restarted with another size.

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U64
 from forebay.errors import UsageError
-
-U64 = NDArray[np.uint64]
 
 ROUNDS = 8  # Eight pass the tests of position and of pairs for n from 2 up; six fail them for n from 5 to 10.
 MAX_N = 1 << 62  # So that a round's sum and a 32 x 32 bit product stay below 2**64.

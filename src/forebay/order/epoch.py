@@ -8,12 +8,9 @@ in turn.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64
 from forebay.order.bijection import permute_each, subkeys
-
-U64 = NDArray[np.uint64]
-I64 = NDArray[np.int64]
 
 _CHUNK = 1 << 13  # Positions at once: 64 KiB an array, small enough for malloc to reuse and for the CPU cache.
 

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I32, I64, U16
 from forebay.errors import UsageError
 from forebay.order.step_index import check_rising
-
-I64 = NDArray[np.int64]
 
 PERIOD = 1 << 16  # Samples after which the pattern of sources repeats.
 
@@ -63,9 +61,9 @@ class Pattern:
         turns = [(np.arange(q) + 0.5) / q for q in quotas.tolist()]
         # Sources in order, sorted stably: ties go by source. Quotients of different fractions differ in 64 bits.
         turn = np.argsort(np.concatenate(turns), kind="stable")
-        self.sources: NDArray[np.uint16] = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas)[turn]
+        self.sources: U16 = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas)[turn]
         own = np.concatenate([np.arange(q, dtype=np.int32) for q in quotas.tolist()])
-        self._own: NDArray[np.int32] = own[turn]
+        self._own: I32 = own[turn]
 
     def counts(self, num_places: int) -> I64:
         """How many of the first `num_places` positions belong to each source, int64 [D]."""

@@ -12,14 +12,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, permute
 from forebay.order.epoch import Epoch, Lanes
 from forebay.order.step_index import check_integer
-
-I64 = NDArray[np.int64]
 
 MAX_LANES = 4096
 MIN_LANES = 512  # More than a batch needs: a batch takes its samples from other lanes than the last one.

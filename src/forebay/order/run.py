@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, U8, U16, U64
 from forebay.errors import UsageError
-from forebay.order.bijection import U64, derive_key, random_words
+from forebay.order.bijection import derive_key, random_words
 from forebay.order.mixture import MixtureOrder, Weights
 from forebay.order.plan import Order, part_of
 from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex, check_range
-
-I64 = NDArray[np.int64]
 
 NEVER = 1 << 62
 _SCORES = 1 << 20  # Scores at once: 8 MiB.
@@ -237,7 +235,7 @@ class Run:
                 slices[mine[of_epoch]], samples[mine[of_epoch]] = order.samples_at(epoch, within[of_epoch])
         return sources, slices, samples
 
-    def keys_in_batch(self, sources: I64, positions: I64) -> NDArray[np.uint16]:
+    def keys_in_batch(self, sources: I64, positions: I64) -> U16:
         """What a mixture's batches are sorted by: of any number of ranks, each reads few lanes beside its own."""
         keys = np.empty(len(sources), np.uint16)  # 16 bits are sorted by radix.
         for source, order in enumerate(self.orders):
@@ -349,7 +347,7 @@ def _joined(parts: list[I64]) -> I64:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def assign_owners(hashes: NDArray[np.uint8], workers: Sequence[str], slack: float | None = None) -> I64:
+def assign_owners(hashes: U8, workers: Sequence[str], slack: float | None = None) -> I64:
     """The worker that owns each slice, int64 [S], values in [0, W): rendezvous hashing with bounded loads.
 
     The worker with the highest score of its name and the slice's hash owns the slice. If workers join or leave, few

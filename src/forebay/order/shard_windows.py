@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, U64
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, permute
 
@@ -63,7 +63,7 @@ def window_seed(uid: int, window: int) -> int:
 def window_sample_ids(
     uid: int, window: int, dataset_len: int, steps: int, batch: int, rank: int = 0, world: int = 1, *,
     mode: Sampler = "compat", seed: int = 42, first_window: int = 0,
-) -> NDArray[np.int64]:  # fmt: skip
+) -> I64:  # fmt: skip
     """The samples of one window within a shard, for one rank.
 
     Args:
@@ -112,7 +112,7 @@ def window_sample_ids(
     return out
 
 
-def receipt(sample_ids: NDArray[np.uint64]) -> tuple[str, int]:
+def receipt(sample_ids: U64) -> tuple[str, int]:
     """A digest of the samples used: the 128-bit BLAKE2b of their sorted ids (hex), and their count.
 
     Independent of the order in which they were read; repeated ids count repeatedly.

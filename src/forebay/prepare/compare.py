@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from forebay import html
+from forebay.arrays import U64
 from forebay.errors import DatasetError
-from forebay.prepare.arrays import U64
 from forebay.prepare.charts import chart, count, rule_name, share
 from forebay.prepare.report import Table, cut, printable, render_page
 from forebay.units import format_bytes, format_seconds

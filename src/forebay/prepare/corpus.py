@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import U8
 from forebay.files import open_atomic
 from forebay.formats.inputs import InputFile, InputSplit
 from forebay.prepare.dedup.methods import Dedup
@@ -70,7 +70,7 @@ class Corpus:
         cut = Cutter(self.dedup.cut[index]) if self.dedup.cut else None
         return self.dedup.drop[index], cut, f"{self.dedup.name} {index}"
 
-    def drop_codes(self, index: int) -> NDArray[np.uint8]:
+    def drop_codes(self, index: int) -> U8:
         """For each document of a split 0, or 1 + the index of the method that found it a duplicate."""
         if self.dedup is None:
             return np.zeros(self.texts[index].documents_out, np.uint8)

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, DTypeLike
 
+from forebay.arrays import BOOL, I16, I64, U8, Array
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.arrays import BOOL, I16, I64, U8, Array
 from forebay.prepare.settings import check_fields
 from forebay.storage.store import Store
 

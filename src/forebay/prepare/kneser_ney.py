@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import BOOL, F64, I64, Array
 from forebay.errors import PrepareError
 from forebay.files import open_atomic, remove_stale, temporary_directory
 from forebay.formats.records import batched
-from forebay.prepare.arrays import BOOL, F64, I64, Array
 from forebay.prepare.compiled import jit
 from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.points import hash_points

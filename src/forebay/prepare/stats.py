@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from forebay.prepare.arrays import BOOL, I64, U64
+from forebay.arrays import BOOL, I64, U64
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import StageResult, text_buffers
 from forebay.prepare.thresholds import ThresholdTable, count_bins

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from forebay.arrays import BOOL, F64, U64
 from forebay.errors import PrepareError
-from forebay.prepare.arrays import BOOL, F64, U64
 from forebay.prepare.documents import Measure, text_buffers
 
 NEAREST = 3  # Examples on each side of a threshold.

@@ -14,8 +14,8 @@ from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, I32, I64
 from forebay.errors import LeaseError
 from forebay.order.bijection import derive_key, permute
 
@@ -26,7 +26,7 @@ SampleRange: TypeAlias = tuple[int, int, int]
 """(slice, start, stop): samples [start, stop) of a slice."""
 
 
-def contains(indexes: NDArray[np.int64], index: int) -> bool:
+def contains(indexes: I64, index: int) -> bool:
     """Whether rising `indexes` contain an index."""
     position = int(np.searchsorted(indexes, index))
     return position < len(indexes) and int(indexes[position]) == index
@@ -36,29 +36,29 @@ def contains(indexes: NDArray[np.int64], index: int) -> bool:
 class CachedSlices:
     """The slices that a worker has cached, int64 rising; those before `cursor` were offered to it in this epoch."""
 
-    indexes: NDArray[np.int64]
+    indexes: I64
     cursor: int = 0
 
 
 class FreeRanges:
     """The ranges of one epoch that are free; `samples` is int64 [S]."""
 
-    def __init__(self, samples: NDArray[np.int64], seed: int) -> None:
+    def __init__(self, samples: I64, seed: int) -> None:
         self.samples = samples
         self.seed = seed
-        self.cached_by: NDArray[np.int32] = np.zeros(len(samples), np.int32)
+        self.cached_by: I32 = np.zeros(len(samples), np.int32)
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
         """Free all samples for another epoch."""
-        self.fresh: NDArray[np.bool_] = self.samples > 0
+        self.fresh: BOOL = self.samples > 0
         self.returned: dict[int, list[tuple[int, int]]] = {}  # (start, stop) by slice, the first returned in front
         index = np.arange(len(self.samples), dtype=np.uint64)
         self._order = permute(index, len(self.samples), derive_key(self.seed, "lease slices", epoch)).astype(np.int64)
         self._cursor = 0
         self._deferred: deque[int] = deque()  # fresh slices before the cursor that other workers have cached
 
-    def replace_cached(self, old: CachedSlices | None, indexes: NDArray[np.int64] | None) -> CachedSlices | None:
+    def replace_cached(self, old: CachedSlices | None, indexes: I64 | None) -> CachedSlices | None:
         """Count the slices that a worker has cached, int64, rising, in place of those that it had; None: none."""
         if old is not None:
             self.cached_by[old.indexes] -= 1
@@ -111,7 +111,7 @@ class FreeRanges:
         return [(index, *item) for item in sorted(self.returned.get(index, ()))]
 
     def choose(
-        self, cached: CachedSlices | None, is_avoided: Callable[[int], bool], offered: NDArray[np.bool_] | None = None
+        self, cached: CachedSlices | None, is_avoided: Callable[[int], bool], offered: BOOL | None = None
     ) -> SampleRange | None:
         """The range that a worker should get next; None if there is none. The caller takes it.
 
@@ -167,7 +167,7 @@ class FreeRanges:
             self._cursor += len(some)
         return None
 
-    def _choose_offered(self, offered: NDArray[np.bool_], is_avoided: Callable[[int], bool]) -> int | None:
+    def _choose_offered(self, offered: BOOL, is_avoided: Callable[[int], bool]) -> int | None:
         """While few slices have a provider: visits all slices, 1 ms for 250,000 of them."""
         some = self._order[(self.fresh & offered)[self._order]]
         return next((index for index in some[:MAX_CANDIDATES].tolist() if not is_avoided(index)), None)

@@ -21,8 +21,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, I64, Array
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.chain import Used
 from forebay.scheduler.free_ranges import FreeRanges, SampleRange
@@ -59,7 +59,7 @@ class JobSpec:
 
     name: str
     dataset_id: str
-    samples: NDArray[np.int64]
+    samples: I64
     seed: int = 0
     epochs: int = 1
     lease_s: float = 30.0
@@ -109,7 +109,7 @@ class LeaseTable:
         if epoch > 0:
             self.free.start_epoch(epoch)
         self.epoch, self.used, self.leased, self.num_aside = epoch, 0, 0, 0
-        self.used_of: NDArray[np.int64] = np.zeros(len(self.samples), np.int64)
+        self.used_of: I64 = np.zeros(len(self.samples), np.int64)
         self.num_used_slices = int((self.samples == 0).sum())
         for session in self.sessions.all.values():
             if session.cached is not None:
@@ -127,7 +127,7 @@ class LeaseTable:
 
     def choose(
         self, session: WorkerSession, is_avoided: Callable[[int], bool], now: float,
-        offered: NDArray[np.bool_] | None = None,
+        offered: BOOL | None = None,
     ) -> SampleRange | None:  # fmt: skip
         """The range that a session should get next; None if there is none now. See `FreeRanges.choose`.
 
@@ -431,11 +431,11 @@ class LeaseTable:
         self.ended.update((lease_id, EndedLease(*values)) for lease_id, *values in saved["ended"])
 
 
-def _pack(array: NDArray[Any]) -> str:
+def _pack(array: Array) -> str:
     return zlib.compress(array.tobytes(), 1).hex()
 
 
-def _unpack(packed: str, dtype: type[Any]) -> NDArray[Any]:
+def _unpack(packed: str, dtype: type[Any]) -> Array:
     return np.frombuffer(zlib.decompress(bytes.fromhex(packed)), dtype).copy()
 
 

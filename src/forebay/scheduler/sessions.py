@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64
 from forebay.network.peer import Provider
 from forebay.scheduler.free_ranges import CachedSlices, FreeRanges, contains
 from forebay.swarm.steering import Swarm
@@ -217,9 +217,7 @@ class SessionCaches:
         self._bytes: Counter[str] = Counter()  # by organisation
         self._sharing: dict[str, SessionKey] = {}  # peer to the session by which it is in the swarm
 
-    def update(
-        self, session: WorkerSession, address: str, organisation: str, cached: NDArray[np.int64] | None, now: float
-    ) -> None:
+    def update(self, session: WorkerSession, address: str, organisation: str, cached: I64 | None, now: float) -> None:
         """Store what a session has cached (None: as before) and where it serves that, and update the swarm."""
         is_moved, worker = address != session.address, session.key[0]
         self._bytes[session.organisation] -= session.cached_bytes

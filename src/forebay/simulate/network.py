@@ -20,13 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import F64, I64
 from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
-from forebay.simulate.scenario import I64, Faults, Machine, Scenario
+from forebay.simulate.scenario import Faults, Machine, Scenario
 
-F64 = NDArray[np.float64]
 STALL_S = 5.0
 _ROUNDS = 4
 _DONE_BYTES = 1e-3  # of a transfer that has ended, by rounding

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from forebay.arrays import I64
 from forebay.errors import UsageError
 
-I64 = NDArray[np.int64]
 Share = Annotated[float, Field(ge=0, le=1)]
 Lie = Literal["", "wrong", "silent", "refuse"]
 _LIES: tuple[Lie, ...] = ("wrong", "silent", "refuse")

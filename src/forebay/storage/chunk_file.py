@@ -18,14 +18,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, I64, U8, U32
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of, runs_of, wrong_chunks
 from forebay.dataset.manifest import SliceInfo
 from forebay.maps import map_file
 
-I64 = NDArray[np.int64]
-U8 = NDArray[np.uint8]
 Check = Callable[[int, memoryview], bool]
 """Whether bytes are those of a chunk. Called by several threads."""
 
@@ -179,7 +177,7 @@ class ChunkFile:
         unused: I64 = chunks[self.refs[chunks] == 0]
         return unused
 
-    def pinned(self, live: dict[int, int]) -> NDArray[np.bool_]:
+    def pinned(self, live: dict[int, int]) -> BOOL:
         """Which chunks a live process has pinned, bool [n]; `live`: the generation by slot."""
         rows = [slot for slot, generation in live.items() if self.generations[slot] == generation]
         if not rows:
@@ -280,7 +278,7 @@ def read_info(map_path: Path) -> SliceInfo | None:
     return SliceInfo(0, map_path.name, num_bytes, map_path.name, 0, 0, chunk_bytes, offset)
 
 
-def read_generations(map_path: Path) -> NDArray[np.uint32]:
+def read_generations(map_path: Path) -> U32:
     """The generation of each slot that has pinned something of the slice: [64], or [0] if the file is none."""
     try:
         if (info := read_info(map_path)) is not None:

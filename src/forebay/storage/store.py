@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
+from forebay.arrays import Array
 from forebay.dataset.chunks import hash_slice
 from forebay.dataset.reader import local_path
 from forebay.errors import DatasetError, UsageError
@@ -105,7 +106,7 @@ class Store(ABC):
         """The bytes of an object."""
 
     @abstractmethod
-    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> NDArray[Any]:
+    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> Array:
         """Items [start, start + count) of an object, -1 for all; fewer where it ends."""
 
     @abstractmethod
@@ -224,7 +225,7 @@ class FolderStore(Store):
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
-    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> NDArray[Any]:
+    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> Array:
         return np.fromfile(self.path / name, dtype, count, offset=start * np.dtype(dtype).itemsize)
 
     @contextmanager
@@ -357,7 +358,7 @@ class BucketStore(Store):
     def read(self, name: str) -> bytes:
         return self._bucket.call(name, lambda obstore, store, key: bytes(obstore.get(store, key).bytes()))
 
-    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> NDArray[Any]:
+    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> Array:
         size = np.dtype(dtype).itemsize
         if count == 0:
             return np.empty(0, dtype)

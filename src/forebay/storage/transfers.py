@@ -19,12 +19,13 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from forebay.arrays import I64
 from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, NetworkError, UsageError
 from forebay.files import sync_file
 from forebay.storage.base import Origin, log
-from forebay.storage.chunk_file import ABSENT, I64, PRESENT, UNVERIFIED, ChunkFile, create, read_info
+from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
 from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 
 Group = tuple[ChunkFile, I64]  # Chunks of a file.

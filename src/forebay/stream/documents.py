@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import Array
 from forebay.errors import DatasetError
 from forebay.order.bijection import random_words
 from forebay.prepare.tokenize.encoders import Encoder, make_encoder
@@ -154,7 +154,7 @@ class TextEncoder:
     def _encoder(self) -> Encoder:
         return make_encoder(self._tokenizer.data, self._tokenizer.kind)
 
-    def encode(self, texts: list[bytes], counts: dict[str, int]) -> NDArray[Any]:
+    def encode(self, texts: list[bytes], counts: dict[str, int]) -> Array:
         """Return the tokens, in the tokenizer's type [T]; `counts` grows by what they were."""
         self.next_bytes = min(2 * self.next_bytes, MAX_BYTES)
         tokenizer, dtype = self._tokenizer, self._tokenizer.numpy_dtype
@@ -162,7 +162,7 @@ class TextEncoder:
         parts: list[Any] = [np.zeros(0, dtype)]
         for ids in self._encoder.encode([text.decode() for text in texts if text]):
             parts += (before, ids, after)
-        tokens: NDArray[Any] = np.concatenate(parts, dtype=dtype, casting="unsafe")
+        tokens: Array = np.concatenate(parts, dtype=dtype, casting="unsafe")
         counts["documents"] += len(texts)
         counts["empty"] += texts.count(b"")
         counts["text_bytes"] += sum(map(len, texts))

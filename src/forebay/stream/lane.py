@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import Array
 from forebay.errors import DatasetError
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
@@ -80,7 +80,7 @@ class Lane:
         self._seq_len, self._seed, self._shuffle, self._malformed = seq_len, seed, shuffle, malformed
         self._documents: DocumentSequence | None = None
 
-    def take(self, count: int) -> tuple[NDArray[Any], int]:
+    def take(self, count: int) -> tuple[Array, int]:
         """Return the tokens of the next samples, and how many samples: fewer than `count` at an epoch's end alone.
 
         The tokens are those of the samples and, unless the epoch ends there, the one after, which is the last label.

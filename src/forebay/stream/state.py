@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
+from forebay.arrays import Array
 from forebay.errors import StateError
 
 STATE_VERSION = 4
@@ -36,7 +36,7 @@ class LaneState:
     draws: int = 0  # Choices of the shuffle buffer in the epoch.
     position: Any = None  # Where reading goes on; None: at the epoch's beginning.
     buffered: tuple[bytes, ...] = ()  # Documents in the shuffle buffer.
-    tokens: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.uint32))  # Encoded.
+    tokens: Array = field(default_factory=lambda: np.zeros(0, np.uint32))  # Encoded.
     offset: int = 0  # Tokens from here on were not given out.
     counts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # Of the run: `COUNTS`.
 

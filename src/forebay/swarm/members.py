@@ -13,15 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, I64
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import node_of
 
 MAX_RANGES = 200_000
 
 
-def format_ranges(indexes: NDArray[np.int64]) -> str:
+def format_ranges(indexes: I64) -> str:
     """Rising indexes as text like `0-15,17`; "" for none."""
     if len(indexes) == 0:
         return ""
@@ -30,7 +30,7 @@ def format_ranges(indexes: NDArray[np.int64]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first.tolist(), last.tolist()))
 
 
-def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
+def parse_ranges(text: object, stop: int) -> I64:
     """The indexes in [0, stop) of a text of `format_ranges`, rising. Costs some 0.5 us a range."""
 
     def wrong(expected: str) -> ProtocolError:
@@ -94,7 +94,7 @@ class Members:
         self.slots[row] = 0
         self._free.append(row)
 
-    def set_all(self, peer_id: str, have: NDArray[np.bool_]) -> None:
+    def set_all(self, peer_id: str, have: BOOL) -> None:
         """The member has exactly these slices."""
         if have.shape != (self.num_slices,):
             raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
@@ -116,18 +116,18 @@ class Members:
             self._bits[byte] ^= bit
             self.copies[index] += 1 if value else -1
 
-    def clear(self, peer_id: str, indices: NDArray[np.int64]) -> None:
+    def clear(self, peer_id: str, indices: I64) -> None:
         """The member has none of these slices."""
         bits = self._bits[indices >> 3, self.rows[peer_id]] >> (indices & 7).astype(np.uint8) & 1
         for index in indices[bits.astype(np.bool_)].tolist():
             self.set(peer_id, index, False)
 
-    def holders_of(self, index: int) -> NDArray[np.bool_]:
+    def holders_of(self, index: int) -> BOOL:
         """[rows] flags of the members that have a slice, without origins."""
-        flags: NDArray[np.bool_] = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
+        flags: BOOL = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
         return flags
 
-    def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def by_load(self, rows: I64) -> I64:
         """Rows by the number of uploads, the fewest first; then by number."""
         return rows[np.lexsort((rows, self.uploads[rows]))]
 
@@ -147,7 +147,7 @@ class Members:
 class Offers:
     """The slices of the members that an asker may be sent to (`willing`, [rows]). Valid until the swarm changes."""
 
-    def __init__(self, members: Members, willing: NDArray[np.bool_]) -> None:
+    def __init__(self, members: Members, willing: BOOL) -> None:
         self._members = members
         self._willing = willing
         self.is_all = bool((willing & members.is_origin).any())  # one is an origin, which has every slice
@@ -156,7 +156,7 @@ class Offers:
         """Whether one of these members has a slice."""
         return self.is_all or bool((self._members.holders_of(index) & self._willing).any())
 
-    def copied(self) -> NDArray[np.bool_]:
+    def copied(self) -> BOOL:
         """[num_slices] flags of what non-origins have; without an origin `includes` is false of all others."""
         return self._members.copies > 0
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from forebay.arrays import BOOL
 from forebay.closing import Closing
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
@@ -29,7 +30,7 @@ from forebay.storage.origins import RemoteDataset
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import PeerSource
 from forebay.storage.transfers import ChunkTransfer, FileTransfer, Group, Transfer
-from forebay.swarm.reader_state import Body, Flags, SwarmReaderState, TrackerClient
+from forebay.swarm.reader_state import Body, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
 from forebay.threads import SupervisedThread
 
@@ -71,7 +72,7 @@ class SwarmReader:
 
     def __init__(
         self, client: Client, dataset_id: str, table: SliceTable, trackers: Callable[[], Iterable[Provider]],
-        own_flags: Callable[[], Flags], *, share: SliceShare | None = None, downloads: int = 4, connections: int = 16,
+        own_flags: Callable[[], BOOL], *, share: SliceShare | None = None, downloads: int = 4, connections: int = 16,
         open_url: Callable[[str], Origin] | None = None, timeout_s: float = 120.0,
     ) -> None:  # fmt: skip
         self.dataset_id = dataset_id
@@ -255,7 +256,7 @@ class SwarmMember(Closing):
     """
 
     def __init__(
-        self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], Flags], *,
+        self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], BOOL], *,
         share: bool | str | SliceShare = True, upload_bytes_per_s: float | None = None, downloads: int = 4,
         connections: int = 16,
     ) -> None:  # fmt: skip

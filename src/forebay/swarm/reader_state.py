@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from forebay.arrays import BOOL
 from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolError
 from forebay.network.addresses import check_url, parse_peer_address
 from forebay.network.client import Client, RemoteError
@@ -45,7 +45,6 @@ _MAX_REPLY_BYTES = 1 << 20
 log = logging.getLogger("forebay.swarm")
 
 Body: TypeAlias = dict[str, Any]
-Flags: TypeAlias = NDArray[np.bool_]
 
 
 def provider_of(reply: ProviderReply) -> Provider:
@@ -75,7 +74,7 @@ class SwarmReaderState:
         # Updates for the tracker that the next request sends.
         self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}
         self._is_request_due = False  # a request is due
-        self._reported: Flags | None = None  # the slices that the tracker knows of
+        self._reported: BOOL | None = None  # the slices that the tracker knows of
         self._reported_at = float("-inf")
         self._refused: dict[int, PermanentError] = {}  # by slice: why the last URL was not opened
         self._good_at = now
@@ -149,7 +148,7 @@ class SwarmReaderState:
         """Whether the next request should report the slices that are here."""
         return bool(self._who["address"]) and (self._reported is None or now - self._reported_at > _HAVE_S)
 
-    def request(self, now: float, available: Flags | None) -> Body:
+    def request(self, now: float, available: BOOL | None) -> Body:
         """The next request, with all updates. `available`: [num_slices] flags if `is_have_due`, else None."""
         waiting = list(self.missing)[:MAX_WANTED]
         num = max(0, self._downloads - len(self.running))
@@ -168,7 +167,7 @@ class SwarmReaderState:
             self._reported_at = now
         return body
 
-    def introduce(self, body: Body, available: Flags | None) -> None:
+    def introduce(self, body: Body, available: BOOL | None) -> None:
         """Complete a request for another tracker, which does not know this reader yet."""
         if available is not None:
             body["have"] = format_ranges(np.flatnonzero(available))

@@ -21,9 +21,9 @@ from typing import Any, Protocol, Self
 import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
+from forebay.arrays import BOOL
 from forebay.dataset.chunks import HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.app import (
@@ -69,7 +69,7 @@ class SharedDataset:
     dataset_id: str
     num_slices: int
     files: Mapping[str, bytes | Path]  # small files by name: manifest and table at least
-    own_flags: Callable[[], NDArray[np.bool_]] | None = None  # [num_slices] slices it has; None: all, or those at `url`
+    own_flags: Callable[[], BOOL] | None = None  # [num_slices] slices it has; None: all, or those at `url`
     url: str = ""
 
     def num_cached(self) -> int | None:

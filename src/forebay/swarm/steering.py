@@ -19,8 +19,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL, I32, I64
 from forebay.errors import UsageError
 from forebay.network.peer import Provider, node_of
 from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
@@ -65,7 +65,7 @@ class Swarm:
 
     # Members and their slices.
 
-    def join(self, holder: Provider, have: NDArray[np.bool_] | None, now: float) -> None:
+    def join(self, holder: Provider, have: BOOL | None, now: float) -> None:
         """Add or update a member.
 
         `have`: [num_slices] flags of its slices; None: as before. Ignored for an origin, which has all, and for a
@@ -125,7 +125,7 @@ class Swarm:
             self._begin(asker, index, providers[0], now)
         return providers
 
-    def assign(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+    def assign(self, asker: str, missing: I64, num: int, now: float) -> list[Assignment]:
         """The downloads that a member (`join` it first) should start now: at most `num`, fewer if waiting is better.
 
         `missing` is [n] slices that it lacks and is not downloading, in any order. A slice in it that was assigned to
@@ -199,7 +199,7 @@ class Swarm:
         """The slices that the others can serve to a member now."""
         return Offers(self._members, self._members.gives & ~self._shunned(asker, now))
 
-    def copies(self) -> NDArray[np.int32]:
+    def copies(self) -> I32:
         """[num_slices] copies of each slice, without origins."""
         return self._members.copies.copy()
 
@@ -228,7 +228,7 @@ class Swarm:
             **self._counts,
         }
 
-    def _assigned_before(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+    def _assigned_before(self, asker: str, missing: I64, num: int, now: float) -> list[Assignment]:
         indexes = self._downloads.slices_of(asker)
         if not indexes:
             return []
@@ -242,7 +242,7 @@ class Swarm:
                 assigned.append(Assignment(index, self._providers[download.holder]))
         return assigned
 
-    def _shunned(self, asker: str, now: float) -> NDArray[np.bool_]:
+    def _shunned(self, asker: str, now: float) -> BOOL:
         """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
         shunned = np.zeros(len(members.ids), np.bool_)
@@ -257,9 +257,7 @@ class Swarm:
         shunned[banned + [members.rows[peer_id] for peer_id in others if peer_id in self._providers]] = True
         return shunned
 
-    def _candidates(
-        self, asker: str, missing: NDArray[np.int64], num: int, origins: NDArray[np.int64]
-    ) -> Iterator[int]:
+    def _candidates(self, asker: str, missing: I64, num: int, origins: I64) -> Iterator[int]:
         """Slices to consider: new ones if an origin has a slot, then the rarest."""
         members = self._members
         copies = members.copies[missing]
@@ -272,7 +270,7 @@ class Swarm:
         order = np.argsort((copies[old].astype(np.int64) << 20) + tie[old], kind="stable")
         yield from missing[old[order[: num + _TRIED]]].tolist()
 
-    def _source(self, index: int, willing: NDArray[np.bool_], origins: NDArray[np.int64]) -> Provider | None:
+    def _source(self, index: int, willing: BOOL, origins: I64) -> Provider | None:
         """The provider of a slice now; None if it is better to wait."""
         members = self._members
         rows = members.holders_of(index).nonzero()[0]

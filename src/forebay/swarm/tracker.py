@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import BOOL
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ProtocolError
 from forebay.network.client import Client
@@ -33,7 +33,6 @@ MAX_AT_ONCE = 64
 _MAX_PEERS = 16  # sharers named in a response, as the next trackers
 _MAX_SESSIONS, _MAX_SESSIONS_PER_ORGANISATION = 64, 2048  # of a node; each costs a bit per slice
 _WAIT_S, _IDLE_WAIT_S, _MAX_REQUESTS_PER_S = 0.2, 2.0, 200.0
-Flags = NDArray[np.bool_]
 log = logging.getLogger("forebay.network")
 
 
@@ -41,7 +40,7 @@ log = logging.getLogger("forebay.network")
 class _TrackedSwarm:
     swarm: Swarm
     own: Sequence[Provider]
-    own_flags: Callable[[], Flags] | None
+    own_flags: Callable[[], BOOL] | None
     slice_of: Callable[[int], SliceInfo] | None
     read_flags_at: float = float("-inf")
     members_of: dict[str, set[str]] = field(default_factory=dict)  # by organisation
@@ -64,7 +63,7 @@ class Tracker:
         self._client_id = client.identity.peer_id if client.identity is not None else ""
 
     def add(
-        self, dataset_id: str, num_slices: int, own: Sequence[Provider], own_flags: Callable[[], Flags] | None = None,
+        self, dataset_id: str, num_slices: int, own: Sequence[Provider], own_flags: Callable[[], BOOL] | None = None,
         *, slice_of: Callable[[int], SliceInfo] | None = None, origin_slots: int = 8,
     ) -> None:  # fmt: skip
         """Track a dataset.

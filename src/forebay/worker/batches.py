@@ -16,15 +16,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from forebay.arrays import I64, U64
 from forebay.errors import StateError, UsageError
 from forebay.load.arguments import rank_of_world
 from forebay.load.batch import NumpyTokens, TokenBatch
 from forebay.order.bijection import derive_key, permute, random_words
 from forebay.order.step_index import check_integer
 
-Integers = NDArray[np.int64]
+Integers = I64
 _log = logging.getLogger("forebay.worker")
 
 
@@ -54,7 +54,7 @@ class Batches:
         self.num_batches, self.batch_size = num_batches, batch_size
         self._open(rank, world_size)
         self.seq_len, self.vocab_size = int(self._stream.seq_len), int(self._stream.vocab_size)
-        self.sample_ids: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.sample_ids: I64 = np.zeros(0, np.int64)
         self.epoch = self._logged_epoch = 0
         self._start = self.position()
 
@@ -159,7 +159,7 @@ class Batches:
 def dummy_samples(sample_ids: Integers, *, seed: int, seq_len: int, vocab_size: int) -> Integers:
     """The tokens of samples, int64 [B, seq_len + 1], each uniform in [0, vocab_size); vocab_size below 2**32."""
     offsets = np.arange(seq_len + 1, dtype=np.uint64)
-    counters: NDArray[np.uint64] = sample_ids.astype(np.uint64)[:, None] * np.uint64(seq_len + 1) + offsets
+    counters: U64 = sample_ids.astype(np.uint64)[:, None] * np.uint64(seq_len + 1) + offsets
     words = random_words(derive_key(seed, "dummy", seq_len), counters) >> np.uint64(32)
     tokens: Integers = (words * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
     return tokens

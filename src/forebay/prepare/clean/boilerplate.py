@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.arrays import I64, U8, Array
 from forebay.errors import UsageError
-from forebay.prepare.arrays import I64, U8, Array
 from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, splice, word_table
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from forebay.prepare.arrays import I64
+from forebay.arrays import I64
 from forebay.prepare.clean import pii_context, pii_scan
 from forebay.prepare.clean.pii_context import compiled
 from forebay.prepare.clean.pii_ids import find_ids

@@ -5,7 +5,7 @@ brackets, a trunk 0 and 9 to 11 digits. Other groups of 7 to 12 digits are `MAYB
 `call` before them.
 """
 
-from forebay.prepare.arrays import I64, U8
+from forebay.arrays import I64, U8
 from forebay.prepare.compiled import jit
 
 SURE, MAYBE = 1, 2

@@ -9,7 +9,7 @@ import ipaddress
 
 import numpy as np
 
-from forebay.prepare.arrays import I64, U8
+from forebay.arrays import I64, U8
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, can_end, digit, letter, phone
 from forebay.prepare.compiled import jit
 

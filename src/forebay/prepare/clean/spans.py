@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import BOOL, I32, I64, U8
 from forebay.errors import UsageError
-from forebay.prepare.arrays import BOOL, I32, I64, U8
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers, text_column
 from forebay.prepare.filters.points import next_point

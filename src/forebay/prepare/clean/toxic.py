@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
+from forebay.arrays import BOOL, I64
 from forebay.errors import UsageError
-from forebay.prepare.arrays import BOOL, I64
 from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, word_table
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers

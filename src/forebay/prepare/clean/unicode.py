@@ -18,7 +18,7 @@ import pyarrow as pa
 from ftfy.badness import is_bad
 from pydantic import Field
 
-from forebay.prepare.arrays import BOOL, I64, U8, U16
+from forebay.arrays import BOOL, I64, U8, U16
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column

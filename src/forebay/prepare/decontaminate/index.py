@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import U64
 from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
 from forebay.machine import user_cache
-from forebay.prepare.arrays import U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, read_words
 from forebay.prepare.documents import text_buffers

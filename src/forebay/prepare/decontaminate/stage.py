@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from forebay.arrays import I64, U8
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
-from forebay.prepare.arrays import I64, U8
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.decontaminate.index import (
     EvaluationIndex,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.prepare.arrays import I64, U8, Array
+from forebay.arrays import I64, U8, Array
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.pairs import reserve
 from forebay.storage.store import Store

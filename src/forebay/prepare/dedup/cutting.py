@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import U8
 from forebay.errors import PrepareError
-from forebay.prepare.arrays import U8
 from forebay.prepare.dedup.clusters import RETAINED
 from forebay.prepare.dedup.methods import CutMethod, Overlap, Substring
 from forebay.prepare.dedup.overlap import mark_overlap

@@ -26,8 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.arrays import F64, Array
 from forebay.errors import PrepareError
-from forebay.prepare.arrays import F64, Array
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.arrays import I64, U8, U32, U64
+from forebay.arrays import I64, U8, U32, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import next_point

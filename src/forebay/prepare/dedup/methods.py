@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
+from forebay.arrays import I16, U32, U64, Array
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.tables import is_list
 from forebay.order.bijection import derive_key, random_words
-from forebay.prepare.arrays import I16, U32, U64, Array
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.settings import Positive, Share, check_fields
 

@@ -10,7 +10,7 @@ Source: Li et al. 2024 (DCLM), 4.2 and appendix L: Bloom filter fuzzy deduplicat
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.arrays import I64, U8, U64
+from forebay.arrays import I64, U8, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, read_words
 from forebay.prepare.dedup.methods import Overlap

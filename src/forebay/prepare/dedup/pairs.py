@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from forebay.prepare.arrays import BOOL, U64
+from forebay.arrays import BOOL, U64
 from forebay.prepare.documents import read_items
 from forebay.storage.store import Store
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.prepare.arrays import BOOL, I16, I64
+from forebay.arrays import BOOL, I16, I64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.methods import quantize
 from forebay.storage.store import Store

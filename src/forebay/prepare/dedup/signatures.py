@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from forebay.arrays import Array
 from forebay.dataset.reader import Dataset, listed_files
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
-from forebay.prepare.arrays import Array
 from forebay.prepare.dedup.cutting import Flags
 from forebay.prepare.dedup.deduplicate import VERSION, DedupResult, Map
 from forebay.prepare.dedup.methods import Dedup, Signed

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.arrays import I64, U64
+from forebay.arrays import I64, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
 from forebay.prepare.dedup.methods import Substring

@@ -9,7 +9,7 @@ walk the same rows. What is cut is first marked, a byte a byte of text, so that 
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.arrays import I64, U8, U32, U64
+from forebay.arrays import I64, U8, U32, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash128, normalise, scratch_for
 from forebay.prepare.dedup.methods import Unit

@@ -5,7 +5,7 @@ Linear in the page: a block looks column a fixed number of neighbours, and up to
 
 import numpy as np
 
-from forebay.prepare.arrays import F32
+from forebay.arrays import F32
 from forebay.prepare.compiled import jit
 from forebay.prepare.extract.page import (
     BLOCK_PARENT,

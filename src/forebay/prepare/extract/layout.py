@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from forebay.prepare.arrays import BOOL
+from forebay.arrays import BOOL
 from forebay.prepare.extract.page import (
     CELL,
     ELEMENT,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.prepare.arrays import BOOL, F32, I16, I32
+from forebay.arrays import BOOL, F32, I16, I32
 from forebay.prepare.compiled import jit
 from forebay.prepare.extract.features import block_features, context_features
 from forebay.prepare.extract.page import CELL, ELEMENT, ROW, TAG, WORDS, ScannedPage, Vocabulary

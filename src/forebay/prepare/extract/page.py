@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forebay.prepare.arrays import F32, I32, I64, U8, U64
+from forebay.arrays import F32, I32, I64, U8, U64
 
 _HEAD_BYTES = 1 << 17
 _TITLE = re.compile(rb"<title[^>]{0,99}>([^<]{0,999})", re.I)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from forebay.prepare.arrays import I32, I64, U64
+from forebay.arrays import I32, I64, U64
 from forebay.prepare.filters.word_tables import hash_table
 
 BLOCK, VOID, RAW, SKIP, HEADING, ITEM, TERM, CELLS, ROWS, SECTION, SCOPE, FOREIGN, ROOT = (

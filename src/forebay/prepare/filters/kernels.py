@@ -7,7 +7,7 @@ Lines, paragraphs and n-grams are counted by 64-bit hashes in an open-addressed 
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.arrays import I64
+from forebay.arrays import I64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import decode, hash_points, kind, look_up, next_point, room_of, table_size, trim

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import BOOL, F64, U64
 from forebay.errors import UsageError
-from forebay.prepare.arrays import BOOL, F64, U64
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column
 from forebay.prepare.filters.word_tables import HashTable, hash_word, table_of_hashes
 from forebay.prepare.settings import check_fields

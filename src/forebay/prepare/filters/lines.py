@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from forebay.prepare.arrays import I32, U64
+from forebay.arrays import I32, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, StageResult, first_failing, replace_column, text_buffers, text_column
 from forebay.prepare.filters.languages import (

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.arrays import F64, I64, U8
 from forebay.errors import UsageError, package_for
-from forebay.prepare.arrays import F64, I64, U8
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
 from forebay.prepare.filters.points import decode, encode, kind, room_of

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from forebay.arrays import BOOL, F64, I64, Array
 from forebay.errors import UsageError
-from forebay.prepare.arrays import BOOL, F64, I64, Array
 from forebay.prepare.documents import Measure, StageResult, check_rules
 from forebay.prepare.filters.languages import (
     UNSPACED,

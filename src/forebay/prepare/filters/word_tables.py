@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.prepare.arrays import I32, U16, U64
+from forebay.arrays import I32, U16, U64
 
 HashTable = tuple[U64, I32]
 """An open-addressed table for compiled code: hashes uint64 [slots] (0: free), values int32 [slots]."""

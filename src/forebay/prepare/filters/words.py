@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.arrays import I32, I64, U8, U16, U64
+from forebay.arrays import I32, I64, U8, U16, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import decode, find, hash_points, kind, look_up, room_of, starts_with

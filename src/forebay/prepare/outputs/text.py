@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.arrays import I64
 from forebay.formats.base import get_format
 from forebay.formats.blocks import INDEX_FILE, merge_indexes
 from forebay.formats.conversion import ConvertOptions
@@ -26,7 +27,6 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.layout import KEY
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.formats.sources import table_of_stream
-from forebay.prepare.arrays import I64
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
+from forebay.arrays import BOOL, F64
 from forebay.errors import UsageError
-from forebay.prepare.arrays import BOOL, F64
 from forebay.prepare.documents import (
     Measure,
     Stage,

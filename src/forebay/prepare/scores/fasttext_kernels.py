@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forebay.prepare.arrays import F32, I32, I64, U8, U64
+from forebay.arrays import F32, I32, I64, U8, U64
 from forebay.prepare.compiled import jit
 
 SOFTMAX, HIERARCHICAL, SIGMOID = 0, 1, 2

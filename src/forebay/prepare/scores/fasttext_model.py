@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import F32, I64, U8, Array
 from forebay.errors import UsageError
-from forebay.prepare.arrays import F32, I64, U8, Array
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.scores import fasttext_kernels as kernels
 

@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from forebay.arrays import F64, Array
 from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
-from forebay.prepare.arrays import F64, Array
 from forebay.prepare.compiled import jit
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.prepare.scores.fasttext_kernels import hash_bytes

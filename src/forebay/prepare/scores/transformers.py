@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from forebay.arrays import F32, I64
 from forebay.errors import UsageError, package_for
-from forebay.prepare.arrays import F32, I64
 from forebay.prepare.scores.base import Scorer
 from forebay.prepare.settings import Positive, check_fields
 

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.arrays import I64, Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
-from forebay.prepare.arrays import I64, Array
 from forebay.prepare.documents import part_batches
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, sort_part

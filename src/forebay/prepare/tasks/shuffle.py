@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from forebay.arrays import I64, U64, Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.order.bijection import derive_key, random_words
-from forebay.prepare.arrays import I64, U64, Array
 from forebay.prepare.documents import read_items
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.statistics import Map

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from forebay.arrays import I64, U32, Array
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.arrays import I64, U32, Array
 from forebay.prepare.documents import read_items
 from forebay.prepare.settings import Settings
 from forebay.prepare.tasks.keys import hash_json

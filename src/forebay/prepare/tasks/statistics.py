@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.arrays import BOOL, I64, U64
 from forebay.formats.inputs import InputSplit
-from forebay.prepare.arrays import BOOL, I64, U64
 from forebay.prepare.documents import file_batches
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import SAMPLES, StageStats, mix64

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from forebay.arrays import I64, Array
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
-from forebay.prepare.arrays import I64, Array
 from forebay.prepare.settings import Settings
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for, vocabulary_of
 

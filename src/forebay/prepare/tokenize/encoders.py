@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import I64, Array
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.formats.records import batched
-from forebay.prepare.arrays import I64, Array
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.engines.base import resident_bytes
 from forebay.prepare.tokenize.tokenizers import (

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from forebay.arrays import I64, Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
-from forebay.prepare.arrays import I64, Array
 from forebay.prepare.settings import Settings, Share
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for, vocabulary_of
 

@@ -18,10 +18,10 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
+from forebay.arrays import Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
 from forebay.plugins import load_plugin, plugins
-from forebay.prepare.arrays import Array
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
