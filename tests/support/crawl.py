@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import json
 import random
-import zlib
 from pathlib import Path
-from typing import Any
 
 CRAWL = "CC-MAIN-2026-30"
 
@@ -35,21 +32,3 @@ def write_mirror(root: Path, num_files: int = 5, num_records: int = 20, record_b
         paths.append(path.relative_to(root).as_posix())
     (folder / "wet.paths.gz").write_bytes(gzip.compress("".join(f"{path}\n" for path in paths).encode()))
     return paths
-
-
-def index_lines(root: Path, path: str) -> list[dict[str, Any]]:
-    """Return the results of the index of CommonCrawl for the records of a file."""
-    data, offset, lines = (root / path).read_bytes(), 0, []
-    while offset < len(data):
-        member = zlib.decompressobj(31)
-        url = member.decompress(data[offset:]).split(b"Target-URI: ")[1].split(b"\r\n")[0].decode()
-        length = len(data) - offset - len(member.unused_data)
-        location = {"filename": path, "offset": str(offset), "length": str(length)}
-        lines.append({"urlkey": "example", "timestamp": "20260701000000", "url": url, **location})
-        offset += length
-    return lines
-
-
-def write_index(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return path

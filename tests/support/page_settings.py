@@ -86,8 +86,7 @@ def programming(page: Page, servers: Corpora) -> None:
 
 def crawling(page: Page, servers: Corpora) -> None:
     mirror = page.directory / "mirror"
-    paths = crawl.write_mirror(mirror)
-    crawl.write_index(page.directory / "hits.jsonl", crawl.index_lines(mirror, paths[0])[:5])
+    crawl.write_mirror(mirror)
     page.environment |= servers.hub_environment | {"FOREBAY_COMMONCRAWL_URL": str(mirror)}
     page.replace |= {r"https://data\.commoncrawl\.org": str(mirror)}
 

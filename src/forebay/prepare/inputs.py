@@ -42,7 +42,6 @@ from forebay.formats.inputs import (
 )
 from forebay.formats.records import SHOWN_CHARS, Record, keys_of
 from forebay.network.retry import log_while_waiting
-from forebay.prepare.crawl_index import CRAWL_INDEX
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.addresses import is_hidden, is_url, location, path_or_url
@@ -62,7 +61,6 @@ MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matte
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
 _LOOKS, _LOOK_BYTES = 16, 1 << 20
 MAX_EMPTY = 1_000_000  # Blank lines and malformed records in a row, at about 2 µs each.
-_CONNECTORS: dict[str, Format] = {HUB.name: HUB, CRAWL_INDEX.name: CRAWL_INDEX}
 T = TypeVar("T")
 
 
@@ -83,12 +81,12 @@ class InputFiles:
 
 def text_formats() -> tuple[str, ...]:
     """Return the names of the formats that can be read as text."""
-    return (*(name for name in names_with("read_text") if name not in _CONNECTORS), *_CONNECTORS)
+    return (*(name for name in names_with("read_text") if name != HUB.name), HUB.name)
 
 
 def text_format(name: str) -> Format:
     """Return a format that can be read as text, by name."""
-    return _CONNECTORS.get(name) or get_format(name)
+    return HUB if name == HUB.name else get_format(name)
 
 
 def find_inputs(
@@ -404,7 +402,7 @@ def _without_noise(record: Record) -> Record:
 
 def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions) -> Iterator[Record]:
     # The text of a connector comes from elsewhere: the size of the split says nothing about it.
-    budget = OutputBudget(InputSplit(()) if split.format in _CONNECTORS else split, options)
+    budget = OutputBudget(InputSplit(()) if split.format == HUB.name else split, options)
     documents = malformed = empty = 0
     has_key, missing = False, ""
     for record in records:

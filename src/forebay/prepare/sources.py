@@ -74,7 +74,7 @@ def read_source(source: DocumentSource, split: InputSplit) -> Iterator[Record]:
 
 
 _FILE_FORMATS = ("text", "html")  # Formats of one document a file.
-_LINE_FORMATS = ("jsonl", "csv", "lines", "reddit", "cdx")
+_LINE_FORMATS = ("jsonl", "csv", "lines", "reddit")
 """Formats whose documents people find by line: the byte that their readers add is left out."""
 
 

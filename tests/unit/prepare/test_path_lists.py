@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,9 +18,9 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare import path_lists
 from forebay.prepare.path_lists import is_path_below, is_path_list, list_paths
 from forebay.storage import remote_file
-from support.crawl import CRAWL, index_lines, write_index, write_mirror
+from support.crawl import CRAWL, write_mirror
 from support.origin_server import OriginServer
-from support.preparing import prepare, read_lines, read_records
+from support.preparing import prepare, read_lines
 from support.shared_data import shared_data
 from support.waiting import until
 
@@ -194,44 +193,6 @@ def test_which_inputs_are_lists() -> None:
     assert not any(map(is_path_list, ("x.paths.gz.txt", "paths", "a.paths/b.txt", "https://h/a?x.paths.gz", ".")))
     entries = list_paths(shared_data("warc") / "whirlwind/CC-MAIN-2024-22.warc.paths.gz")
     assert all(entry.path.startswith("https://data.commoncrawl.org/") for entry in entries)
-
-
-def all_lines(mirror: Path) -> list[dict[str, Any]]:
-    """Return the results of the index for all records of a mirror."""
-    return [line for name in FILES for line in index_lines(mirror, name)]
-
-
-def test_records_are_fetched_by_their_ranges(
-    server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = all_lines(mirror)[::3]
-    random.Random(2).shuffle(lines)
-    index = write_index(tmp_path / "hits.jsonl", lines)
-    assert [record.url for record in read_records(index, format="cdx")] == [line["url"] for line in lines]
-    assert len(server.ranges) == 5, "one request a file, as gaps are small"
-    remote = prepare(index, tmp_path / "a/d", settings={"read": {"format": "cdx"}})
-    monkeypatch.setenv(path_lists.SERVER_VARIABLE, str(mirror))
-    assert prepare(index, tmp_path / "b/d", settings={"read": {"format": "cdx"}}).id == remote.id
-
-
-def test_hostile_lines_of_an_index_are_malformed(server: OriginServer, mirror: Path, tmp_path: Path) -> None:
-    good = all_lines(mirror)[:20]
-    changes = [
-        {"filename": "http://10.0.0.1/x"},
-        {"filename": "../../x"},
-        {"offset": "-5"},
-        {"length": str(1 << 40)},
-        {"offset": str(1 << 40)},
-        {"offset": "7"},
-        {"filename": "crawl-data/none.warc.gz"},
-    ]
-    wrong = [*({**good[0], **change} for change in changes), {"url": "x"}]
-    index = write_index(tmp_path / "hits.jsonl", good + wrong)
-    result = prepare(index, tmp_path / "a", settings={"read": {"format": "cdx"}, "max_error_rate": 0.5})
-    assert (result.documents_out, result.dropped["malformed"]) == (20, len(wrong))
-    reasons = [reject["reason"] for reject in read_lines(tmp_path / "a/rejects.jsonl")]
-    for number, reason in ((3, "more than max_document_bytes"), (4, "416"), (5, "expected a WARC record"), (6, "404")):
-        assert reason in reasons[number]
 
 
 def test_headers_of_a_record_are_columns(mirror: Path, tmp_path: Path) -> None:
