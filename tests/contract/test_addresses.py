@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -155,7 +154,7 @@ def test_shards_in_a_bucket(
         bucket.objects = {name: data for name, data in bucket.objects.items() if name[:2] == "d/"}
         read, indexes = type(source).read_slice, list[int]()
 
-        def read_slice(dataset: Any, index: int, read: Any = read, indexes: list[int] = indexes) -> Any:
+        def read_slice(dataset, index, read=read, indexes=indexes):
             indexes.append(index)
             if indexes == [0, 1, 2]:
                 raise OSError("killed")
@@ -218,7 +217,7 @@ def test_credentials_come_from_profiles(
         monkeypatch.delenv(name)
     values = {"URL": bucket.url, "KEY": ACCESS_KEY, "SECRET": SECRET_KEY}
 
-    def filled(text: str) -> str:
+    def filled(text):
         for name, value in values.items():
             text = text.replace(f"={name}", f"={value}").replace(f"= {name}", f"= {value}")
         return text

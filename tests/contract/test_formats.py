@@ -121,7 +121,7 @@ def epub() -> bytes:
         "a.xhtml": f"<html><p>{TEXTS[0]}</p></html>",
     }
 
-    def write(file: io.BytesIO) -> None:
+    def write(file):
         with zipfile.ZipFile(file, "w") as archive:
             for name, text in members.items():
                 archive.writestr(zipfile.ZipInfo(name), text)
@@ -156,7 +156,7 @@ def arrow(file: io.BytesIO) -> None:
 
 BIG = 1 << 44
 PDF = GOLDEN / "books" / "sample.pdf"
-PLAIN: dict[str, Sample] = {
+PLAIN = {
     "jsonl": Sample({"a.jsonl": LINES}, TEXTS),
     "json": Sample({"a.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode()}, TEXTS),
     "csv": Sample({"a.csv": b"text,n\n" + b"".join(f'"{t}",1\n'.encode() for t in TEXTS)}, TEXTS, is_exact=False),
@@ -374,7 +374,7 @@ NOT_NUMBERS = dict.fromkeys(
     ("text", "digits", "category", "url", "blob", "words", "nested", "time"),
     "expected columns of numbers, got.*--to parquet.*forebay prepare",
 )
-REFUSED: dict[str, dict[str, str]] = {  # Of each format: columns that it cannot hold, and the error.
+REFUSED = {  # Of each format: columns that it cannot hold, and the error.
     "parquet": {},
     "arrow": {},
     "jsonl": {"blob": "JSONL: expected columns that it can hold, got blob: binary", "time": "got time: timestamp"},

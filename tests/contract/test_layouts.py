@@ -20,7 +20,7 @@ from support.doctor_cases import reports
 from support.foreign_datasets import made_table, save_table
 
 IDS = np.arange(60, 72).reshape(3, 4)
-VALUES: dict[str, Any] = {
+VALUES = {
     "input_ids": IDS,
     "tokens": IDS,
     "labels": np.where(IDS % 4, IDS, -100),
@@ -66,8 +66,8 @@ def test_a_table_has_one_outcome_in_every_container(columns: str, tmp_path: Path
     tokens = names[0] if names == ["tokens"] else "input_ids"
     others = tuple(sorted({*names} - {tokens}))
     refused = f"tokens alone, got {', '.join(others).removesuffix(', text')} beside input_ids.*column='?input_ids"
-    arguments: dict[str, Any] = {"seq_len": 1, "batch_size": 1}
-    expected: list[tuple[str, ...]] = []
+    arguments = {"seq_len": 1, "batch_size": 1}
+    expected = []
     for path in (tmp_path / name for name in FILES + FOLDERS):
         write(path, table)
         got = [outcome(path), outcome(path, seq_len=6, eos_id=3), outcome(path, column=tokens)]
@@ -82,7 +82,7 @@ def test_a_table_has_one_outcome_in_every_container(columns: str, tmp_path: Path
                 Loader(path, **arguments)
         if path.name in FOLDERS:
             dataset = open_external(path, column=tokens if is_rows else None)
-            assert dataset is not None and dataset.left_out == others
+            assert dataset.left_out == others
             assert (
                 dataset.num_tokens == len(table[tokens].combine_chunks().flatten()) == len(Loader(dataset, **arguments))
             )

@@ -36,7 +36,7 @@ from support.reference_samples import samples_of
 
 FILTER = {"exclude": [0, 3, 17, 60], "min_tokens": 4, "max_tokens": 50}
 FRACTION, CHANGE_AT, STEPS, EPOCHS = 0.3, 4, 14, 2
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "masks": {"dataset": "web", "document_masks": True},
     "best_fit": {"dataset": "web", "packing": "best_fit"},
     "filter": {"dataset": "web", "document_masks": True, "samples": {"documents": FILTER}},
@@ -99,7 +99,7 @@ def reference(cluster: LocalCluster, case: str) -> dict[tuple[int, int], list[An
 
 def check_contents(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[tuple[int, int, int]]:
     """How often each sample came in each epoch, by epoch, dataset and id; all as the reference has them."""
-    counts: Counter[tuple[int, int, int]] = Counter()
+    counts = Counter()
     for line in lines:
         assert line["rows"] == max(1, len(line["ids"])), "an empty batch"
         for source, number, row in zip(line["sources"], line["ids"], line["content"]):
@@ -168,7 +168,7 @@ def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: LocalClu
 
 def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int, int]]) -> None:
     """From a step on half of the samples are of the second dataset; none comes again before all of its dataset came."""
-    by_step: dict[int, Counter[int]] = defaultdict(Counter)
+    by_step = defaultdict(Counter)
     for line in chain(*workers):
         by_step[line["step"]].update(line["sources"])
     assert all(by_step[step].keys() == {0} for step in range(CHANGE_AT))
@@ -248,7 +248,7 @@ def test_a_state_of_any_batch_resumes_with_the_next_one(cluster: LocalCluster, n
     """Over the end of an epoch, with batches made ahead by a thread, too."""
     spec = {**make(cluster, name, case).loader(1), "epochs": 2}
 
-    def with_prefetch(batches: int) -> dict[str, Any]:
+    def with_prefetch(batches):
         return {**spec, "samples": {**spec.get("samples", {}), "prefetch_batches": batches}}
 
     expected = lines_of(open_loader(spec))
@@ -271,7 +271,7 @@ def test_a_state_resumes_on_any_world_size(cluster: LocalCluster, case: str) -> 
     while step < len(expected):
         source.num_workers = chance.choice([1, 2, 3, 5, 8])
         stop = min(len(expected), step + chance.randrange(1, 6))
-        parts: list[list[list[tuple[int, int]]]] = []
+        parts = []
         for rank in range(source.num_workers):
             with open_loader(source.loader(rank)) as loader:
                 if state is not None:

@@ -60,7 +60,7 @@ SZ = b"\xff\x06\0\0sNaPpY\1\x11\0\0" + masked(google_crc32c.value(LINE)).to_byte
 DICTIONARY = zstandard.train_dictionary(1024, [LINE + b"%d" % (i * i) for i in range(999)])
 DICTED = zstandard.ZstdCompressor(dict_data=DICTIONARY).compress(LINE)
 
-CASES: dict[str, tuple[str | bytes, str]] = {
+CASES = {
     # Ordinary absences.
     "a.parquet": (table([], ["a"], [], ["b", None], []), "a|b|~"),
     "no-groups.parquet": (table(), ""),

@@ -25,7 +25,7 @@ from support.batches import to_batch, to_batches
 
 WORDS = Path(__file__)  # any file of lines serves as a list
 TABLE = (("de", (("min_sentences", 2),)), ("zh", (("min_words_per_line", 1),)))
-STAGES: list[Stage] = [
+STAGES = [
     Unicode(), Unicode(form="NFKC"), Pii(), Pii(style="fineweb"), Pii(max_count=1), Toxic(str(WORDS)), Boilerplate(),
     LineRules(), LineRules(max_removed_words=0.1, language=(("de", (("min_words", 0),)),)), C4(), Code(), Url(),
     Length(), GopherQuality(), GopherRepetition(), FineWeb(),

@@ -44,7 +44,7 @@ class StoreContract:
         store.read_array("n", "<u8", 3, 7)[0] = 1  # writable, as kernels are compiled for
 
     def test_one_of_many_creates(self, store: Store) -> None:
-        created: list[bool] = []
+        created = []
         threads = [
             threading.Thread(target=lambda n=n: created.append(store.create("result", bytes([n])))) for n in range(8)
         ]

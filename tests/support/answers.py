@@ -16,10 +16,10 @@ def serve(answer: Callable[[str, Mapping[str, str]], Answer | None]) -> Iterator
     """Yield the URL of a server; `answer(path, headers)` of None closes the connection. One request a connection."""
 
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             reply = answer(self.path, self.headers)
             if reply is None:
                 return

@@ -35,7 +35,7 @@ def stage_texts(stage: Stage, texts: Sequence[str]) -> list[str]:
     full = stage.apply(batch)
     assert full.batch.column("place").to_pylist() == list(range(len(texts)))
     assert full.drop.shape == (len(texts),) and full.batch.schema.field("text").type == pa.large_string()
-    result: list[str] = full.batch.column("text").to_pylist()
+    result = full.batch.column("text").to_pylist()
     pieces = [stage.apply(batch.slice(i, 1)) for i in range(len(texts))]
     assert [piece.batch.column("text")[0].as_py() for piece in pieces] == result
     assert [int(piece.drop[0]) for piece in pieces] == full.drop.tolist()

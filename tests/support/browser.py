@@ -17,7 +17,7 @@ import pytest
 Theme = Literal["light", "dark"]
 WIDTHS = {"desktop": 1280, "phone": 390}
 SERIOUS = ("serious", "critical")
-THEMES: tuple[Theme, ...] = ("light", "dark")
+THEMES = ("light", "dark")
 _SWITCHES = (
     "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync",
@@ -34,8 +34,8 @@ class Browser:
 
     def __init__(self, page: Any) -> None:
         self.page = page
-        self.errors: list[str] = []
-        self.requests: list[str] = []
+        self.errors = []
+        self.requests = []
         page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: request.is_navigation_request() or self.requests.append(request.url))
@@ -70,7 +70,7 @@ class Browser:
         script = """() => { const e = document.activeElement; return e === document.body ? null
             : `${e.tagName} ${(e.getAttribute('aria-label') || e.textContent).trim().slice(0, 80)}` }"""
         self.page.evaluate("document.activeElement.blur(); window.getSelection().removeAllRanges()")
-        names: list[str] = []
+        names = []
         while len(names) < 500:
             self.page.keyboard.press("Tab")
             if (name := self.page.evaluate(script)) is None:
@@ -82,7 +82,7 @@ class Browser:
 @contextmanager
 def open_browser() -> Iterator[Browser]:
     """A browser with an empty profile. Its page may do what a person's may, and has no way to the internet."""
-    sync_api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
     program = os.environ.get("FOREBAY_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:

@@ -35,7 +35,7 @@ while os.getppid() == parent:
     if late > {STILL_S}:
         os.write(1, f"{{before}} {{late}}\\n".encode())
 """
-_watched: Path | None = None
+_watched = None
 
 
 def watch() -> None:

@@ -7,10 +7,9 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 SPLIT_BYTES = 1 << 14
-RECIPE: dict[str, Any] = {
+RECIPE = {
     "name": "d", "unicode": {}, "tokenize": {"tokenizer": "train:500"}, "dedup": {"exact": True, "lines": True},
     "slice": {"bytes": 1 << 14, "shuffle": True},
 }  # fmt: skip
@@ -21,7 +20,7 @@ def write_corpus(folder: Path, documents: int = 60) -> None:
     folder.mkdir(parents=True)
     rng = random.Random(3)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 9))) for _ in range(500)]
-    texts: list[str] = []
+    texts = []
     for number in range(documents):
         lines = [" ".join(rng.choices(words, k=12)) for _ in range(60)]
         if number % 7 == 3:

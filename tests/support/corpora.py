@@ -178,7 +178,7 @@ def write_archives(directory: Path) -> None:
 
     from PIL import Image
 
-    def write(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    def write(archive, name, data):
         member = tarfile.TarInfo(name)
         member.size = len(data)
         archive.addfile(member, io.BytesIO(data))

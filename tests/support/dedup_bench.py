@@ -56,7 +56,7 @@ class Bench:
     def remaining(self, pieces: Sequence[list[str]], config: Dedup, memory_bytes: int = 64 << 20) -> list[str]:
         """The texts of several parts after cutting, in steps of three documents."""
         result = self.deduplicate([self.sign(texts, config) for texts in pieces], config, memory_bytes)
-        out: list[str] = []
+        out = []
         for texts, cuts in zip(pieces, result.cut):
             cutter = pickle.loads(pickle.dumps(Cutter(cuts)))
             column = pa.array(texts, pa.large_string())
@@ -73,7 +73,7 @@ def drop_codes(result: DedupResult) -> list[int]:
 def make_chains() -> list[str]:
     """Return 700 texts of which some are equal, and some nearly, in chains."""
     rng = np.random.default_rng(8)
-    texts: list[str] = []
+    texts = []
     for _ in range(700):
         words = [f"w{i}" for i in rng.integers(0, 100_000, 60)]
         if texts and rng.random() < 0.3:

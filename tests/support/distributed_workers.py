@@ -109,7 +109,7 @@ def main(coordinator: str) -> None:
     names = {}
     while True:
         if select.select([0], [], [], 0.02)[0]:
-            line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+            line = sys.stdin.buffer.raw.readline()
             if not line:
                 return
             fields = json.loads(line)

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -51,7 +51,7 @@ from forebay.worker.membership_state import (
 )
 
 RESTART_S = 5.0  # after which a process whose worker id was in use is started again
-Respond: TypeAlias = Callable[[dict[str, Any] | RemoteError], object]
+Respond = Callable[[dict[str, Any] | RemoteError], object]
 
 
 class Coordinator:
@@ -192,7 +192,7 @@ class Group:
 
     def _notify(self, act: Callable[[Rank], object]) -> None:
         for member in self.members.values():
-            self.world.clock.call_later(member.machine.latency_s, lambda member=member: act(member))  # type: ignore[misc]
+            self.world.clock.call_later(member.machine.latency_s, lambda member=member: act(member))
 
 
 @dataclass(eq=False)

@@ -45,7 +45,7 @@ class CuttableServer(http.server.ThreadingHTTPServer):
     request_queue_size = 256
 
     def __init__(self, *args: Any) -> None:
-        self.open: set[socket.socket] = set()
+        self.open = set()
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -73,23 +73,21 @@ class FaultyServer:
         stopping: Set when the server closes.
     """
 
-    handlers: tuple[type[Handler], ...]
-
     def __init__(self, directory: Path, *, seed: int = 1, host: str = "127.0.0.1") -> None:
         self.directory, self.chance = directory, random.Random(seed)
-        self.faults: Any = Faults()
-        self.requests: Counter[Any] = Counter()
-        self.bytes_sent: Counter[str] = Counter()
-        self.statuses: Counter[int] = Counter()
-        self._struck: Counter[tuple[str, str, str]] = Counter()
-        self.paths: list[str] = []
-        self.authorizations: list[str] = []
-        self.ranges: list[tuple[str, int, int]] = []
+        self.faults = Faults()
+        self.requests = Counter()
+        self.bytes_sent = Counter()
+        self.statuses = Counter()
+        self._struck = Counter()
+        self.paths = []
+        self.authorizations = []
+        self.ranges = []
         self.at_once = self.most_at_once = self.connections = 0
         self.lock, self.stopping, self._sent_until = threading.Lock(), threading.Event(), 0.0
         bound = [type(handler.__name__, (handler,), {"owner": self}) for handler in self.handlers]
         self._servers = [CuttableServer((host, 0), handler) for handler in bound]
-        self.ports: list[int] = [server.server_address[1] for server in self._servers]
+        self.ports = [server.server_address[1] for server in self._servers]
         self.url = f"http://{host}:{self.ports[0]}"
         self._threads = [
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True) for server in self._servers
@@ -161,7 +159,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    owner: Any
 
     def setup(self) -> None:
         super().setup()

@@ -80,7 +80,7 @@ def are_whole(batch: Any, samples: int) -> bool:
 
 def read_samples(batches: Iterable[Any], samples: int, num_batches: int | None = None) -> list[int]:
     """The sample ids of the next batches of a dataset of `make_dataset`, whose tokens are checked."""
-    result: list[int] = []
+    result = []
     for batch in islice(batches, num_batches):
         assert are_whole(batch, samples)
         result += batch.sample_ids.tolist()
@@ -180,7 +180,7 @@ class Watcher:
     def end(self) -> dict[str, int]:
         """`most` bytes of slices and partial files at once, and how many `looks` there were."""
         self._pipe.send("end")
-        result: dict[str, int] = self._pipe.recv()
+        result = self._pipe.recv()
         self._process.join()
         return result
 

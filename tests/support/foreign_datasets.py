@@ -34,7 +34,7 @@ def column(kind: str) -> np.ndarray:
     return np.random.default_rng(7).integers(limits.min, limits.max, NUM_ROWS, kind, endpoint=True)
 
 
-COLUMNS: dict[str, Any] = {
+COLUMNS = {
     "text": [f"row {i} “ä”, with a comma,\nand a line" * (i % 3) for i in ROWS],
     **{kind: column(kind) for kind in ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64")},
     "uint64": np.uint64((1 << 63) - 1) - np.arange(NUM_ROWS, dtype=np.uint64),
@@ -65,7 +65,6 @@ def made_table(columns: Mapping[str, Any], batch_rows: int = 400) -> TableSource
 
 def read_table(path: Path) -> pa.Table:
     source = open_table(path)
-    assert source is not None
     return pa.Table.from_batches(list(source.batches()), source.schema)
 
 
@@ -89,7 +88,7 @@ def _block(samples: Sequence[bytes], settings: bytes = b"") -> bytes:
 
 def write_mds(folder: Path, documents: Sequence[np.ndarray]) -> Path:
     """One shard with its sha256; each document a sample."""
-    settings: dict[str, Any] = {
+    settings = {
         "column_encodings": ["ndarray:uint16"], "column_names": ["tokens"], "column_sizes": [None], "compression": None,
         "format": "mds", "hashes": ["sha256"], "size_limit": 1 << 26, "version": 2,
     }  # fmt: skip

@@ -54,12 +54,7 @@ def application(handle: Handler) -> FastAPI:
     async def answer(http: HttpRequest) -> Response:
         body, query = await http.body(), dict(http.query_params)
         request = Request(http.method, http.url.path, query, http.headers, body, peer_of(http), http)
-        response: Response
-        if is_async:
-            response = await handle(request)
-        else:
-            response = await run_in_threadpool(handle, request)
-        return response
+        return await (handle(request) if is_async else run_in_threadpool(handle, request))
 
     for method in ("get", "post"):
         app.add_api_route("/{path:path}", answer, methods=[method.upper()], operation_id=method)

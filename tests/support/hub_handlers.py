@@ -121,7 +121,7 @@ class HubHandler(_Base):
 
     def _info(self, kind: str, name: str, repo: Path) -> None:
         card, settings = read_card(repo), read_settings(repo)
-        plain: dict[str, Any] = {
+        plain = {
             "_id": hashlib.sha1(name.encode()).hexdigest()[:24],
             "id": name,
             "author": name.partition("/")[0],

@@ -125,7 +125,7 @@ def _fineweb(repo: Path, more: tuple[str, ...]) -> None:
 def _web_row(text: str, number: int, row: int, dump: str, more: tuple[str, ...]) -> dict[str, Any]:
     ident = f"<urn:uuid:{number:08x}-0000-4000-8000-{row:012x}>"
     url, file = f"https://example.org/{number}/{row}", f"s3://commoncrawl/crawl-data/{dump}/{number}.warc.gz"
-    values: tuple[Any, ...] = (text, ident, dump, url, file, "en", 0.95, len(text) // 4)
+    values = (text, ident, dump, url, file, "en", 0.95, len(text) // 4)
     extra = {"score": 3.25, "int_score": 3, "date": "2013-05-18T06:00:00Z"}
     return dict(zip(_FINEWEB, values)) | {name: extra[name] for name in more}
 

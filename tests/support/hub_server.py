@@ -62,9 +62,9 @@ class HubServer(faulty_server.FaultyServer):
     def __init__(self, directory: Path, *, seed: int = 1) -> None:
         super().__init__(directory, seed=seed)
         self.faults, self.tokens, self.page_size = Faults(), {TOKEN}, 1000
-        self.revisions: set[str] = set()
-        self.renamed: dict[str, str] = {}
-        self.commits: dict[str, str] = {}
+        self.revisions = set()
+        self.renamed = {}
+        self.commits = {}
         self.cdn_url = f"http://127.0.0.1:{self.ports[1]}"
 
     def spend(self, name: str) -> bool:

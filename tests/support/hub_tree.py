@@ -33,7 +33,7 @@ class File:
         return self.sha256 if self.is_lfs else self.oid
 
     def entry(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"type": "file", "oid": self.oid, "size": self.size, "path": self.path}
+        plain = {"type": "file", "oid": self.oid, "size": self.size, "path": self.path}
         if self.is_lfs:
             plain["lfs"] = {"oid": self.sha256, "size": self.size, "pointerSize": 134}
         return plain

@@ -21,7 +21,7 @@ NUM_SHOWN = 20
 
 _sleep, _spawn = time.sleep, util.spawnv_passfds
 _running = ""  # the file of the test that runs
-_violations: list[str] = []
+_violations = []
 
 
 def install() -> None:

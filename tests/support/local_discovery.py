@@ -14,7 +14,7 @@ class LocalDiscovery:
     def __init__(self, host: str = "127.0.0.1", addresses: Iterable[HostPort] = ()) -> None:
         self._host = host
         self._addresses = list(addresses)
-        self._table: dict[bytes, list[HostPort]] = {}
+        self._table = {}
         self._lock = threading.Lock()
 
     def announce(self, key: bytes, port: int) -> None:

@@ -44,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def run_ready(self) -> None:
         """Run what is ready, and what that makes ready; no time passes."""
-        while self._ready:  # type: ignore[attr-defined]
+        while self._ready:
             self.call_soon(self.stop)
             self.run_forever()
 
@@ -99,7 +99,7 @@ class MemoryServer:
         app = app if isinstance(app, FastAPI) else application(app)
         self.server = Server(app, None, "127.0.0.1", 0, limits=ServerLimits(**limits))
         self.core = self.server._core
-        self.core.identity = identity  # type: ignore[assignment]
+        self.core.identity = identity
         self.loop = self.server._loop = VirtualLoop()
         self.core.bind(self.loop)
         self.add_task("sweep", self.server._sweep)

@@ -17,7 +17,7 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
 
 
 def run(path: Path) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for number, cell in enumerate(code_cells(path)):
         tree = ast.parse("".join(cell["source"]), f"{path.name}[{number}]")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

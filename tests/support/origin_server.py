@@ -136,7 +136,7 @@ class Handler(faulty_server.Handler):
         return 400, b"", {}
 
     def _commit(self, name: str, data: bytes, meta: dict[str, str]) -> None:
-        path: Path = self.owner.directory / name
+        path = self.owner.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.{os.urandom(4).hex()}.put")
         fresh.write_bytes(data)
@@ -161,9 +161,9 @@ class OriginServer(faulty_server.FaultyServer):
     def __init__(self, directory: Path, *, seed: int = 1) -> None:
         super().__init__(directory, seed=seed)
         self.faults, self.uploads, self.shift_ranges = Faults(), Uploads(), 0
-        self.auth: str | None = None
-        self.redirect: str | None = None
-        self._arrivals: deque[float] = deque()
+        self.auth = None
+        self.redirect = None
+        self._arrivals = deque()
         self.port = self.ports[0]
         self.s3_url = f"s3://{BUCKET}"
         self.s3_environment = {

@@ -13,7 +13,7 @@ from support.preparing import prepare, write_jsonl
 RECORD = ".progress.json"
 """The record of a run, which has times alone."""
 OUTPUTS = ("arrow", "jsonl", "litdata", "mds", "parquet", "webdataset", "megatron", "dataset")
-RECIPE: dict[str, Any] = {
+RECIPE = {
     "name": "d",
     "read": {"columns": {"quality": "number", "licence": "text"}},
     "dedup": {"exact": True, "lines": True},
@@ -47,10 +47,10 @@ def output(folder: Path) -> dict[str, str]:
 def make_corpus(folder: Path) -> None:
     """Write three files with documents that repeat, and with lines that do."""
     for k in range(3):
-        rows: list[dict[str, Any]] = []
+        rows = []
         for i in range(40):
             text = f"document {k} {i} äöü “x”\nline {i % 7} of words that repeat, in some\n" * (1 + i % 3)
-            row: dict[str, Any] = {"id": f"{k}-{i}", "url": f"http://a/{k}/{i}", "text": text}
+            row = {"id": f"{k}-{i}", "url": f"http://a/{k}/{i}", "text": text}
             row |= {"quality": i / 7} if i % 3 else {}
             rows.append(row | ({"licence": "mit"} if i % 2 else {}))
         write_jsonl(folder / f"{k}.jsonl", [*rows, {"id": "same", "text": "one document that all have"}])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +212,7 @@ def readers(page: Page, servers: Corpora) -> None:
     )
 
 
-SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
+SETTINGS = {
     "README.md": readme,
     "compat/README.md": dataset_guide,
     "docs/explanation/loader.md": loader_explained,

@@ -27,7 +27,7 @@ class InProcessWorker:
 def stay_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have tasks of prepare fork nothing; `tests/slow/prepare/test_sandbox.py` has the forks."""
 
-    def run_here(run: Callable[[], object]) -> tuple[str, str]:
+    def run_here(run):
         with suppress(Exception):
             run()
         return "", ""

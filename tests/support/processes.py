@@ -54,7 +54,7 @@ class Process:
     def ready(self, key: str = "") -> Any:
         """Wait for its first line of JSON, or the first that has `key`."""
 
-        def matches() -> list[Any]:
+        def matches():
             return [line for line in self.lines if key in line or not key]
 
         until(lambda: matches() or self.popen.poll() is not None)

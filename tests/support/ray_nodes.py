@@ -50,8 +50,8 @@ class Nodes:
             **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789" * 4,
             **environment,
         }  # fmt: skip
-        self.nodes: list[subprocess.Popen[bytes]] = []
-        self._names: dict[int, str] = {}  # of network namespaces, by process
+        self.nodes = []
+        self._names = {}  # of network namespaces, by process
         self._ray = str(Path(sys.executable).with_name("ray"))
 
     @property
@@ -116,7 +116,7 @@ class Nodes:
 
 def _session(leader: int) -> list[int]:
     """The processes of a session, and those that they started in sessions of their own."""
-    parents: dict[int, int] = {}
+    parents = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError, IndexError):

@@ -17,9 +17,9 @@ IGNORED = -100
 Slices = Sequence[tuple[list[int], list[int]]]  # Of each slice its tokens, and the ends of its documents.
 Sizes = Sequence[tuple[list[int], int]]  # Of each slice the sizes of the documents that end in it, and of a last one.
 # Document 6 is in slices 1, 2 and 3.
-SLICES: Sizes = (([5, 14, 1], 3), ([2, 6, 9], 7), ([], 11), ([4, 4, 30, 13], 0), ([8], 2))
+SLICES = (([5, 14, 1], 3), ([2, 6, 9], 7), ([], 11), ([4, 4, 30, 13], 0), ([8], 2))
 # More documents than are read at once; some are empty.
-MANY: Sizes = tuple(
+MANY = tuple(
     (np.random.default_rng(seed).integers(0, 20, num_documents).tolist(), rest)
     for seed, (num_documents, rest) in enumerate(((300, 3), (0, 40), (65, 0)))
 )
@@ -75,7 +75,7 @@ def _split(slices: Slices) -> list[list[_Part]]:
 def _chosen(
     parts: list[list[_Part]], exclude: Collection[int], min_tokens: int, max_tokens: int | None
 ) -> list[list[_Part]]:
-    sizes: dict[int, int] = {}
+    sizes = {}
     for part in [part for item in parts for part in item]:
         sizes[part.document] = sizes.get(part.document, 0) + len(part.tokens)
     high = max(sizes.values()) if max_tokens is None else max_tokens
@@ -88,7 +88,7 @@ def samples_of(
     min_tokens: int = 0, max_tokens: int | None = None, pad_id: int = 0,
 ) -> dict[int, Sample]:  # fmt: skip
     """Each sample of a dataset by its id. Slices must be smaller than a section of `best_fit`."""
-    rows: list[Sample] = []
+    rows = []
     for parts in _chosen(_split(slices), exclude, min_tokens, max_tokens):
         rows += _fitted(parts, seq_len, pad_id) if packing == "best_fit" else _consecutive(parts, seq_len, masks)
     return dict(enumerate(rows))
@@ -109,7 +109,7 @@ def _consecutive(parts: list[_Part], seq_len: int, masks: bool) -> Iterator[Samp
 
 def _fitted(parts: list[_Part], seq_len: int, pad_id: int) -> list[Sample]:
     """Best fit, longest first, of the parts' remainders after whole rows; ordered by the offset of the first token."""
-    rows: list[list[tuple[int, list[int], int]]] = []  # For each row: offset, tokens, label after them.
+    rows = []  # For each row: offset, tokens, label after them.
     short, offset = [], 0
     for part in parts:
         tokens = part.tokens
@@ -119,7 +119,7 @@ def _fitted(parts: list[_Part], seq_len: int, pad_id: int) -> list[Sample]:
         if tokens:
             short.append((offset, tokens, IGNORED))
             offset += len(tokens)
-    fitted: list[list[tuple[int, list[int], int]]] = []
+    fitted = []
     for item in sorted(short, key=lambda item: (-len(item[1]), item[0])):
         free = [seq_len - sum(len(tokens) for _, tokens, _ in row) for row in fitted]
         fitting = [(size, i) for i, size in enumerate(free) if size >= len(item[1])]

@@ -100,7 +100,7 @@ class RudePeer:
                 self._open.add(sock)
             try:
                 with sock, sock.makefile("rb") as reader:
-                    der = b"" if self._context is None else sock.getpeercert(binary_form=True)  # type: ignore[attr-defined]
+                    der = b"" if self._context is None else sock.getpeercert(binary_form=True)
                     while (asked := _read(reader, der)) is not None:
                         self.asked.append(asked)
                         data = self._answer(asked)

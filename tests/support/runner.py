@@ -123,7 +123,7 @@ class Page:
         log = self.directory / f".output-{number}"
         servers = iter(range(1000))
 
-        def background(result: re.Match[str]) -> str:
+        def background(result):
             output = f".server-{number}-{next(servers)}"
             # Our servers print when they are up, however long a busy machine takes; others get some seconds.
             max_tries = -1 if re.match(r"(\w+=\S+ )*forebay ", result[1]) else 250

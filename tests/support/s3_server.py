@@ -53,7 +53,7 @@ class Faults(faulty_server.Faults):
         stale: Objects that are younger, in seconds, are missing in listings.
     """
 
-    corrupt: float = 0.0  # type: ignore[assignment]
+    corrupt: float = 0.0
     corrupt_name: str = ""
     busy: float = 0.0
     overwrites: bool = False
@@ -120,7 +120,7 @@ class S3Server(faulty_server.FaultyServer):
     def __init__(self, directory: Path, *, seed: int = 1, host: str = "127.0.0.1") -> None:
         super().__init__(directory, seed=seed, host=host)
         self.faults, self.creating, self.endpoint = Faults(), threading.Lock(), self.url
-        self.written: dict[str, float] = {}  # when each object was
+        self.written = {}  # when each object was
 
     def __enter__(self) -> S3Server:
         command = [rclone(), "serve", "s3", "--vfs-cache-mode", "off", "--dir-cache-time", "1ms", "--config", ""]

@@ -19,7 +19,7 @@ from forebay.storage.chunk_file import ABSENT, PRESENT, ChunkFile, read_info
 L, SAMPLES, SHARDS = 128, 2000, 4
 TOKEN_BYTES, HEADER_BYTES = SAMPLES * L * 2, 128  # of a shard
 PREFIX = "remote/tokenized"
-SETTINGS: dict[str, Any] = {"sequence_length": L, "steps_per_shard": 3, "chunk_size": 1 << 16}
+SETTINGS = {"sequence_length": L, "steps_per_shard": 3, "chunk_size": 1 << 16}
 
 
 def shard_tokens(index: int) -> Any:
@@ -43,17 +43,16 @@ def sent_bytes(server: Any, index: int) -> int:
 
 def await_shard(shard: ShardFetch | None) -> None:
     """Wait for a shard on its way."""
-    assert shard is not None and len(shard.wait(float("inf"))) == SAMPLES
+    assert len(shard.wait(float("inf"))) == SAMPLES
 
 
 def read_chunks(folder: Path) -> dict[str, list[int]]:
     """The state of each chunk of the objects in a cache, which are `ids N` or `tokens N`; checks their bytes."""
-    chunks: dict[str, list[int]] = {}
+    chunks = {}
     for path in folder.iterdir() if folder.exists() else ():
         if SHA256.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
                 info = read_info(folder / "chunks" / path.name)
-                assert info is not None
                 if path.stat().st_size < info.offset + info.bytes:  # It is being made; the cache's lock is not ours.
                     continue
                 entry = ChunkFile(path, folder / "chunks" / path.name, info)

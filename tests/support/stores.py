@@ -19,7 +19,7 @@ def contents(store: Store, folder: str = "") -> dict[str, bytes]:
 def resuming(store: Store, scale: int = 0) -> Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]:
     """Maps in this process; tasks whose results are in the store are not run."""
 
-    def map(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
+    def map(run, tasks):
         commit = Committing(store, run)
         names = [name_of(task) for task in tasks]
         done = commit.load(names)

@@ -20,7 +20,7 @@ import zstandard
 from forebay.stream import StreamOptions, TextStream
 
 Rows = list[dict[str, str]]
-ROWS: Rows = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(120)]
+ROWS = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(120)]
 
 
 def jsonl(rows: Rows) -> bytes:
@@ -57,11 +57,11 @@ def tar(rows: Rows) -> bytes:
 
 
 def tfrecord(rows: Rows) -> bytes:
-    def masked(data: bytes) -> bytes:
+    def masked(data):
         value = google_crc32c.value(data)
         return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
-    def field(number: int, data: bytes) -> bytes:
+    def field(number, data):
         size, out = len(data), bytes([number << 3 | 2])
         while size > 127:
             out, size = out + bytes([size & 127 | 128]), size >> 7
@@ -81,7 +81,7 @@ def in_members(compress: Callable[[bytes], bytes]) -> Callable[[Rows], bytes]:
     return lambda rows: compress(jsonl(rows[:15])) + compress(jsonl(rows[15:]))
 
 
-WRITERS: dict[str, Callable[[Rows], bytes]] = {
+WRITERS = {
     "jsonl": jsonl,
     "jsonl.gz": in_members(gzip.compress),
     "jsonl.zst": in_members(zstandard.compress),
@@ -107,7 +107,7 @@ def write_files(folder: Path, suffix: str, number: int, form: Callable[[Rows], b
 
 def stream(inputs: Any, **changes: Any) -> TextStream:
     """A stream of bytes as tokens on rank 0 of 1; `changes` are its arguments and options."""
-    arguments: dict[str, Any] = {
+    arguments = {
         "tokenizer": "bytes", "seq_len": 32, "rank": 0, "world_size": 1, "shuffle_documents": 8,
         "prefetch_batches": 0, **changes,
     }  # fmt: skip

@@ -30,7 +30,7 @@ def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str 
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         for start in range(0, len(texts), batch_rows):
             rows = texts[start : start + batch_rows]
-            columns: list[Any] = [range(start, start + len(rows)), [f"id{start + i}" for i in range(len(rows))]]
+            columns = [range(start, start + len(rows)), [f"id{start + i}" for i in range(len(rows))]]
             columns += [[""] * len(rows), rows]
             writer.write(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA)], schema=SCHEMA))
     return TextPart(path.name, len(texts), name)
@@ -46,7 +46,7 @@ def coder(folder: Path, spec: str = "bytes", **policy: Any) -> EncoderSpec:
 def documents(folder: Path, parts: list[EncodedPart]) -> list[list[int]]:
     """Every document's tokens."""
     store = open_store(folder)
-    result: list[list[int]] = []
+    result = []
     for part in parts:
         tokens = store.read_array(part.object("tokens"), TOKEN_DTYPES[part.dtype])
         stops = store.read_array(part.object("ends"), "<u8").astype(int).tolist()

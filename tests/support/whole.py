@@ -30,7 +30,7 @@ def texts(count: int = NUM_DOCUMENTS, seed: int = 5) -> list[str]:
     rng = random.Random(seed)
     words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(3, 9))) for _ in range(3000)]
     common = ["the", "be", "to", "of", "and", "that", "have", "with"]
-    created: list[str] = []
+    created = []
     for _ in range(count):
         draw = rng.random()
         if created and draw < 0.1:
@@ -114,7 +114,7 @@ def make_model(path: Path) -> Path:
 
 def recipe(model: Path | None) -> dict[str, Any]:
     """Settings with everything on that the corpus survives."""
-    stages: dict[str, Any] = {
+    stages = {
         "extract": {}, "unicode": {}, "pii": {}, "boilerplate": {}, "gopher_repetition": {}, "gopher_quality": {},
         "c4": {"terminal_punctuation": False}, "fineweb": {},
     }  # fmt: skip
@@ -196,7 +196,7 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     model = Path(inputs).parent / MODEL
     settings = recipe(model if model.exists() else None)
 
-    def report(message: object) -> None:
+    def report(message):
         print(message, file=sys.stderr, flush=True)
 
     try:

@@ -26,7 +26,7 @@ HANG_S = 5.0  # of CPU: how busy the machine is does not matter
 GROWTH_BYTES = 200 << 20
 MAX_INPUT = 1 << 17
 _OURS = f"{Path('src') / 'forebay'}/"
-ODD: list[Any] = [
+ODD = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan"),
     "", "\x00", "\ud800", "../../etc/passwd", "a" * 5000, "0" * 64, "0-3999999", "1,1,1", [], {}, [[]], {"": None},
 ]  # fmt: skip
@@ -154,11 +154,11 @@ def _run_one(target: Target, data: bytes, seen: set[tuple[str, int]], result: Ro
 
 
 def _tracer(seen: set[tuple[str, int]]) -> Callable[[FrameType, str, Any], Any]:
-    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+    def on_line(frame, event, _):
         seen.add((frame.f_code.co_filename, frame.f_lineno))
         return on_line
 
-    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+    def on_call(frame, event, _):
         return on_line if _OURS in frame.f_code.co_filename else None
 
     return on_call

@@ -63,14 +63,14 @@ from forebay.scheduler.leases import JobSpec
 from forebay.swarm.members import MAX_RANGES, parse_ranges
 from forebay.swarm.tracker import Tracker
 from support.foreign_datasets import made_table
-from support.handlers import Request, serve
+from support.handlers import serve
 from support.nodes import make_dataset
 from support.rude_peer import RudePeer
 
 from .engine import Target
 
 Make = Callable[[Path, Identity], Target]
-TARGETS: dict[str, Make] = {}
+TARGETS = {}
 
 
 def target(make: Make) -> Make:
@@ -85,7 +85,7 @@ def make_target(name: str, directory: Path) -> Target:
 
 
 def _json(parse: Callable[[Any], object], *seeds: object) -> Target:
-    def run(data: bytes) -> None:
+    def run(data):
         try:
             obj = json.loads(data)
         except (ValueError, RecursionError):  # the server and the client say so before any parser of ours
@@ -108,7 +108,7 @@ def server(directory: Path, identity: Identity) -> Target:
     file = directory / "file"
     file.write_bytes(bytes(200))
 
-    def handle(request: Request) -> Response:
+    def handle(request):
         if request.path.startswith("/v1/slices"):
             return file_response(request.http, file, 200)
         return Response(json.dumps(request.json()), media_type="application/json")
@@ -116,7 +116,7 @@ def server(directory: Path, identity: Identity) -> Target:
     created = serve(None, handle)
     created.start()
 
-    def run(data: bytes) -> None:
+    def run(data):
         with socket.create_connection(("127.0.0.1", created.port)) as door:
             try:
                 door.sendall(data)
@@ -144,7 +144,7 @@ def client(directory: Path, identity: Identity) -> Target:
     message = [b""]
     peer = RudePeer(None, lambda asked: message[0], lambda asked: True).__enter__()
 
-    def run(data: bytes) -> None:
+    def run(data):
         message[0] = data
         with Client(None) as asking:
             if len(data) % 2:
@@ -223,7 +223,7 @@ def swarm(directory: Path, identity: Identity) -> Target:
     tracker, client = Tracker(asking := Client(None)), itertools.count()
     tracker.add("0" * 64, 1000, [Provider("o", "127.0.0.1:1", True)])
 
-    def answer(message: SwarmRequest) -> object:
+    def answer(message):
         peer_id = base64.b32encode(next(client).to_bytes(20, "big")).decode().lower()
         return json.dumps(tracker.handle(Peer(peer_id, b"", "m"), "0" * 64, message.model_copy(update={"address": ""})))
 
@@ -245,7 +245,7 @@ def ledger(directory: Path, identity: Identity) -> Target:
     created.append("set_aside", {"epoch": 0, "slice": 1, "start": 0, "stop": 8, "reason": "r"})
     created.close()
 
-    def run(data: bytes) -> None:
+    def run(data):
         lines, before = [], b"0" * 64
         for line in data.split(b"\n")[:-1]:
             rest = line[75:]
@@ -273,7 +273,7 @@ def files(directory: Path, identity: Identity) -> Target:
     names = sorted(path.name for path in identity.node_dir.iterdir() if path.is_file())
     full = {name: (identity.node_dir / name).read_bytes() for name in names}
 
-    def run(data: bytes) -> None:
+    def run(data):
         name = names[data[0] % len(names)] if data else names[0]
         path = identity.node_dir / name
         path.write_bytes(data[1:])
@@ -308,7 +308,7 @@ def revocations(directory: Path, identity: Identity) -> Target:
     seed = sign_crl(issuer, [7, 1 << 150], 3)
     der = base64.b64decode(b"".join(seed.splitlines()[1:-1]))
 
-    def run(data: bytes) -> None:
+    def run(data):
         with contextlib.suppress(ForebayError):
             parse_crl(data, identity.root)
         pem = b"-----BEGIN X509 CRL-----\n%b\n-----END X509 CRL-----\n"
@@ -321,7 +321,7 @@ def revocations(directory: Path, identity: Identity) -> Target:
 def revoked_file(directory: Path, identity: Identity) -> Target:
     path = directory / "revoked.txt"
 
-    def run(data: bytes) -> None:
+    def run(data):
         path.write_bytes(data)
         read_revoked(path)
 
@@ -335,7 +335,7 @@ def tokens(directory: Path, identity: Identity) -> Target:
         "uses": 1, "expires_at": 1e9, "valid_days": 30.0,
     }  # fmt: skip
 
-    def run(data: bytes) -> None:
+    def run(data):
         with contextlib.suppress(ForebayError):
             read_token(data.decode("latin-1"))
         wrapped = base64.urlsafe_b64encode(data).decode().rstrip("=")
@@ -372,7 +372,7 @@ def slices(directory: Path, identity: Identity) -> Target:
     write_token_slice(path, np.arange(40, dtype=np.uint16), np.array([10, 40], np.uint64))
     seed = path.read_bytes()
 
-    def run(data: bytes) -> None:
+    def run(data):
         path.write_bytes(data)
         opened = open_slice(path)
         for tensor in opened.tensors.values():
@@ -389,11 +389,11 @@ def dht(directory: Path, identity: Identity) -> Target:
     door.connect(("127.0.0.1", node.port))
     sent = [0]
 
-    def is_answered() -> bool:
+    def is_answered():
         node.announce(b"k" * 20, 7000)
         return bool(node.find(b"k" * 20, 3.0))
 
-    def run(data: bytes) -> None:
+    def run(data):
         with contextlib.suppress(ConnectionRefusedError):
             door.send(data[:1400])
         sent[0] += 1
@@ -402,7 +402,7 @@ def dht(directory: Path, identity: Identity) -> Target:
             if not any(is_answered() for _ in range(10)):  # What a busy machine drops is sent again.
                 raise AssertionError("the node answers no more")
 
-    def close() -> None:
+    def close():
         door.close()
         node.close()
 
@@ -424,13 +424,13 @@ def _reader(format: str, name: str, seed: bytes) -> None:
     No document is mostly what no text has, and of what is not blank something is read, or a reason is given.
     """
 
-    def make(directory: Path, identity: Identity) -> Target:
+    def make(directory, identity):
         path = directory / name
         if not seed:
             convert(made_table({"text": TEXTS}), path, format, ConvertOptions())
         first = seed or path.read_bytes()
 
-        def run(data: bytes) -> None:
+        def run(data):
             path.write_bytes(data)
             for options in (ReadOptions(), ReadOptions(format=format)):
                 listed = find_inputs([directory], options)
@@ -458,7 +458,7 @@ def _in_a_child(run: Callable[[bytes], object]) -> Callable[[bytes], None]:
     the input whose worker died. Any other error than ours is a fault still.
     """
 
-    def forked(data: bytes) -> None:
+    def forked(data):
         child = os.fork()
         if child == 0:
             with Path(os.devnull).open("w") as nowhere:
@@ -492,7 +492,7 @@ def _file_format(format: str) -> None:
     The first byte of an input says which file of the output directory the rest replaces.
     """
 
-    def make(directory: Path, identity: Identity) -> Target:
+    def make(directory, identity):
         out = directory / "whole"
         if get_format(format).supports("write_tokens"):
             source = directory / "tokens.npy"
@@ -505,7 +505,7 @@ def _file_format(format: str) -> None:
         names = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file()) if out.is_dir() else [Path()]
         copied = directory / "place" / out.name
 
-        def run(data: bytes) -> None:
+        def run(data):
             shutil.rmtree(copied.parent, ignore_errors=True)
             copied.parent.mkdir()
             shutil.copytree(out, copied) if out.is_dir() else shutil.copyfile(out, copied)

@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def plain(value: Any) -> Any:
 def main() -> Any:
     _, command, *words = sys.argv
     if command == "read":
-        readers: dict[str, Callable[[Path], Iterator[Any]]] = {
+        readers = {
             "mds": read_mds, "litdata": read_litdata, "webdataset": read_webdataset, "datasets": read_datasets,
             "megatron": read_megatron, "remote mds": fetch_mds, "remote litdata": fetch_litdata,
         }  # fmt: skip

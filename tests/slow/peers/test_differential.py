@@ -17,7 +17,7 @@ import random
 import struct
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import mwparserfromhell
@@ -44,13 +44,13 @@ PIECES = [
     "tab\there", "NEL\x85and\u2028sep", "\ufeffBOM", "null\0byte", "<b>markup</b> & entities &amp;", "{json: [1, 2]}",
     "x" * 5000, "  spaces  ", "e\u0301 combining", "#hash", "=1+1",
 ]  # fmt: skip
-PACK: dict[str, Callable[[bytes], bytes]] = {
+PACK = {
     "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress,
 }  # fmt: skip
 
 
 def make_texts(chance: random.Random, pieces: list[str] = PIECES) -> Texts:
-    def text() -> str | None:
+    def text():
         kind = chance.random()
         words = chance.choices(pieces, k=chance.randrange(1, 6))
         return None if kind < 0.1 else "" if kind < 0.15 else "\n \t" if kind < 0.18 else " ".join(words)
@@ -121,7 +121,7 @@ def parquet(folder: Path, chance: random.Random) -> Texts:
         for start in range(0, len(rows) + 1, 5):
             writer.write_table(rows.slice(start, 5))
             writer.write_table(rows.slice(0, 0))
-    texts: Texts = pq.read_table(folder / "a.parquet")["text"].to_pylist()
+    texts = pq.read_table(folder / "a.parquet")["text"].to_pylist()
     return texts
 
 
@@ -135,7 +135,7 @@ def arrow(folder: Path, chance: random.Random) -> Texts:
         for start in range(0, len(rows) + 1, 5):
             writer.write_table(rows.slice(start, 5))
             writer.write_table(rows.slice(0, 0))
-    texts: Texts = rows["text"].to_pylist()
+    texts = rows["text"].to_pylist()
     return texts
 
 
@@ -144,7 +144,7 @@ def saved(folder: Path, chance: random.Random) -> Texts:
     Dataset.from_dict({"text": texts, "n": list(range(len(texts)))}).save_to_disk(
         str(folder / "a"), num_shards=min(3, len(texts))
     )
-    read: Texts = load_from_disk(str(folder / "a"))["text"][:]
+    read = load_from_disk(str(folder / "a"))["text"][:]
     return read
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -56,10 +55,10 @@ def test_killed_and_run_again(tmp_path: Path, task: int, delay_s: float) -> None
     finished = {path.stem for path in (folder / "done/sort_run").glob("*.json")}
     before = {path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run") if path.stem in finished}
     assert before
-    seen: dict[str, int] = {}
+    seen = {}
     store = open_store(folder)
 
-    def map(run: Any, tasks: Any) -> list[Any]:
+    def map(run, tasks):
         names = resuming(store)(run, tasks)
         seen.update({path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run")})
         return names

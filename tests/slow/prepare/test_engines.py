@@ -93,15 +93,15 @@ def two(messages: list[str]) -> Iterator[Engine]:
 
 
 def collect(engine: Engine, run: object, tasks: list[Piece]) -> list[object]:
-    result: dict[int, object] = {}
+    result = {}
     engine.map(run, tasks, result.__setitem__)
     return [result[i] for i in range(len(tasks))]
 
 
 def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> None:
-    def both() -> set[object]:
+    def both():
         """Return the processes of as many maps as it takes until both had a task: one may start late."""
-        seen: set[object] = set()
+        seen = set()
         while len(seen) < 2:
             seen |= set(collect(two, process_id, pieces(8)))
         return seen
@@ -150,7 +150,7 @@ def test_errors_keep_their_type(two: Engine) -> None:
 
 
 def test_an_error_of_on_done_ends_the_processes(two: Engine) -> None:
-    def refuse(index: int, result: int) -> None:
+    def refuse(index, result):
         raise RuntimeError("full")
 
     workers = set(collect(two, process_id, pieces(8)))

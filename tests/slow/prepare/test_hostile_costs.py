@@ -45,7 +45,7 @@ def cpu_s(call: Callable[[], object]) -> float:
     ],
 )
 def test_hostile_wikitext_takes_linear_time(part: str) -> None:
-    def seconds(size: int, close: str) -> float:
+    def seconds(size, close):
         return cpu_s(lambda: to_text(part * (size // len(part)) + close * (size // 10)))
 
     for close in ("", "]]", "}}"):
@@ -56,7 +56,7 @@ def test_hostile_wikitext_takes_linear_time(part: str) -> None:
 def test_categories_cost_what_is_used_of_them(tmp_path: Path, kind: str) -> None:
     words = pa.array([f"w{i:020}" for i in range(400_000)])
 
-    def seconds(column: pa.Array) -> float:
+    def seconds(column):
         path, batch = tmp_path / f"a.{kind}", pa.record_batch([column], ["text"])
         if kind == "parquet":
             pq.write_table(pa.Table.from_batches([batch]), path)

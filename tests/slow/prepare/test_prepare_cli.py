@@ -55,7 +55,7 @@ def reason(stderr: str) -> str:
 def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]:
     """A preparation with `--json`; what it says of itself adds up."""
     done = run("prepare", *arguments, "--out", out, "--workers", 1, "--quiet", "--json", **environment)
-    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    summary = json.loads(done.stdout.splitlines()[-1])
     assert set(summary) == KEYS
     assert sum(summary["dropped"].values()) == summary["documents_in"] - summary["documents_out"]
     return summary
@@ -135,7 +135,7 @@ def test_recipe_of_conversations(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_are_told_where_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*arguments: object, code: int = 2) -> str:  # in this process: each start takes half a second
+    def refused(*arguments, code=2):  # in this process: each start takes half a second
         assert main([str(argument) for argument in arguments]) == code
         stderr = capsys.readouterr().err
         assert "Traceback" not in stderr, stderr

@@ -188,8 +188,8 @@ def test_a_server_that_is_busy_and_late_costs_few_requests(
     server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def requests() -> int:
-        counts: Counter[str] = Counter()
+    def requests():
+        counts = Counter()
         for (method, _), number in server.requests.items():
             counts[method] += number
         server.requests.clear()

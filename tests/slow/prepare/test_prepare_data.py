@@ -28,7 +28,7 @@ import zstandard
 from forebay import prepare_dataset
 from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError
-from forebay.prepare import Recipe, load_recipe
+from forebay.prepare import load_recipe
 from forebay.prepare.report import load_report
 from support.shared_data import shared_data
 
@@ -95,7 +95,7 @@ def files(kind: str) -> list[Path]:
 
 def check(out: Path, reported: dict[Path, Reported], **settings: Any) -> None:
     """Prepare these files in one run; all that the run says of them is what the independent readers say."""
-    recipe: Recipe = load_recipe(settings={"max_error_rate": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
+    recipe = load_recipe(settings={"max_error_rate": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
     ids = out.parent / f"{out.name}.ids"
     summary = prepare_dataset(list(reported), out, recipe=recipe, write_ids=ids, workers=1)
     inputs = load_report(out / "report.html")["inputs"]
@@ -163,7 +163,7 @@ def warc_told(path: Path) -> Reported:
 
 def test_crawls(tmp_path: Path) -> None:
     pytest.importorskip("warcio")
-    reported: dict[Path, Reported] = {}
+    reported = {}
     for path in files("warc"):
         name = path.relative_to(shared_data()).as_posix()
         if name in DAMAGED_WARCS:
@@ -250,13 +250,12 @@ def test_stackexchange(tmp_path: Path) -> None:
 def samples(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """The samples of a tar: their key, and the contents by suffix."""
     with tarfile.open(path) as archive:
-        current: dict[str, dict[str, bytes]] = {}
+        current = {}
         for member in archive.getmembers():
             if member.isfile():
                 folder, _, last = member.name.rpartition("/")
                 key, _, suffix = last.partition(".")
                 content = archive.extractfile(member)
-                assert content is not None
                 current.setdefault(f"{folder}/{key}" if folder else key, {})[suffix] = content.read()
         yield from current.items()
 
@@ -279,7 +278,7 @@ def test_webdataset(tmp_path: Path) -> None:
 def test_tfrecord(tmp_path: Path) -> None:
     """TensorFlow is not here: records are counted by their framing, texts found by their bytes."""
 
-    def frames(path: Path) -> Iterator[tuple[int, bytes]]:
+    def frames(path):
         content, index = path.read_bytes(), 0
         while index < len(content):
             size = int.from_bytes(content[index : index + 8], "little")
@@ -326,7 +325,7 @@ def parquet_told(path: Path, key: str) -> Reported:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    groups: dict[str, dict[Path, Reported]] = {}
+    groups = {}
     refused, invalid = [], {}
     for path in files("parquet"):
         try:

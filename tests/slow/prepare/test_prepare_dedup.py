@@ -93,7 +93,7 @@ def write_documents(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, 
         }
         for i in range(10)
     ]
-    documents: list[dict[str, Any]] = []
+    documents = []
     for i in range(300):
         sentences = [
             " ".join(f"w{chance.randrange(10**5)}" for _ in range(chance.randrange(6, 14))) + "." for _ in range(24)

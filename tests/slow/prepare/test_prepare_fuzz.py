@@ -15,7 +15,7 @@ import random
 import re
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -67,7 +67,7 @@ def warc() -> bytes:
     return b"".join(whole.page(f"http://y.org/{i}", text) for i, text in enumerate(TEXTS))
 
 
-FILES: dict[str, Callable[[], bytes]] = {
+FILES = {
     "x.jsonl": jsonl,
     "x.csv": csv,
     "x.txt": lambda: "\n".join(TEXTS).encode(),
@@ -77,7 +77,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "x.warc": warc,
     "x.warc.gz": lambda: b"".join(gzip.compress(whole.page(f"http://y/{i}", t)) for i, t in enumerate(TEXTS)),
 }
-PACKERS: dict[str, Callable[[bytes], bytes]] = {
+PACKERS = {
     "": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
 }  # fmt: skip
 

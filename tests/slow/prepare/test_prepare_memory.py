@@ -67,8 +67,8 @@ def peaks(folder: Path, source: Path, settings: dict[str, object]) -> tuple[list
         [sys.executable, script, source, folder / "out", json.dumps(settings)],
         stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    result: dict[int, int] = {process.pid: 0}
-    others: set[Path] = set()  # processes that are known to be somebody else's
+    result = {process.pid: 0}
+    others = set()  # processes that are known to be somebody else's
     with process:
         while process.poll() is None:
             for path in {path for path in Path("/proc").iterdir() if path.name.isdigit()} - others:
@@ -77,7 +77,6 @@ def peaks(folder: Path, source: Path, settings: dict[str, object]) -> tuple[list
                 else:
                     others.add(path)
             time.sleep(0.02)
-        assert process.stdout is not None
         printed = process.stdout.read()
     assert process.returncode == 0
     return json.loads(printed), list(result.values())

@@ -7,7 +7,6 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ import pytest
 
 from forebay.formats import jsonl as lines
 from forebay.formats.inputs import InputSplit
-from forebay.formats.records import Record
 from forebay.prepare import driver as pipeline
-from forebay.prepare.documents import StageResult
 from forebay.prepare.engines import sandbox as guard
 from forebay.prepare.filters.quality import Length
 from forebay.prepare.tasks.text import process_split
@@ -37,7 +34,7 @@ def attack(what: str) -> None:
         while True:
             pass
     if what == "memory":
-        current: list[bytearray] = []
+        current = []
         while True:
             if len(current) < 128:  # 1 GiB: no more, where the one who looks stands still meanwhile
                 current.append(bytearray(b"x" * (8 << 20)))
@@ -49,7 +46,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage `length`, which does what a document says."""
     plain = Length.apply
 
-    def apply(self: Length, batch: pa.RecordBatch) -> StageResult:
+    def apply(self, batch):
         for text in batch.column("text").to_pylist():
             attack(text.partition("!")[0])
         return plain(self, batch)
@@ -62,7 +59,7 @@ def write_corpus(path: Path, texts: dict[int, str]) -> Path:
 
 
 def children() -> set[str]:
-    result: set[str] = set()
+    result = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # A thread that ended meanwhile.
             result.update((task / "children").read_text().split())
@@ -132,14 +129,14 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
     source = write_corpus(tmp_path / "a.jsonl", {203: "abort!"})
     plain = lines.to_record
 
-    def to_record(position: int, row: Mapping[str, object], *more: Any, **named: Any) -> Record:
+    def to_record(position, row, *more, **named):
         attack(str(row["text"]).partition("!")[0])
         return plain(position, row, *more, **named)
 
     monkeypatch.setattr(lines, "to_record", to_record)
 
     @functools.wraps(process_split)
-    def after_a_death(task: Any, scale: int) -> Any:
+    def after_a_death(task, scale):
         return process_split(task, 1)
 
     monkeypatch.setattr(pipeline, "process_split", after_a_death)

@@ -33,9 +33,9 @@ from forebay.prepare.filters.words import split_words
 from support.batches import drop_reasons, to_batch, to_batches
 from support.shared_data import shared_data
 
-PIECES: list[tuple[Callable[[], Stage], str]] = [
+PIECES = [
     (Pii, "@ 1.1.1.1. a sk- a@ (1 1: :: GB29 4111+ eyJa. +1 @a. -----BEGIN+PRIVATE+KEY----- token="),
-    (lambda: Pii(kinds=tuple(IDS)), "1 12+ 123-45-6789+ SSN+ A 1. ssn+123 48.1234,+ 0x"),  # type: ignore[arg-type]
+    (lambda: Pii(kinds=tuple(IDS)), "1 12+ 123-45-6789+ SSN+ A 1. ssn+123 48.1234,+ 0x"),
     (Unicode, "a + +\n \r \x00 a\u0301\u0327 \u0301\u0327 Ã¶ \u09c7\u09be Ã\x82 \u0344"),
     (Boilerplate, "a \n a\n home\n a+b+c+d\nhome\n we+use+cookie +"),
     (Toxic, "darn darn+ bad+ a \u0301"),
@@ -54,7 +54,7 @@ PIECES: list[tuple[Callable[[], Stage], str]] = [
 def test_time_is_linear(make: Callable[[], Stage], piece: str) -> None:
     stage, size = make(), 400_000
 
-    def measure_s(text: str) -> float:
+    def measure_s(text):
         batch = to_batch([text])
         started = time.process_time()
         assert len(stage.apply(batch).drop) == 1
@@ -73,7 +73,7 @@ def data() -> Path:
 
 
 def dropped(stage: Toxic, texts: Sequence[str], languages: Sequence[str] | None = None) -> list[int]:
-    drop: list[int] = stage.apply(to_batch(texts, languages)).drop.tolist()
+    drop = stage.apply(to_batch(texts, languages)).drop.tolist()
     return drop
 
 
@@ -202,6 +202,6 @@ def test_declarations_pass_with_their_own_stop_words() -> None:
 
 def test_addresses_of_real_pages_stay() -> None:
     with tarfile.open(shared_data("html/wcxb_dev.tar.xz")) as files:
-        truths = [json.load(files.extractfile(m)) for m in files if m.name.endswith(".json")]  # type: ignore[arg-type]
+        truths = [json.load(files.extractfile(m)) for m in files if m.name.endswith(".json")]
     urls = [truth["url"] for truth in truths if truth.get("url")]
     assert len(urls) > 1400 and [url for url, reason in zip(urls, drop_reasons(Url(), urls)) if reason] == []

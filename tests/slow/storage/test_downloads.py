@@ -67,9 +67,9 @@ def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path: P
         download_large_file(server.url, "big", path, timeout_s=timeout_s)
     assert timeout_s / 2 < time.monotonic() - began < scaled(2 * timeout_s) + work_s
     server.faults.black_hole, server.faults.connection_bytes_per_s = False, MIB
-    fallen: list[float] = []
+    fallen = []
 
-    def fall(received: int, total: int) -> None:
+    def fall(received, total):
         if received and not fallen:
             server.faults.black_hole = True
             fallen.append(time.monotonic())

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ def test_four_ranks_fetch_what_one_fetches(
     for i, name in enumerate(names):
         (repo / name).write_bytes(FORMS[kind](rows[i::files]))
 
-    def fetch(world_size: int) -> int:
+    def fetch(world_size):
         """Return the bytes that all ranks fetch."""
         running.bytes_sent.clear()
         for rank in range(world_size):
@@ -60,7 +59,7 @@ def test_four_ranks_fetch_what_one_fetches(
 
     with OriginServer(repo) if server == "web" else HubServer(tmp_path) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
-        inputs: Any = "hf:a/b" if server == "hub" else [f"{running.url}/{name}" for name in names]
+        inputs = "hf:a/b" if server == "hub" else [f"{running.url}/{name}" for name in names]
         assert fetch(4) <= 1.05 * fetch(1)
 
 
@@ -79,7 +78,7 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
         "    if batch.step == int(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)\n"
     )
 
-    def run(stop: int) -> list[str]:
+    def run(stop):
         done = subprocess.run([sys.executable, "-c", code, str(stop)], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == (0 if stop < 0 else -signal.SIGKILL), done.stderr
         return done.stdout.splitlines()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.bucket_sink import Cursor, compare_plans, parts_behind, plan_of
-from forebay.formats.conversion import ConvertOptions, Position, TokenPart, TokenSource
+from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.sources import open_source
 from forebay.formats.token_stream import build_stream, slices_of
 
@@ -25,13 +24,13 @@ def made_source(parts: list[list[int]], has_positions: list[bool]) -> TokenSourc
     """Return a source of whole documents; some parts have no position."""
     ids = iter(range(1 << 16))
 
-    def part(lengths: list[int]) -> TokenPart:
+    def part(lengths):
         tokens = np.array([next(ids) for _ in range(sum(lengths))], np.uint16)
         return TokenPart(tokens, np.cumsum(lengths, dtype=np.uint64))
 
     built = [part(lengths) for lengths in parts]
 
-    def read(position: Position | None) -> Iterator[tuple[Position | None, TokenPart]]:
+    def read(position):
         for index in range(position[0] if position else 0, len(built)):
             yield ([index] if has_positions[index % len(has_positions)] else None), built[index]
 
@@ -63,7 +62,7 @@ def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_position
         start, position = mark or (0, None)
         again = Cursor(source.parts_from, lambda part: len(part.tokens), start, position)
         rest = parts_behind(iter(again), count - start)
-        behind = TokenSource("test", "U16", source.num_tokens, source.num_documents, lambda rest=rest: rest)  # type: ignore[misc]
+        behind = TokenSource("test", "U16", source.num_tokens, source.num_documents, lambda rest=rest: rest)
         assert slices(behind, (count, ended)) == expected[number:]
 
 

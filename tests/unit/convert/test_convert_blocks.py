@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -29,7 +28,7 @@ def test_a_stream_without_gaps_is_read_once(tmp_path: Path, to: str) -> None:
     schema = pa.schema([pa.field("text", pa.large_string(), nullable=False), pa.field("n", pa.int64(), nullable=False)])
     reads = 0
 
-    def batches(rows: list[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
+    def batches(rows):
         nonlocal reads
         reads += 1
         yield pa.RecordBatch.from_pylist(rows, schema)
@@ -96,7 +95,7 @@ def test_directories_that_were_written_apart_become_one_dataset(tmp_path: Path, 
     merged = tmp_path / "merged"
     merged.mkdir()
 
-    def written(name: str, source: TableSource) -> Any:
+    def written(name, source):
         get_format(to).write_rows(source, tmp_path / name, ConvertOptions(compress=compress))
         index = tmp_path / name / "index.json"
         for path in (tmp_path / name).iterdir():

@@ -83,7 +83,7 @@ def test_arrays_of_npz_and_npy(tmp_path: Path) -> None:
     np.save(tmp_path / "n" / "features.npy", x)
     np.save(tmp_path / "n" / "labels.npy", y)
     table = open_table(tmp_path / "n")
-    assert table is not None and table.schema.names == ["features", "labels"] and table.num_rows == 10
+    assert table.schema.names == ["features", "labels"] and table.num_rows == 10
     np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(DatasetError, match="expected rows of numbers in C order, got object"):
         open_table(tmp_path / "objects.npy")

@@ -11,7 +11,6 @@ import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -131,7 +130,7 @@ def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
-    def fail(_: int) -> None:
+    def fail(_):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
@@ -159,7 +158,7 @@ def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path) -> None:
 def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = get_format("megatron").write_tokens
 
-    def failing_disk(source: TokenSource, out: Path, options: ConvertOptions) -> Any:
+    def failing_disk(source, out, options):
         written = good(source, out, options)
         data = bytearray((out / written.files[0]).read_bytes())
         data[100] ^= 1
@@ -237,7 +236,7 @@ def test_each_rename_may_fail_and_the_old_output_stays(
 ) -> None:
     real, calls = Path.rename, []
 
-    def rename(self: Path, target: Path) -> Path:
+    def rename(self, target):
         calls.append(target)
         if len(calls) in failing:
             raise OSError(5, "injected", str(self))

@@ -27,7 +27,7 @@ from support.paths import GOLDEN
 
 
 def make_manifest(table: SliceTable, **changes: Any) -> Manifest:
-    plain: dict[str, Any] = {
+    plain = {
         "name": "tiny", "layout": "tokens", "dtype": "U16", "tokenizer": "bytes", "vocab_size": 257, "eos_id": 256,
         "lineage": {"recipe": {"seed": 0}, "inputs": [{"name": "ä.txt", "bytes": 3}]}, "format": 2, "rows": 0,
         "tokens": int(table.count.sum()), "documents": int(table.documents.sum()), "slices": len(table),
@@ -134,7 +134,7 @@ def _entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-_HOSTILE: dict[str, tuple[Any, bytes, int | None]] = {
+_HOSTILE = {
     "length past end": ({"a": _entry()}, b"1234", 4000),
     "overlap": ({"a": _entry(), "b": _entry(offsets=[2, 6])}, b"123456", None),
     "hole": ({"a": _entry(), "b": _entry(offsets=[6, 10])}, b"1234567890", None),
@@ -191,7 +191,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         (good, np.array([4], np.int64)),
     ]:
         with pytest.raises(UsageError):
-            write_token_slice(tmp_path / "w.safetensors", tokens, stops)  # type: ignore[arg-type]
+            write_token_slice(tmp_path / "w.safetensors", tokens, stops)
     for tensors in (
         {},
         {"a": np.zeros(2), "b": np.zeros(3)},
@@ -240,7 +240,7 @@ def test_open_and_read(tmp_path: Path) -> None:
     assert tokens[0] == 200 and dataset.open_slice(2) is dataset.open_slice(2)
     assert tokens.flags.aligned and not tokens.flags.writeable and not tokens.flags.owndata
     assert open_dataset(f"file://{tmp_path}/d").describe() == dataset.describe()
-    hashed: list[int] = []
+    hashed = []
     assert dataset.verify(on_progress=hashed.append).ok and sum(hashed) == dataset.manifest.bytes
     assert verify_dataset(tmp_path / "d").ok
     with pytest.raises(UsageError):

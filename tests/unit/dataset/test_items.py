@@ -50,7 +50,7 @@ def test_documents_by_number(tokens: Path) -> None:
     assert sorted(item.text for item in result) == sorted(f"{i}: {text}" for i, text in enumerate(TEXTS))
     assert all(item.text.startswith(f"{item.id.removeprefix('d')}: ") and item.source == "in.jsonl" for item in result)
     assert all(np.array_equal(dataset[i], item.tokens) for i, item in enumerate(result))
-    assert sum(len(part) for part in dataset) == dataset.num_tokens  # type: ignore[attr-defined]
+    assert sum(len(part) for part in dataset) == dataset.num_tokens
     assert dataset.document(-1).index == len(dataset) - 1 and dataset.head(2)[1].text == result[1].text
     for index in (len(dataset), -len(dataset) - 1):
         with pytest.raises(IndexError, match=f"got {index}"):
@@ -67,7 +67,7 @@ def test_documents_by_number(tokens: Path) -> None:
 
 def test_rows_by_number(rows: Path) -> None:
     dataset = open_dataset(rows)
-    assert len(dataset) == 5 and [int(row["label"]) for row in dataset] == [0, 1, 2, 10, 11]  # type: ignore[attr-defined]
+    assert len(dataset) == 5 and [int(row["label"]) for row in dataset] == [0, 1, 2, 10, 11]
     assert dataset[-1]["image"].tolist() == [[104, 105], [106, 107]] and len(dataset.head()) == 3
     with pytest.raises(UsageError, match=r"dataset\[i\]"):
         dataset.document(0)

@@ -131,7 +131,7 @@ def test_sample_ids(tmp_path: Path) -> None:
         assert "move the ids away" in only("ids-mismatch", path).advice
     path.with_name("sample_ids_000000.bin").unlink()
     dataset = open_external(path)
-    assert dataset is not None and dataset.verify().ok and np.array_equal(dataset.open_slice(0).tokens, tokens)
+    assert dataset.verify().ok and np.array_equal(dataset.open_slice(0).tokens, tokens)
     tokens[256 * 5] ^= 1  # Tokens that changed are not given new ids.
     assert "fetch" in only("ids-mismatch", pair(tmp_path / "changed", tokens, sound)).advice
 

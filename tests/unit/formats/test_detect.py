@@ -41,7 +41,7 @@ def buffered(write: Callable[[io.BytesIO], object]) -> bytes:
 
 
 def tar() -> bytes:
-    def write(file: io.BytesIO) -> None:
+    def write(file):
         with tarfile.open(fileobj=file, mode="w") as archive:
             member = tarfile.TarInfo("0.txt")
             member.size = 5
@@ -51,7 +51,7 @@ def tar() -> bytes:
 
 
 def torch_file() -> bytes:
-    def write(file: io.BytesIO) -> None:
+    def write(file):
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("archive/data.pkl", b"x")
 
@@ -65,7 +65,7 @@ def safetensors(blank: str = "") -> bytes:
 
 PARQUET = buffered(lambda file: pq.write_table(pa.table({"text": ["a", "b"]}), file))
 TOKENS = np.arange(300, dtype=np.uint16)
-CASES: dict[str, tuple[bytes, str]] = {
+CASES = {
     "lines.jsonl": (LINE * 3, "jsonl"),
     "mark.jsonl": (b"\xef\xbb\xbf" + LINE * 3, "jsonl"),
     "blank_first.jsonl": (b"\n" + LINE * 3, "jsonl"),

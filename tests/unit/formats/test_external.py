@@ -20,7 +20,7 @@ import zstandard
 
 from forebay.dataset.slices import Slice
 from forebay.doctor import CheckOptions, examine
-from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.errors import DatasetError, UsageError
 from forebay.formats import ExternalDataset, open_external
 from forebay.formats.external import MAX_TOKENS, fingerprint
 from forebay.formats.vectors import npy_header, sample_id
@@ -262,8 +262,8 @@ def test_the_sample_ids_of_templar() -> None:
     assert sample_id(np.arange(2048, dtype=np.uint16)) == 8057394794387743395
     assert sample_id(np.empty(0, np.uint16)) == 13020603013274838756
     dataset = opened(FOREIGN / "templar")
-    ids = dataset.sample_ids(dataset.parts[0])  # type: ignore[attr-defined]
-    assert ids is not None and ids[0] == 9727674481869147956 and dataset.seq_len == 2048  # type: ignore[attr-defined]
+    ids = dataset.sample_ids(dataset.parts[0])
+    assert ids[0] == 9727674481869147956 and dataset.seq_len == 2048
     assert read_all(dataset)[0].tolist() == list(range(4096))
     assert is_view(dataset.open_slice(0), dataset) and dataset.verify().ok
 
@@ -283,7 +283,7 @@ def test_shards_with_and_without_a_header(tmp_path: Path, kind: Any, header: boo
             ids_path.unlink()
     for location in (tmp_path, tmp_path / "train_*.npy"):
         dataset = opened(location)
-        assert dataset.seq_len == 64  # type: ignore[attr-defined]
+        assert dataset.seq_len == 64
         assert read_all(dataset)[0].tolist() == np.concatenate(streams).tolist()
         assert all(is_view(dataset.open_slice(i), dataset) for i in range(3))
 
@@ -352,7 +352,7 @@ def test_files_and_ids_that_do_not_fit(tmp_path: Path) -> None:
     path, ids_path = write_shard(tmp_path, 0, tokens, 64)
     ids, good = np.fromfile(ids_path, "<u8"), path.read_bytes()
 
-    def fails(match: str, error: type[ForebayError] = DatasetError) -> None:
+    def fails(match, error=DatasetError):
         with pytest.raises(error, match=match):
             open_external(tmp_path)
 

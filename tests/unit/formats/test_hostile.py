@@ -7,7 +7,6 @@ import json
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -72,7 +71,7 @@ def test_small_files_do_not_take_their_claimed_memory(
     tmp_path: Path, zeros: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed = pa.compress(bytes(1 << 20), "brotli", asbytes=True)
-    makes: dict[str, Callable[[Path], object]] = {
+    makes = {
         "mds": lambda path: mds(path, zeros, "zstd"),
         "mds_brotli": lambda path: mds(path, packed, "br", claimed=(1 << 32) - 1),
         "mds_snappy": lambda path: mds(path, b"\xff\xff\xff\xff\x0f" + bytes(100), "snappy", claimed=(1 << 32) - 1),

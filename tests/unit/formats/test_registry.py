@@ -26,7 +26,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for folder in (examples, tmp_path / "site"):
         monkeypatch.syspath_prepend(str(folder))
 
-    def forget() -> None:
+    def forget():
         plugins.cache_clear()
         registry.get_format.cache_clear()
         importlib.invalidate_caches()
@@ -62,7 +62,7 @@ def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path) -> No
         ("plain text", "", ""),
     ]
     with pytest.raises(UsageError, match="format markdown: expected one that can be written from a table"):
-        registry.get_format("markdown").write_rows(None, None, None)  # type: ignore[arg-type]
+        registry.get_format("markdown").write_rows(None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_licence_is_part_of_the_name_of_what_is_under_it(tmp_path: Path) -> No
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    def keys() -> dict[str, str]:
+    def keys():
         options = ReadOptions(format="code", columns={"licence": "text"})
         return {file.name: source_key(file) for file in find_inputs(tmp_path / "tree", options).files}
 

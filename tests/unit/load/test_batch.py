@@ -22,7 +22,7 @@ from forebay.load.samples import plan_samples
 Tensors = dict[str, NDArray[Any]]
 
 
-FIELDS: dict[str, Any] = {"epoch": 4, "step": 25, "epoch_step": 5, "sample_ids": np.arange(2)}
+FIELDS = {"epoch": 4, "step": 25, "epoch_step": 5, "sample_ids": np.arange(2)}
 
 
 def test_the_fields_of_a_batch_of_tokens() -> None:
@@ -37,7 +37,7 @@ def test_the_fields_of_a_batch_of_tokens() -> None:
         with pytest.raises(UsageError, match=f"{name}: .* Open it with document_masks=True"):
             getattr(batch, name)
     with pytest.raises(AttributeError):
-        batch.other = 1  # type: ignore[attr-defined]
+        batch.other = 1
     plain = batch.as_dict()
     assert plain["inputs"] is inputs and set(plain) == {
         "inputs", "labels", "sample_ids", "dataset_index", "epoch", "step", "epoch_step", "weight"
@@ -113,10 +113,10 @@ def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask
         "scores": np.zeros((2, 5), np.float32),
     }
     inputs, labels, got, *_ = stack_all(tmp_path / "mixed", [tensors], trim_padding=True)
-    assert inputs is not None and inputs.tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
+    assert inputs.tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
     assert got["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 1, 1]]
     assert got["kind"].tolist() == [3, 4] and got["scores"].shape == (2, 5)
-    assert labels is not None and labels.tolist() == [[1, 2, -100, -100], [7, -100, 9, 10]]
+    assert labels.tolist() == [[1, 2, -100, -100], [7, -100, 9, 10]]
     images = np.random.default_rng(0).integers(0, 255, (1, 4, 3, 2), dtype=np.uint8)
     empty = {"input_ids": np.ones((1, 3), np.uint16), "attention_mask": np.zeros((1, 3), np.uint8), "images": images}
     inputs, labels, got, *_ = stack_all(tmp_path / "empty", [empty], trim_padding=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
@@ -43,7 +41,7 @@ def test_ranges_equal_slices_of_the_arrays(plain: bool, dtype: str, sizes: list[
         ranges = RangeCopier([MappedArray(raw, "") for raw in raws], which, starts * itemsize, lengths * itemsize)
         for low in range(len(firsts) - 1):
             high = data.draw(st.integers(low, len(firsts) - 1))
-            requested: NDArray[Any] = np.concatenate([np.empty(0, dtype), *expected[firsts[low] : firsts[high]]])
+            requested = np.concatenate([np.empty(0, dtype), *expected[firsts[low] : firsts[high]]])
             out = np.zeros_like(requested)
             ranges.copy(firsts[low], firsts[high], out.ctypes.data)
             assert out.tolist() == requested.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_cards_escape_what_they_show(result: PrepareResult) -> None:
 
 
 def test_a_card_of_rows_has_their_shapes() -> None:
-    batch: Any = forebay.RowBatch(
+    batch = forebay.RowBatch(
         tensors={"<x>": np.zeros((2, 3), np.uint8)}, sample_ids=np.arange(2), epoch=0, step=0, epoch_step=0
     )
     assert "&lt;x&gt;" in batch._repr_html_() and "uint8 [2, 3]" in batch._repr_html_()

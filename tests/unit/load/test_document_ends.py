@@ -46,7 +46,7 @@ def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:
             assert sent / 3 <= 250_000 < dataset.table.bytes.min(), name
         server.reset()
         for settings in ({"packing": "best_fit"}, {"documents": DocumentSubset([3], 2, 90)}):
-            local, fetched = (plan_samples(item, 64, **settings) for item in (dataset, remote))  # type: ignore[arg-type]
+            local, fetched = (plan_samples(item, 64, **settings) for item in (dataset, remote))
             assert local.counts.tolist() == fetched.counts.tolist()
 
 
@@ -69,13 +69,13 @@ def test_a_passing_fault_is_passed_over_and_a_lasting_one_is_named(dataset: Data
 
 @pytest.mark.parametrize("settings", [{"packing": "best_fit"}, {"documents": DocumentSubset([7])}])
 def test_counts_are_cached(dataset: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
-    read: list[int] = []
+    read = []
 
-    def read_ends(index: int) -> Any:
+    def read_ends(index):
         read.append(index)
         return dataset.open_slice(index).document_ends
 
-    def plan(seq_len: int = 64) -> tuple[Any, bool]:
+    def plan(seq_len=64):
         """A sample index, and if ends were read for it."""
         read.clear()
         index = plan_samples(dataset, seq_len, **settings, read_ends=read_ends, cache_dir=tmp_path / "counts")

@@ -157,7 +157,7 @@ def test_tables_and_next_uses_of_a_grown_run_agree_with_its_steps(datasets: list
         read = run.steps(end, stop, 0, 1)
         expected = end + np.repeat(np.arange(stop - end), np.diff(read.bounds))
         steps = run.next_steps(step, read.slices, read.samples, (0, 1), 1)
-        assert steps is not None and steps.min() >= end and steps.max() < stop
+        assert steps.min() >= end and steps.max() < stop
         assert np.abs(steps - expected).max() <= stop - end and np.abs(steps - expected).mean() < (stop - end) / 2
 
 
@@ -212,7 +212,7 @@ def mixed(datasets: list[Dataset], **more: Any) -> Loader[Any]:
 
 def take_samples(loader: Loader[Any], num_batches: int) -> list[tuple[int, int]]:
     """(dataset, sample id) of the next batches, in order."""
-    taken: list[tuple[int, int]] = []
+    taken = []
     for batch in islice(loader, num_batches):
         taken += zip(batch.dataset_index.tolist(), batch.sample_ids.tolist())
     return taken
@@ -275,13 +275,13 @@ def test_malformed_states_of_grown_mixtures_are_refused(datasets: list[Dataset])
 
 
 def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(datasets: list[Dataset]) -> None:
-    def open_ranks(dataset: Dataset) -> list[Loader[Any]]:
+    def open_ranks(dataset):
         order = OrderOptions(assignment="owned")
-        arguments: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 8, "seed": 4, "epochs": None, "order": order}
+        arguments = {"seq_len": SEQ_LEN, "batch_size": 8, "seed": 4, "epochs": None, "order": order}
         return [Loader(dataset, rank=rank, world_size=2, **arguments) for rank in range(2)]
 
-    def finish_epoch(loaders: list[Loader[Any]]) -> list[int]:
-        ids: list[int] = []
+    def finish_epoch(loaders):
+        ids = []
         for loader in loaders:
             stop = loader.run.epoch_stop(loader.step)
             assert stop is not None
@@ -316,7 +316,7 @@ def test_steps_before_a_second_growth_are_unknown(datasets: list[Dataset]) -> No
 def test_owners_of_datasets_that_grow(slack: float | None) -> None:
     hashes = np.random.default_rng(0).integers(0, 256, (2500, 32), np.uint8)
 
-    def dataset(num_slices: int, **lineage: Any) -> Any:
+    def dataset(num_slices, **lineage):
         table = SimpleNamespace(sha256=hashes[:num_slices])
         return SimpleNamespace(num_slices=num_slices, table=table, manifest=SimpleNamespace(lineage=lineage))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from support.feeding import list_ids, make_dataset
 from support.waiting import until
 
 SEQ_LEN = 8
-ARGUMENTS: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 7, "seed": 3}
+ARGUMENTS = {"seq_len": SEQ_LEN, "batch_size": 7, "seed": 3}
 SAMPLES = 50  # 8 steps an epoch.
 
 
@@ -102,8 +101,8 @@ def _numbers(count: int, produced: list[int]) -> Iterator[int]:
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
-    produced: list[int] = []
-    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, produced)), depth, lambda n: 10 * n)
+    produced = []
+    prefetcher = Prefetcher((n for n in _numbers(50, produced)), depth, lambda n: 10 * n)
     got = []
     for item in prefetcher:
         got.append(item)
@@ -114,8 +113,8 @@ def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
 
 
 def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
-    produced: list[int] = []
-    prefetcher: Prefetcher[int] = Prefetcher((n for n in _numbers(50, produced)), 3)
+    produced = []
+    prefetcher = Prefetcher((n for n in _numbers(50, produced)), 3)
     assert next(prefetcher) == 0
     until(lambda: prefetcher._is_full and len(prefetcher._ready) >= 3)
     assert produced == [0, 1, 2, 3] and [next(prefetcher) for _ in range(5)] == [1, 2, 3, 4, 5]

@@ -34,7 +34,7 @@ def test_shapes_never_change_and_padding_has_no_labels(tmp_path: Path, monkeypat
     data = make_dataset(tmp_path / "data", 3, 20, 16)
     monkeypatch.setitem(sys.modules, "jax", FakeJax())
     monkeypatch.delitem(sys.modules, "forebay.load.jax", raising=False)
-    arguments: dict[str, Any] = {"seq_len": 16, "seed": 3, "rank": 1, "world_size": 2}
+    arguments = {"seq_len": 16, "seed": 3, "rank": 1, "world_size": 2}
     loader = Loader(data, global_batch_size=8, document_masks=True, **arguments)
     plain = list(Loader(data, global_batch_size=8, **arguments))
     for batch, item in zip(loader.to_jax(object()), plain, strict=True):

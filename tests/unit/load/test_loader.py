@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_order_is_that_of_its_seed_and_epoch_or_of_the_dataset(tokens_dir: Path) -> None:
-    def epochs(**arguments: Any) -> list[list[int]]:
+    def epochs(**arguments):
         loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, epochs=2, **arguments)
         assert len(loader) == 2 * loader.order.steps_per_epoch == 22 and loader.tail_tokens == sum(LENGTHS) - 54 * 8
         ids = list_ids(loader)
@@ -102,9 +101,9 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
     ],
 )
 def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
-    arguments: dict[str, object] = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
+    arguments = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
     with pytest.raises(UsageError):
-        Loader(tokens_dir, **arguments)  # type: ignore[arg-type]
+        Loader(tokens_dir, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
             loader.load_state_dict({**state, name: value})
     for invalid in ({}, [], None, {**state, "samples_taken": 10**9}, {**state, "epoch": "0"}):
         with pytest.raises(StateError):
-            loader.load_state_dict(invalid)  # type: ignore[arg-type]
+            loader.load_state_dict(invalid)
     assert len(json.dumps(state)) < 500
 
 
@@ -178,7 +177,7 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
 
 
 def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None:
-    rows: list[list[int]] = []
+    rows = []
     for i, length in enumerate((5, 9)):
         ids = np.random.default_rng(i).integers(0, 99, (4, length)).astype(np.uint16)
         mask = np.ones((4, length), np.uint8)

@@ -49,7 +49,7 @@ def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch: pytes
 def test_a_report_that_cannot_be_written_is_said_and_stops_nothing(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full_disk(*_: object) -> None:
+    def full_disk(*_):
         raise OSError(28, "No space")
 
     reports = tmp_path / "reports"

@@ -49,7 +49,7 @@ def sample_keys(loader: Iterable[Any], num_batches: int | None = None) -> list[l
 
 
 def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str, Path]) -> None:
-    def loader(changes: list[tuple[int, dict[str, float]]]) -> Loader[Any]:
+    def loader(changes):
         return Loader(Mixture(folders, changes), seq_len=SEQ_LEN, batch_size=8, steps=40)
 
     first = loader([(0, {"web": 1, "books": 1})])
@@ -157,7 +157,7 @@ def test_datasets_of_a_mixture_agree_in_what_they_record(recorded: str, differin
 def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]) -> None:
     mixture = Mixture(folders, {"web": 1, "books": 1})
     gone = DocumentSubset(exclude=np.array([0, 1]))
-    arguments: dict[str, Any] = {"dataset": mixture, "seq_len": SEQ_LEN, "batch_size": 8, "steps": 40}
+    arguments = {"dataset": mixture, "seq_len": SEQ_LEN, "batch_size": 8, "steps": 40}
     loader = Loader(**arguments, samples=SampleOptions(documents={"web": gone}))
     tokens = {int(token) for batch in loader if batch.inputs is not None for token in batch.inputs.flat}
     assert not tokens & set(range(74)) and tokens >= set(range(100_000, 100_074))

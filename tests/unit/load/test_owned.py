@@ -27,7 +27,7 @@ def owned(data: Path, rank: int, world: int, worker_names: Sequence[str] = (), *
 
 
 def read_epochs(loader: Loader[NumpyTokens]) -> list[list[int]]:
-    result: list[list[int]] = [[], []]
+    result = [[], []]
     for batch in loader:
         result[batch.epoch].extend(batch.sample_ids.tolist())
     return result
@@ -35,7 +35,7 @@ def read_epochs(loader: Loader[NumpyTokens]) -> list[list[int]]:
 
 def test_shards_stay_and_their_insides_are_shuffled_anew(data: Path) -> None:
     """A sample's shard is the same in all epochs; a shard is whole at one worker; orders come from the seed alone."""
-    homes: dict[int, int] = {}
+    homes = {}
     for rank in range(3):
         first, second = read_epochs(owned(data, rank, 3))
         assert [first, second] == read_epochs(owned(data, rank, 3))

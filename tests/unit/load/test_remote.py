@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ from support.waiting import until
 SLICES, SAMPLES, SEQ_LEN = 6, 32, 512
 SLICE_BYTES = SAMPLES * SEQ_LEN * 4
 # Slice by slice, in 8 steps each.
-ONE_BY_ONE: dict[str, Any] = {
+ONE_BY_ONE = {
     "seq_len": SEQ_LEN, "batch_size": 4, "order": OrderOptions(lanes=1, window_bytes=SLICE_BYTES)
 }  # fmt: skip
 
@@ -95,7 +94,7 @@ def test_damage_at_an_origin_is_named_and_never_trained_on(own: Path, tmp_path: 
     files = {path: path.read_bytes() for path in (second, third)}
     damage(kind, second, third)
     with OriginServer(own) as server, Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE) as loader:
-        result: list[int] = []
+        result = []
         with pytest.raises(NetworkError, match=second.name) as raised:
             for batch in loader:
                 result += batch.sample_ids.tolist()
@@ -163,7 +162,7 @@ def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
         result += next(batches).sample_ids.tolist()  # It was here.
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
-        def end_outage() -> None:
+        def end_outage():
             until(lambda: "waiting for" in caplog.text)
             server.faults.drop = 0.0
 

@@ -125,9 +125,9 @@ def test_sections_of_a_fit_have_every_kept_token_once(
 def test_splits_are_exact_disjoint_and_together_all(
     dataset: Dataset, validation: float, packing: str, documents: DocumentSubset | None
 ) -> None:
-    def ids(split: str | None) -> list[int]:
+    def ids(split):
         try:
-            settings: dict[str, Any] = {} if split is None else {"split": split, "validation": validation}
+            settings = {} if split is None else {"split": split, "validation": validation}
             sample_index = plan_samples(dataset, SEQ_LEN, packing=packing, documents=documents, **settings)
         except UsageError:
             return []
@@ -143,7 +143,7 @@ def test_splits_are_exact_disjoint_and_together_all(
 
 def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: Path) -> None:
     many = write_slices(tmp_path / "many", [([60], 0)] * 50)
-    taken: set[int] = set()
+    taken = set()
     for part in (0.01, 0.1, 0.3):
         sample_index = plan_samples(many, SEQ_LEN, split="validation", validation=part)
         used = set(np.flatnonzero(sample_index.counts).tolist())
@@ -223,4 +223,4 @@ def test_rows_take_no_packing(tmp_path: Path) -> None:
     rows = import_slices(tmp_path, "rows")
     for wrong in ({"packing": "best_fit"}, {"documents": DocumentSubset([1])}):
         with pytest.raises(UsageError, match="layout 'tokens'"):
-            plan_samples(rows, None, **wrong)  # type: ignore[arg-type]
+            plan_samples(rows, None, **wrong)

@@ -121,7 +121,6 @@ def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path
         for step, expected in ((0, 0), (7, 2), (9, 3), (10, 0), (5, 1)):
             assert shards.at_step(step).index == expected
             await_shard(shards.upcoming_dataset)
-            assert shards.upcoming_dataset is not None
             assert complete_shards(folder) == sorted({expected, shards.upcoming_dataset.index})
             assert len(read_chunks(folder)) == 4
 
@@ -131,10 +130,10 @@ def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path: Path, m
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 
-    async def train() -> None:
+    async def train():
         manager = SharedShardedDatasetManager(L, 0, 1, None, num_shards=SHARDS)
         await manager.initialize_datasets(2)
-        assert manager.active_dataset is not None and manager.active_dataset[7].tolist() == sample(2, 7)
+        assert manager.active_dataset[7].tolist() == sample(2, 7)
         for expected in (3, 0):
             await manager.swap_datasets()
             assert manager.active_dataset.index == manager.shard_index == expected
@@ -149,12 +148,12 @@ def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_sw
 ) -> None:
     is_open, fetch = threading.Event(), ShardCache.fetch
 
-    def fetch_later(cache: ShardCache, shard: Any, *args: Any) -> int:
+    def fetch_later(cache, shard, *args):
         if shard.index:
             is_open.wait()
         return fetch(cache, shard, *args)
 
-    def open_when_waited_for() -> None:
+    def open_when_waited_for():
         until(lambda: "waiting for shard 1: " in caplog.text)
         is_open.set()
 
@@ -185,23 +184,23 @@ def test_a_large_shard_is_fetched_by_a_process_of_the_lowest_priority_while_trai
     exit_codes, priorities = itertools.chain([-9], itertools.repeat(0)), list[int]()
 
     class Process:
-        def __init__(self, command: list[str], **_: Any) -> None:
+        def __init__(self, command, **_):
             self.returncode = next(exit_codes)
 
-        def communicate(self, message: bytes, timeout: float) -> tuple[bytes, None]:
+        def communicate(self, message, timeout):
             streams = SimpleNamespace(buffer=io.BytesIO(message)), SimpleNamespace(buffer=io.BytesIO())
             monkeypatch.setattr(shard_cache, "sys", SimpleNamespace(stdin=streams[0], stdout=streams[1]))
             if self.returncode == 0:
                 shard_cache.main()
             return streams[1].buffer.getvalue(), None
 
-        def kill(self) -> None:
+        def kill(self):
             monkeypatch.setattr(shard_cache, "sys", sys)
 
-        def __enter__(self) -> Process:
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             pass
 
     monkeypatch.setattr(shard_cache, "MIN_PROCESS_BYTES", 0)
@@ -237,7 +236,7 @@ def test_variables_of_a_bucket_come_from_the_environment_or_a_file_and_no_secret
     for name in variables:
         monkeypatch.setenv(name, "")  # Restored afterwards.
 
-    def use(text: str, **settings: str) -> list[int]:
+    def use(text, **settings):
         path.write_text(text)
         for name in variables:
             monkeypatch.delenv(name, raising=False)
@@ -303,7 +302,7 @@ def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path) -> None
 def test_wrong_origins_and_arguments_are_refused_and_small_machines_warned_of(
     own_bucket: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def read_indexes(*steps: int, **settings: Any) -> list[int]:
+    def read_indexes(*steps, **settings):
         with open_shards(own_bucket, folder, **settings) as shards:
             return [shards.at_step(step).index for step in steps]
 
@@ -340,7 +339,6 @@ def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path) -> No
     with open_shards(own_bucket, own_bucket) as miner, open_shards(own_bucket, own_bucket) as validator:
         mined = []
         for batch in miner.batches(4, 6, batch_size=8):
-            assert miner.active_dataset is not None
             mined.append(miner.active_dataset.sample_ids[batch.sample_ids])
         data = validator.at_step(4)
         places = [window_sample_ids(0, step, len(data), 1, 8, mode="forebay", first_window=3) for step in (4, 5)]

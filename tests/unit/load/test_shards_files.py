@@ -60,14 +60,14 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
         got.append(item)
     assert np.concatenate(got).tolist() == tokens[: 100 * L].tolist()
     dataset = open_external(tmp_path, dtype=None if header else dtype)
-    assert dataset is not None and dataset.num_tokens == 100 * L
+    assert dataset.num_tokens == 100 * L
     assert dataset.verify().ok
 
 
 def test_wrong_arguments_of_the_writer_are_refused(tmp_path: Path) -> None:
     for wrong in [{"seq_len": 0}, {"shard_tokens": 3}, {"generation": "x"}, {"dtype": "int64"}]:
         with pytest.raises(UsageError):
-            write_shards([make_tokens(64)], tmp_path, **{"seq_len": L, **wrong})  # type: ignore[arg-type]
+            write_shards([make_tokens(64)], tmp_path, **{"seq_len": L, **wrong})
     with pytest.raises(UsageError, match="vectors of integers"):
         write_shards([make_tokens(64).reshape(2, -1)], tmp_path, seq_len=L)
     for tokens, dtype in (([1] * 20 + [70_000], np.uint32), ([-1] * 20, np.int64)):
@@ -129,7 +129,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     tokens, ids = shard(tmp_path)
     size = tokens.stat().st_size
 
-    def refused(match: str, seq_len: int = L) -> None:
+    def refused(match, seq_len=L):
         with pytest.raises(DatasetError, match=match):
             read_shard(tmp_path, seq_len=seq_len)
 

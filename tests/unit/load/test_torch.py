@@ -30,7 +30,7 @@ from forebay.load.shared_memory import SegmentReader  # noqa: E402
 from support.feeding import ROW_DTYPES, make_dataset, write_typed_rows  # noqa: E402
 
 SEQ_LEN = 16
-ARGUMENTS: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": 4, "seed": 5}
+ARGUMENTS = {"seq_len": SEQ_LEN, "batch_size": 4, "seed": 5}
 STEPS = 25  # Of an epoch: 97 samples.
 
 
@@ -60,7 +60,7 @@ def helpers_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         path, executable = sys.path, sys.executable
 
         @property
-        def argv(self) -> list[str]:
+        def argv(self):
             return ["", threading.current_thread().name]
 
     threads = SimpleNamespace(Popen=HelperThread, TimeoutExpired=subprocess.TimeoutExpired)
@@ -76,7 +76,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_plain(data: Path, epochs: int, **arguments: Any) -> list[dict[str, Any]]:
     """The batches of the Loader, copied."""
-    batches: Any = Loader(data, epochs=epochs, **{**ARGUMENTS, **arguments})
+    batches = Loader(data, epochs=epochs, **{**ARGUMENTS, **arguments})
     return [{"inputs": b.inputs.copy(), "labels": b.labels.copy(), "ids": b.sample_ids.tolist()} for b in batches]
 
 
@@ -177,7 +177,7 @@ def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path: Path) -> 
             assert {name: str(batch[name].dtype).removeprefix("torch.") for name in ROW_DTYPES} == ROW_DTYPES
             assert torch.nn.Embedding(9, 2)(batch["input_ids"]).shape == (4, 3, 2)
             assert torch.nn.functional.cross_entropy(torch.zeros(4, 9), batch["label"]) > 0
-    masked: Any = next(iter(Loader(data, document_masks=True, **ARGUMENTS).to_torch(style=style)))
+    masked = next(iter(Loader(data, document_masks=True, **ARGUMENTS).to_torch(style=style)))
     fields = masked.arrays() if style == "batch" else masked
     kinds = {(str(v.dtype), name[:2] == "cu") for name, v in fields.items() if isinstance(v, torch.Tensor)}
     assert kinds == {("torch.int64", False), ("torch.int32", True)}
@@ -200,7 +200,7 @@ def test_rows_come_by_name(tmp_path: Path) -> None:
 
 
 def test_names_for_transformers(data: Path) -> None:
-    arguments: dict[str, Any] = {**ARGUMENTS, "document_masks": True, "samples": SampleOptions(max_documents=9)}
+    arguments = {**ARGUMENTS, "document_masks": True, "samples": SampleOptions(max_documents=9)}
     batches = Loader(data, **arguments).to_torch()
     with Loader(data, **arguments) as loader:
         for named, batch in zip(loader.to_torch(style="transformers", num_workers=1), batches, strict=True):
@@ -234,18 +234,18 @@ class FakeCuda:
     """Streams and events of a device that is the CPU, which record the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
+        self.calls = []
         fake = self
 
         class Stream:
-            def __init__(self, device: Any = None) -> None:
+            def __init__(self, device=None):
                 self.name = threading.current_thread().name
 
-            def wait_event(self, event: Any) -> None:
+            def wait_event(self, event):
                 fake.calls.append("wait")
 
         class Event:
-            def record(self, stream: Stream) -> None:
+            def record(self, stream):
                 fake.calls.append("record")
 
         self.current = Stream()
@@ -300,7 +300,7 @@ def test_wrong_arguments_are_refused(data: Path) -> None:
         ({"device": "nowhere"}, "device: expected a device of PyTorch"),
     ):
         with pytest.raises(UsageError, match=named):
-            loader.to_torch(**wrong)  # type: ignore[call-overload]
+            loader.to_torch(**wrong)
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="no CUDA"):
             loader.to_torch("cuda")

@@ -14,7 +14,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.formats.base import get_format
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-from forebay.prepare.api import ApiProgress, acquire
+from forebay.prepare.api import acquire
 from support.answers import Answer, serve
 from support.preparing import good_texts, read_lines
 
@@ -96,7 +96,7 @@ ALL = [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
 def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
     faults = {0: "500 drop", 2: "429", 3: "html 503 short", 5: "drop drop drop", 7: "limit", 9: "429 500"}
     server.faults = {index: iter(names.split()) for index, names in faults.items()}
-    reported: list[ApiProgress] = []
+    reported = []
     path = acquire(spec(tmp_path, server), tmp_path / "out", reported.append)
     result = read_lines(path)
     assert ids(path) == ALL
@@ -142,7 +142,7 @@ def test_a_run_that_is_stopped_goes_on_at_its_cursor(tmp_path: Path, server: Ser
     description = spec(tmp_path, server)
     for pages in (3, 7):
 
-        def stop(progress: ApiProgress, pages: int = pages) -> None:
+        def stop(progress, pages=pages):
             if progress.pages == pages:
                 raise KeyboardInterrupt
 

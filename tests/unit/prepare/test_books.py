@@ -38,7 +38,7 @@ PACKAGE = """<package xmlns="http://www.idpf.org/2007/opf" version="3.0">
 
 def epub(**changes: str | None) -> bytes:
     """An EPUB of two chapters; members are changed by name, or left out."""
-    members: dict[str, str | None] = {
+    members = {
         "mimetype": "application/epub+zip",
         "META-INF/container.xml": CONTAINER,
         "OEBPS/content.opf": PACKAGE,

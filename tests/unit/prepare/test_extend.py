@@ -24,7 +24,7 @@ from support.paths import GOLDEN
 from support.preparing import prepare, write_jsonl
 from support.store import stored
 
-RECIPE: dict[str, Any] = {"name": "d", "slice": {"bytes": 1 << 14}, "tokenize": {"tokenizer": "bytes"}}
+RECIPE = {"name": "d", "slice": {"bytes": 1 << 14}, "tokenize": {"tokenizer": "bytes"}}
 FORMAT_1 = GOLDEN / "format1" / "dataset"
 WORDS = [f"{a}{b}{c}" for a in ("lo", "ki", "ma", "tu") for b in ("ra", "ne", "so") for c in ("", "n", "st")]
 
@@ -212,7 +212,7 @@ def save_letters(path: Path, normalizer: Any = None) -> dict[str, Any]:
 def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: Path, tmp_path: Path) -> None:
     shutil.copytree(FORMAT_1, tmp_path / "imported")
     import_slices(tmp_path / "imported")
-    cases: list[tuple[str, Path, dict[str, Any]]] = [
+    cases = [
         ("expected its tokenizer", old, save_letters(tmp_path / "other.json")),
         ("its own tokenizer, got train:300", old, {"tokenize": {"tokenizer": "train:300"}}),
         ("expected its layout 'tokens', got 'rows'", old, {"rows": {"max_tokens": 64}}),
@@ -256,7 +256,7 @@ def test_without_hard_links_slices_are_copied(
 ) -> None:
     linked = grow(second, tmp_path / "linked", old)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError("no links here")
 
     monkeypatch.setattr(os, "link", refuse)
@@ -274,7 +274,7 @@ def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(
     plans = [old, None] if extended else [None, old]
     expected = grow(second, tmp_path / "expected", plans[0], **sizes)
 
-    def stop(*_: object, **__: object) -> None:
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     for extend in (plans[1], plans[0], plans[1]):

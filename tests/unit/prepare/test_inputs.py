@@ -93,7 +93,7 @@ def damaged(data: bytes) -> bytes:
 NOISE = random.Random(5).randbytes(60_000).hex().encode()
 LINES = b"".join(b'{"text": "%s"}\n' % NOISE[i : i + 2000] for i in range(0, len(NOISE), 2000))  # hardly packed
 HALF = 0.5  # About so much of the file is missing.
-FAILURES: dict[str, tuple[str, bytes, str, float]] = {
+FAILURES = {
     "no column of text": ("bad.parquet", parquet(label=[1, 2, 3]), "expected a column of text named text, content", 1),
     "no column in CSV": ("bad.csv", b"a,b\n1,2\n" * 50, "expected a column of text named text, content", 1),
     "no field in any row": ("bad.jsonl", b'{"title": "a"}\n' * 30, "got nothing among title, in every record", 1),
@@ -225,7 +225,7 @@ def test_a_document_over_which_the_stages_end_is_rejected_alone(
     """`tests/slow/prepare/test_sandbox.py` has processes that end."""
 
     class Worker(InProcessWorker):
-        def call(self, run: Any, task: Any, data: Any, limits: tuple[float, int]) -> Any:
+        def call(self, run, task, data, limits):
             texts = pa.ipc.open_stream(data).read_all()["text"].to_pylist()
             return "it ended" if "poison" in texts else super().call(run, task, data, limits)
 
@@ -248,7 +248,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stop_in_stage(stage: str) -> Callable[[Any], None]:
-    def stop(progress: Any) -> None:
+    def stop(progress):
         if progress.stage == stage:
             raise KeyboardInterrupt
 
@@ -286,7 +286,7 @@ def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path: Path, corpus
     fields = json.loads((tmp_path / "d/text.json").read_bytes())
     fields["lineage"]["versions"]["pyarrow"] = "0.1"
     (tmp_path / "d/text.json").write_text(json.dumps(fields))
-    messages: list[str] = []
+    messages = []
     again = prepare(corpus, tmp_path / "d", to="parquet", on_message=messages.append)
     assert again.already_exists and again.documents_out == first.documents_out
     assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in messages[-1]

@@ -24,7 +24,7 @@ Model = dict[tuple[str, ...], tuple[float, float]]
 
 def read_arpa(path: Path) -> Model:
     """N-gram -> log10 of probability and of backoff."""
-    model: Model = {}
+    model = {}
     for line in path.read_text("utf-8").splitlines():
         parts = line.split("\t")
         if len(parts) > 1:

@@ -102,7 +102,7 @@ def test_charsets_transfer_encodings_flowed_lines_and_quotes(tmp_path: Path) -> 
         "> quotedon\nlongline\n-- \nme",
         "From me\n>From you",
     ]
-    assert got[-1].values[0].startswith("Ü")  # type: ignore[union-attr]
+    assert got[-1].values[0].startswith("Ü")
 
 
 @given(

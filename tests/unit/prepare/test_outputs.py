@@ -42,7 +42,6 @@ def corpus(outputs: Path) -> Path:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows that a format reads, with gaps in place of NaN and without keys of its own."""
     table = open_table(folder)
-    assert table is not None
     read = pa.Table.from_batches(list(table.batches()), table.schema).to_pylist()
     return [{n: None if v != v else v for n, v in row.items() if n != "__key__"} for row in read]
 
@@ -91,10 +90,10 @@ def test_a_run_that_ended_between_its_files_goes_on(
     outputs: Path, corpus: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished files are not written again; `tests/slow/dataset/test_faults.py` ends runs at every write."""
-    puts: list[str] = []
+    puts = []
     plain = FolderStore.put
 
-    def put(store: FolderStore, name: str, path: Path) -> None:
+    def put(store, name, path):
         puts.append(name)
         if len(puts) == 2:
             raise Killed

@@ -30,7 +30,7 @@ def test_no_run_of_rows_touches_more_than_the_budget(sizes: list[tuple[int, int]
     rows = max_rows(result, budget, 64)
     owner = [index for index, (values, _) in enumerate(sizes) for _ in range(values)]
 
-    def largest(rows: int) -> int:
+    def largest(rows):
         runs = [set(owner[start : start + rows]) for start in range(max(1, len(owner) - rows + 1))]
         return max(sum(sizes[index][1] for index in run) for run in runs)
 

@@ -88,7 +88,7 @@ def test_a_server_in_trouble_is_waited_for(
     server.faults.drop = server.faults.truncate = 0.3
     turns, server.faults.retry_after = itertools.count(1), "0"
 
-    def too_many() -> bool:
+    def too_many():
         """Refuse each fourth request, once the client said that it waits."""
         if next(turns) % 4:
             return False

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.formats import text as lines
-from forebay.prepare import Progress
 from forebay.prepare.tasks import slicing
 from support.preparing import prepare, read_lines, write_jsonl
 
@@ -31,7 +29,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_document_once_in_order(source: Path, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen = []
     result = prepare(source, tmp_path / "d", slice_bytes=4096, on_progress=seen.append)
     dataset = open_dataset(tmp_path / "d")
     assert documents(dataset) == [[*text.encode(), 256] for text in TEXTS]
@@ -112,7 +110,7 @@ def test_wrong_use(source: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
     (tmp_path / "bad.json").write_text("{}")
     strict = {"settings": {"max_error_rate": 0.0}}
-    cases: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    cases = [
         ("none.jsonl", {}, PrepareError, "does not exist"),
         ("empty", {}, PrepareError, "got none"),
         ("empty.jsonl", {}, PrepareError, "got none"),
@@ -140,7 +138,7 @@ def test_wrong_use(source: Path, tmp_path: Path) -> None:
 
 
 def test_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(PrepareError, match="no space left"):

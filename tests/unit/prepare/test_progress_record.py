@@ -18,7 +18,6 @@ from forebay.prepare.progress import (
     MEMBERS,
     RUNNING_FILE,
     Failure,
-    Progress,
     ProgressRecord,
     StageProgress,
     TaskCounts,
@@ -90,7 +89,7 @@ def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeyp
     (inputs / "other.xyz").write_bytes(bytes(range(256)))
     options = {"filters": [tenth(), "gopher_quality"], "settings": {"max_error_rate": 0.5, "dedup": {"exact": True}}}
 
-    def stop(state: Progress) -> None:
+    def stop(state):
         if state.documents >= 160:
             raise KeyboardInterrupt
 

@@ -63,7 +63,7 @@ def arrow(path: Path) -> None:
         writer.write_table(TABLE, max_chunksize=2)
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {
+WRITERS = {
     "bom.jsonl": lambda p: p.write_bytes(b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n")),
     "d.jsonl.gz": packed(gzip.compress),
     "d.jsonl.zst": packed(zstandard.compress),

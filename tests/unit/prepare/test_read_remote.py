@@ -106,7 +106,7 @@ def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch: pytest.Mon
     """The file changes before its first byte is read, between two splits, or within one."""
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", len(LINES) // 2)
 
-    def replace(day: int) -> None:
+    def replace(day):
         if by == "time":
             origin.modified = f"Mon, {day:02} Jan 2023 00:00:00 GMT"
         else:

@@ -34,7 +34,7 @@ def test_runs_of_one_key_meet_and_others_are_refused_while_it_lives(
 ) -> None:
     store, messages, numbers = open_store(tmp_path), list[str](), itertools.count()
 
-    def write() -> None:
+    def write():
         store.write(RUNNING_FILE, json.dumps({"state": "running", "number": next(numbers)}).encode())
 
     clock = Clock(on_sleep=write)

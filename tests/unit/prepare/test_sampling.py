@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,7 +60,7 @@ def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tm
     for part in range(8):
         write_jsonl(source / f"{part}.jsonl", (f"short {i} of {part}" for i in range(300)))
         (source / f"{part}.md").write_text(f"# Title {part}\n" + "a long text " * 1500)
-    options: dict[str, Any] = {"to": "report", "tokenizer": "train:300", "settings": {"length": {"min_chars": 50}}}
+    options = {"to": "report", "tokenizer": "train:300", "settings": {"length": {"min_chars": 50}}}
     truth = prepare(source, tmp_path / "whole", **options)
     sampled = {**options, "settings": {**options["settings"], "sample": 0.3}}
     report = prepare(source, tmp_path / "sample", **sampled).report

@@ -67,7 +67,7 @@ def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
 def test_each_threshold_of_several_has_its_own() -> None:
     out, values = ThresholdTable(), np.array([1, 5, 5, 9])
 
-    def add(measure: Measure) -> None:
+    def add(measure):
         out.add_measure(("s", 0, "r"), measure, np.ones(4, bool), texts(["a"] * 4), np.arange(4, dtype="u8"), str)
 
     add(Measure(values, low=np.array([3.0, 3.0, 6.0, -math.inf])))

@@ -24,7 +24,7 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, read_claims, record_key
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, join
-from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
+from forebay.storage.base import PermanentError, Timeouts, TransientError
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
 from forebay.storage.peer_dataset import PeerOrigin
@@ -32,7 +32,7 @@ from forebay.storage.peer_source import UnusableOrigin, open_untrusted_origin
 from support.leases_by_hand import FetchingWorker
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
-from support.rude_peer import Asked, RudePeer, http
+from support.rude_peer import RudePeer, http
 from support.token_slices import write_tokens
 from support.waiting import until
 
@@ -189,7 +189,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
         web.reset()
         for leave in ("",) if share else ("", "public"):
             target = tmp_path / f"copy-{leave}"
-            remote = open_remote(url, identity=make_identity(f"r{leave}"), discovery=table, from_urls=leave)  # type: ignore[arg-type]
+            remote = open_remote(url, identity=make_identity(f"r{leave}"), discovery=table, from_urls=leave)
             assert remote.id == dataset.id
             with pytest.raises(NetworkError, match=r"--from-urls"):
                 if share:
@@ -202,7 +202,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
         report = mirror_by_swarm(remote, target, share=False, linger_s=0)[0] if share else mirror(remote, target)
         assert report.complete and report.copied == 3
     with pytest.raises(UsageError, match="from_urls"):
-        open_remote(url, identity=make_identity("x"), discovery=table, from_urls="yes")  # type: ignore[arg-type]
+        open_remote(url, identity=make_identity("x"), discovery=table, from_urls="yes")
 
 
 @pytest.mark.parametrize("leave", ["", "public"])
@@ -213,7 +213,7 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
     table, stranger = LocalDiscovery(), make_identity("stranger")
     urls = (f"{sink.url}/d", f"s3://bucket/d?endpoint={sink.url}", "bogus://x", "s3://bucket/d")
 
-    def answer(asked: Asked) -> bytes:
+    def answer(asked):
         if asked.path.startswith("/v1/claims?"):
             return signed_claims(stranger, *({"dataset_id": dataset.id, "num_stored": 0, "url": url} for url in urls))
         name = asked.path.rpartition("/")[2]
@@ -232,8 +232,8 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
 def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identity: Make) -> None:
     origin = PeerOrigin(make_identity("r"), "corpus", discovery=LocalDiscovery())
     busy = UnusableOrigin("peer://a", NetworkError("busy"))
-    busy.get = Mock(side_effect=TransientError("busy"))  # type: ignore[method-assign]
-    origin.sources = lambda: [busy, UnusableOrigin("https://data.example/d", NetworkError("not allowed"))]  # type: ignore[method-assign]
+    busy.get = Mock(side_effect=TransientError("busy"))
+    origin.sources = lambda: [busy, UnusableOrigin("https://data.example/d", NetworkError("not allowed"))]
     with pytest.raises(TransientError, match="busy"):
         origin.get("manifest.json", 100)
 
@@ -245,7 +245,7 @@ def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tm
     with Client(make_identity("worker")) as client:
         worker, numbers = FetchingWorker(client, tmp_path / "cache", from_urls=""), itertools.count()
 
-        def has_failed() -> bool:
+        def has_failed():
             lease = worker.lease("ab" * 32, 100, [{"address": "https://data.example/d"}], str(next(numbers)))
             until(lambda: lease.ended or worker.fetcher.failure is not None)
             return worker.fetcher.failure is not None
@@ -265,8 +265,8 @@ def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dat
         remote = open_remote(
             "forebay://test-network/corpus", identity=make_identity("r"), discovery=table, from_urls="any"
         )
-        origin: Any = remote.origin
+        origin = remote.origin
         with pytest.raises(ProtocolError, match="a URL that a data node claims"):
             origin.open_url("https://data.example/d")
-        result: list[Origin] = list(origin.sources())
+        result = list(origin.sources())
         assert len(result) == 1

@@ -120,7 +120,7 @@ def test_an_interrupted_download_is_continued(hub: HubServer) -> None:
 
 
 def test_a_full_disk(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("forebay.storage.hub_copies.fetch_range", fail)
@@ -223,7 +223,7 @@ def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path: Path)
     ],
 )
 def test_a_hub_that_lies(hub: HubServer, monkeypatch: pytest.MonkeyPatch, lie: Any, message: str) -> None:
-    def tree(self: Any, repo: Path, path: str) -> None:
+    def tree(self, repo, path):
         if lie == "ftp":
             return self.reply(302, b"", {"Location": "ftp://127.0.0.1:1/x"})
         cursor = 1 if lie == "again" else int(self._query.get("cursor", 0)) + 1

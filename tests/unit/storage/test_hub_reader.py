@@ -24,11 +24,11 @@ class _File:
     Each has a URL of its own: a thread that fetches ahead for one may begin when the next is read already.
     """
 
-    by_url: ClassVar[dict[str, _File]] = {}
+    by_url: ClassVar = {}
 
     def __init__(self, size: int, before: Callable[[int], object] = lambda start: None) -> None:
         self.data, self.before = bytes(i * 7 % 251 for i in range(size)), before
-        self.ranges: list[tuple[int, int]] = []
+        self.ranges = []
         self.blocks = BlockCache()
         url = f"hf://{len(self.by_url)}"
         self.by_url[url] = self
@@ -88,7 +88,7 @@ def test_reading_on_has_eight_requests_under_way_and_fetches_no_byte_twice() -> 
 
 
 def test_a_failure_ahead_is_raised_when_its_block_is_read_and_fetched_again() -> None:
-    def refuse(start: int) -> None:
+    def refuse(start):
         if start >= 20 * 16:
             raise PrepareError(f"at {start}")
 

@@ -33,7 +33,6 @@ def repo(hub: HubServer, names: list[str], card: dict[str, Any] | None = None) -
 
 def paths(name: str) -> list[str]:
     result = find_split(name)
-    assert result is not None
     return [file.path for file in result.files()]
 
 
@@ -72,7 +71,7 @@ def test_kinds() -> None:
     assert {name: format_of(name) for name in names} == names
 
 
-RULES: list[tuple[list[str], dict[str, list[str]]]] = [
+RULES = [
     (
         [
             "data/train-00000-of-00002.parquet",
@@ -118,7 +117,7 @@ def test_a_folder_or_a_glob_in_place_of_a_configuration(hub: HubServer) -> None:
         find_split(f"{name}/data/none/*.parquet")
 
 
-CARDS: list[tuple[Any, dict[str, list[str]]]] = [
+CARDS = [
     ("a/*.csv", {"": ["a/1.csv", "a/2.csv"]}),
     (["a/1.csv", "b/**"], {"": ["a/1.csv", "b/c/3.csv"]}),
     (
@@ -163,7 +162,7 @@ def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
     card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/*/*"}]}]}
     name = repo(hub, names, card)
     result = find_split(name)
-    assert result is not None and result.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
+    assert result.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
     assert result.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
     assert [file.path for file in result.files()] == names and hub.requests["tree"] == -(-183 // 50)
     assert result.file(180) is None and source_at(result, 180) is None

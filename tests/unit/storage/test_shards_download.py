@@ -60,7 +60,7 @@ def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ra
 def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path: Path) -> None:
     server.faults.drop, server.faults.truncate = 0.2, 0.3
     path = tmp_path / "out" / "big"
-    seen: list[int] = []
+    seen = []
     got = download_large_file(
         server.url, "big", path, chunk_size=1 << 18, max_workers="all", on_progress=lambda size, of: seen.append(size)
     )
@@ -77,7 +77,7 @@ def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path
 def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, monkeypatch: Any) -> None:
     path, real, written = tmp_path / "out" / "big", os.pwrite, [0]
 
-    def full(file: int, data: Any, offset: int) -> int:
+    def full(file, data, offset):
         written[0] += len(data)
         if written[0] > 2 * MIB:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -112,7 +112,7 @@ def test_another_version_of_an_object_is_an_error_and_begun_anew(
 ) -> None:
     path, other, requests = tmp_path / "out" / "big", CONTENT[: 2 * MIB], itertools.count()
 
-    def change() -> bool:
+    def change():
         if next(requests) == 4:
             (server.directory / "big").write_bytes(other)  # Its ETag follows from its size.
         return False
@@ -125,9 +125,9 @@ def test_another_version_of_an_object_is_an_error_and_begun_anew(
     assert path.read_bytes() == other and only(path) == ["big"]
     origin = open_origin(server.url)
     with pytest.raises(ChangedError, match="expected ETag"):
-        list(origin.read("big", 0, 10, '"1"'))  # type: ignore[call-arg]
+        list(origin.read("big", 0, 10, '"1"'))
     with pytest.raises(ChangedError):
-        list(open_origin(server.directory).read("big", 0, 10, "1"))  # type: ignore[call-arg]
+        list(open_origin(server.directory).read("big", 0, 10, "1"))
 
 
 def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
@@ -139,7 +139,7 @@ def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
     with lock, pytest.raises(UsageError, match="another process downloads it"):
         download_large_file(server.url, "big", path)
 
-    def fall_silent() -> bool:
+    def fall_silent():
         if len(server.paths) > 1:
             stop.set()
             server.stopping.wait()

@@ -9,7 +9,7 @@ from forebay.storage.fetch import SourceStats, choose_source
 
 
 def test_choice() -> None:
-    def source(**fields: float) -> SourceStats:
+    def source(**fields):
         created = SourceStats("x", 4.0)
         for key, value in fields.items():
             setattr(created, key, value)

@@ -23,7 +23,7 @@ from forebay.storage.base import Origin, Timeouts
 from forebay.storage.chunk_file import ABSENT, PRESENT, ChunkFile, create
 from forebay.storage.fetch import RunFetcher, TransferCancelledError
 from forebay.storage.origins import open_origin
-from forebay.storage.transfers import ChunkTransfer, FileTransfer, Transfer, map_path_of
+from forebay.storage.transfers import ChunkTransfer, FileTransfer, map_path_of
 from support import cached
 from support.origin_server import OriginServer
 from support.waiting import until
@@ -66,9 +66,9 @@ def fetch(fetcher: RunFetcher, part: Path, *origins: Origin | str, **more: Any) 
 
 @pytest.fixture
 def make_server(tmp_path: Path) -> Iterator[Callable[..., OriginServer]]:
-    created: list[OriginServer] = []
+    created = []
 
-    def make(data: bytes = CONTENT) -> OriginServer:
+    def make(data=CONTENT):
         folder = tmp_path / f"server{len(created)}"
         folder.mkdir()
         (folder / "slice").write_bytes(data)
@@ -104,7 +104,7 @@ def test_too_many_requests(server: OriginServer, tmp_path: Path, monkeypatch: py
     """On a clock that advances a second each time it is read: the next request waits as long as the server says."""
     clock, times = itertools.count(), list[int]()
 
-    def too_many() -> bool:
+    def too_many():
         times.append(next(clock))
         return len(times) <= 2
 
@@ -200,11 +200,11 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
     chunks = np.arange(-(-num_bytes // CHUNK))
     [entry], _ = cache.open_pinned([(info, chunks)])
 
-    def check(chunk: int, data: memoryview) -> bool:
+    def check(chunk, data):
         start = offset + chunk * CHUNK
         return chunk not in wrong and bytes(data) == CONTENT[start : start + len(data)]
 
-    def fetch_absent() -> Exception | None:
+    def fetch_absent():
         claimed, reason = cache.claim(entry, chunks)
         assert not reason
         transfer = ChunkTransfer(fetcher, entry, replace(info, sha256=""), origins, chunks=claimed).start()
@@ -220,7 +220,7 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
         assert fetch_absent() is None and entry.is_complete()
     assert bytes(entry.data) == CONTENT[offset:] == entry.path.read_bytes()[offset:]
     assert entry.path.stat().st_size == len(CONTENT)
-    checked: list[int] = []
+    checked = []
     for pool_bytes in (1 << 30, 0):  # in this thread, and by several
         entry.check = lambda chunk, data: check(chunk, data) and checked.append(chunk) is None
         entry.doubt(chunks)
@@ -259,7 +259,7 @@ class Fake(Origin):
 
 
 def raising(error: Exception) -> Pieces:
-    def read(start: int, stop: int) -> Iterator[memoryview]:
+    def read(start, stop):
         raise error
 
     return read
@@ -273,7 +273,7 @@ def test_cancel_and_resume(tmp_path: Path) -> None:
     """Two connections have sent three of their four chunks when they are cancelled: these six are kept."""
     part, released, received = tmp_path / "part", threading.Event(), 6 * CHUNK
 
-    def paused(start: int, stop: int) -> Iterator[memoryview]:
+    def paused(start, stop):
         yield from honest(start, stop - CHUNK)
         assert released.wait()
         yield from honest(stop - CHUNK, stop)
@@ -298,7 +298,7 @@ def too_much(start: int, stop: int) -> Iterator[memoryview]:
 
 @pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
 def test_a_violation_is_reported(tmp_path: Path, fault: Pieces) -> None:
-    named: list[str] = []
+    named = []
     with RunFetcher(4, **QUICK) as fetcher:
         assert fetch(fetcher, tmp_path / "part", Fake("bad", fault), Fake("good", honest), named=named) is None
         assert set(named) == {"bad"}
@@ -308,7 +308,7 @@ def test_a_violation_is_reported(tmp_path: Path, fault: Pieces) -> None:
 def test_without_a_thread_a_transfer_ends_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cannot(self: threading.Thread) -> None:
+    def cannot(self):
         raise RuntimeError("can't start new thread")
 
     with RunFetcher(3, **QUICK) as fetcher:
@@ -335,10 +335,10 @@ def test_our_own_fault_is_not_hidden(tmp_path: Path) -> None:
 def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
     hold, after = threading.Event(), threading.Event()
 
-    def fails(transfer: Transfer) -> None:
+    def fails(transfer):
         raise ValueError("theirs")
 
-    def paused(start: int, stop: int) -> Iterator[memoryview]:
+    def paused(start, stop):
         assert hold.wait()
         yield from honest(start, stop)
 
@@ -350,7 +350,7 @@ def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
         assert transfer.wait() and transfer.error is None
         assert fetch(fetcher, tmp_path / "other", str(tmp_path / "none")) is not None
         assert after.wait()
-        late: list[Transfer] = []
+        late = []
         transfer.on_done(late.append)
         assert late == [transfer]
 
@@ -358,4 +358,4 @@ def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"connections": 0}, {"tries": 0}])
 def test_bad_arguments(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="expected at least one connection and try"):
-        RunFetcher(**wrong)  # type: ignore[arg-type]
+        RunFetcher(**wrong)

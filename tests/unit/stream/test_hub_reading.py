@@ -190,14 +190,14 @@ def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
     with pytest.raises(StateError, match=f"expected inputs .*{'f' * 40}.*, got '{url}'"):
         stream("hf:HuggingFaceFW/fineweb").load_state_dict(state)
     pinned = find_split(url)
-    assert pinned is not None and pinned.config == "default"
+    assert pinned.config == "default"
 
 
 def test_revisions(hub: HubServer) -> None:
     hub.revisions.add("refs/convert/parquet")
     for name in ("EleutherAI/pile@refs%2Fconvert%2Fparquet", "EleutherAI/pile:train@refs/convert/parquet"):
         result = find_split(name)
-        assert result is not None and len(result.files()) == 2
+        assert len(result.files()) == 2
     with pytest.raises(UsageError, match="expected a revision of it"):
         find_split("EleutherAI/pile@nope")
 
@@ -213,13 +213,13 @@ def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.Monkey
 def test_a_dataset_that_was_renamed(hub: HubServer) -> None:
     hub.renamed["squad"] = "EleutherAI/pile"
     result = find_split("squad")
-    assert result is not None and result.url.startswith("hf://datasets/EleutherAI/pile:train@")
+    assert result.url.startswith("hf://datasets/EleutherAI/pile:train@")
 
 
 def test_a_mirror_whose_pages_name_the_hub(hub: HubServer) -> None:
     hub.page_size, hub.url = 1, "https://hub.invalid"
     result = find_split("hf://datasets/EleutherAI/pile")
-    assert result is not None and len(result.files()) == 2
+    assert len(result.files()) == 2
     assert hub.requests["tree"] > 3
 
 

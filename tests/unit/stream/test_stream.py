@@ -89,7 +89,7 @@ def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) 
 
 
 def test_epochs_differ_and_seeds_too() -> None:
-    def order(seed: int, epoch: int) -> list[Any]:
+    def order(seed, epoch):
         return [fact[0] for fact in as_tuples(stream(TEXTS, epochs=2, seed=seed)) if fact[3] == epoch]
 
     assert order(0, 0) != order(0, 1) != order(1, 1) != order(1, 0)
@@ -106,7 +106,7 @@ def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, max_b
     key = derive_key(1, "test")
     texts = [b"%d" % i + b"x" * length for i, length in enumerate(lengths)]
 
-    def run(interrupt: int) -> list[bytes]:
+    def run(interrupt):
         buffer, out = ShuffleBuffer(size, max_bytes, key), []
         for text in texts:
             buffer.push(text)
@@ -158,7 +158,7 @@ def test_states_of_other_streams_are_refused() -> None:
     with pytest.raises(StateError):
         stream(TEXTS[:-1]).load_state_dict(state)
     with pytest.raises(StateError):
-        stream(TEXTS).load_state_dict([])  # type: ignore[arg-type]
+        stream(TEXTS).load_state_dict([])
     for name in state:
         for value in (None, -1, "x", [1]):
             if value == state[name]:
@@ -241,7 +241,7 @@ def test_records_without_text_are_counted_with_their_place() -> None:
 
 def test_errors_of_the_callers_dataset_are_passed_on() -> None:
     class Broken:
-        def __iter__(self) -> Iterator[str]:
+        def __iter__(self):
             yield "x" * 1000
             raise RuntimeError("the disk is gone")
 

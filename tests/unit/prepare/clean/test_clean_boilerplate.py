@@ -63,4 +63,4 @@ def test_patterns_of_the_user(tmp_path: Path) -> None:
 )
 def test_refuses(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Boilerplate(**options)  # type: ignore[arg-type]
+        Boilerplate(**options)

@@ -95,4 +95,4 @@ def test_options_and_counts() -> None:
 )
 def test_refuses(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Pii(**options)  # type: ignore[arg-type]
+        Pii(**options)

@@ -17,7 +17,7 @@ def lists(tmp_path: Path) -> Path:
 
 
 def dropped(stage: Toxic, texts: Sequence[str], languages: Sequence[str] | None = None) -> list[int]:
-    drop: list[int] = stage.apply(to_batch(texts, languages)).drop.tolist()
+    drop = stage.apply(to_batch(texts, languages)).drop.tolist()
     return drop
 
 
@@ -104,4 +104,4 @@ def test_precision_and_recall_of_the_lexicon() -> None:
 )
 def test_refuses(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Toxic(**options)  # type: ignore[arg-type]
+        Toxic(**options)

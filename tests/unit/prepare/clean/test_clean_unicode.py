@@ -83,7 +83,7 @@ def test_options() -> None:
 )
 def test_refuses(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Unicode(**options)  # type: ignore[arg-type]
+        Unicode(**options)
 
 
 PIECES = st.sampled_from(
@@ -101,7 +101,7 @@ def test_is_idempotent_and_normal(text: str, form: str) -> None:
     stage = Unicode(form=form)
     (once,) = stage_texts(stage, [text])
     assert stage_texts(stage, [once]) == [once]
-    assert unicodedata.is_normalized(form, once)  # type: ignore[arg-type]
+    assert unicodedata.is_normalized(form, once)
 
 
 def test_long_runs_of_marks_are_cut() -> None:

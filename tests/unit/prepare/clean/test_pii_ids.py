@@ -49,7 +49,7 @@ NUMBERS = {  # as authorities publish them, or computed by their rules; with `~`
 
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_numbers(kind: str) -> None:
-    stage = Pii(kinds=(kind,))  # type: ignore[arg-type]
+    stage = Pii(kinds=(kind,))
     good = [text for text in NUMBERS[kind] if text[0] != "~"]
     invalid = [f"See {text[1:]}, it says." for text in NUMBERS[kind] if text[0] == "~"]
     masked = stage_texts(stage, [f"See {text}, it says." for text in good])
@@ -59,7 +59,7 @@ def test_numbers(kind: str) -> None:
 
 def test_kinds_of_a_country_and_those_beside_others() -> None:
     text = "SSN 457-55-5462, AB123456C, a@b.com, BSN 111222333, 00:1A:2B:3C:4D:5E"
-    assert stage_texts(Pii(kinds=("us", "uk")), [text]) == [  # type: ignore[arg-type]
+    assert stage_texts(Pii(kinds=("us", "uk")), [text]) == [
         "SSN <us_ssn>, <uk_nino>, a@b.com, BSN 111222333, 00:1A:2B:3C:4D:5E"
     ]
     several = "SSNs: 457-55-5462, 457555463 and born 457555464"

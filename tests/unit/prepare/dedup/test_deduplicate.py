@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,11 +29,11 @@ def column(texts: list[str]) -> pa.LargeStringArray:
 def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
     """Components through equal texts and equal bands, by repeated merging."""
     signatures = config.methods[-1].sign_texts(column(texts))
-    keys: dict[Any, set[int]] = {}
+    keys = {}
     for index, row in enumerate(signatures.tolist()):
         for key in {hash_ for hash_ in row if hash_} | ({" ".join(texts[index].split())} - {""}):
             keys.setdefault(key, set()).add(index)
-    clusters: list[set[int]] = []
+    clusters = []
     for group in keys.values():
         joined = group.union(*(c for c in clusters if c & group))
         clusters = [c for c in clusters if not c & group] + [joined]
@@ -67,7 +66,7 @@ def test_clusters_and_who_stays(fresh: Callable[[], Bench], seed: int, keep: str
 
 def reference_cut(texts: list[str], drop: list[int], min_value: int) -> list[str]:
     """Lines cut out that stood in earlier documents, as often as there, of documents that stay."""
-    seen: set[tuple[str, int]] = set()
+    seen = set()
     out = []
     for text, code in zip(texts, drop):
         retained, full, times = [], True, Counter[str]()
@@ -125,7 +124,7 @@ def test_the_same_files_for_any_parts_memory_and_scale(bench: Bench, tmp_path: P
     cut = bench.deduplicate(parts, config, 1 << 16)
     assert drop_codes(cut) == drop_codes(full)
 
-    def backwards_at_scale_2(run: Any, tasks: Any) -> list[Any]:
+    def backwards_at_scale_2(run, tasks):
         return [run(task, 2) for task in reversed(tasks)][::-1]
 
     store = open_store(tmp_path / "again")

@@ -46,9 +46,9 @@ def test_articles_with_known_pairs(bench: Bench, count: str) -> None:
 
 
 def test_what_words_are() -> None:
-    def signature(text: str) -> list[int]:
+    def signature(text):
         data = np.frombuffer(text.encode(), np.uint8)
-        result: list[int] = MinHash().sign_texts(text_column(np.array([0, len(data)], np.int64), data))[0].tolist()
+        result = MinHash().sign_texts(text_column(np.array([0, len(data)], np.int64), data))[0].tolist()
         return result
 
     plain = signature("the cafe was closed on monday 12 may")

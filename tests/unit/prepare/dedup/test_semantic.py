@@ -56,7 +56,7 @@ def test_decisions_are_those_of_the_definition(bench: Bench, keep: str) -> None:
     scores = rng.integers(0, 4, 300).astype(np.float64) if keep == "best" else np.zeros(300)
     score = "edu" if keep == "best" else ""
     similarity = gap_near(values, 0.9)
-    config = Dedup(semantic=True, dimension=30, similarity=similarity, clusters=1, keep=keep, score=score)  # type: ignore[arg-type]
+    config = Dedup(semantic=True, dimension=30, similarity=similarity, clusters=1, keep=keep, score=score)
     parts = [
         bench.sign([""] * len(rows), config, embedding=column(values[rows]), edu=pa.array(scores[rows]))
         for rows in np.array_split(np.arange(300), 3)

@@ -21,7 +21,7 @@ from support.dedup_bench import Bench
 
 
 def test_hash_has_the_published_vectors() -> None:
-    def hexed(data: bytes) -> str:
+    def hexed(data):
         return "".join(f"{int(h):016x}" for h in hash128(np.frombuffer(data, np.uint8), len(data)))
 
     assert hexed(b"") == "0" * 32
@@ -37,7 +37,7 @@ def test_the_same_bytes_however_batches_are_cut(fresh: Callable[[], Bench], text
 
 
 def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
-    def fail() -> None:
+    def fail():
         with Signer(open_store(tmp_path), "p", Dedup(exact=True, minhash=True)) as signer:
             signer.add(pa.record_batch({"text": pa.array(["a"], pa.large_string())}))
             raise RuntimeError("stop")

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup, normalise_url
-from forebay.storage.store import Store, open_store
+from forebay.storage.store import open_store
 from support.dedup_bench import Bench, drop_codes, random_words
 from support.stores import contents, resuming
 
@@ -33,20 +32,19 @@ def sentences_of(text: str) -> list[str]:
     pieces, i = [], 0
     while i < len(text):
         match = re.compile(r"[^\n]*?(?:[.!?][.!?\"\])]*(?=[ \t\n]|\Z)|。)[ \t]*|[^\n]*\n|[^\n]+\Z").match(text, i)
-        assert match is not None
         pieces.append(match[0])
         i = match.end()
     return pieces
 
 
 def without_spans(texts: list[str], span: int, min_characters: int) -> list[str]:
-    seen: set[tuple[str, ...]] = set()
+    seen = set()
     out = []
     for text in texts:
         pieces = sentences_of(text)
         keys = [" ".join(piece.split()) for piece in pieces]
         full = [i for i, key in enumerate(keys) if key]
-        removed: set[int] = set()
+        removed = set()
         for k in range(len(full) - span + 1):
             window = tuple(keys[i] for i in full[k : k + span])
             if sum(len(key.replace(" ", "")) for key in window) < min_characters:
@@ -68,10 +66,10 @@ def test_spans_of_sentences_are_cut(fresh: Callable[[], Bench], texts: list[str]
 
 def without_runs(texts: list[list[str]], min_words: int) -> list[list[str]]:
     """The definition: a window of words that occurred before goes; of one that overlaps its copy, what is new."""
-    seen: set[tuple[str, ...]] = set()
+    seen = set()
     out = []
     for words in texts:
-        removed: set[int] = set()
+        removed = set()
         for w in range(len(words) - min_words + 1):
             window = tuple(words[w : w + min_words])
             if window in seen:
@@ -103,7 +101,7 @@ def test_repeated_runs_of_words_are_cut(
 
 def without_overlap(texts: list[str], ngram: int, share: float) -> list[str]:
     """The definition: paragraphs, and texts, of whose n-grams a share stood in earlier texts, go."""
-    seen: set[tuple[str, ...]] = set()
+    seen = set()
     out = []
     for text in texts:
         rows = [re.findall(r"\w+", line.lower()) for line in text.split("\n")]
@@ -154,10 +152,10 @@ def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path) -> None
     )
     parts = [bench.sign(some, config) for some in (texts[:50], texts[50:])]
 
-    def run(store: Store, stop: int) -> int:
+    def run(store, stop):
         done = 0
 
-        def map(function: Any, tasks: Any) -> list[Any]:
+        def map(function, tasks):
             nonlocal done
             results = []
             for task in tasks:
@@ -215,7 +213,7 @@ def test_equal_addresses_and_the_best_copy(bench: Bench) -> None:
     texts = [f"text {i}" for i in range(6)]
     drops = {}
     for keep, score in (("first", ""), ("best", "edu")):
-        config = Dedup(url=True, keep=keep, score=score)  # type: ignore[arg-type]
+        config = Dedup(url=True, keep=keep, score=score)
         drops[keep] = bench.deduplicate([bench.sign(texts, config, **columns)], config).drop[0].load().tolist()
     assert drops == {"first": [0, 1, 1, 0, 0, 0], "best": [1, 1, 0, 0, 0, 0]}
     with pytest.raises(PrepareError, match=r"dedup.score: expected a column of numbers 'other', got columns text"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -25,8 +24,8 @@ def memory_until_two(number: int, scale: int) -> tuple[int, int, int]:
 
 
 def test_one_process_runs_heavy_tasks_first_and_those_that_lack_memory_again_smaller() -> None:
-    messages: list[str] = []
-    results: dict[int, Any] = {}
+    messages = []
+    results = {}
     with LocalEngine(1, on_message=messages.append) as engine:
         engine.map(memory_until_two, range(5), results.__setitem__, [1, 5, 2, 5, 0])
         assert list(results) == [1, 3, 2, 0, 4]

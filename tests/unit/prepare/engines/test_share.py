@@ -61,10 +61,10 @@ def test_claims_of_the_dead_lapse_and_those_of_the_living_do_not(
 
         now = 0.0
 
-        def monotonic(self) -> float:
+        def monotonic(self):
             return self.now
 
-        def sleep(self, seconds: float) -> None:
+        def sleep(self, seconds):
             self.now += seconds
             store.write("beats/alive", str(self.now).encode())
             if self.now > 5 * STALE_S and not (tmp_path / "ran-2").exists():
@@ -85,7 +85,7 @@ def test_other_shares_are_refused() -> None:
 
 
 def test_an_error_of_a_task_is_raised(tmp_path: Path) -> None:
-    def fail(task: Any, scale: int) -> int:
+    def fail(task, scale):
         raise ArithmeticError("of the task")
 
     with pytest.raises(ArithmeticError, match="of the task"):

@@ -10,7 +10,7 @@ from support.batches import to_batches
 
 def reason(text: str, name: str = "a.py", **fields: object) -> str:
     (batch,) = to_batches([Record(0, id=name, text=text)])
-    (index,) = Code(**fields).apply(batch).drop  # type: ignore[arg-type]
+    (index,) = Code(**fields).apply(batch).drop
     return Code.reasons[index] if index >= 0 else ""
 
 

@@ -34,7 +34,7 @@ def model() -> None:
 
 
 def test_five_languages() -> None:
-    result, scores, reasons = labelled(Language(keep=["de", "fr"]), list(SAMPLES.values()))  # type: ignore[arg-type]
+    result, scores, reasons = labelled(Language(keep=["de", "fr"]), list(SAMPLES.values()))
     assert result == list(SAMPLES)
     assert all(0.65 <= score <= 1 for score in scores)
     assert reasons == ["language_other", "", "", "language_other", "language_other"]

@@ -55,7 +55,7 @@ tokenizer = "bytes"
 """
 
 
-def test_settings_by_language_in_a_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_settings_by_language_in_a_recipe(tmp_path) -> None:
     (tmp_path / "mine.toml").write_text(TABLES)
     recipe = load_recipe(None, tmp_path / "mine.toml")
     quality, repetition = recipe.stages
@@ -73,7 +73,7 @@ def test_settings_by_language_in_a_recipe(tmp_path) -> None:  # type: ignore[no-
         ("language = 2", "language"),
     ],
 )
-def test_wrong_tables(table: str, message: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_tables(table: str, message: str, tmp_path) -> None:
     (tmp_path / "mine.toml").write_text(f"[gopher_quality.language.de]\n{table}\n")
     with pytest.raises(UsageError, match=message):
         load_recipe(None, tmp_path / "mine.toml")

@@ -20,7 +20,7 @@ def apply(stage: LineRules, *texts: str, languages: tuple[str | None, ...] = ())
 def rule(line: str, code: str | None = None, **fields: object) -> str:
     """The rule by which a line goes; "" if it stays."""
     text = f"This is the line before.\n{line}\n\nAnd this is the one after it."
-    result = apply(LineRules(**fields), text, languages=(code,))  # type: ignore[arg-type]
+    result = apply(LineRules(**fields), text, languages=(code,))
     expected = text.replace(f"{line}\n", "") if result.counts else text
     assert result.batch["text"][0].as_py() == expected
     (name,) = [*result.counts] or [""]
@@ -135,4 +135,4 @@ def test_a_line_above_the_limit_stays() -> None:
 )
 def test_fields_are_checked(fields: dict[str, object], key: str) -> None:
     with pytest.raises(UsageError, match=f"^{key}: "):
-        LineRules(**fields)  # type: ignore[arg-type]
+        LineRules(**fields)

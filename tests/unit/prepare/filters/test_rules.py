@@ -62,7 +62,7 @@ def test_gopher_quality_mean_at_ten() -> None:
 
 def only(**fields: object) -> GopherRepetition:
     off = {f"max_duplicate_{part}": INF for part in ("paragraphs", "paragraph_chars", "lines", "line_chars")}
-    return GopherRepetition(**{**off, "top_ngrams": (), "duplicate_ngrams": (), **fields})  # type: ignore[arg-type]
+    return GopherRepetition(**{**off, "top_ngrams": (), "duplicate_ngrams": (), **fields})
 
 
 def unique(n: int) -> list[str]:
@@ -231,4 +231,4 @@ def test_length(fields: dict[str, float], text: str, expected: str) -> None:
 )
 def test_fields_are_checked(name: str, fields: dict[str, object], key: str) -> None:
     with pytest.raises(UsageError, match=f"^{key}: expected "):
-        FILTERS[name](**fields)  # type: ignore[operator]
+        FILTERS[name](**fields)

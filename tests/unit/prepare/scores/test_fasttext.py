@@ -18,7 +18,7 @@ from support.paths import GOLDEN as GOLDEN_FILES
 
 GOLDEN = GOLDEN_FILES / "fasttext"
 EXPECTED = json.loads((GOLDEN / "scores.json").read_text("utf-8"))
-TEXTS: list[str] = EXPECTED["texts"]
+TEXTS = EXPECTED["texts"]
 MODELS = sorted(EXPECTED["scores"])
 
 

@@ -90,7 +90,7 @@ def test_selection_by_input_columns(source: Path) -> None:
 
 def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
     model = {"use": "fasttext", "model": str(GOLDEN / "0.bin")}
-    tables: dict[str, Any] = {
+    tables = {
         "score": {
             "first": {**model, "label": "l0"},
             "second": {**model, "model": str(GOLDEN / "2.ftz"), "label": "l1"},
@@ -139,7 +139,7 @@ def test_shares_of_a_column_over_several_files(source: Path) -> None:
     st.integers(1, 4),
 )
 def test_percentiles_are_exact(values: list[float], percentiles: list[float], parts: int) -> None:
-    def count(function: Any, tasks: Any) -> Any:
+    def count(function, tasks):
         return [function(task, 0) for task in tasks]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +185,7 @@ def test_documents_are_repeated_by_their_bucket(source: Path) -> None:
 def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> None:
     model = tmp_path / "good.bin"
     model.write_bytes((GOLDEN / "0.bin").read_bytes())
-    tables: dict[str, Any] = {
+    tables = {
         "length": {"min_chars": 10_000},
         "language": {"keep": ["xx"]},
         "score": {"edu": {"use": "fasttext", "model": str(model), "label": "l0", "min": 0.5}, "s": {"use": "signals"}},
@@ -194,10 +194,10 @@ def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> Non
     assert len(rows) == 200 and {"edu", "s_words", "language", "language_score", "licence"} <= rows[0].keys()
     model.unlink()
     del tables["length"], tables["language"]
-    messages: list[str] = []
+    messages = []
     ordered = sorted(row["edu"] for row in rows)
 
-    def again(name: str) -> Any:
+    def again(name):
         return prepare_dataset(
             [source.parent / "scored/text"], source.parent / name, recipe=load_recipe(settings=tables), to="parquet",
             workers=1, on_message=messages.append,

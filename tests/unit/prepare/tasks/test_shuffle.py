@@ -19,7 +19,7 @@ from support.token_parts import coder, documents, text_part
 
 
 def encode_parts(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[EncodedPart]:
-    seen: dict[str, int] = {}
+    seen = {}
     parts = []
     for texts in groups:
         part = text_part(folder, texts)

@@ -33,7 +33,7 @@ CHATML = """{%- if tools %}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Köln"}}}
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
-MESSAGES: list[dict[str, Any]] = [
+MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "How is the weather in <|im_end|> Köln?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},

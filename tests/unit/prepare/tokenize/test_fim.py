@@ -26,13 +26,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encode(path: Path, folder: Path, texts: list[str], **fields: object) -> tuple[list[list[int]], dict[str, int]]:
     spec = coder(folder, str(path), eos="<eos>")
-    stage = FillInTheMiddle(**fields)  # type: ignore[arg-type]
+    stage = FillInTheMiddle(**fields)
     tokens, lengths, counts = stage.encode(spec, pa.array(texts, pa.large_string()))
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])], counts
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3))
-def test_parts_make_the_document(  # type: ignore[no-untyped-def]
+def test_parts_make_the_document(
     tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float, seed: int
 ) -> None:
     documents, counts = encode(tokenizer, tmp_path_factory.mktemp("x"), texts, rate=1, spm_rate=spm_rate, seed=seed)
@@ -42,7 +42,6 @@ def test_parts_make_the_document(  # type: ignore[no-untyped-def]
         expected = f"{text}<eos>" if text else ""
         if len(text) >= 3:
             cut = FillInTheMiddle(rate=1, spm_rate=spm_rate, seed=seed).cuts(text)
-            assert cut is not None
             before, between, after = text[: cut[0]], text[cut[0] : cut[1]], text[cut[1] :]
             expected = f"{prefix}{before}{suffix}{after}{middle}{between}<eos>"
             if cut[2]:
@@ -54,7 +53,7 @@ def test_parts_make_the_document(  # type: ignore[no-untyped-def]
 def test_choices_follow_the_rates_and_the_seed() -> None:
     texts = [f"document number {i}" for i in range(100)]
     for spm_rate in (0, 1):
-        assert {FillInTheMiddle(rate=1, spm_rate=spm_rate).cuts(text)[2] for text in texts} == {bool(spm_rate)}  # type: ignore[index]
+        assert {FillInTheMiddle(rate=1, spm_rate=spm_rate).cuts(text)[2] for text in texts} == {bool(spm_rate)}
     cuts = [[FillInTheMiddle(seed=seed).cuts(text) for text in texts] for seed in (0, 0, 1)]
     assert cuts[0] == cuts[1] != cuts[2]
 
