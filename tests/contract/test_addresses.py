@@ -96,7 +96,7 @@ def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("url", "expected"),
+    "url, expected",
     [
         ("s3://bucket/*/a.jsonl", ["d1/a", "d2/a"]), ("s3://bucket/d?/[bc].jsonl", ["d1/b", "d2/c"]),
         ("s3://bucket/**/c.jsonl", ["d2/c", "d2/e/c"]), ("s3://bucket/d2/**", ["d2/a", "d2/c", "d2/e/c"]),
@@ -196,7 +196,7 @@ P, KEYS = {"PROFILE": "p"}, {"ACCESS_KEY_ID": "KEY", "SECRET_ACCESS_KEY": "SECRE
 
 
 @pytest.mark.parametrize(
-    ("config", "credentials", "variables", "error"),
+    "config, credentials, variables, error",
     [
         ("[default]\nregion=r\nendpoint_url=URL", "[default]\naws_access_key_id=KEY\naws_secret_access_key=SECRET", {},
          ""),

@@ -405,7 +405,7 @@ def flat(values: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "compress"), [(name, codec) for name in names_with("write_rows") for codec in ("", *CODECS.get(name, ()))]
+    "name, compress", [(name, codec) for name in names_with("write_rows") for codec in ("", *CODECS.get(name, ()))]
 )
 def test_every_column_comes_back_from_every_format(name: str, compress: str, tmp_path: Path) -> None:
     """By value, with the same bytes each time; some columns packed; `prepare` reads the same texts."""

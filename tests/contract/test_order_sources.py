@@ -213,7 +213,7 @@ OWNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "refused"), [("lease", LEASED), ("owned", OWNED)])
+@pytest.mark.parametrize("name, refused", [("lease", LEASED), ("owned", OWNED)])
 def test_what_a_source_cannot_have_is_refused_when_the_loader_is_made(
     cluster: LocalCluster, name: str, refused: dict[str, dict[str, Any]]
 ) -> None:

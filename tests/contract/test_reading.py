@@ -214,7 +214,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("encoding", "text"), [(name, t) for names, t in TEXTS.items() for name in names.split()])
+@pytest.mark.parametrize("encoding, text", [(name, t) for names, t in TEXTS.items() for name in names.split()])
 def test_an_encoding_without_a_label(tmp_path: Path, encoding: str, text: str) -> None:
     (tmp_path / "a.txt").write_bytes(f"{text}.\n".encode(encoding) * 2)
     assert [r.text for r in read_records(tmp_path / "a.txt")] == [f"{text}.\n" * 2]

@@ -95,7 +95,7 @@ class TestFolder(StoreContract):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "variable"),
+    "scheme, variable",
     [
         ("s3", "AWS_ACCESS_KEY_ID and AWS_SECRET"),
         ("gs", "GOOGLE_APPLICATION_CRED"),

@@ -63,7 +63,7 @@ def read_rows(library: str, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("to", "library", "compress"),
+    "to, library, compress",
     [
         ("mds", "mds", ""), ("mds", "mds", "zstd"),
         ("litdata", "litdata", ""), ("litdata", "litdata", "zstd"),
@@ -88,7 +88,7 @@ def test_their_libraries_read_text_with_its_columns(tmp_path: Path, to: str, lib
 
 
 @pytest.mark.parametrize(
-    ("to", "compress"), [("mds", ""), ("mds", "zstd"), ("litdata", ""), ("litdata", "zstd"), ("megatron", "")]
+    "to, compress", [("mds", ""), ("mds", "zstd"), ("litdata", ""), ("litdata", "zstd"), ("megatron", "")]
 )
 def test_their_libraries_read_tokens(tmp_path: Path, to: str, compress: str) -> None:
     settings = ConvertOptions(slice_bytes=1 << 20 if to == "litdata" else 3000, compress=compress)

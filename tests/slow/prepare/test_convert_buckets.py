@@ -162,7 +162,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("repo", "words"), CASES)
+@pytest.mark.parametrize("repo, words", CASES)
 def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, ...]) -> None:
     expected, source = world.local(repo, *words), f"hf://datasets/me/{repo}"
     files = contents(world.folder / "local" / repo)

@@ -115,7 +115,7 @@ def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> No
     two.close()
 
 
-@pytest.mark.parametrize(("label", "message"), [("kill", r"SIGKILL \(out of memory\?\)"), ("exit", "exit code 7")])
+@pytest.mark.parametrize("label, message", [("kill", r"SIGKILL \(out of memory\?\)"), ("exit", "exit code 7")])
 def test_a_death_blames_its_task_alone(two: Engine, messages: list[str], label: str, message: str) -> None:
     assert collect(two, die_by_label, pieces(8, label, index=3)) == [(i, int(i == 3)) for i in range(8)]
     (shown,) = messages
@@ -212,7 +212,7 @@ def test_a_script_without_guard_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
-@pytest.mark.parametrize(("call", "result"), [("load(False)", "True False"), ("load(True)", "False True")])
+@pytest.mark.parametrize("call, result", [("load(False)", "True False"), ("load(True)", "False True")])
 def test_a_program_that_chose_so_loads_once_and_forks(call: str, result: str, tmp_path: Path) -> None:
     """Not with a second thread, whose locks the forks would wait for."""
     with start(tmp_path, "fork", call) as program:

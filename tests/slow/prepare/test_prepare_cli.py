@@ -206,7 +206,7 @@ def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Calla
 
 
 @pytest.mark.parametrize(
-    ("package", "extra", "arguments"),
+    "package, extra, arguments",
     [
         ("numba", "prepare", ("--filter", "gopher")),
         ("numba", "prepare", ("--dedup", "exact")),

@@ -93,7 +93,7 @@ def forebay(*arguments: str | Path, code: int = 0) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("workers", "how"), [(1, "fatal"), (2, "deadly")])
+@pytest.mark.parametrize("workers, how", [(1, "fatal"), (2, "deadly")])
 def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int, how: str) -> None:
     corpus(tmp_path, 6, **{how: [4]})
     out = tmp_path / "out"

@@ -67,7 +67,7 @@ def children() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    "what, reason",
     [
         ("abort", "stage length ended its process (SIGABRT)"),
         ("spin", "stage length took more than 0.2 s of CPU time"),

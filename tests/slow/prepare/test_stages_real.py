@@ -49,7 +49,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize(
-    ("make", "piece"), [(make, piece.replace("+", " ")) for make, pieces in PIECES for piece in pieces.split(" ")]
+    "make, piece", [(make, piece.replace("+", " ")) for make, pieces in PIECES for piece in pieces.split(" ")]
 )
 def test_time_is_linear(make: Callable[[], Stage], piece: str) -> None:
     stage, size = make(), 400_000

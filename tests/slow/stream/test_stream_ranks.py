@@ -30,7 +30,7 @@ def long_rows(count: int) -> Rows:
 
 
 @pytest.mark.parametrize(
-    ("server", "kind", "files", "steps"),
+    "server, kind, files, steps",
     [("web", "jsonl", 1, 2800), ("web", "parquet", 1, 2800), ("web", "jsonl.gz", 4, 5600), ("hub", "parquet", 2, 2800)],
 )
 def test_four_ranks_fetch_what_one_fetches(

@@ -69,9 +69,7 @@ def test_values_that_they_cannot_hold_are_refused(tmp_path: Path, to: str) -> No
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("to", "key", "match"), [("mds", "column_encodings", "pkl"), ("litdata", "data_format", "pickle")]
-)
+@pytest.mark.parametrize("to, key, match", [("mds", "column_encodings", "pkl"), ("litdata", "data_format", "pickle")])
 def test_columns_that_run_code_are_refused(tmp_path: Path, to: str, key: str, match: str) -> None:
     convert(made_table({"text": ["a"]}), tmp_path / "out", to, NONE)
     index = tmp_path / "out" / "index.json"

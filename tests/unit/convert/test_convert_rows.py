@@ -53,7 +53,7 @@ def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(("name", "start"), [("t.jsonl.gz", b"\x1f\x8b"), ("t.tar.zst", b"\x28\xb5\x2f\xfd")])
+@pytest.mark.parametrize("name, start", [("t.jsonl.gz", b"\x1f\x8b"), ("t.tar.zst", b"\x28\xb5\x2f\xfd")])
 def test_a_suffix_names_the_compression(tmp_path: Path, name: str, start: bytes) -> None:
     convert(made_table({"a": [1, 2, 3]}), tmp_path / name, "webdataset" if "tar" in name else "jsonl", ConvertOptions())
     assert (tmp_path / name).read_bytes().startswith(start)

@@ -83,7 +83,7 @@ def test_numbers_are_kept_or_refused(values: np.ndarray, to: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "bits"),
+    "number, bits",
     [
         (1 + 2**-8, 0x3F80),
         (1 + 3 * 2**-8, 0x3F82),

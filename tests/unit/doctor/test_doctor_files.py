@@ -95,7 +95,7 @@ def lines(num: int = 50) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstandard.ZstdCompressor().compress)]
+    "suffix, pack", [("", bytes), (".gz", gzip.compress), (".zst", zstandard.ZstdCompressor().compress)]
 )
 def test_truncated_jsonl(tmp_path: Path, suffix: str, pack: Any) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
@@ -170,7 +170,7 @@ PNG = b"\x89PNG\r\n\x1a\n\0\0"
 
 
 @pytest.mark.parametrize(
-    ("files", "ok", "shown"),
+    "files, ok, shown",
     [
         ({"a.png": PNG}, False, ["NOT checked: 1 of 1"]),
         ({"page.html": b"<!DOCTYPE html><html><body>A page.</body></html>"}, True, ["html: 1", "forebay prepare"]),

@@ -74,7 +74,7 @@ def test_the_other_byte_order(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "assumed"),
+    "kind, assumed",
     [("<u4", "<u2"), ("<i8", "<u2"), ("<i8", "<u4"), ("<u2", "<u4")],
 )
 def test_one_type_read_as_another(tmp_path: Path, kind: str, assumed: str) -> None:

@@ -77,7 +77,7 @@ def pack_shard(folder: Path, shard: dict[str, Any], compression: str, pack: Call
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "dtype", "view", "slices"),
+    "name, options, dtype, view, slices",
     [
         ("megatron_u16", {}, "U16", True, 1),
         ("megatron_i32", {}, "U32", True, 1),
@@ -126,7 +126,7 @@ def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    "change, match",
     [
         ({"encryption": {"algorithm": "fernet"}}, "config.encryption"),
         ({"compression_level": "batch"}, "config.compression_level"),
@@ -154,7 +154,7 @@ def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path: Path
     assert examine([folder], CheckOptions())[0].findings
 
 
-@pytest.mark.parametrize(("name", "file"), [("megatron_u16", "text_document.bin"), ("litdata", "chunk-0-0.bin")])
+@pytest.mark.parametrize("name, file", [("megatron_u16", "text_document.bin"), ("litdata", "chunk-0-0.bin")])
 def test_identity_is_of_the_content_and_not_of_the_place(tmp_path: Path, name: str, file: str) -> None:
     copy = copied(tmp_path, name)
     assert opened(copy).id == opened(FOREIGN / name).id
@@ -269,7 +269,7 @@ def test_the_sample_ids_of_templar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "header", "raw_ids"), [(np.uint16, True, True), (np.uint32, False, True), (np.uint16, False, False)]
+    "kind, header, raw_ids", [(np.uint16, True, True), (np.uint32, False, True), (np.uint16, False, False)]
 )
 def test_shards_with_and_without_a_header(tmp_path: Path, kind: Any, header: bool, raw_ids: bool) -> None:
     streams = [np.random.default_rng(i).integers(0, 32000, 640).astype(kind) for i in range(3)]
@@ -331,7 +331,7 @@ def _npy(path: Path, array: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "match"),
+    "array, match",
     [
         (np.zeros((4, 64), np.uint16), r"got shape \[4, 64\]"),
         (np.zeros((), np.uint16), "got shape"),
@@ -493,7 +493,7 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "shards", "match"),
+    "change, shards, match",
     [
         ({"column_encodings": ["ndarray:uint16:x"]}, 3, "expected a shape of numbers"),
         (

@@ -66,7 +66,7 @@ def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    "lines, message",
     [
         (["markdown = no_such_module:Markdown"], "cannot import 'markdown': ModuleNotFoundError"),
         (["other = markdown_format:Markdown"], "of that name, got Markdown 'markdown'"),

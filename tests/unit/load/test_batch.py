@@ -127,7 +127,7 @@ def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    "first, second",
     [
         ({"x": np.zeros((1, 2))}, {"y": np.zeros((1, 2))}),
         ({"x": np.zeros((1, 2))}, {"x": np.zeros((1, 2), np.float32)}),

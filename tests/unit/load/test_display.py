@@ -67,7 +67,7 @@ def test_a_card_of_rows_has_their_shapes() -> None:
     assert "&lt;x&gt;" in batch._repr_html_() and "uint8 [2, 3]" in batch._repr_html_()
 
 
-@pytest.mark.parametrize(("packing", "split"), [("concat", None), ("best_fit", "train")])
+@pytest.mark.parametrize("packing, split", [("concat", None), ("best_fit", "train")])
 def test_the_documents_of_a_batch(
     result: PrepareResult, packing: Literal["concat", "best_fit"], split: str | None
 ) -> None:

@@ -161,7 +161,7 @@ def test_tables_and_next_uses_of_a_grown_run_agree_with_its_steps(datasets: list
         assert np.abs(steps - expected).max() <= stop - end and np.abs(steps - expected).mean() < (stop - end) / 2
 
 
-@pytest.mark.parametrize(("epochs", "num_steps"), [(1, None), (3, None), (None, 12), (2, 9)])
+@pytest.mark.parametrize("epochs, num_steps", [(1, None), (3, None), (None, 12), (2, 9)])
 def test_limits_count_from_the_start_of_the_run(
     datasets: list[Dataset], epochs: int | None, num_steps: int | None
 ) -> None:

@@ -107,7 +107,7 @@ def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong"),
+    "kind, wrong",
     [
         (OrderOptions, {"lanes": 0}),
         (OrderOptions, {"window_bytes": -3}),

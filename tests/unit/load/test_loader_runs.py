@@ -118,7 +118,7 @@ def test_several_datasets_are_a_mixture(several: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recorded", "differing"),  # Of datasets a, b, c: the type, the hash of the tokenizer, vocab_size, eos_id.
+    "recorded, differing",  # Of datasets a, b, c: the type, the hash of the tokenizer, vocab_size, eos_id.
     [
         ("U32 - 0 -|U32 - 0 -", ""),
         ("U16 - 0 -|U32 - 0 -", "dtype, got U16 of a and U32 of b.*--dtype TYPE"),

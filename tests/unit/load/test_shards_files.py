@@ -34,7 +34,7 @@ def make_tokens(count: int, dtype: Any = np.uint16, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("generation", "header", "dtype"), [("bin", True, "uint16"), ("npy", False, "uint16"), ("npy", True, "uint32")]
+    "generation, header, dtype", [("bin", True, "uint16"), ("npy", False, "uint16"), ("npy", True, "uint32")]
 )
 def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, header: bool, dtype: str) -> None:
     """Also without NumPy's header, as the first generation wrote them."""

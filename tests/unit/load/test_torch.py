@@ -92,7 +92,7 @@ def ids(batches: Any) -> list[list[int]]:
     return [(b["sample_ids"] if isinstance(b, dict) else b.sample_ids).tolist() for b in batches]
 
 
-@pytest.mark.parametrize(("workers", "prefetch", "device"), [(0, 0, None), (0, 2, "cpu"), (1, 2, None), (3, 0, "cpu")])
+@pytest.mark.parametrize("workers, prefetch, device", [(0, 0, None), (0, 2, "cpu"), (1, 2, None), (3, 0, "cpu")])
 def test_the_same_order_for_any_number_of_helpers(data: Path, workers: int, prefetch: int, device: str | None) -> None:
     expected = read_plain(data, 2)
     with Loader(data, **ARGUMENTS) as loader:
@@ -109,7 +109,7 @@ def test_the_same_order_for_any_number_of_helpers(data: Path, workers: int, pref
         assert stats["batches"] == 2 * STEPS and (stats["device_s"] > 0 or workers or prefetch)
 
 
-@pytest.mark.parametrize(("first", "then"), [(0, 3), (2, 1)])
+@pytest.mark.parametrize("first, then", [(0, 3), (2, 1)])
 def test_the_state_is_the_loaders_and_resumes_with_other_helpers(data: Path, first: int, then: int) -> None:
     expected = [item["ids"] for item in read_plain(data, 2)]
     for stop in (7, 25, 31):
@@ -280,7 +280,7 @@ def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch: pyte
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, 0), (0, 2), (1, 2)])
+@pytest.mark.parametrize("workers, prefetch", [(0, 0), (0, 2), (1, 2)])
 def test_batches_on_a_gpu(data: Path, workers: int, prefetch: int) -> None:
     expected = read_plain(data, 2)
     with Loader(data, epochs=2, **ARGUMENTS) as loader:

@@ -167,7 +167,7 @@ def test_secrets_stay_in_the_environment(tmp_path: Path, server: Server, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         ("url = 1", "url: expected a string"),
         ('url = "ftp://x"', "url: expected http"),

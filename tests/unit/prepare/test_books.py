@@ -79,7 +79,7 @@ def test_a_book_is_a_document_with_its_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    "changes, match",
     [
         ({"META-INF/container.xml": None}, "a damaged EPUB: .*container.xml"),
         ({"META-INF/container.xml": "<container/>"}, "no rootfile"),

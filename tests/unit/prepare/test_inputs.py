@@ -193,7 +193,7 @@ def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "key"),
+    "name, data, key",
     [
         ("a.jsonl", b'{"body": "t", "content": "w"}\n{"text": 5}\n', "content"),
         ("a.json", b'[{"id": 1, "article": "t"}, {"art', "article"),

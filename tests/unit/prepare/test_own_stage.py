@@ -49,7 +49,7 @@ def shout(minimum: int) -> Recipe:
     return load_recipe(settings={"shout": {"use": "own_stage:Shout", "minimum": minimum}}, allow_code=True)
 
 
-@pytest.mark.parametrize(("minimum", "message"), [(0, "ZeroDivisionError"), (98, "expected a result for each of 3")])
+@pytest.mark.parametrize("minimum, message", [(0, "ZeroDivisionError"), (98, "expected a result for each of 3")])
 def test_its_failure_is_reported(source: Path, minimum: int, message: str) -> None:
     with pytest.raises(PrepareError, match=rf"a\.jsonl:1: stage shout.*{message}"):
         prepare(source, source.parent / "d", recipe=shout(minimum))

@@ -159,7 +159,7 @@ def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    "data, message",
     [
         (b"http://10.0.0.1/a.warc.gz\n", "line 1: expected a path below the list's root"),
         (b"crawl-data/a.warc.gz\n../../etc/passwd\n", "line 2: expected a path below"),

@@ -99,7 +99,7 @@ def test_a_server_that_stays_down_is_told(origin: Origin) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "when"),
+    "by, when",
     [("etag", "before"), ("etag", "between"), ("etag", "within"), ("weak", "within"), ("time", "between")],
 )
 def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch: pytest.MonkeyPatch, by: str, when: str) -> None:
@@ -131,7 +131,7 @@ def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("head", "message"),
+    "head, message",
     [
         ({"Content-Range": "bytes 0-0/abc"}, r"/a\.jsonl: cannot read input: the server sends no size"),
         ({"Content-Range": ""}, r"/a\.jsonl: cannot read input: the server sends no size"),

@@ -40,7 +40,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "message"),
+    "toml, message",
     [
         ('[dedup]\nexact = "yes"', " dedup.exact: expected true or false, got 'yes'"),
         ("[gopher_quality]\nmin_word = 3", " gopher_quality.min_word: unknown key; did you mean 'min_words'?"),

@@ -27,7 +27,7 @@ def read(path: Path, start: int = 0, stop: int = 0, **options: Any) -> list[Reco
 
 
 @pytest.mark.parametrize(
-    ("source", "text"),
+    "source, text",
     [
         ("'''Bold''' and ''italic'' and '''''both'''''", "Bold and italic and both"),
         ("a [[link]], a [[Target page|label]], [[bus]]es, [[:Category:X]]", "a link, a label, buses, Category:X"),

@@ -212,7 +212,7 @@ def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("lie", "message"),
+    "lie, message",
     [
         (10**15, "expected a file of at most 64 TiB"),
         (-1, "expected a file of at most 64 TiB"),

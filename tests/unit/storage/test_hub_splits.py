@@ -37,7 +37,7 @@ def paths(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    "text, name",
     [
         ("owner/name", HubName("owner/name")),
         ("squad", HubName("squad")),
@@ -97,7 +97,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("names", "splits"), RULES)
+@pytest.mark.parametrize("names, splits", RULES)
 def test_splits_by_the_names_of_files(hub: HubServer, names: list[str], splits: dict[str, list[str]]) -> None:
     name = repo(hub, names)
     assert {split: paths(f"{name}:{split}") for split in splits} == splits
@@ -128,7 +128,7 @@ CARDS = [
 ]
 
 
-@pytest.mark.parametrize(("data_files", "expected"), CARDS)
+@pytest.mark.parametrize("data_files, expected", CARDS)
 def test_configurations_of_the_card(hub: HubServer, data_files: Any, expected: dict[str, list[str]]) -> None:
     card = {"configs": [{"config_name": "one", "data_files": data_files}]}
     name = repo(hub, ["a/1.csv", "a/2.csv", "b/c/3.csv"], card)

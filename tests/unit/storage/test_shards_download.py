@@ -37,7 +37,7 @@ def only(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "chunk", "workers", "ranges", "used"),
+    "size, chunk, workers, ranges, used",
     [
         (215_000_000_000, 2 * 1024**3, "all", 101, 101),
         (215_000_000_000, 2 * 1024**3, 100, 101, 100),

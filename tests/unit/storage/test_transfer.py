@@ -85,7 +85,7 @@ def server(make_server: Callable[..., OriginServer]) -> OriginServer:
     return make_server()
 
 
-@pytest.mark.parametrize(("kind", "drop", "truncate"), [("http", 0.4, 0.4), ("s3", 0.4, 0.4), ("http", 0.0, 0.9)])
+@pytest.mark.parametrize("kind, drop, truncate", [("http", 0.4, 0.4), ("s3", 0.4, 0.4), ("http", 0.0, 0.9)])
 def test_no_byte_is_fetched_twice(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, drop: float, truncate: float
 ) -> None:

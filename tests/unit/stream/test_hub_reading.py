@@ -68,7 +68,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "files"), ALL)
+@pytest.mark.parametrize("name, files", ALL)
 def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: list[str]) -> None:
     expected = on_disk(hub.directory / "datasets" / "/".join(name.partition(":")[0].split("/")[:2]), *files)
     assert texts(f"hf:{name}") == expected and len(expected) > 30
@@ -138,10 +138,10 @@ def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    "name, advice",
     [("my-dataset", "a full path, OWNER/NAME, or a short name"), ("no/such", "a full path, OWNER/NAME such as")],
 )
-@pytest.mark.parametrize(("token", "private"), [("", " If it is private, set HF_TOKEN."), (TOKEN, "")])
+@pytest.mark.parametrize("token, private", [("", " If it is private, set HF_TOKEN."), (TOKEN, "")])
 def test_a_name_that_nothing_has(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str, advice: str, token: str, private: str
 ) -> None:

@@ -69,7 +69,7 @@ def counts(stats: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in stats.items() if not name.endswith("_s")}
 
 
-@pytest.mark.parametrize(("drop_last", "prefetch_batches"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize("drop_last, prefetch_batches", [(False, 0), (True, 2)])
 def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) -> None:
     settings = {"epochs": 3, "drop_last": drop_last, "seq_len": 32}
     full = stream(TEXTS, **settings)
@@ -209,7 +209,7 @@ class Replayed:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "kind"),
+    "dataset, kind",
     [(lambda: [{"text": text} for text in TEXTS], "index"), (lambda: Streamed(TEXTS), "own"), (Replayed, "replay")],
     ids=["index", "own", "replay"],
 )

@@ -84,7 +84,7 @@ def test_a_damaged_file_is_reported_by_one_lane(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("suffix", "lanes", "worlds"), [("jsonl", 1, (3, 5)), ("jsonl", 4, (1, 2, 8)), ("parquet", 4, (2, 8))]
+    "suffix, lanes, worlds", [("jsonl", 1, (3, 5)), ("jsonl", 4, (1, 2, 8)), ("parquet", 4, (2, 8))]
 )
 def test_a_state_of_another_world_is_exact(
     tmp_path: Path, suffix: str, lanes: int, worlds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

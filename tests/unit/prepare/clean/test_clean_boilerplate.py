@@ -53,7 +53,7 @@ def test_patterns_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"patterns": "/nowhere"}, "patterns: expected a file"),
         ({"menu_lines": -1}, "menu_lines: expected at least 0, got -1"),

@@ -11,7 +11,7 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRI
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "text, expected",
     [
         ("write to a.b+c@mail.example.co.uk.", "write to <email>."),
         ("<x_y@host.org>, 'z@host.org'", "<<email>>, '<email>'"),
@@ -85,7 +85,7 @@ def test_options_and_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"kinds": ("mail",)}, "kinds: expected 'email', .*'key', .*, got 'mail'"),
         ({"kinds": "email"}, "kinds: expected"),

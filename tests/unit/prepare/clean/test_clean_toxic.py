@@ -92,7 +92,7 @@ def test_precision_and_recall_of_the_lexicon() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"min_weight": -1}, "min_weight: expected at least 0, got -1"),
         ({"lists": "/nowhere"}, "lists: .*does not exist"),

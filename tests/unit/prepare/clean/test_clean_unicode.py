@@ -11,7 +11,7 @@ from support.batches import stage_texts, to_batches
 
 
 @pytest.mark.parametrize(
-    ("dirty", "expected"),
+    "dirty, expected",
     [
         ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
         ("schÃ¶n, voilÃ\xa0 le travail", "schön, voilà le travail"),
@@ -74,7 +74,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"form": "NFD"}, "form: expected 'NFC', 'NFKC' or 'none', got 'NFD'"),
         ({"max_blank_lines": -2}, "max_blank_lines: expected at least -1, got -2"),

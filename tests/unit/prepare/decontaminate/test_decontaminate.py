@@ -142,7 +142,7 @@ def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    "table, message",
     [
         ({}, "sets: expected files, folders or hub names of evaluation sets, got none"),
         ({"sets": ["/none.jsonl"]}, "sets: expected files, folders or hub names, got '/none.jsonl'"),

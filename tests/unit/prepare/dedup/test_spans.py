@@ -193,7 +193,7 @@ def test_documents_of_which_most_is_cut_are_dropped(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "expected"),
+    "url, expected",
     [
         ("https://www.Example.org/A/b/?utm_source=x&b=2&a=1#top", "example.org/A/b?a=1&b=2"),
         ("http://example.org:80/A/b?a=1&fbclid=z&b=2", "example.org/A/b?a=1&b=2"),

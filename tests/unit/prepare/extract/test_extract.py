@@ -48,7 +48,7 @@ def test_any_page_gives_text_of_its_own(parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("html", "message"),
+    "html, message",
     [
         ("<p " + " ".join(f"a{i}" for i in range(50_000)) + ">x", "more than 1000 attributes"),
         ("<p " + " ".join(f"a{i}='>'" for i in range(5000)) + ">x", "more than 1000 attributes"),
@@ -136,7 +136,7 @@ def test_markdown_marks_the_structure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("html", "text"),
+    "html, text",
     [
         ("<p>one<p>two<div>three", "one\ntwo\nthree"),
         ("a&nbsp;b &eacute;&#233;&#xE9; &lt;x&gt; &amp &bogus; &#x80;", "a b ééé <x> & &bogus; €"),

@@ -27,7 +27,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, min_words: int, *opti
     return main([*command, "--workers", "1", "--out", str(folder / "out"), *options])
 
 
-@pytest.mark.parametrize(("min_words", "text"), [(20, BODY.strip()), (1000, "Shown.")])
+@pytest.mark.parametrize("min_words, text", [(20, BODY.strip()), (1000, "Shown.")])
 def test_a_recipe_names_it_and_passes_settings(
     min_words: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

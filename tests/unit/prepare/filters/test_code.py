@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), CASES)
+@pytest.mark.parametrize("text, expected", CASES)
 def test_rules(text: str, expected: str) -> None:
     assert reason(text) == expected
 

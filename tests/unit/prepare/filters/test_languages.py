@@ -66,7 +66,7 @@ def test_settings_by_language_in_a_recipe(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    "table, message",
     [
         ("min_wrds = 2", "gopher_quality.*min_wrds"),
         ('min_words = "many"', "de: min_words: expected a number"),

@@ -77,13 +77,13 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "expected"), LINES)
+@pytest.mark.parametrize("line, expected", LINES)
 def test_rules(line: str, expected: str) -> None:
     assert rule(line) == expected
 
 
 @pytest.mark.parametrize(
-    ("line", "fields"),
+    "line, fields",
     [
         ("2023", {"numbers": False, "max_symbols": 1, "min_words": 0}),
         ("*** ==", {"max_symbols": 1, "min_words": 0}),
@@ -126,7 +126,7 @@ def test_a_line_above_the_limit_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "key"),
+    "fields, key",
     [
         ({"max_symbols": 2}, "max_symbols"),
         ({"prompt_words": 0}, "prompt_words"),

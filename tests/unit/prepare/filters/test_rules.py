@@ -50,7 +50,7 @@ QUALITY = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), QUALITY)
+@pytest.mark.parametrize("text, expected", QUALITY)
 def test_gopher_quality(text: str, expected: str) -> None:
     assert reason(GopherQuality(), text) == expected
 
@@ -70,7 +70,7 @@ def unique(n: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("gap", "unit"), [("\n\n", "paragraphs"), ("\n\n\n", "paragraphs"), ("\n", "lines"), ("\n\n", "lines")]
+    "gap, unit", [("\n\n", "paragraphs"), ("\n\n\n", "paragraphs"), ("\n", "lines"), ("\n\n", "lines")]
 )
 def test_duplicate_parts(gap: str, unit: str) -> None:
     stage = only(**{f"max_duplicate_{unit}": 0.30})
@@ -88,7 +88,7 @@ def test_duplicate_chars(unit: str) -> None:
     assert reason(stage, text[:-1]) == f"gopher_duplicate_{unit}_chars"
 
 
-@pytest.mark.parametrize(("n", "share"), GopherRepetition().top_ngrams)
+@pytest.mark.parametrize("n, share", GopherRepetition().top_ngrams)
 def test_top_ngrams(n: int, share: float) -> None:
     """Two occurrences of n words cover `share` of 100 or 200 characters."""
     length = {2: 10, 3: 18, 4: 16}[n]  # each; of 100, 200, 200 characters
@@ -103,7 +103,7 @@ def test_top_ngrams(n: int, share: float) -> None:
     assert reason(stage, text[:-1]) == f"gopher_top_{n}_gram"
 
 
-@pytest.mark.parametrize(("n", "share"), GopherRepetition().duplicate_ngrams)
+@pytest.mark.parametrize("n, share", GopherRepetition().duplicate_ngrams)
 def test_duplicate_ngrams(n: int, share: float) -> None:
     chars = round(100 * share)
     words = ["c" + "d" * (chars - n), *"efghijklmn"[: n - 1]]
@@ -137,7 +137,7 @@ FINEWEB = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), FINEWEB)
+@pytest.mark.parametrize("text, expected", FINEWEB)
 def test_fineweb(text: str, expected: str) -> None:
     if "one" in text:
         assert reason(FineWeb(max_short_lines=INF), text) == expected
@@ -162,7 +162,7 @@ C4_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), C4_LINES)
+@pytest.mark.parametrize("text, expected", C4_LINES)
 def test_c4_lines(text: str, expected: str) -> None:
     assert reason(C4(), text) == ""
     assert stage_texts(C4(), [text]) == [expected]
@@ -190,7 +190,7 @@ def test_c4_rules_can_be_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "text", "expected"),
+    "fields, text, expected",
     [
         ({"min_chars": 3}, "äöü", ""),
         ({"min_chars": 4}, "äöü", "few_chars"),
@@ -208,7 +208,7 @@ def test_length(fields: dict[str, float], text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "key"),
+    "name, fields, key",
     [
         ("length", {"min_chars": -1}, "min_chars"),
         ("length", {"min_words": 5, "max_words": 4}, "min_words"),

@@ -40,7 +40,7 @@ def test_words_are_cut_as_written(cut: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("glued", "cut"),
+    "glued, cut",
     [
         ("(Hello,world!)", "( Hello , world ! )"),
         ("don't won’t cannot I'm John's dogs'", "do n't wo n’t can not I 'm John 's dogs '"),

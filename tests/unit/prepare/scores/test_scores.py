@@ -282,7 +282,7 @@ def test_tables_of_selection_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (lambda: Select(), "column: expected the name"),
         (lambda: Select("x"), "expected bounds"),

@@ -89,7 +89,7 @@ def test_templates_that_cannot_be_masked_or_refuse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "message"),
+    "name, data, message",
     [
         ("none.jinja", None, "expected `plain`, `chatml` or a chat template's file"),
         ("a.jinja", "{% for %}", "expected a chat template of Jinja, got"),

@@ -115,7 +115,7 @@ LONG = "".join(CHOOSE(WORDS.split()) + CHOOSE(SPACES) for _ in range(800))
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
-    ("model", "before"),
+    "model, before",
     [
         ("bpe", pre_tokenizers.Metaspace(prepend_scheme="first")),
         ("bpe", pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
