@@ -3,8 +3,6 @@
 A thread that dies fails the test in which it dies: pytest warns of it, and warnings are errors (pyproject.toml).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

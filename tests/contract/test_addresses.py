@@ -1,7 +1,5 @@
 """An address means the same to every command: keys are literal, each is read, and what is printed opens again."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 What comes back after writing is proved here for every format and on every path (text, rows, tokens), and nowhere else.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """One decision from the columns of a table to a layout: the same for every container, in place and converted."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

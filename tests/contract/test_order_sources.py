@@ -4,8 +4,6 @@ Workers are threads here; `slow/contract` kills them as processes. A coordinator
 and world size give, as static ranks do. A Loader that cannot have an option says so when it is made.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """What comes out of the readers of text is what is in the file: nothing lost, falsified or misread."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma

@@ -1,7 +1,5 @@
 """The laws of every store; here of a directory, in `tests/e2e/test_s3.py` of a bucket of a real server."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """The fenced blocks of pages that need no process run, one after another. `slow/docs` runs all other pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

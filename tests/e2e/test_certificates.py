@@ -1,7 +1,5 @@
 """A data node as a process: members read from it, strangers and the revoked are refused and get nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

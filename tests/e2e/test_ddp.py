@@ -1,7 +1,5 @@
 """Two ranks that train under DistributedDataParallel, each on a Loader; one fails, and the run is resumed."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`forebay demo` as a user runs it: a worker is killed, each sample is used once, and nothing stays behind."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

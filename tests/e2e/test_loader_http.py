@@ -1,7 +1,5 @@
 """A loader that reads a dataset over HTTP, killed with SIGKILL and resumed from its state in a new process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A preparation with two processes that is killed between two of its tasks: run again, it does the rest alone."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A bucket of a real server (`rclone serve s3`): the laws of stores, and the path of a dataset there and back."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

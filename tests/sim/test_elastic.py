@@ -1,7 +1,5 @@
 """Ranks of one run come, die, return and are cut off: the lineage of the final weights has every sample once."""
 
-from __future__ import annotations
-
 import pytest
 
 from forebay.simulate import Scenario

@@ -1,7 +1,5 @@
 """Slow tests: processes, clusters, kills and real time. Limits of time in them follow the speed of the machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from support import calibration

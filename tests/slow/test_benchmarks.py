@@ -1,7 +1,5 @@
 """The benchmarks are programs of their own; what they import must exist."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """The command line as a process: imports, completion, signals, a full disk, nodes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

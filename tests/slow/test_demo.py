@@ -1,7 +1,5 @@
 """The demo cleans up: after Ctrl-C at a random moment, a kill, or the end of its parent."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

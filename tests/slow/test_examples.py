@@ -3,8 +3,6 @@
 An example that is ended by SIGTERM ends what it has started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The notebooks of examples/ run from a fresh process, and have no outputs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

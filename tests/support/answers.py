@@ -1,7 +1,5 @@
 """A web server on a free port whose answers come from a function."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress

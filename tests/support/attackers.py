@@ -1,7 +1,5 @@
 """Members that attack: a valid certificate, and requests that no client of ours would send."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

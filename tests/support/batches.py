@@ -1,7 +1,5 @@
 """Records as the batches that stages take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa

@@ -3,8 +3,6 @@
 Tests skip, saying why, where one of Chromium, playwright and axe-playwright-python (which brings axe-core) is missing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Slices put into a cache as those who fetch them do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

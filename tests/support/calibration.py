@@ -5,8 +5,6 @@ more as a fixed piece of work takes more here, be it that its cores are slow or 
 machine has stood still of late, as virtual ones do for seconds, all processes at once.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import subprocess

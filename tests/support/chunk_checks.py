@@ -1,7 +1,5 @@
 """Look at a cache's directory from outside: whether every chunk has the bytes that it should."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from forebay.dataset.chunks import HASH_BYTES, wrong_chunks

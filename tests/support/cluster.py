@@ -1,7 +1,5 @@
 """A preparation as a process: a small corpus in many splits, to a directory or a bucket; for runs that are killed."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Files and servers that the pages of the documentation use: small, created at the first use."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """A small mirror of CommonCrawl's file tree: WET files of one gzip member a record, and their list."""
 
-from __future__ import annotations
-
 import gzip
 import random
 from pathlib import Path

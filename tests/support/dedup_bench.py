@@ -1,7 +1,5 @@
 """Sign lists of texts as parts, and deduplicate them."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Callable, Sequence

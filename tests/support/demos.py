@@ -1,7 +1,5 @@
 """`forebay demo` on a small text of the test, as a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ train a layer of four weights; a sample's number fixes its point. Each prints a 
 this process one for every worker's begin and end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

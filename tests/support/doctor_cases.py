@@ -1,7 +1,5 @@
 """Tokens like those of text, and the doctor asked in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

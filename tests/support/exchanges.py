@@ -1,7 +1,5 @@
 """A worker's side of the scheduler's exchange, as plain JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from forebay.ledger.chain import Used, receipt_message

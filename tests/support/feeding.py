@@ -1,7 +1,5 @@
 """Loaders in processes of their own, a dataset whose tokens tell their place, and a watcher of a cache."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

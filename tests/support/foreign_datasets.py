@@ -1,7 +1,5 @@
 """Sources in memory with columns of every kind, their reading, and datasets as other libraries write them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Real articles with the text that people chose as theirs, and how much of it an extracted text has."""
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections import Counter

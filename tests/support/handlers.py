@@ -1,7 +1,5 @@
 """Servers for tests that answer by one plain function."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Runs with an interpreter of its own, that has schemathesis and nothing of ours: a stranger's view of the routes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import ssl

@@ -1,7 +1,5 @@
 """Answers of `hub_server`: the hub's API and `resolve`, and the CDN's bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

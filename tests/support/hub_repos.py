@@ -3,8 +3,6 @@
 The texts are those that come with Python; the tokenizers are trained on them.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

@@ -14,8 +14,6 @@ that shows it a token. `huggingface_hub` and `datasets` read it too: api/{datase
 than `main`, that commit or one of `revisions` is 404 RevisionNotFound.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A repository as the hub sees it: files with their git and LFS hashes, one commit, the card."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

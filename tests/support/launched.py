@@ -1,7 +1,5 @@
 """Hostile words for files that `forebay launch` writes, and the parsed manifest of an indexed job."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

@@ -1,7 +1,5 @@
 """A worker of a lease job in this process: a Loader with the job's arguments, read to its end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

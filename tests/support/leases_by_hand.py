@@ -1,7 +1,5 @@
 """A worker's leases, granted by the test, and the fetcher that serves them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

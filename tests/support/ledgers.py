@@ -1,7 +1,5 @@
 """Ledgers written by hand, with a signature that is a keyed hash."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the fast tests may not do, and what each test costs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Discovery without a network, for tests."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 Run as a program: `python loggers.py wandb|tensorboard|mlflow FOLDER` prints {"loader": {step: {name: value}}, …}.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

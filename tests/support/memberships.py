@@ -1,7 +1,5 @@
 """The membership of a run in virtual time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from forebay.coordinator.membership import apply

@@ -5,8 +5,6 @@ with MemoryBucket({"a//b": b"1"}) as bucket:
     open_origin("s3://bucket/a")
 """
 
-from __future__ import annotations
-
 import hashlib
 import html
 import re

@@ -1,7 +1,5 @@
 """Data nodes, schedulers and workers of a network in this process, and the programs that workers run."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from pathlib import Path

@@ -3,8 +3,6 @@
 The value of a cell's last expression is shown as HTML where it can, which is all of a front end that the code uses.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """The order sources of a Loader for the contract suite, with nodes in this process or in processes of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -3,8 +3,6 @@
 The settings are JSON, so that tests and processes open the same Loaders; see `open_loader`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -9,8 +9,6 @@ GET and HEAD with one range. Under `/bucket/` a request must carry a valid AWS s
 be put there, whole or in parts that no reader sees before the last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

@@ -1,7 +1,5 @@
 """The outputs of preparations, compared without times; and a corpus with columns, prepared to each of them."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

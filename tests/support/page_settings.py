@@ -1,7 +1,5 @@
 """What each page of the documentation needs before its blocks run: files, servers, names and replacements."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How much memory something takes at most, in this process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ports for servers that are started a moment later, or never."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

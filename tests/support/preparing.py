@@ -1,7 +1,5 @@
 """Inputs written, read and prepared in this process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress

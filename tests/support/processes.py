@@ -1,7 +1,5 @@
 """Programs that tests start, and the lines of JSON that they print."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

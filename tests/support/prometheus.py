@@ -1,7 +1,5 @@
 """A real Prometheus, scraping every second, and promtool. Tests skip where Debian's package prometheus is missing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Proofs of possession made by hand, from the bytes that a provider of the lease gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from forebay.lease.messages import proof_of, range_of

@@ -5,8 +5,6 @@ imported PyTorch once for all. What a run saw goes to `out`, its checkpoint to `
 port is chosen beforehand; when one fails, the others are killed.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import multiprocessing.connection

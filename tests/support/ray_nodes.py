@@ -1,7 +1,5 @@
 """Nodes of a Ray cluster in network namespaces and with file systems of their own: machines that share nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The samples that a Loader must have, by loops over lists of Python integers that share no code with the package."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path

@@ -12,8 +12,6 @@
 Addresses of documentation (`127.0.0.1:7400`, `10.0.0.2:7410`) become free ports of this machine.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import builtins

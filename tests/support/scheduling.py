@@ -1,7 +1,5 @@
 """Exchanges with a scheduler's core, by hand, and a scheduler's journal of a small job."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 from typing import Any

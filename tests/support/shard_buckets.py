@@ -1,7 +1,5 @@
 """Shared shards as a bucket keeps them, and a view of a directory into which they are fetched."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from pathlib import Path

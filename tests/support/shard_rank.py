@@ -3,8 +3,6 @@
 python shard_rank.py OUT '{"steps": 12, ...settings of the manager}'
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

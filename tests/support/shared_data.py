@@ -1,7 +1,5 @@
 """Real corpora that tests use where they are."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

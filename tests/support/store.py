@@ -1,7 +1,5 @@
 """One store of prepared fixtures for all tests and all processes of a run."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

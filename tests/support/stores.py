@@ -1,7 +1,5 @@
 """Stores of task tests, and an engine that keeps results as a run does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents in files of each format, and short streams over them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Helpers of the tests of encode, shuffle, slicing and rows: parts of documents, and their tokens read back."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Small datasets of random tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small tokenizer of bytes and their pairs with special tokens of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,7 +1,5 @@
 """Views of a run, as a loader records them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

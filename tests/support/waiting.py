@@ -1,7 +1,5 @@
 """Waiting for what another thread or process does, where there is no event to wait for."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

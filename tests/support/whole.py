@@ -4,8 +4,6 @@ Run as a program it prepares: `python whole.py INPUTS OUT WORKERS [ENGINE]` prin
 buckets are small, so that each phase has several tasks.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

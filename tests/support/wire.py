@@ -1,7 +1,5 @@
 """HTTP as bytes: requests that a test writes itself, and responses as they come."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from dataclasses import dataclass

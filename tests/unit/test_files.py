@@ -1,7 +1,5 @@
 """The one writer of files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

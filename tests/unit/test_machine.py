@@ -1,7 +1,5 @@
 """What a process may use of its machine, whatever its container, launcher and limits."""
 
-from __future__ import annotations
-
 import os
 import pwd
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Mirrors: to directories and buckets, by ranges, under faults."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

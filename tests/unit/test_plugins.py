@@ -1,7 +1,5 @@
 """Plug-ins: found by entry point or by module and name, with an error that names what is missing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

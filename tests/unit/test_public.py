@@ -1,7 +1,5 @@
 """The names of the package."""
 
-from __future__ import annotations
-
 import pytest
 
 import forebay

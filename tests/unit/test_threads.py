@@ -1,7 +1,5 @@
 """SupervisedThread threads: an exception is logged, counted and followed by another run; none dies unseen."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import urllib.request

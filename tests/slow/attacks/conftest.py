@@ -1,7 +1,5 @@
 """A member of the test's network that attacks, and another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a worker does to a run: false steps, other members' names, joins and breaks without end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a member does to data nodes and to readers that share: dials, accusations, slow reading, floods."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files that a stranger wrote: tables that unfold, and names that lead out of a folder."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a worker does to a scheduler: memory by few bytes, leases that it does not use, false reports."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

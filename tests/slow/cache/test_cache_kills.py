@@ -1,7 +1,5 @@
 """A cache whose process is killed while it fetches."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ The coordinator's limits of time are real: if the machine stands still for longe
 lost too early and a test may fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -5,8 +5,6 @@ a source), FOREBAY_CONTRACT_SEED when (0). A machine that stands still for longe
 makes workers begin again with what others did not use.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

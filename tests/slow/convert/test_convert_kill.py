@@ -3,8 +3,6 @@
 The process kills itself at a call, so nothing depends on time.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -8,8 +8,6 @@ takes its name, and its directory afterwards.
 FOREBAY_FAULTS=all tries each fault, which takes some ten minutes; otherwise some of each scenario are tried.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """The installation that README shows: a wheel, in an environment of its own, runs README's first command."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

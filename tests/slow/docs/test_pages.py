@@ -3,8 +3,6 @@
 A port may be taken by another program between the moment it is chosen and the start of its server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

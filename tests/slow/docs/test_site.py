@@ -1,7 +1,5 @@
 """The documentation site: it builds without warnings, loads nothing from other hosts, and has what the code has."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A program of a user is typed strictly, and wrong arguments are errors of mypy."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

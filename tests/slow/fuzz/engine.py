@@ -4,8 +4,6 @@ The law for each input: an error of our own tree or none, within HANG_S, and no 
 whole run. Lines are seen by a trace function, which slows Python down some five times and needs no package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

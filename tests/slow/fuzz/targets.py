@@ -3,8 +3,6 @@
 Seeds are made by the code under test, with keys of a network of their own in a directory that the caller removes.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import gzip

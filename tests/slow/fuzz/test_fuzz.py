@@ -3,8 +3,6 @@
 An input that kills the process ends a worker of pytest-xdist (`-n 2`), which names the target.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of `forebay launch`, run by the shells that a cluster would start them with: ranks know who they are."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

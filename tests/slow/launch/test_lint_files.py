@@ -1,7 +1,5 @@
 """Files for other programs, read by those programs' linters and schemas: containers, clusters, units, workflows."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

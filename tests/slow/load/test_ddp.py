@@ -1,7 +1,5 @@
 """Training on several ranks: stopped and resumed with other ranks and helpers, it is the run that never stopped."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Workers of a coordinator: ranks and settings come from it, a killed one costs no sample, a newcomer takes over."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Examples of datasets by name, each whole in itself; they run against a small hub on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

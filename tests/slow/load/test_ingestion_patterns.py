@@ -1,7 +1,5 @@
 """Caches of workers that own slices, smaller than the dataset, on disk and in memory."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches through JAX, on four devices of one process, and on two processes of two."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 FOREBAY_LOADER_KILLS says how often; FOREBAY_LOADER_SEED replays a run's choices.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time

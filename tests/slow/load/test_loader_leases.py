@@ -1,7 +1,5 @@
 """A Loader whose order is that of a scheduler's leases: each sample is used once, as a static Loader has it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Loaders in a process that lives long: opened and closed often, interrupted, forked, two at once."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """A dataset twenty times as large as its cache: memory and disk, in one process and in eight that share."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loaders that read over HTTP: how often they fetch, late chunks, full disks."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Loaders that share: ranks whose caches are smaller than the dataset read it from each other; a fork, a dead node."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Figures of a Loader and a TextStream, read back from the files of W&B, TensorBoard and MLflow."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

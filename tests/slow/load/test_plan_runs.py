@@ -1,7 +1,5 @@
 """Plans against real runs: a loader reads a web server whose rate is limited, and a step sleeps."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The moments of kills and faults are random, and what is on its way then; no assertion depends on them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

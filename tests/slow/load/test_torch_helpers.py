@@ -1,7 +1,5 @@
 """Helper processes of a loader: they stay over epochs and end with it, and one that is killed is named."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Fixtures of tests with nodes and processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 

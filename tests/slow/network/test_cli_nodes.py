@@ -1,7 +1,5 @@
 """The verbs that run nodes: what they print while they wait, how a job's end reaches all, what stops them at once."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

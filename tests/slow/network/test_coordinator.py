@@ -1,7 +1,5 @@
 """The coordinator with real workers as processes: killed, joining, coming back; and itself killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Each way in which a process of a job can die or fail, in one job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slow.network.cutting_proxy import FAULTS, Job, Plan

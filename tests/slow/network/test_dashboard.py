@@ -1,7 +1,5 @@
 """The dashboard and `forebay top` of real jobs: one data node, one scheduler, four workers, one of them killed."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

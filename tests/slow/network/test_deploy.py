@@ -1,7 +1,5 @@
 """The files of `forebay launch`, run as processes of this machine: no engine, cluster or init system is needed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

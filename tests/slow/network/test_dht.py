@@ -4,8 +4,6 @@ FOREBAY_DHT_NODES=200 and FOREBAY_DHT_FORGED=1000 make the crowd and the flood l
 DHT that no node answers in its seconds finds nothing; it is repeated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

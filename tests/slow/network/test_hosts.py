@@ -3,8 +3,6 @@
 The ledger proves that each sample was used once. Skipped, with the reason, where namespaces cannot be made.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

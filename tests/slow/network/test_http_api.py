@@ -4,8 +4,6 @@ With `FOREBAY_SCHEMATHESIS` naming a Python interpreter that has schemathesis in
 of requests (`FOREBAY_SCHEMATHESIS_EXAMPLES`, 100 each); without it a few of our own are sent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The ledger's commands on a dataset that was prepared and a ledger that a real job wrote: nodes, leases, receipts."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

@@ -3,8 +3,6 @@
 Chance remains in the lies that are waited for: an honest peer that answers later than the time-out counts as slow, too.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from contextlib import ExitStack, closing

@@ -1,7 +1,5 @@
 """`--log-format json`: every line that a server writes to stderr is an object."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Metrics of every kind of process, of a real job: names by promtool, the page that lists them, a real Prometheus."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Schedulers that stand still, die, are steered and start again; slices that are set aside."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import ExitStack

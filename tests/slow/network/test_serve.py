@@ -1,7 +1,5 @@
 """A data node on real sockets: found by name, asked by hash, drained; announced again and again, and killed."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server and the system: forks, and no free descriptors for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

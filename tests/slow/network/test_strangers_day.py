@@ -1,7 +1,5 @@
 """A small job beside an attacker, whose scheduler is killed: two workers, some seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slow.network.strangers_day import run_day

@@ -1,7 +1,5 @@
 """The swarm over real sockets: who is dialled back, who never is, what vanished, and two versions of a name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A swarm of processes on loopback: the origin gives once, a bucket's limit is not met."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 from collections.abc import Iterator

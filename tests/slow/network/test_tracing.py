@@ -1,7 +1,5 @@
 """Spans of requests: exported by OTLP to a receiver of this test, of both sides."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import signal

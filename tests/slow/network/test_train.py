@@ -1,7 +1,5 @@
 """A dataset, data nodes, a scheduler and several workers in one process: trained once, fetched once, proved."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """What each kind of hostile peer tries, against real servers; docs/reference/threat-model.md names these tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

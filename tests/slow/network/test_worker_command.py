@@ -1,7 +1,5 @@
 """`forebay worker -- COMMAND`: the command's `Loader()` leases; signals, statuses and leases of what died."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Workers with PyTorch: the GPT of the example learns, processes of one machine share it; a list imports none of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A process that records a run is killed: what it had written can be read, and the next process goes on."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

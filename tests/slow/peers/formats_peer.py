@@ -4,8 +4,6 @@
 arrays as lists and bytes as hexadecimal. A library that is missing is said to be: {"missing": name}.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -4,8 +4,6 @@ What the reference reads is a document of Forebay's or has a reject that names w
 read too. Texts that are null or blank are no documents.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

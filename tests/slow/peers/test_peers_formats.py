@@ -4,8 +4,6 @@ Needs interpreters that have them, one or several: FOREBAY_FORMAT_PEERS=/path/to
 mosaicml-streaming zstd; litdata webdataset datasets megatron-core zstd).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

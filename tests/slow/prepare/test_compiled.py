@@ -1,7 +1,5 @@
 """Compiled code is kept where it can be written, by the sources that it was compiled from; each in its own process."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Deduplication that is killed, of very long texts, and of ten times the documents."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

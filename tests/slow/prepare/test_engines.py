@@ -1,7 +1,5 @@
 """The local engine with real processes: deaths, memory, errors, and what is left of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

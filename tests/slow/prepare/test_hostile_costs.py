@@ -3,8 +3,6 @@
 CPU times and memory of processes of their own are compared, with a factor of two and more between a pass and a fail.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """The hub from processes of their own: a dataset larger than memory and disk, a killed download, no network at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A recipe is tried on a sample, and two reports are compared, as a user does it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

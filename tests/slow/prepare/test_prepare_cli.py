@@ -1,7 +1,5 @@
 """Preparation as a user runs it: recipes end to end, what is refused, and what scripts read."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -1,7 +1,5 @@
 """A preparation from and to a bucket, by processes that share nothing else, killed and hindered: the same dataset."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

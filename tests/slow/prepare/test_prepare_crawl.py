@@ -1,7 +1,5 @@
 """`forebay prepare` of a crawl that is killed while it downloads, and run again."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -4,8 +4,6 @@ Skipped where the files are not there. A file that is neither prepared here nor 
 documents fails the last test.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

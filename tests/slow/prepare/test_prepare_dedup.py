@@ -1,7 +1,5 @@
 """Deduplication and decontamination from the command line: every kind, any number of processes, methods of a user's."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

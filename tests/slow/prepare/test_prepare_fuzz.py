@@ -3,8 +3,6 @@
 `FOREBAY_FUZZ_S` is for how long random damage is done (6 s); `FOREBAY_FUZZ_SEED` is where it begins.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

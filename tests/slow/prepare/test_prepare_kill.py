@@ -1,7 +1,5 @@
 """A prepare that is killed does not do finished work again, and leaves nothing running."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -3,8 +3,6 @@
 Peaks are `VmHWM` of /proc, seen 50 times a second. The figures for 30 and 300 MB of real text are in the documentation.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

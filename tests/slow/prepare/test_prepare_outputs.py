@@ -1,7 +1,5 @@
 """Outputs by several processes and in buckets: the same bytes as of one process in a directory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A preparation seen from outside: what `report` says of failed tasks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

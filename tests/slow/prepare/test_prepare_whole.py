@@ -1,7 +1,5 @@
 """Whole preparations with everything on: the same bytes whatever makes them or befalls them."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A Ray cluster of this machine does what the local engine does, deaths included."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

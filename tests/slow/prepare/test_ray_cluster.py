@@ -1,7 +1,5 @@
 """Ray over machines that share nothing but a bucket: the same dataset, also when machines are lost and added."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

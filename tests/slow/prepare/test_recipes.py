@@ -1,8 +1,6 @@
 """Every recipe that comes with Forebay, on real pages: it keeps something, says why it drops, and gives the same bytes
 for any number of processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The pages of reports in a browser: both themes, desktop and phone, by keyboard, and what axe-core finds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

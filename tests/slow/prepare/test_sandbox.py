@@ -1,7 +1,5 @@
 """A document that kills, hangs or bloats a stage is rejected, named, and costs itself alone."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Of chance remains in the tests of time: a stall of the machine in all of three measurements.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sysconfig

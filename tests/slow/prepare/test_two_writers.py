@@ -1,7 +1,5 @@
 """A task that two processes run at once on one working directory, as when a cluster takes a slow node for lost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The moments are random; whichever they are, the test holds.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Chance that remains: a machine that stands still for longer than its slowness says fails the upper limits of the waits.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks of a stream: what they fetch together, a rank that is killed, helper processes of PyTorch."""
 
-from __future__ import annotations
-
 import gzip
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The cache's budget, pins, eviction, and what a kill, a copy or a stranger's write leaves behind."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands as a user types them: what they print, and one line that names the fault when something is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

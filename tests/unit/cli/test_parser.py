@@ -1,7 +1,5 @@
 """The command line as a whole: help, defaults, what was meant, completion, logs, and what its help costs."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

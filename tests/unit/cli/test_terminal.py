@@ -1,7 +1,5 @@
 """Nothing that a terminal would obey comes out of a command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

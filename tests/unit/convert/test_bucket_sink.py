@@ -1,7 +1,5 @@
 """A resumed conversion to a bucket: after any file, from any position, its slices are the same."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MDS and LitData: gaps, columns beside tokens, streams that are read once, directories merged into one dataset."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

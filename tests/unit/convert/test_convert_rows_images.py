@@ -1,7 +1,5 @@
 """Images in folders, tars and Parquet become tensors, pixel by pixel; damaged ones are kept aside."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 That tokens come back from every format is in contract/test_formats.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

@@ -1,7 +1,5 @@
 """Types of tensors: every change is exact, or within its bound, or refused with the place."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

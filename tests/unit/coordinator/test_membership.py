@@ -1,7 +1,5 @@
 """Membership: ranks, generations and who is refused, in virtual time. Under any churn: tests/sim/test_elastic.py."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The coordinator's store of a run: what cannot be written changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tree over a slice's chunks, the id of a dataset, and the upgrade of datasets of format 1."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The dataset's laws: its bytes are its identity, any reader opens it, and no damage passes unseen."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

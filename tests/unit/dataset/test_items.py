@@ -1,7 +1,5 @@
 """Documents and rows by number, and what a dataset shows of itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

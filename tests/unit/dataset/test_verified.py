@@ -1,7 +1,5 @@
 """Every slice of a local dataset is hashed before its first use, and again once its file changed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inspecting and verifying datasets in any location and by any writer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

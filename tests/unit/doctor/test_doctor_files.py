@@ -1,7 +1,5 @@
 """Tables, archives, datasets: each fault is made in a real file and found; clean ones have no finding."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Each fault of token files, made in a file and found."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

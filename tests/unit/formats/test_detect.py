@@ -1,7 +1,5 @@
 """A file is the same to `prepare`, `stream`, `convert` and `doctor`."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

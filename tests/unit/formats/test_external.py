@@ -1,7 +1,5 @@
 """Datasets of other tools: golden files of the real libraries, damage of every kind, sizes beyond memory."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Small files that claim to be large: an error that names the file, in bounded memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -1,7 +1,5 @@
 """Formats of other packages: the example is found by its entry point; what cannot be loaded or clashes is an error."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Source trees: languages by name and first line, licences by file and text, what is left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from forebay.formats.code import licence_of, spdx_of

@@ -1,7 +1,5 @@
 """`forebay launch`: what its files say, that ranks know who they are, and that no value changes a file's structure."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

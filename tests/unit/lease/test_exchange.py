@@ -1,7 +1,5 @@
 """The wording of an exchange: what is right goes through, everything else is refused in words."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

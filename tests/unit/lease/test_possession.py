@@ -1,7 +1,5 @@
 """Proofs that a worker had a slice."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A worker fetches a leased slice from providers that are honest, dead, short, lying, silent or impostors."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

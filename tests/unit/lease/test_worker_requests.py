@@ -1,7 +1,5 @@
 """A lease worker with a real scheduler and data node: what a request raises ends no work before patience does."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

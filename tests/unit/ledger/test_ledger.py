@@ -1,7 +1,5 @@
 """The ledger notices every change and counts coverage exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Receipts and coverage: what holds is shown, what was forged, lost, repeated or moved is found and named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A batch's fields, and rows stacked into one."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

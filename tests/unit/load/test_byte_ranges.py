@@ -1,7 +1,5 @@
 """Collators read the bytes of a slice's file that they name, and no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies out of mapped files: right for any types and ends, and an error, not a signal, where a file was cut."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

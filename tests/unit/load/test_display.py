@@ -1,7 +1,5 @@
 """The descriptions that objects show: lines, cards for notebooks with escaped text, documents behind a batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

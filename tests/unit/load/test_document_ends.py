@@ -1,7 +1,5 @@
 """Document ends of remote slices, and counts that are cached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The batches of one `for` over a loader: the rest of a pass, the next pass, a view that moves nothing."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

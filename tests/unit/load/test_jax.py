@@ -1,7 +1,5 @@
 """Batches for JAX: shapes that never change. Real devices: tests/slow/load/test_jax.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """A loader's order, arguments, states, rows, and files that are missing."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

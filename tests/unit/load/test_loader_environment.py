@@ -1,7 +1,5 @@
 """`Loader()` without a dataset: its arguments are the environment's, and what is given comes first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs of a loader: mixtures, batches that grow, splits, packings, any world size, pickling."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Slices that a worker owns: they stay with it, whole, and are shuffled inside again each epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

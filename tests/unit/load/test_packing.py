@@ -1,7 +1,5 @@
 """The guarantees of packings and filters, against plain loops that share nothing with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

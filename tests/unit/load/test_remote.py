@@ -1,7 +1,5 @@
 """Loaders that read over HTTP: damage anywhere, outages, first batches, caches that cannot be used."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Sample indexes and collators against a reference of loops over lists."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared shards that are fetched, swapped, kept, used in place and refused, of a web server or a directory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

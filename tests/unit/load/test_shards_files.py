@@ -1,7 +1,5 @@
 """Shards written, and every sample compared with its id."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

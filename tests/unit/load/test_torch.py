@@ -1,7 +1,5 @@
 """Batches through PyTorch: the same ones in the same order whatever helpers there are, and a state that is exact."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

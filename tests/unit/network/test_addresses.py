@@ -1,7 +1,5 @@
 """Addresses: which text is one, where a node says it listens, and where a member may have it connect to."""
 
-from __future__ import annotations
-
 import pytest
 
 from forebay.errors import ProtocolError, UsageError

@@ -1,7 +1,5 @@
 """The client against peers that close, lie, drip, ask for time, lack a role or are somebody else."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import email.utils

@@ -1,7 +1,5 @@
 """Token buckets by arithmetic, and the upload limit."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Replies kept for repeats: through a server in memory, and by the cache itself."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Back-off, Retry-After, and log lines while a process waits: one thread for all waits, which ends with the last."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A node's trust is kept current: it renews its certificate, fetches CRLs, and outlives faulty peers and callbacks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """The server on real sockets: TLS, answers, files, strangers, drain and close. Limits: test_server_limits.py."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

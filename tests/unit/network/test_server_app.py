@@ -1,7 +1,5 @@
 """A server's description of itself: its OpenAPI document and its metrics; and how it validates messages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Annotated

@@ -3,8 +3,6 @@
 Whatever comes: no 5xx, bounded memory, no second answer to one request, and the next honest request is answered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Limits of a server by member, organisation, address and time: in memory, on a virtual clock."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path

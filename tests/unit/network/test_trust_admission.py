@@ -1,7 +1,5 @@
 """Join tokens and the server that honours them: over real sockets, with clocks of our own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """Keys, state and logs are for their owner alone, under an ordinary umask."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -1,7 +1,5 @@
 """Publishers: their signatures over name, id, version, expiry and origins, and which version a reader takes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

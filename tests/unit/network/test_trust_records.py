@@ -1,7 +1,5 @@
 """Access lists and quotas, the audit log: files and rules."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a step to its documents and back: every sample of a job is found at the step and worker that used it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

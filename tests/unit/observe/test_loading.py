@@ -1,7 +1,5 @@
 """A loader that is watched: words of progress, metrics over a real socket, the bottleneck that is reported."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import urllib.request

@@ -1,7 +1,5 @@
 """Plans: arithmetic that others published, a model against a simulation, and figures against a loader that runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """Bars of prepare: what they say, and that they are silent without a terminal."""
 
-from __future__ import annotations
-
 import io
 import sys
 

@@ -1,7 +1,5 @@
 """Records of runs: bounded, readable after a kill, one file a process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from itertools import pairwise

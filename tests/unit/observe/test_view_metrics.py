@@ -1,7 +1,5 @@
 """Metrics of views: a source that does not answer, workers of one name, rows and tokens."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights to places: every prefix is near its quotas, every place is found alone, digests name what was read."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import assume, given

@@ -1,7 +1,5 @@
 """Promises of the order, each as a property, and golden vectors. Locality: tests/unit/observe/test_plan.py."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

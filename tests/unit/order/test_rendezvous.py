@@ -1,7 +1,5 @@
 """Hash sharding: little moves, nothing is lost, shares are even; ranks that own slices take equally many steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

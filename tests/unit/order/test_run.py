@@ -1,7 +1,5 @@
 """A run by its steps: the same for every world, found at once, in epochs that changes of batch size do not break."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

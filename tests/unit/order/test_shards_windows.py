@@ -1,7 +1,5 @@
 """Which shard and which samples a step reads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Set-up of every fast test of prepare: nothing of it starts a process."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.preparing import stay_in_process

@@ -1,7 +1,5 @@
 """Paged APIs, against a real HTTP server that limits, fails, drops, repeats and lies; and a run that is stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

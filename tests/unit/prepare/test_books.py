@@ -1,7 +1,5 @@
 """PDF and EPUB: text and metadata, what is encrypted, damaged, a scan or a bomb."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

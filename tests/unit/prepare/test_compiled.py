@@ -1,7 +1,5 @@
 """Compiled code is kept where no other user may write. `tests/slow/prepare/test_compiled.py` compiles some."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """WARC, WET and ARC by hand, damaged on purpose; `tests/slow/prepare/test_prepare_data.py` has real ones."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import zlib

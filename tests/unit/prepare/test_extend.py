@@ -1,7 +1,5 @@
 """Datasets that grow: the child has its parent's slices first, the same bytes after any stop, and nothing twice."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Small files that ask for much: what comes out is bounded, whatever the format, and what is left out is said."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tarfile

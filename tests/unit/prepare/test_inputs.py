@@ -1,7 +1,5 @@
 """Preparation of everyday folders: bad files are set aside, each input is accounted for, and content alone decides."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

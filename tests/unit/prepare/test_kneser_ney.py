@@ -1,7 +1,5 @@
 """Training a Kneser-Ney model: by hand, by its laws, by KenLM."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Every input is read, or named with the reason why not: links, side files, encodings, files that cannot be read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """mbox: messages of every make, borders of parts, damage; written by the standard library's mailbox where it can."""
 
-from __future__ import annotations
-
 import gzip
 import mailbox
 from email.message import EmailMessage

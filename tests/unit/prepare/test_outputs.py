@@ -4,8 +4,6 @@
 them by several processes and into buckets.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stage of the user's own: named in a recipe, counted in the report, and distinguished from ours when it fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The pages of Parquet are known before they are read, and one that is too large is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lists of paths and results of CommonCrawl's index, from a web server that fails, changes and cuts connections."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import random

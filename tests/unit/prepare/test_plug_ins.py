@@ -1,7 +1,5 @@
 """Objects of the user's own in a file outside of the package: filters, deduplication, tokenizers, engines, sources."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """StackExchange and Reddit dumps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

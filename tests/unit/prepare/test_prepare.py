@@ -1,7 +1,5 @@
 """Prepare's laws: every document once and whole, the same again, and a clear message for bad input."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The record of a preparation: true rates, bounded samples, after a stop and a resume, and of the jobs of an array."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

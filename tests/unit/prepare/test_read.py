@@ -1,7 +1,5 @@
 """Reading: what each format gives, how it is known, and how it is cut."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import hashlib

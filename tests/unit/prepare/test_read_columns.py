@@ -1,7 +1,5 @@
 """`[read.columns]`: every format with fields passes those that it has, by kind; others are NaN or empty."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

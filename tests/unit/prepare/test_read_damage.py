@@ -1,7 +1,5 @@
 """Reading what is cut off, altered or hostile: nothing crashes or hangs, and good documents are kept."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

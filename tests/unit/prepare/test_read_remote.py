@@ -1,7 +1,5 @@
 """Reading by URL from a real server on this machine: ranges, dropped connections, servers that fail for a while."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Mapping

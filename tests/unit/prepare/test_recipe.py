@@ -1,7 +1,5 @@
 """Recipes: tables to settings and back, layers over each other, and wrong keys reported with their file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The report page and its terminal form: figures right, hostile text harmless, nothing fetched."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One output, and the runs that meet there."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

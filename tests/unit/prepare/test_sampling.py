@@ -1,7 +1,5 @@
 """Samples of the input: which splits of which kinds, how sure rates are, and what the whole run is expected to cost."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

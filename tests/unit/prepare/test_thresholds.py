@@ -1,7 +1,5 @@
 """Measurements of rules with thresholds: exact counts, the nearest documents, and the same for any cut of batches."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

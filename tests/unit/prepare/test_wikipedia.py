@@ -1,7 +1,5 @@
 """Wikitext by hand-made cases, properties and real articles; dumps whole, cut, damaged and hostile."""
 
-from __future__ import annotations
-
 import bz2
 from pathlib import Path
 from typing import Any

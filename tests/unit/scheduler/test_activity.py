@@ -1,7 +1,5 @@
 """What a scheduler shows of its workers and slices: rates, shares of time, bounded memory, coverage."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """The journal: killed anywhere, the scheduler's memory comes back with nothing lost and nothing twice."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

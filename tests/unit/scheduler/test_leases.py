@@ -1,7 +1,5 @@
 """The table of leases: order, affinity, cuts for the idle, stalls, slices set aside, speeds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

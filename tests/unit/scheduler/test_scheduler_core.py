@@ -1,7 +1,5 @@
 """The scheduler core under workers that join, crash, stall, lie and repeat themselves: samples are used once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The scheduler leases slices that have a provider; its handling of slow providers and of ended leases."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from forebay.lease.messages import ExchangeRequest, FailedLease, LeaseGrant

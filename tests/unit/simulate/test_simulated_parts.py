@@ -1,7 +1,5 @@
 """Virtual time, fair links, the record and the bounds: what the simulated worlds stand on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Small worlds of every kind hold the laws."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The hashes of chunks over a network: read by range, copied by a mirror, refused from a peer that lies."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """URLs that peers name: which are opened, with what, and that a wrong one is that peer's fault alone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket

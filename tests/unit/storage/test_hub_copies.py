@@ -1,7 +1,5 @@
 """Copies of the hub's files: verified, used without the hub; and tokenizers by their names."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Blocks fetched ahead: exact bytes whatever is read in whatever order, requests at the same time, bounds kept."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Which files of a repository are a split: globs, cards, and the hub's rules about names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every kind of origin answers alike; a dataset at a URL is verified; peers are origins too."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

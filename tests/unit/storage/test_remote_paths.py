@@ -1,7 +1,5 @@
 """Files at URLs as paths: which are listed, by which names, and that readers of paths read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

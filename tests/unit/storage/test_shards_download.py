@@ -1,7 +1,5 @@
 """One large file in ranges: whatever breaks, it is whole under its name or not there."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The choice of a source: without connections."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from forebay.network.retry import backoff_s

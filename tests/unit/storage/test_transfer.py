@@ -1,7 +1,5 @@
 """Transfers from servers that drop, cut, lie, throttle or fall silent; cancelled and resumed."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import random

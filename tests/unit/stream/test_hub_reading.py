@@ -1,7 +1,5 @@
 """The hub without its library: rows, places, faults, refusals, against a server shaped as it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Streams: the packing against an oracle, the buffer's law, states that are refused, other libraries' datasets."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Streams over real files of each format: exact resume anywhere, damage skipped."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Lanes: disjoint and together everything, and the same samples in worlds of any size."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

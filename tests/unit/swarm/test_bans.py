@@ -1,7 +1,5 @@
 """A ban is noted once, where a swarm's steerer makes it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

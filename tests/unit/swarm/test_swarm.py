@@ -1,7 +1,5 @@
 """Laws of the swarm: no member starves, slots hold, the origin gives once, the same calls give the same answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

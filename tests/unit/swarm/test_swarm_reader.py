@@ -1,7 +1,5 @@
 """A reader of a swarm: its requests, the trackers it chooses, replies that lie, and that no request waits for ever."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Settings that workers of a coordinator share, and a worker that is stopped while it waits for others."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

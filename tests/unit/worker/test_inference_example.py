@@ -1,7 +1,5 @@
 """Outputs that leased rows were given are collected once and in order: `collect` of `examples/inference.py`."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from itertools import permutations

@@ -1,7 +1,5 @@
 """The memory that training takes: the figures are those of the model, and no proposed batch is too large."""
 
-from __future__ import annotations
-
 import runpy
 from typing import Any
 

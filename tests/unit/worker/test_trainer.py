@@ -1,7 +1,5 @@
 """Trainers learn, and refuse what they cannot learn from; those of a program are found by its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Settings and who goes before whom, the client, the command line, advice."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Dummies and datasets by name: ranks' shares, labels, state, the catalogue."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

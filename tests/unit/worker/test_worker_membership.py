@@ -1,7 +1,5 @@
 """A worker's membership against a real coordinator: heartbeats outlive any exception, operations any lost answer."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

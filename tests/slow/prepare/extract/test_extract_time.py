@@ -1,7 +1,5 @@
 """Hostile pages cost linear time: CPU seconds of this process, with a margin of eight for noise and caches."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

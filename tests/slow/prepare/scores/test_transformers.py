@@ -1,7 +1,5 @@
 """Sequence classifiers: tiny models that are made here, of the library transformers and of ONNX."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys, ids, certificates, files of a node, and its list of revoked peers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Organisations and scopes: certificates against each other over TLS in memory, and forged ones."""
 
-from __future__ import annotations
-
 import json
 import ssl
 import time

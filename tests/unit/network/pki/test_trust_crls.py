@@ -1,7 +1,5 @@
 """Certificate revocation lists: signed, carried from node to node, bounded, and refused when they are not right."""
 
-from __future__ import annotations
-
 import datetime as dt
 from dataclasses import replace
 from pathlib import Path

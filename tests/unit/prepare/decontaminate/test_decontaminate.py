@@ -1,7 +1,5 @@
 """Contaminated documents: all planted ones are found in real text, in any disguise, and nothing else is."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

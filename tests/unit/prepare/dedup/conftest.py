@@ -1,7 +1,5 @@
 """Benches for the tests of deduplication."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decisions over a corpus: against plain references, for any cut, interrupted, incremental, hostile and large."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """MinHash finds what theory says: the S-curve, planted pairs, and nothing among strangers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Similar embeddings: against the definition, and the same for any parts, memory and scale."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Signatures on disk: their bytes, their commit, and hashes of documents, lines and paragraphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

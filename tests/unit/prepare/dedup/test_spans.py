@@ -1,7 +1,5 @@
 """Sentences, substrings and the share that is cut, against plain references; addresses, and the best copy."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The local engine in its own process: order, attempts and errors. `tests/slow/prepare` has its processes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `tests/slow/prepare/test_prepare_cluster.py` has jobs of their own processes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

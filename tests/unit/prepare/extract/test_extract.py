@@ -1,7 +1,5 @@
 """HTML to main text: real pages by what must and must not be in it, and pages that attack."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pytest

@@ -1,7 +1,5 @@
 """An extractor of the user's own, in a file outside the package, named by a recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

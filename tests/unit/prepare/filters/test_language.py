@@ -1,7 +1,5 @@
 """Languages, on text in the public domain: the Declaration of Human Rights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

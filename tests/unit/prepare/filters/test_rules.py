@@ -1,7 +1,5 @@
 """Every published threshold, from both sides."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

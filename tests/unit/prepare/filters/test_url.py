@@ -1,7 +1,5 @@
 """Addresses on lists."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """Repetition counted beside a plain count of the same, and words that are cut once for several filters."""
 
-from __future__ import annotations
-
 import mmap
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Words as they are cut, and what holds for any text."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

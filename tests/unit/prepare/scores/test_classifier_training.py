@@ -1,7 +1,5 @@
 """The classifier that is trained here: its curve on real text, the same bytes again, and fastText's own scores."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

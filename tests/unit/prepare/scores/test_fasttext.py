@@ -1,7 +1,5 @@
 """fastText classifiers, beside fastText's own library: every loss, dense and quantised; and files that are damaged."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores as columns: recipes with scorers, selection, percentiles, buckets, subsets, repetition, annotation."""
 
-from __future__ import annotations
-
 import math
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """ENCODE: each kept document once and whole, on its side for ever, the same for any batch and any interruption."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

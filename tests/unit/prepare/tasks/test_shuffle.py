@@ -1,7 +1,5 @@
 """The shuffle's laws: a permutation, a pure function of seed and inputs, equal to sorting in memory, uniform."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Slicing's laws: the stream is cut and nothing else; slices fill their bytes; a plan is a function of its parts."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from pathlib import Path

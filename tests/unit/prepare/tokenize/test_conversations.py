@@ -1,7 +1,5 @@
 """Rows for fine-tuning: what is given is masked, what is learnt is not, and no token is lost uncounted."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ids are the reference library's on every input, whichever library gives them; and every name finds its tokenizer."""
 
-from __future__ import annotations
-
 import ast
 import json
 import random
