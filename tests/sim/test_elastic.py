@@ -7,7 +7,7 @@ from support.elastic import World
 
 
 @pytest.mark.parametrize(
-    ("seed", "churn", "partitions", "lost"),
+    "seed, churn, partitions, lost",
     [(0, 0.0, 0, 0.0), (0, 0.5, 0, 0.0), (1, 0.5, 2, 0.2), (2, 1.0, 1, 0.1), (3, 1.0, 2, 0.2)],
 )
 def test_each_sample_of_an_epoch_is_read_once_whatever_the_churn(

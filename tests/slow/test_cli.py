@@ -69,7 +69,7 @@ def test_the_package_and_its_help_need_no_heavy_import() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"),
+    "typed, expected",
     [
         ("sched", "scheduler"),
         ("network jo", "join"),
@@ -117,7 +117,7 @@ def test_ctrl_c_after_the_result_is_no_failure(dataset: Path) -> None:
     for _ in range(4):
         command = [sys.executable, "-m", "forebay", "inspect", str(dataset), "--json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None and json.loads(process.stdout.readline())["slices"] > 1
+        assert json.loads(process.stdout.readline())["slices"] > 1
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
         assert (process.returncode, errors) in ((0, ""), (130, "forebay: interrupted\n"))
@@ -167,7 +167,6 @@ def test_a_node_is_probed_revoked_and_drains_on_sigterm(network: Path, dataset: 
     peer = last_json(forebay("network", "show", network / "bob", "--json"))["peer_id"]
     command = ["-m", "forebay", "serve", dataset, "--identity", network / "alice", "--json"]
     with subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True) as node:
-        assert node.stdout is not None
         address = json.loads(node.stdout.readline())["address"]
         status = ("status", address, "--identity", network / "bob", "--timeout", 20)
         assert last_json(forebay(*status, "--json"))["healthy"]

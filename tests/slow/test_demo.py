@@ -18,7 +18,6 @@ from support.waiting import until
 def test_a_process_ends_with_its_parent_though_it_is_not_told(tmp_path: Path) -> None:
     node = NodeProcess(tmp_path, "dht", "dht", "--nodes", "4")
     node.wait_ready()
-    assert node.popen.stdin is not None
     node.popen.stdin.close()
     assert node.popen.wait() == 0
 
@@ -28,7 +27,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
     # What the interpreter does before our first line, also with an interrupt, is its own.
     started = "from forebay.__main__ import run; print('started', flush=True); run()"
     process = start_demo(tmp_path, program=("-c", started))
-    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    assert process.stdout.readline() == "started\n"
     time.sleep(random.Random(seed).uniform(0.0, 9.0))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()

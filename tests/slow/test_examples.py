@@ -64,7 +64,7 @@ def is_worker(process: psutil.Process) -> bool:
 def is_server(verb: str) -> Select:
     """Select a server as soon as a worker runs beside it."""
 
-    def select(process: psutil.Process) -> bool:
+    def select(process):
         siblings = psutil.Process(process.ppid()).children()
         return is_command(process, verb) and any(is_command(sibling, "worker") for sibling in siblings)
 
@@ -72,7 +72,7 @@ def is_server(verb: str) -> Select:
 
 
 @pytest.mark.parametrize(
-    ("name", "select", "message"),
+    "name, select, message",
     [
         ("train_ddp", is_rank_1, r"rank +: 1 .*exitcode +: -9"),
         ("train_fsdp", is_rank_1, r"rank +: 1 .*exitcode +: -9"),
@@ -100,9 +100,9 @@ def test_an_example_ends_when_a_process_of_it_is_killed(
     with log.open("wb") as file, subprocess.Popen(command(name), stdout=file, stderr=file) as example:
         parent = psutil.Process(example.pid)
 
-        victims: list[psutil.Process] = []
+        victims = []
 
-        def find_victims() -> list[psutil.Process]:
+        def find_victims():
             time.sleep(0.05)  # A look at all processes is dear.
             for child in parent.children(recursive=True):
                 with contextlib.suppress(psutil.Error):  # It has ended.

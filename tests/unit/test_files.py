@@ -34,14 +34,14 @@ def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> No
 
 
 def test_files_are_flushed_then_renamed_then_their_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
+    events = []
     fsync, replace = os.fsync, os.replace
 
-    def record_fsync(descriptor: int) -> None:
+    def record_fsync(descriptor):
         events.append("sync " + Path(f"/proc/self/fd/{descriptor}").readlink().name)
         fsync(descriptor)
 
-    def record_replace(source: Path, target: Path) -> None:
+    def record_replace(source, target):
         events.append(f"rename {Path(target).name}")
         replace(source, target)
 

@@ -27,7 +27,7 @@ GROUPS = [  # The groups of a process, and files of these; cores; bytes of memor
 ]
 
 
-@pytest.mark.parametrize(("text", "cores", "memory"), GROUPS)
+@pytest.mark.parametrize("text, cores, memory", GROUPS)
 def test_limits_of_a_container_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int, memory: int
 ) -> None:
@@ -43,7 +43,7 @@ def test_limits_of_a_container_count(
 
 
 def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(_: int) -> None:
+    def unknown(_):
         raise KeyError("uid not found")
 
     for name in ("HOME", "XDG_CACHE_HOME", "FOREBAY_CACHE"):
@@ -59,7 +59,7 @@ def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.M
 
 
 STEP = "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_STEP_ID=0"
-RANKS: list[tuple[str, tuple[int, int], int]] = [  # Environment, rank and world size, ranks of this machine.
+RANKS = [  # Environment, rank and world size, ranks of this machine.
     ("", (0, 1), 1),
     ("RANK=3 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", (3, 8), 4),
     (f"{STEP} SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_TASKS_PER_NODE=8", (2, 4), 2),
@@ -80,7 +80,7 @@ RANKS: list[tuple[str, tuple[int, int], int]] = [  # Environment, rank and world
 ]
 
 
-@pytest.mark.parametrize(("variables", "expected", "local"), RANKS)
+@pytest.mark.parametrize("variables, expected, local", RANKS)
 def test_the_rank_is_that_of_the_launcher_that_started_the_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -116,7 +116,7 @@ def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp
         "ram": {"cache": "ram", "cache_bytes": 10 << 20},
     }
     before = descriptors()
-    with forebay.Loader(urls[kind], seq_len=20, global_batch_size=256, **options[kind]) as loader:  # type: ignore[arg-type]
+    with forebay.Loader(urls[kind], seq_len=20, global_batch_size=256, **options[kind]) as loader:
         counts = [(len(batch.sample_ids), descriptors()) for batch in loader]
     assert sum(count for count, _ in counts) == 6000
     assert max(open_files for _, open_files in counts) < before + 60

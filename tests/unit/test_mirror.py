@@ -46,7 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_directory_gets_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    done: list[int] = []
+    done = []
     with OriginServer(source) as server:
         server.faults.drop, server.faults.truncate = 0.2, 0.2
         report = copy(server.url, tmp_path / "copy", on_progress=done.append)
@@ -93,9 +93,9 @@ def test_what_cannot_be_is_refused_first(source: Path, tmp_path: Path, monkeypat
         copy(source, other)
     with pytest.raises(UsageError, match="to write to"):
         copy(source, "https://host/x")
-    refused: list[Exception] = []
+    refused = []
 
-    def copy_beside(num_bytes: int) -> None:
+    def copy_beside(num_bytes):
         if not refused:
             with pytest.raises(UsageError, match="another mirror") as error:
                 copy(source, tmp_path / "copy")

@@ -35,7 +35,7 @@ def test_a_plug_in_is_found_by_its_entry_point_or_by_module_and_name(package: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name, message",
     [
         ("none", r"expected an entry point of forebay\.filters \(broken, mine\)"),
         ("broken", "cannot import 'broken': ZeroDivisionError"),

@@ -15,7 +15,7 @@ from forebay.threads import SupervisedThread, failures
 @pytest.fixture
 def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """The calls of `threading.excepthook`: threads that died unseen."""
-    seen: list[object] = []
+    seen = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     yield seen
     assert seen == []
@@ -24,7 +24,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
 def test_a_body_that_raises_once_runs_again(deaths: list[object], caplog: pytest.LogCaptureFixture) -> None:
     runs, done = [], threading.Event()
 
-    def body() -> None:
+    def body():
         runs.append(len(runs))
         if len(runs) == 1:
             raise RuntimeError("can't start new thread")
@@ -40,7 +40,7 @@ def test_a_body_that_raises_once_runs_again(deaths: list[object], caplog: pytest
 
 def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() -> None:
     assert SupervisedThread(lambda: None, "test never").join(0.0)
-    joined: list[bool] = []
+    joined = []
     thread = SupervisedThread(lambda: joined.append(thread.join()), "test itself")
     assert thread.start().join() and joined == [False]
 
@@ -49,7 +49,7 @@ def test_failures_of_threads_are_metrics() -> None:
     with Server(make_app("test"), None, "127.0.0.1", 0) as server:
         failed = threading.Event()
 
-        def fail() -> None:
+        def fail():
             if not failed.is_set():
                 failed.set()
                 raise RuntimeError("once")

@@ -64,8 +64,8 @@ def test_ranks_killed_at_any_moment_resume_where_all_of_them_were(cluster: Clust
     alone.num_workers = WORKERS if name == "owned" else 1
     ranks = [[batch.sample_ids.tolist() for batch in open_loader(alone.loader(i))] for i in range(alone.num_workers)]
     expected = [sorted(chain(*of_ranks)) for of_ranks in zip(*ranks)]
-    committed: list[list[int]] = []
-    states: list[Any] = [None] * WORKERS
+    committed = []
+    states = [None] * WORKERS
     kills = 0
     while len(committed) < len(expected):
         if source.is_elastic:
@@ -122,7 +122,7 @@ def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster) -> No
     alone.num_workers = 1
     numbers = set(chain(*(batch.sample_ids.tolist() for batch in open_loader(alone.loader(0)))))
     assert report["ok"] and [epoch["samples"] for epoch in report["epochs"]] == [len(numbers)] * num_epochs, report
-    delivered: dict[tuple[int, int], list[tuple[float, str]]] = defaultdict(list)
+    delivered = defaultdict(list)
     for index, process in [*killed, *live.items()]:
         for line in batches_of(process):
             for number in line["ids"]:

@@ -305,7 +305,7 @@ def find_problems(name: str, points: int, home: Path) -> list[str]:
     ]
     for fault in faults if ALL else [faults[i * len(faults) // points] for i in range(points)]:
         reset()
-        code = forked(lambda fault=fault: act(scenario, folder, fault))  # type: ignore[misc]
+        code = forked(lambda fault=fault: act(scenario, folder, fault))
         if code not in (0, FAILED, -signal.SIGKILL):
             problems.append(f"{fault}: ended with {code}")
         try:

@@ -128,10 +128,10 @@ def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
     for _ in range(3):
         source.learn(source.trainer.step, source.next_batch())
     data = io.BytesIO()
-    torch.save(OptimizerAndPosition(source.trainer.optimizer, source).state_dict(), data)  # type: ignore[attr-defined]
+    torch.save(OptimizerAndPosition(source.trainer.optimizer, source).state_dict(), data)
     data.seek(0)
     state = torch.load(data, weights_only=True)
-    OptimizerAndPosition(newcomer.trainer.optimizer, newcomer).load_state_dict(state)  # type: ignore[attr-defined]
+    OptimizerAndPosition(newcomer.trainer.optimizer, newcomer).load_state_dict(state)
     source.set_rank(0, 2)
     newcomer.set_rank(1, 2)
     first, second = source.next_batch(), newcomer.next_batch()

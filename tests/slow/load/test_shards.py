@@ -66,7 +66,7 @@ def running(bucket: Path) -> Iterator[S3Server]:
 @pytest.fixture
 def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """The bucket, and a directory of one's own to keep shards in: DATASET_BINS_PATH is key prefix and directory."""
-    running.faults.__init__()  # type: ignore[misc]
+    running.faults.__init__()
     until(lambda: running.at_once == 0)  # Those of the test before count as sent what was on its way.
     running.requests.clear()
     running.bytes_sent.clear()
@@ -74,7 +74,7 @@ def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name, value in running.environment(f"{PREFIX}/").items():
         monkeypatch.setenv(name, value)
     yield running
-    running.faults.__init__()  # type: ignore[misc]
+    running.faults.__init__()
 
 
 def test_a_bad_network_changes_no_byte(server: S3Server) -> None:

@@ -342,7 +342,7 @@ def attack(settings: dict[str, Any]) -> None:
                 each, turns = ATTACKS[turns % len(ATTACKS)], turns + 1
             a.run(each.__name__, each)
 
-    always = [lambda each=each: a.run(each.__name__, each) for each in (hoard, false_provider)]  # type: ignore[misc]
+    always = [lambda each=each: a.run(each.__name__, each) for each in (hoard, false_provider)]
     for target in (walk, walk, walk, walk, *always):
         threading.Thread(target=target, daemon=True).start()
     sys.stdin.read()

@@ -88,7 +88,7 @@ def test_stop_finishes_the_download_in_flight(
     def wait_amid(*arguments):
         reached.set()
         opened.wait()
-        receive(*arguments)  # type: ignore[arg-type]
+        receive(*arguments)
 
     monkeypatch.setattr(peers, "_fill", wait_amid)
     path, drained = f"/v1/slices/{row.sha256}", []
@@ -113,7 +113,7 @@ def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make) -> N
     class Counting(LocalDiscovery):
         calls, away = 0, False
 
-        def announce(self, key: bytes, port: int) -> None:
+        def announce(self, key, port):
             self.calls += 1
             if self.away:
                 raise NetworkError("the network went away for a moment")

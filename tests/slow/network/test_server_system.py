@@ -85,7 +85,7 @@ def test_a_fork_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             try:
                 lines = []
                 handler = logging.Handler()
-                handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+                handler.emit = lambda record: lines.append(record.getMessage())
                 log.addHandler(handler)
                 with log_while_waiting(log, lambda: "the child"):
                     until(lambda: len(lines) > 2)

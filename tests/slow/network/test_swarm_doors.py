@@ -129,7 +129,7 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
             assert remote(world, "a", node.address, query=f"?id={item.id}").num_slices == item.num_slices
         discovery = LocalDiscovery(addresses=[parse_address(node.address)])
         settings = {"seq_len": 8, "wait_s": 2.0}
-        scheduler = SchedulerService(client.identity, NAME, discovery, client, tmp_path / "state", **settings)  # type: ignore[arg-type]
+        scheduler = SchedulerService(client.identity, NAME, discovery, client, tmp_path / "state", **settings)
         with pytest.raises(DatasetError, match="stands for 2 datasets") as refused:
             scheduler.start()
         scheduler.stop()

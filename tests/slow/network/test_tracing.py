@@ -41,7 +41,7 @@ def receiver() -> Iterator[tuple[str, list[Any]]]:
     spans = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
             for group in service.ExportTraceServiceRequest.FromString(body).resource_spans:
@@ -51,7 +51,7 @@ def receiver() -> Iterator[tuple[str, list[Any]]]:
             self.send_header("Content-Type", "application/x-protobuf")
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     server = http.server.ThreadingHTTPServer((HOST, 0), Handler)

@@ -80,7 +80,7 @@ def test_a_scheduler_must_be_certified_as_one(
     worker = make_identity("worker")
 
     @contextlib.contextmanager
-    def scheduler(identity: Identity) -> Iterator[tuple[SchedulerService, SchedulerClient]]:
+    def scheduler(identity):
         state, client = tmp_path / identity.name, Client(identity)
         service = SchedulerService(identity, NAME, table, client, state, seq_len=8)
         service.start()
@@ -115,7 +115,7 @@ def test_access_lists_and_quotas_at_the_door(
         assert len(client.get_bytes(node.address, path, 1 << 20)) == row.bytes
         with pytest.raises(RemoteError, match=r"refused with 429 .*quota"):
             client.get_bytes(node.address, path, 1 << 20)
-        rules.write_text(f'[[dataset]]\nname = "{NAME}"\ndeny = ["peer:{client.identity.peer_id}"]\n')  # type: ignore[union-attr]
+        rules.write_text(f'[[dataset]]\nname = "{NAME}"\ndeny = ["peer:{client.identity.peer_id}"]\n')
         for method, door in [
             ("GET", path), ("GET", f"/v1/datasets/{dataset.id}/manifest.json"), ("POST", f"/v1/swarm/{dataset.id}"),
         ]:  # fmt: skip
@@ -262,7 +262,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
     environment = os.environ | {"FOREBAY_AUDIT_LOG": str(tmp_path / "admit.log")}
 
     @contextlib.contextmanager
-    def admission() -> Iterator[None]:
+    def admission():
         command = [*program, *f"admit {network_dir} --json --listen {address}".split()]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
             assert process.stdout.readline()

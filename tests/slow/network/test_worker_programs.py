@@ -33,7 +33,7 @@ def test_the_gpt_of_the_example_learns() -> None:
     make = trainer_class(GPT)
     trainer, pieces = (make(vocab_size=32, seq_len=16, learning_rate=3e-3, device="cpu") for _ in range(2))
     assert trainer.step(np.zeros((1, 4), np.int64), np.full((1, 4), -100)) == 0.0
-    pieces._piece_tokens = 1  # type: ignore[attr-defined]  # one row at a time
+    pieces._piece_tokens = 1  # one row at a time
     result = losses(trainer, 30)
     assert losses(pieces, 3) == pytest.approx(result[:3], rel=1e-4)
     assert result[-1] < result[0] / 2

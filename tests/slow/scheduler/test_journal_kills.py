@@ -30,7 +30,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     chance = random.Random(7)
     for _ in range(4):
         with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None and child.stdout.readline() == b"up\n"
+            assert child.stdout.readline() == b"up\n"
             time.sleep(chance.uniform(0.0, 0.08))
             child.send_signal(signal.SIGKILL)
     with open_journal(tmp_path, epochs=40) as journal:

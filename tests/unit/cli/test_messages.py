@@ -43,7 +43,7 @@ def report(capsys: Printed, *arguments: object, code: int = 0) -> dict[str, Any]
     """Return the JSON that a command prints."""
     capsys.readouterr()
     assert forebay(*arguments, "--json") == code
-    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     return result
 
 
@@ -79,7 +79,7 @@ def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("command", "word"),
+    "command, word",
     [
         ("inspect no-such-dataset", "no-such-dataset"),
         ("verify no-such-dataset", "no-such-dataset"),

@@ -42,7 +42,7 @@ def test_every_command_is_in_one_panel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "meant"),
+    "arguments, meant",
     [
         (["prepair"], "Did you mean prepare"),
         (["network", "jion"], "Did you mean join"),

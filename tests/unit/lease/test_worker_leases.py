@@ -168,7 +168,7 @@ def test_lost_leases_waste_at_most_one_receipt_s_and_two_steps(step_s: float, si
     for seed in range(20):
         world = World(seed, sizes, epochs=1)
         gone_at = 6 * max(step_s, RECEIPT_S) * (1 + world.chance.random())
-        world.chance.random = lambda: 0.9  # type: ignore[method-assign]  # Until then nothing is lost.
+        world.chance.random = lambda: 0.9  # Until then nothing is lost.
         worker, last_steps = Worker("w", world, step_s), -1
         while worker.request is None or worker.steps > last_steps:
             last_steps = worker.steps

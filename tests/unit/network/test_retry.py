@@ -28,7 +28,7 @@ class Looks:
 
     def thread(self, **settings: object) -> threading.Thread:
         self.num_threads += 1
-        return threading.Thread(**settings)  # type: ignore[arg-type]
+        return threading.Thread(**settings)
 
 
 @pytest.fixture

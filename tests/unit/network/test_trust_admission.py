@@ -47,7 +47,7 @@ def make_token(server: AdmissionServer, clock: SimpleNamespace, **changes: objec
     issuer = server.admissions.issuer
     names = read_network(server.admissions.directory).network_id, issuer.peer_id, server.address
     token = JoinToken("ab" * 16, *names, ("worker",), (), 1, clock.now + 3600, 30.0)
-    return sign_token(issuer, replace(token, **changes))  # type: ignore[arg-type]
+    return sign_token(issuer, replace(token, **changes))
 
 
 def admit(admissions: Admissions, token: str, key: Path, name: str) -> dict[str, Any]:

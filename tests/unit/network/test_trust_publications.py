@@ -188,14 +188,14 @@ def test_the_latest_version_counts_and_is_remembered(served: Served, tmp_path: P
     assert ids(select_published(served, [old], only)) == [old.dataset_id]
     both = select_published(served, [old, new], only)
     assert ids(both) == [new.dataset_id] and "name its id" in both.refused[0]
-    again = Served(served.identity)  # type: ignore[arg-type]  # as in another process
+    again = Served(served.identity)  # as in another process
     again.signed = served.signed
     alone = select_published(again, [old], only)
     assert ids(alone) == [] and "expected version 2" in alone.refused[0]
     assert ids(select_published(again, [old, new], only, old.dataset_id)) == [old.dataset_id]
     assert ids(select_published(again, [old, new], only)) == [new.dataset_id]
     assert ids(select_published(again, [old, new], ())) == [old.dataset_id, new.dataset_id]
-    path = served.identity.node_dir / SEEN_NAME  # type: ignore[union-attr]
+    path = served.identity.node_dir / SEEN_NAME
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("{")
     with pytest.raises(UsageError, match="or remove the file"):

@@ -209,13 +209,13 @@ def test_wrong_arguments() -> None:
             run.steps(*map(int, wrong.split()))
     for changes in ((), ((1, 4),), ((0, 4), (0, 5)), ((0, 0),), ((0, True),), ((0, 4), (2.5, 5))):
         with pytest.raises(UsageError):
-            BatchSizes(changes)  # type: ignore[arg-type]
+            BatchSizes(changes)
     two = Weights(((0, (1, 1)),))
     for sources, weights in (([order, order], None), ([order], two), ([order, empty], two), ([empty], None)):
         with pytest.raises(UsageError):
             Run(sources, BatchSizes.of(4), weights=weights)
     for limits in ({"epochs": 0}, {"num_steps": 0}, {"num_steps": True}, {"epochs": 1.5}):
         with pytest.raises(UsageError):
-            Run([order], BatchSizes.of(4), **limits)  # type: ignore[arg-type]
+            Run([order], BatchSizes.of(4), **limits)
     with pytest.raises(UsageError):
         run.progress(16)

@@ -47,7 +47,7 @@ def test_out_of_range_is_refused() -> None:
             shard_of_step(*arguments)
     for wrong in [{"batch": 0}, {"rank": 2, "world": 2}, {"dataset_len": 3}, {"mode": "x"}, {"uid": -1}]:
         with pytest.raises(UsageError, match="window of samples"):
-            window_sample_ids(**{"uid": 1, "window": 1, "dataset_len": 100, "steps": 2, "batch": 4, **wrong})  # type: ignore[arg-type]
+            window_sample_ids(**{"uid": 1, "window": 1, "dataset_len": 100, "steps": 2, "batch": 4, **wrong})
 
 
 def test_the_published_draw() -> None:
@@ -72,7 +72,7 @@ def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: 
     count = steps * batch
     settings = {"mode": "forebay", "first_window": first}
     windows = range(first, first - (-2 * size // count))
-    ids = [[window_sample_ids(3, w, size, steps, batch, r, world, **settings) for r in range(world)] for w in windows]  # type: ignore[arg-type]
+    ids = [[window_sample_ids(3, w, size, steps, batch, r, world, **settings) for r in range(world)] for w in windows]
     full = []
     for ranks in ids:
         item = np.empty(count, np.int64)
@@ -85,7 +85,7 @@ def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: 
 def test_our_windows_follow_from_their_uid_seed_and_shard() -> None:
     def draw(**other):
         settings = {"uid": 1, "window": 9, "dataset_len": 5000, "steps": 2, "batch": 16, "seed": 42, "first_window": 5}
-        return window_sample_ids(**{**settings, **other}, mode="forebay").tolist()  # type: ignore[arg-type]
+        return window_sample_ids(**{**settings, **other}, mode="forebay").tolist()
 
     assert draw()[:8] == [4169, 1765, 4733, 672, 1066, 4627, 3917, 2608]
     assert len({tuple(draw()), *(tuple(draw(**{k: 2})) for k in ("uid", "seed", "first_window"))}) == 4

@@ -13,7 +13,7 @@ from forebay.scheduler.sessions import LiveLease, SpeedEstimate, WorkerSession
 
 def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float) -> LeaseTable:
     settings = {"lease_s": 10.0, "steal_s": 1.0, "stall_s": 40.0, **settings}
-    spec = JobSpec("d", "1" * 64, np.array(samples, np.int64), seed=seed, epochs=epochs, **settings)  # type: ignore[arg-type]
+    spec = JobSpec("d", "1" * 64, np.array(samples, np.int64), seed=seed, epochs=epochs, **settings)
     return LeaseTable(spec)
 
 

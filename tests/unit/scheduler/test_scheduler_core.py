@@ -23,7 +23,7 @@ WORKERS = ("a", "b", "c", "d")
 
 def spec(samples: list[int], **settings: object) -> JobSpec:
     settings = {"lease_s": 10.0, "stall_s": 40.0, "steal_s": 0.5, **settings}
-    return JobSpec("x", "x0", np.array(samples, np.int64), **settings)  # type: ignore[arg-type]
+    return JobSpec("x", "x0", np.array(samples, np.int64), **settings)
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) 
     real = leasing._Scheduler._keep
 
     def forgets(self, events):
-        real(self, [event for event in events if type(event).__name__ != "UsesRecorded"])  # type: ignore[misc]
+        real(self, [event for event in events if type(event).__name__ != "UsesRecorded"])
 
     monkeypatch.setattr(leasing._Scheduler, "_keep", forgets)
     assert not simulate(Scenario(**_SMALL, restarts=4, seed=1)).ok

@@ -38,4 +38,4 @@ def test_the_trainer_of_a_program(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no attribute 'Other'"):
         trainer_class(f"{program}:Other")
     created = trainer_class(f"{program}:Mine")(vocab_size=9, seq_len=4)
-    assert created.settings == {"vocab_size": 9, "seq_len": 4}  # type: ignore[attr-defined]
+    assert created.settings == {"vocab_size": 9, "seq_len": 4}

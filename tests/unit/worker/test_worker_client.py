@@ -41,7 +41,7 @@ def test_the_defaults_of_the_guide() -> None:
     assert (config.batch_size, config.seq_len, config.num_steps) == (4, 32, 100)
     assert set(MODEL_SIZES) == {"tiny", "small", "medium"}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.batch_size = 8  # type: ignore[misc]
+        config.batch_size = 8
 
 
 @pytest.mark.parametrize(

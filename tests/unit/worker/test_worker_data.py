@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def texts(tmp_path: Path) -> Path:
 
 def text_dataset(folder: Path, **settings: object) -> HubDataset:
     arguments = {"tokenizer_name": "bytes", "seq_len": 16, "batch_size": 3, "num_batches": 6, **settings}
-    return create_huggingface_dataset(str(folder), **arguments)  # type: ignore[arg-type]
+    return create_huggingface_dataset(str(folder), **arguments)
 
 
 def rows_by_id(dataset: Batches) -> dict[int, tuple[bytes, bytes]]:
@@ -212,7 +211,7 @@ def test_the_first_cause_of_a_librarys_error_is_told() -> None:
             raise RuntimeError("no event loop")  # noqa: B904
 
     class Texts:
-        def __iter__(self) -> Iterator[dict[str, str]]:
+        def __iter__(self):
             return rows()
 
     stream = TextStream(Texts(), tokenizer="bytes", seq_len=8, batch_size=1)

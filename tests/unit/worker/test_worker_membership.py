@@ -83,7 +83,7 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     sessions = iter("ab")
     state, _ = _state(new_session=lambda: next(sessions))
     joining = state.join()
-    assert next(joining).path == "/v1/config"  # type: ignore[union-attr]
+    assert next(joining).path == "/v1/config"
     request = joining.send({"heartbeat_s": 30, "lost_s": 5, "config": {"batch_size": 2}})
     assert isinstance(request, Request) and request.body["session"] == "a"
     generation = """{"number": 1, "rank": 0, "world_size": 1, "start_step": 0, "start_sample": 0, "source": 0,
@@ -95,7 +95,7 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     with pytest.raises(StopIteration):
         beats.throw(RemoteError("given up", 409, "expelled"))
     assert state.changing and state.broken
-    assert next(state.join()).body["session"] == "b"  # type: ignore[union-attr,index]
+    assert next(state.join()).body["session"] == "b"
     assert not state.changing
 
 

@@ -170,7 +170,7 @@ def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organis
         [(key, as_root, org.cert), (org.key, org.cert), (key, leaf, middle, org.cert)]
     ):
         with pytest.raises(ssl.SSLCertVerificationError):
-            shakes(tmp_path / f"{number}", own, *chain, server=server)  # type: ignore[arg-type]
+            shakes(tmp_path / f"{number}", own, *chain, server=server)
 
 
 # Expiry and renewal.

@@ -36,7 +36,7 @@ def test_others_read_the_crl(network_dir: Path, make_identity: Make) -> None:
     a, b = make_identity("a"), make_identity("b")
     crl = revoke(network_dir, b.peer_id)
     standard, root = x509.load_pem_x509_crl(crl.pem), read_certs(network_dir / "root-cert.pem")[0]
-    assert standard.is_signature_valid(root.public_key()) and standard.issuer == root.subject  # type: ignore[arg-type]
+    assert standard.is_signature_valid(root.public_key()) and standard.issuer == root.subject
     assert standard.get_revoked_certificate_by_serial_number(b.certificate.serial_number) is not None
     assert standard.get_revoked_certificate_by_serial_number(a.certificate.serial_number) is None
     assert standard.next_update_utc > dt.datetime.now(dt.UTC)
