@@ -97,7 +97,7 @@ def start_rank(out: Path, arguments: dict[str, Any], **options: Any) -> ForkServ
     return process
 
 
-def _read(out: Path, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+def _read(out, arguments, options):
     try:
         read(out, arguments, **options)
     except BaseException as error:
@@ -183,7 +183,7 @@ class Watcher:
         return result
 
 
-def _watch(directory: Path, reported: Any) -> None:
+def _watch(directory, reported):
     max_value = looks = 0
     reported.send("ready")
     while not reported.poll(0.001):
@@ -195,7 +195,7 @@ def _watch(directory: Path, reported: Any) -> None:
         reported.send({"most": max_value, "looks": looks})
 
 
-def _sizes(directory: Path) -> dict[int, int]:
+def _sizes(directory):
     """Bytes on disk of slices, partial files and maps, by inode: one that is renamed meanwhile counts once."""
     sizes = {}
     for folder in (directory, directory / "chunks"):

@@ -79,7 +79,7 @@ def read_tokens(path: Path, **options: Any) -> list[list[int]]:
     return [document.tolist() for document in documents(source.parts())]
 
 
-def _block(samples: Sequence[bytes], settings: bytes = b"") -> bytes:
+def _block(samples, settings=b""):
     offsets = np.cumsum([4 * (len(samples) + 2) + len(settings), *map(len, samples)]).astype("<u4")
     return b"".join([len(samples).to_bytes(4, "little"), offsets.tobytes(), settings, *samples])
 

@@ -21,7 +21,7 @@ import sys
 import threading
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from support.waiting import until
 
@@ -59,7 +59,7 @@ class Forks:
         self._popen.wait()
         self._reader.join()
 
-    def _read(self) -> None:
+    def _read(self):
         with self._popen.stdout as lines:
             for line in lines:
                 fact = json.loads(line)
@@ -118,7 +118,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _node(ns: str, argv: list[str], log: str) -> NoReturn:
+def _node(ns, argv, log):
     code = 70
     try:
         die_with_parent()
@@ -144,7 +144,7 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
         os._exit(code)
 
 
-def _main() -> None:
+def _main():
     import libtorrent  # noqa: F401
 
     import forebay.cli

@@ -102,10 +102,10 @@ class Lab:
         """Undo a vanishing."""
         self._nft(f"delete element inet lab gone {{ {host.address} }}")
 
-    def _nft(self, rules: str) -> None:
+    def _nft(self, rules):
         _sh(f"ip netns exec {self.router} nft '{rules}'")
 
-    def _wire(self, name: str, router: str, net: str) -> Host:
+    def _wire(self, name, router, net):
         """A host with a wire to a router's namespace."""
         ns = self._add(name)
         port, net = f"v{len(self._namespaces)}", f"{net}.{len(self._namespaces)}"
@@ -117,31 +117,31 @@ class Lab:
             ip -n {ns} route add default via {net}.1""")
         return Host(self, name, ns, f"{net}.2")
 
-    def _add(self, name: str) -> str:
+    def _add(self, name):
         ns = f"mr-{os.getpid()}-{name}"
         _sh(f"ip netns add {ns}; ip -n {ns} link set lo up")
         self._namespaces.append(ns)
         return ns
 
 
-def _forward(ns: str) -> None:
+def _forward(ns):
     """Let a namespace pass packets on."""
     writes = "echo 1 > ip_forward; echo 0 > conf/all/rp_filter; echo 0 > conf/default/rp_filter"
     _sh(f"ip netns exec {ns} sh -c 'cd /proc/sys/net/ipv4; {writes}'")
 
 
-def _remove_stale() -> None:
+def _remove_stale():
     """Remove the namespaces, and kill the processes in them, of runs whose process is gone."""
     for ns, pid in re.findall(r"^(mr-(\d+)-\S+)", _sh("ip netns list"), re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():
             _remove(ns)
 
 
-def _remove(ns: str) -> None:
+def _remove(ns):
     _sh(f"ip netns pids {ns} | xargs -r kill -9 || true; ip netns del {ns}")
 
 
-def _sh(script: str) -> str:
+def _sh(script):
     """Return the output of lines of shell; RuntimeError where one fails."""
     done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True)
     if done.returncode:

@@ -4,15 +4,13 @@ import hashlib
 import json
 import time
 import urllib.parse
-from pathlib import Path
-from typing import Any
 
 from support import faulty_server
-from support.hub_tree import File, files, find_entries, find_files, read_card, read_settings
+from support.hub_tree import files, find_entries, find_files, read_card, read_settings
 
 
 class _Base(faulty_server.Handler):
-    def is_served(self, kind: str) -> bool:
+    def is_served(self, kind):
         """Count the request and let faults happen; return True if it is to be answered."""
         owner, faults = self.owner, self.owner.faults
         if self.has_fault(kind):
@@ -29,14 +27,14 @@ class _Base(faulty_server.Handler):
             return False
         return True
 
-    def refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+    def refuse(self, status, code, message, headers=None):
         reported = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.reply(status, json.dumps({"error": message}).encode(), reported | (headers or {}))
 
-    def reply_json(self, value: Any, headers: dict[str, str] | None = None) -> None:
+    def reply_json(self, value, headers=None):
         self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
 
-    def send_file(self, repo: Path, file: File, headers: dict[str, str]) -> None:
+    def send_file(self, repo, file, headers):
         self.send_range(repo / file.path, file.path, file.etag, headers)
 
 
@@ -71,7 +69,7 @@ class HubHandler(_Base):
         elif self.is_served("other"):
             self.refuse(404, "", "Not Found")
 
-    def _api(self, kind: str, parts: list[str]) -> None:
+    def _api(self, kind, parts):
         verbs = ("revision", "tree", "paths-info", "refs")
         index = next((i for i, part in enumerate(parts) if part in verbs and i), len(parts))
         name, verb, rest = "/".join(parts[:index]), "".join(parts[index : index + 1]) or "info", parts[index + 1 :]
@@ -95,10 +93,10 @@ class HubHandler(_Base):
         else:
             self._info(kind, name, repo)
 
-    def _token(self) -> str:
+    def _token(self):
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
 
-    def _repo(self, kind: str, name: str) -> Path | None:
+    def _repo(self, kind, name):
         if name in self.owner.renamed:
             self.reply(307, b"", {"Location": self.path.replace(name, self.owner.renamed[name], 1)})
             return None
@@ -111,13 +109,13 @@ class HubHandler(_Base):
             return None
         return repo
 
-    def _has_revision(self, repo: Path, revision: str) -> bool:
+    def _has_revision(self, repo, revision):
         if revision in {"main", "refs/heads/main", self.owner.commit(repo), *self.owner.revisions}:
             return True
         self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return False
 
-    def _info(self, kind: str, name: str, repo: Path) -> None:
+    def _info(self, kind, name, repo):
         card, settings = read_card(repo), read_settings(repo)
         plain = {
             "_id": hashlib.sha1(name.encode()).hexdigest()[:24],
@@ -144,7 +142,7 @@ class HubHandler(_Base):
             plain = {key: value for key, value in plain.items() if key in requested | {"_id", "id"}}
         self.reply_json(plain | ({"modelId": name} if kind == "models" else {}))
 
-    def _tree(self, repo: Path, path: str) -> None:
+    def _tree(self, repo, path):
         below = repo / path
         if ".." in path or not below.is_dir():
             return self.refuse(404, "EntryNotFound", f"{path} does not exist on main")
@@ -163,7 +161,7 @@ class HubHandler(_Base):
             [entry for child in page for entry in find_entries(repo, child.relative_to(repo).as_posix())], headers
         )
 
-    def _resolve(self, kind: str, parts: list[str]) -> None:
+    def _resolve(self, kind, parts):
         if not self.is_served("resolve"):
             return
         index = parts.index("resolve")

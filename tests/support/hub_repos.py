@@ -82,7 +82,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         file.write(data)
 
 
-def _configs(paths: dict[str, dict[str, str]]) -> dict[str, Any]:
+def _configs(paths):
     return {
         "configs": [
             {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in files.items()]}
@@ -91,7 +91,7 @@ def _configs(paths: dict[str, dict[str, str]]) -> dict[str, Any]:
     }
 
 
-def _tiny_shakespeare(repo: Path) -> None:
+def _tiny_shakespeare(repo):
     write_repo(repo, {"license": "mit"})
     rows = [{"text": paragraph} for paragraph in paragraphs()]
     cuts = {"train": rows[: -len(rows) // 10], "validation": rows[-len(rows) // 10 : -50], "test": rows[-50:]}
@@ -99,7 +99,7 @@ def _tiny_shakespeare(repo: Path) -> None:
         write_parquet(repo / f"data/{split}-00000-of-00001.parquet", part, 1000)
 
 
-def _lines(repo: Path) -> None:
+def _lines(repo):
     write_repo(repo)
     lines = [line for part in paragraphs()[:1000] for line in part.splitlines() if line.strip()]
     with (repo / "train.csv").open("w", newline="", encoding="utf-8") as file:
@@ -108,7 +108,7 @@ def _lines(repo: Path) -> None:
         writer.writerows([line] for line in lines)
 
 
-def _fineweb(repo: Path, more: tuple[str, ...]) -> None:
+def _fineweb(repo, more):
     paths = {"default": {"train": "data/*/*"}, "sample-10BT": {"train": "sample/10BT/*"}}
     write_repo(repo, _configs(paths | {dump: {"train": f"data/{dump}/*"} for dump in _DUMPS}))
     rows = random.Random(repo.name).sample(texts(), len(texts()))
@@ -120,7 +120,7 @@ def _fineweb(repo: Path, more: tuple[str, ...]) -> None:
             write_parquet(repo / f"sample/10BT/{number // 2:03d}_00000.parquet", part[:20], 10)
 
 
-def _web_row(text: str, number: int, row: int, dump: str, more: tuple[str, ...]) -> dict[str, Any]:
+def _web_row(text, number, row, dump, more):
     ident = f"<urn:uuid:{number:08x}-0000-4000-8000-{row:012x}>"
     url, file = f"https://example.org/{number}/{row}", f"s3://commoncrawl/crawl-data/{dump}/{number}.warc.gz"
     values = (text, ident, dump, url, file, "en", 0.95, len(text) // 4)
@@ -128,7 +128,7 @@ def _web_row(text: str, number: int, row: int, dump: str, more: tuple[str, ...])
     return dict(zip(_FINEWEB, values)) | {name: extra[name] for name in more}
 
 
-def _pile(repo: Path) -> None:
+def _pile(repo):
     write_repo(repo)
     rows = [{"text": text, "meta": {"pile_set_name": "Pile-CC"}} for text in texts()]
     write_jsonl(repo / "train/00.jsonl.zst", rows[:60])
@@ -137,7 +137,7 @@ def _pile(repo: Path) -> None:
     write_jsonl(repo / "test.jsonl.zst", rows[110:120])
 
 
-def _stack(repo: Path) -> None:
+def _stack(repo):
     write_repo(repo, {"license": "other"}, {"gated": "auto"})
     sources = sorted(Path(json.__file__).parent.glob("*.py"))
     for language, paths in (("python", sources), ("toml", [Path(__file__).parents[2] / "pyproject.toml"])):
@@ -149,14 +149,14 @@ def _stack(repo: Path) -> None:
         write_parquet(repo / f"data/{language}/train-00000-of-00001.parquet", rows)
 
 
-def _pictures(repo: Path) -> None:
+def _pictures(repo):
     write_repo(repo)
     (repo / "train").mkdir()
     for number in range(3):
         (repo / f"train/{number}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(64)))
 
 
-def _models(models: Path) -> None:
+def _models(models):
     gpt2, neox = (train_tokenizer(iter(texts()[:40]), size).data for size in (1000, 1200))
     for name, data in (("gpt2", gpt2), ("EleutherAI/gpt-neox-20b", neox), ("Salesforce/codegen-350M-mono", gpt2)):
         repo = write_repo(models / name)

@@ -17,7 +17,7 @@ from typing import Any
 from forebay.dataset.reader import Dataset
 from forebay.network.discovery import Claim
 from forebay.network.pki.identity import Identity
-from support.rude_peer import Asked, RudePeer
+from support.rude_peer import RudePeer
 
 END = threading.Event()  # set, it ends every lie that would last
 
@@ -115,10 +115,10 @@ class Liar(RudePeer):
         super().__exit__()
 
     @staticmethod
-    def _kind(path: str) -> str:
+    def _kind(path):
         return path.partition("?")[0].split("/")[2]
 
-    def _reply(self, asked: Asked) -> bytes | Iterable[bytes]:
+    def _reply(self, asked):
         body = self._body(asked.path.partition("?")[0])
         if body is None:
             return b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}"
@@ -131,7 +131,7 @@ class Liar(RudePeer):
                 return self._lie(answer)
         return answer.head() + answer.body
 
-    def _body(self, path: str) -> bytes | None:
+    def _body(self, path):
         match path.split("/")[2:]:
             case ["claims"]:
                 claims = [self._true_claim()] if self._claims is None else self._claims
@@ -142,7 +142,7 @@ class Liar(RudePeer):
                 return (self.dataset.path / name).read_bytes()
         return None
 
-    def _true_claim(self) -> Any:
+    def _true_claim(self):
         dataset, member = self.dataset, self.identity
         expires_at = time.time() + 60.0
         claim = Claim(dataset.name, dataset.id, dataset.num_slices, member.peer_id, self.address, expires_at)

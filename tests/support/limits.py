@@ -28,25 +28,25 @@ def install() -> None:
     sys.addaudithook(_audit)
 
 
-def _forbid(message: str) -> None:
+def _forbid(message):
     _violations.append(message)  # What runs may catch the error: the test fails all the same.
     raise AssertionError(message)
 
 
-def _guarded_sleep(seconds: float) -> None:
+def _guarded_sleep(seconds):
     caller = sys._getframe(1).f_code.co_filename
     if _running and not _running.startswith(SLOW) and caller.startswith(str(TESTS)):
         _forbid(f"time.sleep in a fast test ({caller}): wait for an event, or move the test to tests/slow")
     _sleep(seconds)
 
 
-def _guarded_spawn(*args: Any) -> int:
+def _guarded_spawn(*args):
     """How `multiprocessing` starts a process but by a fork: no event tells of it."""
     _audit("multiprocessing.spawn", args)
     return _spawn(*args)
 
 
-def _audit(event: str, args: tuple[Any, ...]) -> None:
+def _audit(event, args):
     if _running and event in STARTS and not _running.startswith(PROCESSES):
         _forbid(f"{event} in a fast test: call main(argv), or move the test to tests/slow or tests/e2e")
 

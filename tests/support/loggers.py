@@ -7,7 +7,6 @@ import json
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def with_wandb(source: Any, folder: Path) -> Steps:
     return steps
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def _records(data):
     """The records of LevelDB's log format, in blocks of 32 KiB, after W&B's 7 bytes."""
     offset, record = 7, b""
     while offset + 7 <= len(data):

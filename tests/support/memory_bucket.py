@@ -17,7 +17,7 @@ from support.origin_server import BUCKET, has_signature
 
 
 class _Handler(origin_server.Handler):
-    def answer(self) -> None:
+    def answer(self):
         url, owner = urllib.parse.urlsplit(self.path), self.owner
         query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
         key = urllib.parse.unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
@@ -49,12 +49,12 @@ class _Handler(origin_server.Handler):
         headers |= owner.uploads.metadata.get(key, {})
         self.reply(206 if requested and not owner.sends_200 else 200, data, headers)
 
-    def _commit(self, name: str, data: bytes, meta: dict[str, str]) -> None:
+    def _commit(self, name, data, meta):
         self.owner.objects[name] = data
         self.owner.uploads.metadata[name] = meta
         self.owner.uploads.completed[name] += 1
 
-    def _listing(self, query: dict[str, str]) -> str:
+    def _listing(self, query):
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         keys = sorted(key for key in self.owner.objects if key.startswith(prefix))
         keys = [key for key in keys if not delimiter or delimiter not in key[len(prefix) :]]

@@ -213,7 +213,7 @@ class MemoryConnection(asyncio.Transport):
         self.abort()
         self.loop.run_ready()
 
-    def _feed(self) -> None:
+    def _feed(self):
         while self._unsent and self.is_open and not self._is_paused:
             piece = bytes(self._unsent[:PIECE_BYTES])
             del self._unsent[:PIECE_BYTES]

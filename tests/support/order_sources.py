@@ -80,7 +80,7 @@ class Datasets:
     def start_data_node(self, stack: contextlib.ExitStack) -> None:
         raise NotImplementedError
 
-    def _slice_path(self, name: str, index: int) -> Path:
+    def _slice_path(self, name, index):
         path = self.directory / name / "slices" / f"{index:03d}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path

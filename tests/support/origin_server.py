@@ -90,10 +90,10 @@ class Handler(faulty_server.Handler):
         more = owner.uploads.metadata.get(name, {}) | {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
         self.send_range(file, name, f"{file.stat().st_size:x}", more, owner.shift_ranges)
 
-    def _refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
+    def _refuse(self, status, headers=None):
         self.reply(status, b"<Error><Code>Refused</Code></Error>", headers)
 
-    def _put(self, name: str, query_text: str) -> tuple[int, bytes, dict[str, str]]:
+    def _put(self, name, query_text):
         """Answer a PUT, POST or DELETE with status, body and headers."""
         uploads, body = self.owner.uploads, self.read_body()
         query = dict(urllib.parse.parse_qsl(query_text, keep_blank_values=True))
@@ -133,7 +133,7 @@ class Handler(faulty_server.Handler):
                 return 204, b"", {}
         return 400, b"", {}
 
-    def _commit(self, name: str, data: bytes, meta: dict[str, str]) -> None:
+    def _commit(self, name, data, meta):
         path = self.owner.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.{os.urandom(4).hex()}.put")

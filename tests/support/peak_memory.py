@@ -7,7 +7,7 @@ from pathlib import Path
 PROCESS = Path("/proc/self")
 
 
-def _mib(name: str) -> int:
+def _mib(name):
     match = re.search(rf"{name}:\s*(\d+) kB", (PROCESS / "status").read_text())
     return int(match[1]) >> 10
 

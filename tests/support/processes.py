@@ -32,7 +32,7 @@ class Process:
         for reader in self._readers:
             reader.start()
 
-    def _read_output(self) -> None:
+    def _read_output(self):
         assert self.popen.stdout is not None
         with self.popen.stdout as stream:
             for line in stream:
@@ -40,7 +40,7 @@ class Process:
                 if line[0] in "{[":
                     self.lines.append(json.loads(line))
 
-    def _read_messages(self) -> None:
+    def _read_messages(self):
         assert self.popen.stderr is not None
         with self.popen.stderr as stream:
             self.messages.extend(stream)

@@ -35,7 +35,7 @@ done
 """
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
@@ -112,7 +112,7 @@ class Nodes:
             subprocess.run(["ip", "netns", "del", f"forebay{number}"], check=False, capture_output=True)
 
 
-def _session(leader: int) -> list[int]:
+def _session(leader):
     """The processes of a session, and those that they started in sessions of their own."""
     parents = {}
     for path in Path("/proc").iterdir():

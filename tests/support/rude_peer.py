@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from forebay.network.pki.identity import Identity
 
@@ -82,7 +81,7 @@ class RudePeer:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def _accept(self) -> None:
+    def _accept(self):
         while True:
             try:
                 plain, _ = self._listener.accept()
@@ -93,7 +92,7 @@ class RudePeer:
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self, plain: socket.socket) -> None:
+    def _serve(self, plain):
         with contextlib.suppress(OSError, ValueError), plain:
             sock = plain if self._context is None else self._context.wrap_socket(plain, server_side=True)
             with self._lock:
@@ -115,7 +114,7 @@ class RudePeer:
                     self._open.discard(sock)
 
 
-def _read(reader: Any, certificate: bytes) -> Asked | None:
+def _read(reader, certificate):
     first = reader.readline().decode("latin-1").split()
     if len(first) != 3:
         return None

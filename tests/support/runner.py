@@ -139,10 +139,10 @@ class Page:
         assert code in codes, f"{location}: exit status {code}\n{script}\n{printed[-4000:]}"
         return printed
 
-    def _run_sh(self, code: str, location: str) -> str:
+    def _run_sh(self, code, location):
         return self.shell(code, location)
 
-    def _run_console(self, code: str, location: str) -> str:
+    def _run_console(self, code, location):
         printed = ""
         for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
             command, _, expected = part.partition("\n")
@@ -156,7 +156,7 @@ class Page:
             printed += output
         return printed
 
-    def _run_python(self, code: str, location: str) -> str:
+    def _run_python(self, code, location):
         line = int(location.rpartition(":")[2])
         compiled = compile("\n" * line + code, str(self.path), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         printed = io.StringIO()
@@ -166,30 +166,30 @@ class Page:
                 asyncio.run(result)
         return printed.getvalue()
 
-    def _run_text(self, code: str, location: str) -> None:
+    def _run_text(self, code, location):
         if code.startswith("#!"):
             checked = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)
             assert checked.returncode == 0, f"{location}: {checked.stderr}"
 
-    def _run_output(self, code: str, location: str) -> None:
+    def _run_output(self, code, location):
         printed, expected = self.printed[-1].split(), code.split()
         pattern = r"\s+".join(re.escape(word).replace("…", ".*?") for word in expected)
         assert re.search(pattern, " ".join(printed), re.DOTALL), f"{location}: got {self.printed[-1]}"
 
-    def _run_toml(self, code: str, location: str) -> None:
+    def _run_toml(self, code, location):
         tomllib.loads(code)
         self._keep(code)
 
-    def _run_json(self, code: str, location: str) -> None:
+    def _run_json(self, code, location):
         json.loads(code)
 
-    def _run_yaml(self, code: str, location: str) -> None:
+    def _run_yaml(self, code, location):
         import yaml
 
         list(yaml.safe_load_all(code))
         self._keep(code)
 
-    def _keep(self, code: str) -> None:
+    def _keep(self, code):
         if named := re.match(r"# ([\w.-]+\.\w+)\b", code):
             (self.directory / named[1]).write_text(code)
 

@@ -61,7 +61,7 @@ class Faults(faulty_server.Faults):
 
 
 class _Handler(faulty_server.Handler):
-    def answer(self) -> None:
+    def answer(self):
         owner, faults = self.owner, self.owner.faults
         if self.has_fault((self.command, self.path)):
             return
@@ -80,10 +80,10 @@ class _Handler(faulty_server.Handler):
                 owner.written[path.name] = time.monotonic()
             self._forward(body)
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _refuse(self, status, code):
         self.reply(status, f"<Error><Code>{code}</Code></Error>".encode())
 
-    def _forward(self, body: bytes) -> None:
+    def _forward(self, body):
         owner, faults = self.owner, self.owner.faults
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", owner.behind)) as behind:
             behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -106,7 +106,7 @@ class _Handler(faulty_server.Handler):
                 is_wrong = owner.happens(faults.corrupt) and faults.corrupt_name in self.path
                 self.send_body(self.path, response, size, size // 2 if is_wrong else -1)
 
-    def _without_young(self, listing: bytes) -> bytes:
+    def _without_young(self, listing):
         young = {name for name, t in self.owner.written.items() if time.monotonic() - t < self.owner.faults.stale}
         entries = re.split(rb"(<Contents>.*?</Contents>)", listing, flags=re.DOTALL)
         return b"".join(e for e in entries if not any(f"/{name}</Key>".encode() in e for name in young))

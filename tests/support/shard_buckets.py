@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from forebay.cache.cache import SHA256
-from forebay.dataset.manifest import SliceInfo
 from forebay.formats.shard_writer import write_shards
 from forebay.formats.vectors import sample_id
 from forebay.load.shard_cache import ShardFetch
@@ -67,7 +66,7 @@ def complete_shards(folder: Path) -> list[int]:
 
 
 @functools.cache
-def _objects() -> dict[str, bytes]:
+def _objects():
     result = {}
     for index in range(SHARDS):
         tokens = shard_tokens(index)
@@ -76,7 +75,7 @@ def _objects() -> dict[str, bytes]:
     return result
 
 
-def _compare(data: bytes, info: SliceInfo, marks: Any) -> dict[str, list[int]]:
+def _compare(data, info, marks):
     """Find out which object it is by its present chunks, all of which must be equal."""
     present = np.flatnonzero(marks == PRESENT)
     for name, content in _objects().items():

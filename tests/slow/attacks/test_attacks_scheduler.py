@@ -150,7 +150,7 @@ def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> No
     assert len(core.exchange("a", ExchangeRequest(want=1), 50.0)[0].leases) == 1
 
 
-def _use_of(lease: dict[str, Any], worker: Identity) -> dict[str, Any]:
+def _use_of(lease, worker):
     """A worker's word that it used a lease to its end."""
     with Client(worker) as client:
         return ExchangeClient(client, "").receipt(lease, proof="00" * 6)

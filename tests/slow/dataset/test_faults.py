@@ -82,7 +82,7 @@ class Disk:
 
         os.fsync, os.rename, os.replace = checked_fsync, checked(os.rename), checked(os.replace)
 
-    def _count(self, kind: str) -> None:
+    def _count(self, kind):
         self.counts[kind] += 1
         if self.fault is None or self.fault.kind != kind:
             return
@@ -170,7 +170,7 @@ class Convert(Scenario):
     def act(self, folder: Path) -> None:
         self._convert(folder, "a", *self.options)
 
-    def _convert(self, folder: Path, name: str, *options: str) -> None:
+    def _convert(self, folder, name, *options):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
             code = main([*f"convert {folder}/{name}.npy {folder}/out --to forebay".split(), *options])
         if code:

@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from forebay.errors import ForebayError
 
@@ -110,7 +108,7 @@ def mutate(data: bytes, corpus: Sequence[bytes], chance: random.Random) -> bytes
     return bytes(current[:MAX_INPUT])
 
 
-def _twist(obj: Any, chance: random.Random) -> Any:
+def _twist(obj, chance):
     """JSON with one value replaced, doubled or left out."""
     if isinstance(obj, dict) and obj and chance.random() < 0.85:
         key = chance.choice(list(obj))
@@ -134,7 +132,7 @@ def _twist(obj: Any, chance: random.Random) -> Any:
     return chance.choice(ODD)
 
 
-def _run_one(target: Target, data: bytes, seen: set[tuple[str, int]], result: Round) -> None:
+def _run_one(target, data, seen, result):
     signal.setitimer(signal.ITIMER_PROF, HANG_S)
     sys.settrace(_tracer(seen))
     try:
@@ -151,7 +149,7 @@ def _run_one(target: Target, data: bytes, seen: set[tuple[str, int]], result: Ro
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _tracer(seen: set[tuple[str, int]]) -> Callable[[FrameType, str, Any], Any]:
+def _tracer(seen):
     def on_line(frame, event, _):
         seen.add((frame.f_code.co_filename, frame.f_lineno))
         return on_line
@@ -162,9 +160,9 @@ def _tracer(seen: set[tuple[str, int]]) -> Callable[[FrameType, str, Any], Any]:
     return on_call
 
 
-def _hang(*_: object) -> None:
+def _hang(*_):
     raise HangError("no end in time")
 
 
-def _peak_bytes() -> int:
+def _peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

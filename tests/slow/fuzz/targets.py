@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import libtorrent as lt
 import numpy as np
@@ -82,7 +81,7 @@ def make_target(name: str, directory: Path) -> Target:
     return TARGETS[name](directory, join(directory / "network", directory / "node", "node"))
 
 
-def _json(parse: Callable[[Any], object], *seeds: object) -> Target:
+def _json(parse, *seeds):
     def run(data):
         try:
             obj = json.loads(data)
@@ -93,7 +92,7 @@ def _json(parse: Callable[[Any], object], *seeds: object) -> Target:
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
 
 
-def _message(model: type, use: Callable[[Any], object], *seeds: object) -> Target:
+def _message(model, use, *seeds):
     """A message as a server takes it: what the model refuses is a 400 there."""
     data = [json.dumps(seed).encode() for seed in seeds]
     return Target(lambda value: use(TypeAdapter(model).validate_json(value)), data, (ForebayError, ValidationError))
@@ -292,7 +291,7 @@ def files(directory: Path, identity: Identity) -> Target:
     return Target(run, [*(bytes([index]) + full[name] for index, name in enumerate(names)), *odd])
 
 
-def _again(pem: bytes, old: bytes, new: bytes) -> bytes:
+def _again(pem, old, new):
     """A PEM with other bytes inside."""
     first, *lines, last = pem.strip().splitlines()
     body = base64.b64encode(base64.b64decode(b"".join(lines)).replace(old, new))
@@ -416,7 +415,7 @@ def dht(directory: Path, identity: Identity) -> Target:
     return Target(run, [*asked, reported], close=close)
 
 
-def _reader(format: str, name: str, seed: bytes) -> None:
+def _reader(format, name, seed):
     """A target that reads bytes as `prepare` does: damage is a record with a problem, never an exception.
 
     No document is mostly what no text has, and of what is not blank something is read, or a reason is given.
@@ -451,7 +450,7 @@ def _reader(format: str, name: str, seed: bytes) -> None:
     TARGETS[f"read_{format}"] = make
 
 
-def _in_a_child(run: Callable[[bytes], object]) -> Callable[[bytes], None]:
+def _in_a_child(run):
     """The same in a child, as an engine runs it: a library may end its process at damaged input, and the engine names
     the input whose worker died. Any other error than ours is a fault still.
     """
@@ -484,7 +483,7 @@ for _format in names_with("read_text"):
         _reader(_format, OF_ROWS[_format][0], b"")
 
 
-def _file_format(format: str) -> None:
+def _file_format(format):
     """A target that opens, converts from and examines files of a format that `convert` writes.
 
     The first byte of an input says which file of the output directory the rest replaces.

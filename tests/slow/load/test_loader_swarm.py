@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def remote(world: Path, name: str, address: str) -> RemoteDataset:
     return open_remote("forebay://net/c4", identity=world / name, discovery=registered)
 
 
-def _rank(world: Path, identity: str, address: str, out: Path, arguments: dict[str, Any], together: Barrier) -> None:
+def _rank(world, identity, address, out, arguments, together):
     """Read in step with the others, as ranks of one training do: none is far ahead of another, or gone before it."""
     lines = []
     try:

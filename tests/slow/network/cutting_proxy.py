@@ -32,7 +32,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +87,14 @@ class CuttingProxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self):
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
                 self.connections += 1
                 threading.Thread(target=self._carry, args=(near,), daemon=True).start()
 
-    def _carry(self, near: socket.socket) -> None:
+    def _carry(self, near):
         with near, contextlib.suppress(OSError), socket.create_connection(parse_address(self.target), 5) as far:
             turns, from_client = 0, False
             while True:
@@ -111,7 +110,7 @@ class CuttingProxy:
                             return self._cut(near, far, data)
                     (far if from_client else near).sendall(data)
 
-    def _cut(self, near: socket.socket, far: socket.socket, data: bytes) -> None:
+    def _cut(self, near, far, data):
         is_amid = self._chance.random() < 0.5
         self.cuts["amid the answer" if is_amid else "before the answer"] += 1
         if is_amid:
@@ -124,7 +123,7 @@ class CuttingProxy:
 # Processes.
 
 
-def _child(role: Callable[..., Any], log: Path, pipe: Connection, **settings: Any) -> None:
+def _child(role, log, pipe, **settings):
     """Run one process: its log, its signals, its report over the pipe, as its disk may be full."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -141,12 +140,12 @@ def _child(role: Callable[..., Any], log: Path, pipe: Connection, **settings: An
     os._exit(0)  # without the interpreter's end: threads of libraries
 
 
-def _serve(pipe: Connection, stop: threading.Event, node: Path, data: Path, port: int) -> bool:
+def _serve(pipe, stop, node, data, port):
     with DataNode(Identity.load(node), [open_dataset(data)], HOST, port, LocalDiscovery(), ttl_s=3.0) as served:
         return _wait(pipe, stop, served.address)
 
 
-def _schedule(pipe: Connection, stop: threading.Event, node: Path, state: Path, data_address: str, port: int) -> bool:
+def _schedule(pipe, stop, node, state, data_address, port):
     identity = Identity.load(node)
     service = SchedulerService(
         identity, NAME, LocalDiscovery(addresses=[parse_address(data_address)]), Client(identity), state, HOST, port,
@@ -159,7 +158,7 @@ def _schedule(pipe: Connection, stop: threading.Event, node: Path, state: Path, 
     return is_done
 
 
-def _wait(pipe: Connection, stop: threading.Event, address: str) -> bool:
+def _wait(pipe, stop, address):
     """Wait to be stopped, or left alone."""
     _has_worked.set()
     pipe.send({"address": address})
@@ -169,9 +168,7 @@ def _wait(pipe: Connection, stop: threading.Event, address: str) -> bool:
     return True
 
 
-def _work(
-    pipe: Connection, stop: threading.Event, node: Path, data_address: str, cache: Path, scheduler: str, share: bool
-) -> bool:
+def _work(pipe, stop, node, data_address, cache, scheduler, share):
     network = NetworkOptions(
         Identity.load(node), receipt_s=0.2, patience_s=DEADLINE_S, listen=f"{HOST}:0" if share else None,
         discovery=LocalDiscovery(addresses=[parse_address(data_address)]),
@@ -273,7 +270,7 @@ class Job:
         make_dataset(folder / "dataset", SLICES, TOKENS)
 
     @property
-    def _workers(self) -> list[Node]:
+    def _workers(self):
         return [node for name, node in self._nodes.items() if name.startswith("worker")]
 
     def run(self) -> Job:
@@ -287,7 +284,7 @@ class Job:
         self._prove()
         return self
 
-    def _start(self, proxies: list[CuttingProxy], stack: contextlib.ExitStack) -> None:
+    def _start(self, proxies, stack):
         data, scheduler = (proxy.address for proxy in proxies)
         servers = [
             ("data", _serve, {"data": self.folder / "dataset"}),
@@ -302,11 +299,11 @@ class Job:
             cache = self.folder / f"cache-{name}"
             self._add(name, _work, data_address=data, scheduler=scheduler, cache=cache, share=self.plan.share)
 
-    def _add(self, name: str, role: Callable[..., Any], **settings: Any) -> Node:
+    def _add(self, name, role, **settings):
         self._nodes[name] = Node(role, self.folder / f"{name}.log", node=self._homes[name], **settings)
         return self._nodes[name]
 
-    def _watch(self) -> None:
+    def _watch(self):
         """Do what is planned until all workers have ended."""
         events = []
         for fault, at_s in self.plan.moments.items():
@@ -329,7 +326,7 @@ class Job:
         for _, act, name in events:  # the job was quicker: whoever is away comes back, and has room
             act(name)
 
-    def _restart(self) -> None:
+    def _restart(self):
         """Start again, as a service manager does, who could not begin on a full disk."""
         for name in self._filled:
             node = self._nodes[name]
@@ -338,29 +335,29 @@ class Job:
                 self._replace(name)
                 self.restarts += 1
 
-    def _replace(self, name: str) -> None:
+    def _replace(self, name):
         self._nodes[name] = self._nodes[name].again()
         if name in self._full:
             self._nodes[name].fill_disk(True)
 
-    def _kill(self, name: str) -> None:
+    def _kill(self, name):
         if self._nodes[name].code is None:
             self._nodes[name].kill()
 
-    def _start_again(self, name: str) -> None:
+    def _start_again(self, name):
         if self._nodes[name].code == -signal.SIGKILL:
             self._replace(name)
 
-    def _fill(self, name: str) -> None:
+    def _fill(self, name):
         self._full.add(name)
         self._filled.add(name)
         self._nodes[name].fill_disk(True)
 
-    def _empty(self, name: str) -> None:
+    def _empty(self, name):
         self._full.discard(name)
         self._nodes[name].fill_disk(False)
 
-    def _end(self) -> None:
+    def _end(self):
         """Note how all processes ended; those that hang write where to their logs."""
         for name, node in reversed(self._nodes.items()):
             if node.code is None and node in self._workers:
@@ -377,7 +374,7 @@ class Job:
             except (RuntimeError, OSError) as error:
                 self.faults.append(f"{name}: {error}")
 
-    def _prove(self) -> None:
+    def _prove(self):
         report = verify_ledger(self.folder / "state" / "ledger.jsonl", verify=verify)
         counts = [(epoch["epoch"], epoch["samples"], epoch["missing"], epoch["repeated"]) for epoch in report.epochs]
         if not report.ok or counts != [(epoch, SAMPLES, 0, 0) for epoch in range(EPOCHS)]:

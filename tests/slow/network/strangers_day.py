@@ -412,7 +412,7 @@ def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool
     return day
 
 
-def _make_members(folder: Path, workers: int, stack: contextlib.ExitStack) -> dict[str, Identity]:
+def _make_members(folder, workers, stack):
     """A network of two organisations and its members."""
     dht = LibtorrentDht(HOST, 0, [])
     stack.callback(dht.close)
@@ -427,7 +427,7 @@ def _make_members(folder: Path, workers: int, stack: contextlib.ExitStack) -> di
     }
 
 
-def _peak_mb(pid: int) -> float:
+def _peak_mb(pid):
     match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(match[1]) * 1024 / 1e6 if match else 0.0
 

@@ -141,7 +141,7 @@ class Cluster:
         (container,) = pod["containers"]
         return self._run(pod_name, container, volumes), container
 
-    def _run(self, pod: str, container: dict[str, Any], volumes: dict[str, Path]) -> Container:
+    def _run(self, pod, container, volumes):
         # A pod's address is its service's, if there is one, as each service has one pod here.
         service = pod.rpartition("-")[0]
         own = service if service in self.services else pod

@@ -108,7 +108,7 @@ def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identi
         assert any(liar.requests for liar in liars)
 
 
-def _claim(identity: Identity, **changed: Any) -> Any:
+def _claim(identity, **changed):
     claim = Claim(NAME, "0" * 64, 3, identity.peer_id, "127.0.0.1:1", time.time() + 60.0)
     return replace(claim, **changed).to_json(identity)
 

@@ -107,7 +107,7 @@ def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_reques
     assert len(alone) == 3 * 16 and 503 in alone
 
 
-def _status(url: str) -> int:
+def _status(url):
     try:
         with urllib.request.urlopen(url) as answer:
             return int(answer.status)

@@ -137,7 +137,7 @@ class Peak:
         self.bytes, self._world, self._check, self._stop = 0, world, check, threading.Event()
         self._thread = threading.Thread(target=self._poll)
 
-    def _poll(self) -> None:
+    def _poll(self):
         while not self._stop.wait(0.02):
             self.bytes = max(self.bytes, self._world.scratch_bytes())
             self._check()

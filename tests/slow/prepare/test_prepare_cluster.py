@@ -164,11 +164,11 @@ def test_killed_at_any_moment_it_goes_on(
     assert files(out) == expected[1] and not (out / ".work").exists()
 
 
-def _count(out: Path) -> int:
+def _count(out):
     return sum(len(names) for _, _, names in os.walk(out))
 
 
-def _children(pid: int) -> list[int]:
+def _children(pid):
     """The workers of a driver: the processes of its session."""
     result = []
     for path in Path("/proc").iterdir():

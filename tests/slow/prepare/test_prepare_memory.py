@@ -80,14 +80,14 @@ def peaks(folder: Path, source: Path, settings: dict[str, object]) -> tuple[list
     return json.loads(printed), list(result.values())
 
 
-def _session(path: Path) -> int:
+def _session(path):
     try:
         return int((path / "stat").read_text().rpartition(")")[2].split()[3])
     except (OSError, IndexError):
         return -1
 
 
-def _peak(path: Path) -> int:
+def _peak(path):
     try:
         return 1024 * int((path / "status").read_text().partition("VmHWM:")[2].split()[0])
     except (OSError, IndexError):

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -66,7 +65,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _settings(name: str, folder: Path) -> dict[str, Any]:
+def _settings(name, folder):
     """What a recipe leaves to its user: models and a tokenizer with its tokens."""
     model = {"use": "fasttext", "model": str(ROOT / "tests/golden/fasttext/0.bin"), "label": "l1"}
     if name == "dclm":
@@ -80,7 +79,7 @@ def _settings(name: str, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _classifier(folder: Path) -> Path:
+def _classifier(folder):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     if not folder.exists():
         torch.manual_seed(0)

@@ -128,7 +128,7 @@ def raw_slice(path: Path, header: Any, body: bytes = b"", length: int | None = N
     return path
 
 
-def _entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[str, Any]:
+def _entry(dtype="U8", shape=(4,), offsets=(0, 4)):
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 

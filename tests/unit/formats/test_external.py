@@ -323,7 +323,7 @@ def test_the_files_of_llm_c(tmp_path: Path) -> None:
         open_external(tmp_path)
 
 
-def _npy(path: Path, array: Any) -> None:
+def _npy(path, array):
     with path.open("wb") as file:
         np.save(file, array)
 

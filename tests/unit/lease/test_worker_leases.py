@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
+from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult
 from forebay.lease.state import LeaseState
 from forebay.network.peer import Provider
 from forebay.scheduler.core import SchedulerCore
@@ -47,7 +47,7 @@ class Worker:
         self.attempt = self.steps = 0
         self.fetched = Counter()
 
-    def _release(self, grant: Lease) -> None:
+    def _release(self, grant):
         self.released[grant.lease_id] += 1
 
     def work(self) -> None:

@@ -1,7 +1,6 @@
 """The batches of one `for` over a loader: the rest of a pass, the next pass, a view that moves nothing."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,7 +90,7 @@ def test_ranks_of_a_process_group(data: Path, monkeypatch: pytest.MonkeyPatch) -
             Loader(data, **wrong, **sizes)
 
 
-def _numbers(count: int, produced: list[int]) -> Iterator[int]:
+def _numbers(count, produced):
     for i in range(count):
         produced.append(i)
         yield i

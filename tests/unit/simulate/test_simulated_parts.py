@@ -18,7 +18,7 @@ def test_a_transfer_gets_what_slow_links_leave_and_speeds_up_when_another_ends()
     assert links.sent[origin] == pytest.approx(40.0)
 
 
-def _use(start: int, stop: int, time_s: float = 1.0, worker: int = 0) -> UsedRange:
+def _use(start, stop, time_s=1.0, worker=0):
     return UsedRange(0, 0, start, stop, time_s, worker)
 
 

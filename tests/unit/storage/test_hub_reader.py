@@ -2,9 +2,9 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ class _File:
 
     by_url: ClassVar = {}
 
-    def __init__(self, size: int, before: Callable[[int], object] = lambda start: None) -> None:
+    def __init__(self, size, before=lambda start: None):
         self.data, self.before = bytes(i * 7 % 251 for i in range(size)), before
         self.ranges = []
         self.blocks = BlockCache()
@@ -32,13 +32,13 @@ class _File:
         self.by_url[url] = self
         self.reader = BlockStream(url, size, "", self.blocks)
 
-    def fetch(self, start: int, stop: int, take: Any) -> None:
+    def fetch(self, start, stop, take):
         self.ranges.append((start, stop))
         self.before(start)
         for index in range(start, stop, 5):
             take(memoryview(self.data)[index : min(index + 5, stop)])
 
-    def assert_reads(self, number: int) -> None:
+    def assert_reads(self, number):
         """Read a block, and check it."""
         self.reader.seek(number * 16)
         assert self.reader.read(16) == self.data[number * 16 : number * 16 + 16]

@@ -1,7 +1,6 @@
 """The memory that training takes: the figures are those of the model, and no proposed batch is too large."""
 
 import runpy
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ def test_the_bound_holds_and_is_near(name: str) -> None:
         assert 0.7 * bound < saved + gradient <= bound
 
 
-def _saved_bytes(model: Any, weights: set[int], ids: Any) -> int:
+def _saved_bytes(model, weights, ids):
     """Bytes that autograd keeps of a step's way there, weights apart."""
     current = []  # So that no two tensors have had one address.
     saved = {}

@@ -4,7 +4,6 @@ import json
 import threading
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -54,7 +53,7 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
     assert failures()["membership heartbeats"] == before + 2 and deaths == []
 
 
-def _state(**more: Any) -> tuple[MembershipState, list[float]]:
+def _state(**more):
     """A state and its clock."""
     now = [0.0]
     value = {

@@ -182,7 +182,7 @@ def test_training_is_a_function_of_the_sample(tmp_path: Path) -> None:
     assert item == two and item.vocab_size <= 300 and item.eos_id == 0
 
 
-def _variant(**changes: object) -> bytes:
+def _variant(**changes):
     return json.dumps({**json.loads(byte_tokenizer().to_str()), **changes}).encode()
 
 
