@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
-_terminal: list[Any] = []
+_terminal = []
 
 
 @pytest.hookimpl(trylast=True)

@@ -397,7 +397,7 @@ CODECS = {"parquet": ["snappy"], "arrow": ["zstd"], "jsonl": ["gzip", "zstd"], "
 CODECS |= {"mds": ["zstd"], "litdata": ["zstd"]}
 
 
-def flat(values: list[Any]) -> list[Any]:
+def flat(values: list) -> list:
     """Return the values; a tensor as a list of its numbers."""
     return [np.asarray(value).ravel().tolist() for value in values]
 

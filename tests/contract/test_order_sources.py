@@ -76,7 +76,7 @@ def make(cluster: LocalCluster, source: str, case: str) -> Source:
     return SOURCES[source](cluster, CASES[case], JOBS.get(case, {}))
 
 
-def reference(cluster: LocalCluster, case: str) -> dict[tuple[int, int], list[Any]]:
+def reference(cluster: LocalCluster, case: str) -> dict[tuple[int, int], list]:
     """Each sample of a case by the index of its dataset and its id; of a split, the samples of both."""
     spec = CASES[case]
     if spec["dataset"] == "rows":
@@ -95,7 +95,7 @@ def reference(cluster: LocalCluster, case: str) -> dict[tuple[int, int], list[An
     return result
 
 
-def check_contents(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[tuple[int, int, int]]:
+def check_contents(lines: list[Line], expected: dict[tuple[int, int], list]) -> Counter[tuple[int, int, int]]:
     """How often each sample came in each epoch, by epoch, dataset and id; all as the reference has them."""
     counts = Counter()
     for line in lines:
@@ -213,7 +213,7 @@ OWNED = {
 
 @pytest.mark.parametrize("name, refused", [("lease", LEASED), ("owned", OWNED)])
 def test_what_a_source_cannot_have_is_refused_when_the_loader_is_made(
-    cluster: LocalCluster, name: str, refused: dict[str, dict[str, Any]]
+    cluster: LocalCluster, name: str, refused: dict[str, dict]
 ) -> None:
     spec = make(cluster, name, "epochs" if name == "owned" else "masks").loader(0)
     for message, wrong in refused.items():
@@ -319,5 +319,5 @@ def test_a_lease_loader_resumes_with_what_is_not_committed(cluster: LocalCluster
     assert report["ok"] and report["epochs"][0]["samples"] == len(expected)
 
 
-def check_ids(lines: list[Line], expected: dict[tuple[int, int], list[Any]]) -> Counter[int]:
+def check_ids(lines: list[Line], expected: dict[tuple[int, int], list]) -> Counter[int]:
     return Counter({number: count for (_, _, number), count in check_contents(lines, expected).items()})

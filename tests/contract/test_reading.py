@@ -25,7 +25,7 @@ WIKI = "<mediawiki><siteinfo/>%s</mediawiki>"
 PAGE = "<page><title>T</title><ns>0</ns><id>1</id><revision>%s<text>%s</text></revision></page>"
 
 
-def table(*groups: list[Any], kind: Any = None) -> bytes:
+def table(*groups: list, kind: Any = None) -> bytes:
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, pa.schema([("text", kind or pa.string())])) as writer:
         for group in groups:

@@ -26,7 +26,7 @@ with Loader(**arguments) as loader:
 """
 
 
-def read_batches(arguments: dict[str, Any], state: Any, num_batches: int, *, kill: bool) -> list[Any]:
+def read_batches(arguments: dict, state: Any, num_batches: int, *, kill: bool) -> list:
     """[sample ids, inputs, state] of the next batches of a process, which waits for a line after each."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(arguments), json.dumps(state)]
     lines = []

@@ -18,7 +18,7 @@ from forebay.prepare.tasks.text import open_documents
 from forebay.storage.store import open_store
 
 
-def serially(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
+def serially(run: Callable[[Any, int], Any], tasks: Sequence) -> list:
     """The simplest engine."""
     return [run(task, 0) for task in tasks]
 

@@ -39,10 +39,10 @@ class Descent:
             speed.mul_(0.5).add_(parameter.grad)
             parameter.sub_(0.1 * speed)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"state": self.state}
 
-    def load_state_dict(self, reported: dict[str, Any]) -> None:
+    def load_state_dict(self, reported: dict) -> None:
         self.state = reported["state"]
 
 

@@ -51,7 +51,7 @@ from forebay.worker.membership_state import (
 )
 
 RESTART_S = 5.0  # after which a process whose worker id was in use is started again
-Respond = Callable[[dict[str, Any] | RemoteError], object]
+Respond = Callable[[dict | RemoteError], object]
 
 
 class Coordinator:

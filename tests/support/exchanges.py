@@ -14,14 +14,12 @@ class ExchangeClient:
     def __init__(self, client: Client, address: str) -> None:
         self.client, self.identity, self.address = client, client.identity, address
 
-    def exchange(self, *used: dict[str, Any], **body: Any) -> dict[str, Any]:
+    def exchange(self, *used: dict, **body: Any) -> dict:
         """Acknowledge the leases `used` to their ends; return the reply."""
         body = {"session": "5e", **body, **(self.receipt(*used) if used else {})}
         return dict(self.client.request_json(self.address, "POST", "/v2/exchange", body, timeout_s=30)[0])
 
-    def receipt(
-        self, *leases: dict[str, Any], by: Identity | None = None, proof: str | None = None, **position: int
-    ) -> dict[str, Any]:
+    def receipt(self, *leases: dict, by: Identity | None = None, proof: str | None = None, **position: int) -> dict:
         """The fields of an exchange that acknowledge leases.
 
         Args:

@@ -63,7 +63,7 @@ def make_dataset(folder: Path, slices: int, samples: int, seq_len: int, *, first
     return folder
 
 
-def list_ids(batches: Iterable[Any], num_batches: int | None = None) -> list[list[int]]:
+def list_ids(batches: Iterable, num_batches: int | None = None) -> list[list[int]]:
     """The sample ids of the next batches, all of them or so many."""
     return [batch.sample_ids.tolist() for batch in islice(batches, num_batches)]
 
@@ -76,7 +76,7 @@ def are_whole(batch: Any, samples: int) -> bool:
     return bool((batch.inputs == expected).all() and (batch.labels == expected + 1).all())
 
 
-def read_samples(batches: Iterable[Any], samples: int, num_batches: int | None = None) -> list[int]:
+def read_samples(batches: Iterable, samples: int, num_batches: int | None = None) -> list[int]:
     """The sample ids of the next batches of a dataset of `make_dataset`, whose tokens are checked."""
     result = []
     for batch in islice(batches, num_batches):
@@ -90,7 +90,7 @@ def global_batches(**arguments: Any) -> list[list[int]]:
     return list_ids(Loader(rank=0, world_size=1, **arguments))
 
 
-def start_rank(out: Path, arguments: dict[str, Any], **options: Any) -> ForkServerProcess:
+def start_rank(out: Path, arguments: dict, **options: Any) -> ForkServerProcess:
     """A process that iterates Loader(**arguments) and appends a line to `out` for each batch, see `read`."""
     process = _processes.Process(target=_read, args=(out, arguments, options), daemon=True)
     process.start()
@@ -107,7 +107,7 @@ def _read(out, arguments, options):
 
 
 def read(
-    out: Path, arguments: dict[str, Any], state: dict[str, Any] | None, samples: int, step_s: float = 0.0,
+    out: Path, arguments: dict, state: dict | None, samples: int, step_s: float = 0.0,
     memory_every: int = 0,
 ) -> None:  # fmt: skip
     """Read batches, check every token, and write after each its ids and the state."""
@@ -128,13 +128,13 @@ def read(
     os.close(descriptor)
 
 
-def read_lines(out: Path) -> list[dict[str, Any]]:
+def read_lines(out: Path) -> list[dict]:
     """The lines that a rank wrote; a last line that it had no time to end is left out."""
     text = out.read_text() if out.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def read_steps(out: Path) -> dict[int, dict[str, Any]]:
+def read_steps(out: Path) -> dict[int, dict]:
     """The lines of a rank's steps. Fails if a token was wrong, or the rank raised."""
     lines = read_lines(out)
     assert not [line["error"] for line in lines if "error" in line]

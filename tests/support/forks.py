@@ -21,7 +21,6 @@ import sys
 import threading
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from support.waiting import until
 
@@ -79,7 +78,7 @@ class Process:
         self.log = log
         self._forks = forks
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[dict]:
         """The JSON lines that it printed."""
         full = self.log.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in full.splitlines() if line.startswith("{")]
@@ -87,7 +86,7 @@ class Process:
     def errors(self) -> str:
         return self.log.with_name(self.log.name + ".err").read_text()
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> dict:
         """Wait for its first JSON line."""
         until(lambda: self.lines() or self.wait(0.0) is not None)
         lines = self.lines()

@@ -81,7 +81,7 @@ def serve(
 class PatientClient(Client):
     """A client that waits for as long as the test may take."""
 
-    def request_json(self, *args: Any, timeout_s: float = FOREVER_S, **more: Any) -> tuple[dict[str, Any], Peer]:
+    def request_json(self, *args: Any, timeout_s: float = FOREVER_S, **more: Any) -> tuple[dict, Peer]:
         return super().request_json(*args, timeout_s=timeout_s, **more)
 
     def read_range(self, *args: Any, timeout_s: float = FOREVER_S, **more: Any) -> None:

@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,7 +54,7 @@ def texts() -> list[str]:
     return ["\n\n".join(paragraphs()[start : start + 12]) for start in range(0, len(paragraphs()), 12)]
 
 
-def write_repo(repo: Path, card: dict[str, Any] | None = None, settings: dict[str, Any] | None = None) -> Path:
+def write_repo(repo: Path, card: dict | None = None, settings: dict | None = None) -> Path:
     """An empty repository with a README.md whose head is the card."""
     repo.mkdir(parents=True, exist_ok=True)
     head = f"---\n{yaml.safe_dump(card)}---\n" if card else ""
@@ -65,12 +64,12 @@ def write_repo(repo: Path, card: dict[str, Any] | None = None, settings: dict[st
     return repo
 
 
-def write_parquet(path: Path, rows: Sequence[dict[str, Any]], row_group: int = 100) -> None:
+def write_parquet(path: Path, rows: Sequence[dict], row_group: int = 100) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=row_group)
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     """JSON by line; packed as the suffix says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -5,7 +5,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -30,7 +29,7 @@ class File:
     def etag(self) -> str:
         return self.sha256 if self.is_lfs else self.oid
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> dict:
         plain = {"type": "file", "oid": self.oid, "size": self.size, "path": self.path}
         if self.is_lfs:
             plain["lfs"] = {"oid": self.sha256, "size": self.size, "pointerSize": 134}
@@ -62,13 +61,13 @@ def repo_commit(repo: Path) -> str:
     return hashlib.sha1(json.dumps([(file.path, file.oid) for file in files(repo)]).encode()).hexdigest()
 
 
-def read_card(repo: Path) -> dict[str, Any]:
+def read_card(repo: Path) -> dict:
     readme = repo / "README.md"
     text = readme.read_text("utf-8") if readme.is_file() else ""
     return (yaml.safe_load(text.split("---")[1]) or {}) if text.startswith("---") else {}
 
 
-def read_settings(repo: Path) -> dict[str, Any]:
+def read_settings(repo: Path) -> dict:
     reported = repo / ".hub.json"
     return json.loads(reported.read_text()) if reported.is_file() else {}
 
@@ -80,7 +79,7 @@ def find_files(repo: Path, path: str) -> list[File]:
     return [_hashed(repo, path, file.stat().st_size, file.stat().st_mtime_ns)]
 
 
-def find_entries(repo: Path, path: str) -> list[dict[str, Any]]:
+def find_entries(repo: Path, path: str) -> list[dict]:
     if path and (repo / path).is_dir() and ".." not in path:
         return [{"type": "directory", "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0, "path": path}]
     return [file.entry() for file in find_files(repo, path)]

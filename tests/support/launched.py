@@ -1,7 +1,5 @@
 """Hostile words for files that `forebay launch` writes, and the parsed manifest of an indexed job."""
 
-from typing import Any
-
 import yaml
 
 from forebay.launch import render
@@ -11,7 +9,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def manifest(settings: dict[str, str], command: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def manifest(settings: dict[str, str], command: list[str]) -> tuple[dict, dict]:
     """Return an indexed Job and its container, after the checks that hold for all."""
     (text,) = render("kubernetes", settings, command).values()
     service, indexed = yaml.safe_load_all(text)

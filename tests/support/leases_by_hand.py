@@ -37,7 +37,7 @@ class FetchingWorker:
         self.fetcher.start()
 
     def lease(
-        self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1",
+        self, sha256: str, num_bytes: int, providers: Sequence[dict], lease_id: str = "1",
         chunk_bytes: int = 0, index: int = 3, name: str = "slices/3",
     ) -> ActiveLease:  # fmt: skip
         """Add a lease of a slice, as if the scheduler had granted it; providers are origins by default."""

@@ -17,7 +17,7 @@ from support.feeding import make_dataset
 Steps = dict[int, dict[str, float]]
 
 
-def sources(folder: Path) -> dict[str, Any]:
+def sources(folder: Path) -> dict:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {i} of text"}) + "\n" for i in range(400)))
     first, second = (make_dataset(folder / name, 1, 400, 10) for name in "ab")
     mixture = Mixture({"s3://bucket/a b": first, "b": second}, {"s3://bucket/a b": 3, "b": 1})

@@ -28,7 +28,7 @@ class CoordinatorHarness:
         self.now = 0.0
         self.actions = []
 
-    def send(self, *events: Any, after_s: float = 0.0) -> list[Any]:
+    def send(self, *events: Any, after_s: float = 0.0) -> list:
         self.now += after_s
         new = []
         for event in events:
@@ -47,11 +47,11 @@ class CoordinatorHarness:
     def finish(self, *names: str) -> None:
         self.send(*(Leave(name, f"{name}/1", 1, 10, finished=True) for name in names))
 
-    def join(self, worker_id: str, session: str = "", **fields: Any) -> list[Any]:
+    def join(self, worker_id: str, session: str = "", **fields: Any) -> list:
         session = session or f"{worker_id}/1"
         return self.send(Join(worker_id, session, **fields), PollChange(worker_id, session, +1))
 
-    def ready(self, worker_id: str, step: int, *, broken: bool = False) -> list[Any]:
+    def ready(self, worker_id: str, step: int, *, broken: bool = False) -> list:
         member = self.state.members[worker_id]
         return self.send(Ready(worker_id, member.session, self.generation.number, step, broken))
 
@@ -63,5 +63,5 @@ class CoordinatorHarness:
     def ranks(self) -> list[str]:
         return [position.worker_id for position in self.generation.places]
 
-    def codes(self, actions: list[Any]) -> list[str]:
+    def codes(self, actions: list) -> list[str]:
         return [action.code for action in actions if isinstance(action, Refuse)]

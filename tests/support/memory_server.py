@@ -34,7 +34,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor: Any, function: Callable, *args: Any) -> asyncio.Future[Any]:
         done = self.create_future()
         try:
             done.set_result(function(*args))
@@ -62,7 +62,7 @@ class SimpleSelector(selectors.DefaultSelector):
         super().__init__()
         self._loop = loop
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list:
         assert timeout is not None, "nothing is left that could happen"
         self._loop.now += max(0.0, timeout)
         return super().select(0)

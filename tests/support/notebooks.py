@@ -7,10 +7,9 @@ import ast
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 
-def code_cells(path: Path) -> list[dict[str, Any]]:
+def code_cells(path: Path) -> list[dict]:
     return [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 

@@ -29,7 +29,7 @@ from support.waiting import until
 
 SEQ_LEN, GLOBAL_BATCH, WORKERS = 16, 8, 3
 SAMPLES_PER_WORKER = 3  # Of a step: the largest share of the global batch.
-Line = dict[str, Any]
+Line = dict
 
 
 def make_slices(num_slices: int, first: int) -> Slices:
@@ -44,7 +44,7 @@ def make_slices(num_slices: int, first: int) -> Slices:
     return slices
 
 
-def make_rows(num_slices: int) -> list[dict[str, Any]]:
+def make_rows(num_slices: int) -> list[dict]:
     chance = np.random.default_rng(4)
     return [
         {"image": chance.integers(0, 255, (count, 2, 3)).astype(np.uint8), "label": chance.integers(0, 9, count)}
@@ -57,7 +57,7 @@ class Datasets:
 
     def __init__(
         self, directory: Path, stack: contextlib.ExitStack, tokens: Mapping[str, Slices],
-        rows: Sequence[dict[str, Any]] = (),
+        rows: Sequence[dict] = (),
     ) -> None:  # fmt: skip
         self.directory, self._numbers = directory, itertools.count()
         self.tokens, self.rows = tokens, rows
@@ -161,7 +161,7 @@ def wait_for(processes: Iterable[Process]) -> None:
         assert process.wait(0.0) == 0, (process.wait(0.0), process.errors()[-4000:], process.lines()[-1:])
 
 
-def read(spec: dict[str, Any]) -> list[Line]:
+def read(spec: dict) -> list[Line]:
     """Return all batches of a Loader in this process, with contents."""
     with open_loader(spec) as loader:
         return [describe(batch, True) for batch in loader]
@@ -176,24 +176,24 @@ class Source:
     is_elastic = True
     is_global = True  # The global batch of a step is that of a Loader alone.
 
-    def __init__(self, cluster: Any, spec: dict[str, Any], job: Any = ()) -> None:
+    def __init__(self, cluster: Any, spec: dict, job: Any = ()) -> None:
         self.cluster, self.directory = cluster, cluster.new_directory()
         self.job = job  # Arguments of its scheduler.
         self.num_workers = WORKERS
         self.spec = self.with_datasets(spec)
         self.processes = []
 
-    def with_datasets(self, spec: dict[str, Any]) -> dict[str, Any]:
+    def with_datasets(self, spec: dict) -> dict:
         names = spec["dataset"]
         paths = self.cluster.datasets
         dataset = {name: paths[name] for name in names} if isinstance(names, list) else paths[names]
         return {"seq_len": None if names == "rows" else self.seq_len, **spec, "dataset": dataset}
 
-    def loader(self, index: int) -> dict[str, Any]:
+    def loader(self, index: int) -> dict:
         """The arguments of a worker's Loader."""
         return {"global_batch_size": GLOBAL_BATCH, **self.spec, "rank": index, "world_size": self.num_workers}
 
-    def settings(self, index: int, **more: Any) -> dict[str, Any]:
+    def settings(self, index: int, **more: Any) -> dict:
         return {"loader": self.loader(index), **more}
 
     def start(self, index: int, **more: Any) -> Process:
@@ -215,7 +215,7 @@ class Owned(Source):
     name = "owned"
     is_elastic = is_global = False
 
-    def loader(self, index: int) -> dict[str, Any]:
+    def loader(self, index: int) -> dict:
         names = [f"rack-{i}" for i in range(self.num_workers)]
         return {**super().loader(index), "order": {"assignment": "owned", "worker_names": names}}
 
@@ -225,7 +225,7 @@ class Leased(Source):
     is_lockstep = is_global = False
     term_s = 30.0  # Of a lease.
 
-    def with_datasets(self, spec: dict[str, Any]) -> dict[str, Any]:
+    def with_datasets(self, spec: dict) -> dict:
         names = spec["dataset"]
         jobs, self.lease_s = names if isinstance(names, list) else [names], self.cluster.lease_s(self.term_s)
         self.states = {name: self.directory / f"state-{name}" for name in jobs}
@@ -241,23 +241,23 @@ class Leased(Source):
         size = {} if name == "rows" else {"seq_len": self.seq_len}
         return self.cluster.scheduler(name, self.states[name], self.job, lease_s=self.lease_s, **size, **more)
 
-    def loader(self, index: int) -> dict[str, Any]:
+    def loader(self, index: int) -> dict:
         network = {"identity": str(self.cluster.homes[f"worker-{index}"]), "receipt_s": 0.2, "patience_s": 600.0}
         cache = {"cache_dir": str(self.directory / f"cache-{index}"), "cache_bytes": 1 << 20}
         return {**self.spec, "batch_size": SAMPLES_PER_WORKER, "network": network, **cache}
 
-    def verify(self, name: str) -> dict[str, Any]:
+    def verify(self, name: str) -> dict:
         """Return what `forebay ledger verify` prints."""
         return ledger(*f"verify {self.states[name]}/ledger.jsonl --samples".split())
 
-    def uses(self, name: str) -> list[dict[str, Any]]:
+    def uses(self, name: str) -> list[dict]:
         """Return the table that `forebay ledger export` writes."""
         out = self.directory / f"{name}.jsonl"
         ledger(*f"export {self.states[name]}/ledger.jsonl --out {out} --sample-ids".split())
         return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def ledger(*argv: object) -> dict[str, Any]:
+def ledger(*argv: object) -> dict:
     """The output of a command of `forebay ledger`, as JSON."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
         main(["ledger", *(str(word) for word in argv), "--json"])

@@ -13,7 +13,7 @@ import numpy as np
 from forebay import DocumentSubset, Loader, Mixture, NetworkOptions, OrderOptions, SampleOptions
 
 
-def open_loader(spec: dict[str, Any], **more: Any) -> Loader[Any]:
+def open_loader(spec: dict, **more: Any) -> Loader[Any]:
     """`spec` has the Loader's arguments as JSON; `more` the arguments that are not."""
     arguments = {**spec, **more}
     if isinstance(arguments["dataset"], dict):
@@ -28,7 +28,7 @@ def open_loader(spec: dict[str, Any], **more: Any) -> Loader[Any]:
     return Loader(**arguments)
 
 
-def describe(batch: Any, has_content: bool) -> dict[str, Any]:
+def describe(batch: Any, has_content: bool) -> dict:
     """A batch as JSON."""
     tensors = getattr(batch, "tensors", None)
     arrays = batch.arrays() if tensors is None else dict(sorted(tensors.items()))
@@ -47,7 +47,7 @@ def describe(batch: Any, has_content: bool) -> dict[str, Any]:
 class Worker:
     """One process. Settings: `loader`, `pause_s`; optional `state`, `has_content`, `has_state`."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.pause_s = settings.get("pause_s", 0.0)
 

@@ -54,9 +54,7 @@ def make_corpus(folder: Path) -> None:
         write_jsonl(folder / f"{k}.jsonl", [*rows, {"id": "same", "text": "one document that all have"}])
 
 
-def prepare_output(
-    to: str, corpus: Path, out: Path | str, tables: dict[str, Any] | None = None, **more: Any
-) -> PrepareResult:
+def prepare_output(to: str, corpus: Path, out: Path | str, tables: dict | None = None, **more: Any) -> PrepareResult:
     """Prepare a corpus as one output, with deduplication and in another order."""
     return prepare(corpus, out, to=to, tokenizer=None, settings={**RECIPE, **(tables or {})}, **more)
 

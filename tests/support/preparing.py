@@ -63,6 +63,6 @@ def prepare(inputs: Any, out: Path | str, **options: Any) -> PrepareResult:
     return prepare_dataset(listed, out, **{"tokenizer": "bytes", "workers": 1, **options})
 
 
-def read_lines(path: Path) -> list[Any]:
+def read_lines(path: Path) -> list:
     """Return the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]

@@ -25,7 +25,7 @@ class Process:
             [sys.executable, *map(str, argv)], env=os.environ | environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        self.output, self.messages, self.lines = list[str](), list[str](), list[Any]()
+        self.output, self.messages, self.lines = [], [], []
         self._readers = [
             threading.Thread(target=read, daemon=True) for read in (self._read_output, self._read_messages)
         ]

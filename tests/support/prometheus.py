@@ -43,10 +43,10 @@ class Prometheus:
         with urllib.request.urlopen(f"{self._url}{path}?{query}") as answer:
             return json.load(answer)["data"]
 
-    def query(self, expression: str) -> list[dict[str, Any]]:
+    def query(self, expression: str) -> list[dict]:
         return list(self.get("/api/v1/query", query=expression)["result"])
 
-    def targets(self, num_targets: int, num_scrapes: int = 3) -> list[dict[str, Any]]:
+    def targets(self, num_targets: int, num_scrapes: int = 3) -> list[dict]:
         """Return the targets, once each was scraped so often."""
         current = []
 

@@ -1,12 +1,10 @@
 """Proofs of possession made by hand, from the bytes that a provider of the lease gives."""
 
-from typing import Any
-
 from forebay.lease.messages import proof_of, range_of
 from forebay.network.client import Client
 
 
-def proof_by_hand(client: Client, lease: dict[str, Any], providers: list[dict[str, Any]] | None = None) -> str:
+def proof_by_hand(client: Client, lease: dict, providers: list[dict] | None = None) -> str:
     """The proof that goes with the first use of a lease."""
     peer_id, (provider, *_) = client.identity.peer_id, providers or lease["providers"]
     start, stop = range_of(lease["lease_id"], peer_id, lease["bytes"])

@@ -38,7 +38,7 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def run_all(folder: Path, data: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run_all(folder: Path, data: Path, runs: list[dict]) -> list[dict]:
     """Run one after another; return {"ids": of each rank at each step, "losses"}, or {"exit_codes"} of a failed run."""
     outs = [folder / f"out{i}.json" for i in range(len(runs))]
     config = folder / "config.json"
@@ -50,12 +50,12 @@ def run_all(folder: Path, data: Path, runs: list[dict[str, Any]]) -> list[dict[s
     return [json.loads(out.read_text()) for out in outs]
 
 
-def batches(run: dict[str, Any]) -> list[list[int]]:
+def batches(run: dict) -> list[list[int]]:
     """The global batch of each step."""
     return [[sample for rank in step for sample in rank] for step in run["ids"]]
 
 
-def train(rank: int, run: dict[str, Any], done: Any) -> None:
+def train(rank: int, run: dict, done: Any) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -91,7 +91,7 @@ def train(rank: int, run: dict[str, Any], done: Any) -> None:
     os._exit(0)  # Nothing has to be taken down, and gloo may wait for peers that are gone.
 
 
-def step(model: Any, batch: Any) -> dict[str, Any]:
+def step(model: Any, batch: Any) -> dict:
     """One step on the mean over the global batch, also where a rank's part of it is empty and has weight 0."""
     import torch
     import torch.distributed as dist

@@ -28,7 +28,6 @@ import tomllib
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from support.ports import free_port
 
@@ -83,7 +82,7 @@ class Page:
 
     path: Path
     directory: Path
-    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "page", "__builtins__": builtins})
+    names: dict = field(default_factory=lambda: {"__name__": "page", "__builtins__": builtins})
     replace: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     printed: list[str] = field(default_factory=list)

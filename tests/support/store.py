@@ -10,7 +10,7 @@ from pathlib import Path
 VARIABLE = "FOREBAY_TEST_STORE"
 
 
-def stored(make: Callable[..., object], *args: object) -> Path:
+def stored(make: Callable, *args: object) -> Path:
     """Return the folder that `make(folder, *args)` filled, once per run; no test may write to it.
 
     Args:

@@ -14,7 +14,7 @@ def contents(store: Store, folder: str = "") -> dict[str, bytes]:
     return {name: store.read(name) for name in names if not name.startswith("done/")}
 
 
-def resuming(store: Store, scale: int = 0) -> Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]:
+def resuming(store: Store, scale: int = 0) -> Callable[[Callable[[Any, int], Any], Sequence], list]:
     """Maps in this process; tasks whose results are in the store are not run."""
 
     def map(run, tasks):

@@ -114,7 +114,7 @@ def stream(inputs: Any, **changes: Any) -> TextStream:
     return TextStream(inputs, options=StreamOptions(**options), **arguments)
 
 
-def as_tuples(batches: Any) -> list[Any]:
+def as_tuples(batches: Any) -> list:
     return [
         (b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.epoch_step, b.step) for b in batches
     ]

@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def view(moment: float, rank: int = 0, **parts: Any) -> dict[str, Any]:
+def view(moment: float, rank: int = 0, **parts: Any) -> dict:
     row = {"name": f"rank {rank}", "wait_shares": {"network": 0.1 * (rank + 1)}}
     figures = {"throughput": [100.0 * (rank + 1), "tokens/s"], "waiting": [0.1, "share"]}
     return {

@@ -110,7 +110,7 @@ def make_model(path: Path) -> Path:
     return path
 
 
-def recipe(model: Path | None) -> dict[str, Any]:
+def recipe(model: Path | None) -> dict:
     """Settings with everything on that the corpus survives."""
     stages = {
         "extract": {}, "unicode": {}, "pii": {}, "boilerplate": {}, "gopher_repetition": {}, "gopher_quality": {},

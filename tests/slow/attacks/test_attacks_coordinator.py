@@ -40,7 +40,7 @@ class Run(CoordinatorHarness):
         for name in names:
             self.join(name)
 
-    def join(self, worker_id: str, session: str = "", **fields: Any) -> list[Any]:
+    def join(self, worker_id: str, session: str = "", **fields: Any) -> list:
         return super().join(worker_id, session, **{"peer_id": f"peer {worker_id}", **fields})
 
 

@@ -42,13 +42,13 @@ def memory_kib(data: bytes, folder: Path) -> int:
     return int(done.stdout.split()[0])
 
 
-def parquet(columns: dict[str, Any], **options: Any) -> bytes:
+def parquet(columns: dict, **options: Any) -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.table(columns), sink, compression="zstd", store_schema=False, write_statistics=False, **options)
     return sink.getvalue()
 
 
-def columns(num: int, **other: Any) -> dict[str, Any]:
+def columns(num: int, **other: Any) -> dict:
     ones = np.ones(num, np.int64)
     hashes = pa.array([bytes(32)] * num, pa.binary(32))
     names = pa.array([f"{i}.safetensors" for i in range(num)])

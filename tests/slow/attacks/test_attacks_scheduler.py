@@ -51,7 +51,7 @@ def exchange(scheduler: SchedulerService, member: Identity, message: Any) -> tup
     return ask(member, scheduler.address, "POST", "/v2/exchange", message)
 
 
-def leased(scheduler: SchedulerService, member: Identity, want: int) -> list[dict[str, Any]]:
+def leased(scheduler: SchedulerService, member: Identity, want: int) -> list[dict]:
     return exchange(scheduler, member, {"want": want})[1]["leases"]
 
 

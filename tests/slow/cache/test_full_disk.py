@@ -47,7 +47,7 @@ def fill(disk: Path) -> Path:
     return disk / "fill"
 
 
-def post(address: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+def post(address: str, path: str, **body: Any) -> tuple[int, dict]:
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"http://{address}{path}", data, {"Content-Type": "application/json"})
     try:

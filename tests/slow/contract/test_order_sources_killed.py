@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(tmp_path_factory.mktemp("cluster"), stack, {"web": make_slices(18, 0)})
 
 
-def any_moment(chance: random.Random, workers: list[Any], count: int) -> None:
+def any_moment(chance: random.Random, workers: list, count: int) -> None:
     """Wait until the workers together have so many batches more, and then for a moment within a batch."""
     before = sum(len(batches_of(worker)) for worker in workers)
     until(

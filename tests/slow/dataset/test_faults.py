@@ -23,7 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ from forebay.storage.ranged_download import download_large_file
 from support.outputs import hashes
 from support.paths import GOLDEN
 
-State = dict[str, Any]
+State = dict
 FAILED = 3
 KINDS = ("fsync", "rename")
 ALL = os.environ.get("FOREBAY_FAULTS") == "all"

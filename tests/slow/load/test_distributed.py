@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,7 +63,7 @@ def start(worker_id: str, die_after: int, out: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=file)
 
 
-def read_steps(folder: Path) -> dict[int, list[Any]]:
+def read_steps(folder: Path) -> dict[int, list]:
     """(rank, world size, epoch, sample ids, hashes of their tokens) of each worker's step."""
     result = defaultdict(list)
     for path in folder.glob("*.out"):

@@ -71,7 +71,7 @@ def _rank(world, identity, address, out, arguments, together):
         out.write_text("".join(json.dumps(line, default=float) + "\n" for line in lines))
 
 
-def run_ranks(world: Path, folder: Path, address: str, **arguments: Any) -> list[dict[str, Any]]:
+def run_ranks(world: Path, folder: Path, address: str, **arguments: Any) -> list[dict]:
     """Run each rank in a process; check that it reads the local batches; return its stats."""
     outs = [folder / f"rank{i}.json" for i in range(RANKS)]
     processes, together = [], _processes.Barrier(RANKS)

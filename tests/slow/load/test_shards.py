@@ -115,7 +115,7 @@ def start(out: Path, **settings: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, str(RANK), str(out), reported], stderr=log)
 
 
-def read_lines(out: Path) -> list[dict[str, Any]]:
+def read_lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
@@ -234,7 +234,7 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
             assert grown < bound, f"grown by {grown / 1e6:.1f} MB, {bound / 1e6:.1f} allowed"
 
 
-def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     capsys.readouterr()
     assert main(["mirror", *words, "--quiet", "--json"]) == 0
     return json.loads(capsys.readouterr().out)

@@ -186,7 +186,7 @@ def _work(pipe, stop, node, data_address, cache, scheduler, share):
 class Node:
     """A process of a job, and what it reported."""
 
-    def __init__(self, role: Callable[..., Any], log: Path, **settings: Any) -> None:
+    def __init__(self, role: Callable, log: Path, **settings: Any) -> None:
         self.role, self.log, self.settings = role, log, settings
         self._pipe, theirs = _processes.Pipe(duplex=False)
         self._messages = {}

@@ -61,7 +61,7 @@ Message = tuple[str, str, str, Any]  # address, method, path, JSON
 class Attacker:
     """A member's certificate, what it knows of the others, and how often each attack got which answer."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict) -> None:
         self.me, self.folder = Identity.load(settings["node"]), Path(settings["folder"])
         self.scheduler = settings["scheduler"]
         self.data = settings["data"]
@@ -107,7 +107,7 @@ class Attacker:
     def swarm(self, **body: Any) -> Message:
         return self.data, "POST", f"/v1/swarm/{self.dataset_id}", body
 
-    def leases(self, session: str, want: int = 4) -> list[dict[str, Any]]:
+    def leases(self, session: str, want: int = 4) -> list[dict]:
         return (self.ask(*self.exchange(session=session, want=want)) or {"leases": []})["leases"]
 
     def send(self, address: str, *requests: bytes) -> None:
@@ -330,7 +330,7 @@ ATTACKS = [
 ]  # fmt: skip
 
 
-def attack(settings: dict[str, Any]) -> None:
+def attack(settings: dict) -> None:
     """Attack until standard input ends, then print what was answered."""
     os.nice(10)
     a, turns, lock = Attacker(settings), 0, threading.Lock()

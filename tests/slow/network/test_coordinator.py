@@ -51,10 +51,10 @@ class Workers:
         self.names.append(name)
         until(lambda: len(self.lines("pid")) == len(self.names))
 
-    def lines(self, key: str, name: str | None = None) -> list[dict[str, Any]]:
+    def lines(self, key: str, name: str | None = None) -> list[dict]:
         return [line for line in self.process.lines if key in line and name in (None, line["name"])]
 
-    def last(self, name: str) -> dict[str, Any]:
+    def last(self, name: str) -> dict:
         return self.lines("step", name)[-1]
 
 

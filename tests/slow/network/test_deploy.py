@@ -7,7 +7,6 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -102,7 +101,7 @@ def test_a_compose_file_trains_to_the_end(tmp_path: Path, machine: Machine) -> N
     assert containers["data-node"].run(*probe).returncode == 1
 
 
-def documents(directory: Path) -> list[dict[str, Any]]:
+def documents(directory: Path) -> list[dict]:
     """Return what `kubectl apply -k` creates: the resources, then the Secrets, whose files are named by their keys."""
     kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
     result = list(yaml.safe_load_all((directory / "network.yaml").read_text()))
@@ -116,12 +115,12 @@ def documents(directory: Path) -> list[dict[str, Any]]:
 class Cluster:
     """Pods of Deployments, StatefulSets and Jobs; services of one pod each."""
 
-    def __init__(self, machine: Machine, resources: list[dict[str, Any]], datasets: Path) -> None:
+    def __init__(self, machine: Machine, resources: list[dict], datasets: Path) -> None:
         self.machine, self.resources, self.datasets = machine, resources, datasets
         self.secrets = {r["metadata"]["name"]: r["data"] for r in resources if r["kind"] == "Secret"}
         self.services = [r["metadata"]["name"] for r in resources if r["kind"] == "Service"]
 
-    def start(self, name: str, index: int = 0) -> tuple[Container, dict[str, Any]]:
+    def start(self, name: str, index: int = 0) -> tuple[Container, dict]:
         """Start a pod, after its init containers; the container, and its description."""
         (resource,) = [r for r in self.resources if r["metadata"]["name"] == name and "template" in r["spec"]]
         pod, pod_name = resource["spec"]["template"]["spec"], f"{name}-{index}"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ class Job:
     hosts: dict[str, Host]
     nodes: dict[str, Process]
 
-    def assert_finishes(self) -> dict[str, dict[str, Any]]:
+    def assert_finishes(self) -> dict[str, dict]:
         """Wait for the workers; return each's report."""
         workers = {name: process for name, process in self.nodes.items() if name.startswith("worker")}
         for name, process in workers.items():

@@ -84,7 +84,7 @@ def test_servers_answer_as_their_documents_say(network: Running, name: str, num_
     assert roles == {path: "worker" if path in WORKERS else "admin" for path in expected}
 
 
-def check_bounds(name: str, schemas: dict[str, Any], seen: set[str]) -> None:
+def check_bounds(name: str, schemas: dict, seen: set[str]) -> None:
     """No further fields; strings, lists and maps of a message have a largest size."""
     if name in seen:
         return

@@ -127,7 +127,7 @@ def start(directory: Path, stack: ExitStack) -> Processes:
     return result
 
 
-def loaders(network: Network, scheduler: str) -> dict[str, Any]:
+def loaders(network: Network, scheduler: str) -> dict:
     directory = network.directory
     for name in ("a", "b"):
         (directory / name).mkdir()

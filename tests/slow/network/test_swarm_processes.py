@@ -75,7 +75,7 @@ class SwarmOfProcesses:
 
 
 @pytest.fixture
-def swarms(tmp_path: Path) -> Iterator[Any]:
+def swarms(tmp_path: Path) -> Iterator:
     """Starts swarms."""
     started = []
 

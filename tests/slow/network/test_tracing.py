@@ -34,7 +34,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry.sdk"
 
 
 @pytest.fixture
-def receiver() -> Iterator[tuple[str, list[Any]]]:
+def receiver() -> Iterator[tuple[str, list]]:
     """An OTLP/HTTP receiver: its URL, and the spans that it got, each with its resource."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'forebay[otel]'")
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -63,12 +63,12 @@ def receiver() -> Iterator[tuple[str, list[Any]]]:
     server.server_close()
 
 
-def attributes(span: Any) -> dict[str, Any]:
+def attributes(span: Any) -> dict:
     return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
 
 
 def test_spans_of_a_client_and_a_data_node_form_one_trace(
-    receiver: tuple[str, list[Any]], tmp_path: Path, start: Start
+    receiver: tuple[str, list], tmp_path: Path, start: Start
 ) -> None:
     url, spans = receiver
     listen = ("--listen", f"{HOST}:0", "--json")

@@ -51,7 +51,7 @@ def node(dataset: Dataset, table: LocalDiscovery, make_identity: Make, tmp_path:
         yield node
 
 
-def audit_events(path: Path) -> list[dict[str, Any]]:
+def audit_events(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -5,7 +5,6 @@ import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -49,7 +48,7 @@ def work(network: Network, start: Start) -> Start:
     return run
 
 
-def finish(process: Process, code: int = 0) -> tuple[list[Any], dict[str, Any], str]:
+def finish(process: Process, code: int = 0) -> tuple[list, dict, str]:
     """Return the JSON lines of the command, the worker's report, and its errors."""
     assert process.wait() == code, process.errors
     *lines, last = process.lines

@@ -60,11 +60,11 @@ def write_litdata(out: Path) -> None:
         writer.merge()
 
 
-def read_mds(folder: Path) -> Iterator[dict[str, Any]]:
+def read_mds(folder: Path) -> Iterator[dict]:
     yield from streaming().StreamingDataset(local=str(folder), batch_size=1)
 
 
-def read_litdata(folder: Path) -> Iterator[Any]:
+def read_litdata(folder: Path) -> Iterator:
     from litdata import StreamingDataset, TokensLoader
 
     index = json.loads((folder / "index.json").read_text())
@@ -73,12 +73,12 @@ def read_litdata(folder: Path) -> Iterator[Any]:
     yield from (dataset[i] for i in range(len(dataset)))
 
 
-def fetch_mds(folder: Path) -> Iterator[dict[str, Any]]:
+def fetch_mds(folder: Path) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as local:
         yield from streaming().StreamingDataset(remote=str(folder), local=local, batch_size=1)
 
 
-def fetch_litdata(folder: Path) -> Iterator[Any]:
+def fetch_litdata(folder: Path) -> Iterator:
     from litdata import StreamingDataset
 
     with tempfile.TemporaryDirectory() as local:
@@ -86,7 +86,7 @@ def fetch_litdata(folder: Path) -> Iterator[Any]:
         yield from (dataset[i] for i in range(len(dataset)))
 
 
-def read_webdataset(folder: Path) -> Iterator[dict[str, Any]]:
+def read_webdataset(folder: Path) -> Iterator[dict]:
     import webdataset
 
     files = sorted(str(path) for path in folder.iterdir())
@@ -95,7 +95,7 @@ def read_webdataset(folder: Path) -> Iterator[dict[str, Any]]:
         yield {"__key__": sample["__key__"], **in_json, **{k: v for k, v in sample.items() if not k.startswith("__")}}
 
 
-def read_megatron(folder: Path) -> Iterator[Any]:
+def read_megatron(folder: Path) -> Iterator:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     (index,) = folder.glob("*.idx")
@@ -103,7 +103,7 @@ def read_megatron(folder: Path) -> Iterator[Any]:
     yield from (dataset[i] for i in range(len(dataset)))
 
 
-def read_datasets(folder: Path) -> Iterator[dict[str, Any]]:
+def read_datasets(folder: Path) -> Iterator[dict]:
     from datasets import load_dataset
 
     suffix = next(folder.iterdir()).name.partition(".")[2]

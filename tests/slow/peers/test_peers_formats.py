@@ -51,7 +51,7 @@ def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
         assert read_tokens(path) == DOCUMENTS, str(path)
 
 
-def read_rows(library: str, folder: Path) -> list[Any]:
+def read_rows(library: str, folder: Path) -> list:
     """The rows that a library reads, by the first interpreter that has it."""
     for peer in PEERS:
         rows = answer(peer, "read", library, str(folder))

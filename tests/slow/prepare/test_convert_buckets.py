@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +36,7 @@ NUM_FILES = 4
 ROWS = 700  # of a file
 
 
-def lists(seed: int) -> list[Any]:
+def lists(seed: int) -> list:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 50_000, int(n), dtype=np.uint16) for n in rng.integers(0, 2000, ROWS)]
 
@@ -75,7 +74,7 @@ class World:
             text=True,
         )  # fmt: skip
 
-    def run(self, *words: str) -> dict[str, Any]:
+    def run(self, *words: str) -> dict:
         process = self.start(*words)
         out, err = process.communicate()
         assert process.returncode == 0, err
@@ -87,7 +86,7 @@ class World:
         assert process.returncode in (1, 2) and "Traceback" not in err, err
         return err
 
-    def local(self, repo: str, *words: str) -> dict[str, Any]:
+    def local(self, repo: str, *words: str) -> dict:
         """Convert the same files on this machine; return the report."""
         return self.run(str(self.folder / "hub/datasets/me" / repo), str(self.folder / "local" / repo), *words)
 

@@ -11,7 +11,6 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -50,7 +49,7 @@ def reason(stderr: str) -> str:
     return errors[0].removeprefix("forebay: ")
 
 
-def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]:
+def prepare(out: Path, *arguments: object, **environment: str) -> dict:
     """A preparation with `--json`; what it says of itself adds up."""
     done = run("prepare", *arguments, "--out", out, "--workers", 1, "--quiet", "--json", **environment)
     summary = json.loads(done.stdout.splitlines()[-1])

@@ -119,7 +119,7 @@ def check(out: Path, reported: dict[Path, Reported], **settings: Any) -> None:
     assert dataset.verify().ok and dataset.manifest.documents == summary.documents_out
 
 
-def lines_told(path: Path, values: list[Any], key: str) -> Reported:
+def lines_told(path: Path, values: list, key: str) -> Reported:
     """Of a file with a value a line: what has no text is malformed, an empty text is empty."""
     reported = Reported()
     for number, value in enumerate(values, 1):

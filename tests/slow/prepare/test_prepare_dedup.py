@@ -81,7 +81,7 @@ def prepare(folder: Path, *arguments: object, code: int = 0, **environment: str)
     return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.stderr
 
 
-def write_documents(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+def write_documents(folder: Path) -> tuple[list[dict], list[dict[str, str]]]:
     """Documents in two files, of which each kind of deduplication finds some, and instances of an evaluation set."""
     chance = random.Random(1)
     instances = [

@@ -57,7 +57,7 @@ LAX = {
 }  # fmt: skip
 
 
-def peaks(folder: Path, source: Path, settings: dict[str, object]) -> tuple[list[object], list[int]]:
+def peaks(folder: Path, source: Path, settings: dict) -> tuple[list[object], list[int]]:
     """What was made, and the peak of each process, the main one first, in bytes."""
     script = folder / "run.py"
     script.write_text(SCRIPT)

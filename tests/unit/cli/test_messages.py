@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ def forebay(*arguments: object) -> int:
         return int(error.code or 0)
 
 
-def report(capsys: Printed, *arguments: object, code: int = 0) -> dict[str, Any]:
+def report(capsys: Printed, *arguments: object, code: int = 0) -> dict:
     """Return the JSON that a command prints."""
     capsys.readouterr()
     assert forebay(*arguments, "--json") == code

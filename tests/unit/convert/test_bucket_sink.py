@@ -64,7 +64,7 @@ def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_position
         assert slices(behind, (count, ended)) == expected[number:]
 
 
-def plan(folder: Path, **changes: Any) -> dict[str, Any]:
+def plan(folder: Path, **changes: Any) -> dict:
     options = ConvertOptions(**changes)
     return plan_of(open_source(folder, options, "forebay"), "forebay", options)
 

@@ -56,7 +56,7 @@ def copied(tmp_path: Path, name: str) -> Path:
 
 
 @contextmanager
-def changed_index(folder: Path) -> Iterator[dict[str, Any]]:
+def changed_index(folder: Path) -> Iterator[dict]:
     """Have the index of a directory for a change; it is written at the end."""
     path = folder / "index.json"
     content = json.loads(path.read_text())
@@ -64,7 +64,7 @@ def changed_index(folder: Path) -> Iterator[dict[str, Any]]:
     path.write_text(json.dumps(content))
 
 
-def pack_shard(folder: Path, shard: dict[str, Any], compression: str, pack: Callable[[bytes], bytes]) -> None:
+def pack_shard(folder: Path, shard: dict, compression: str, pack: Callable[[bytes], bytes]) -> None:
     """Replace a shard of MDS by a packed one."""
     raw = folder / shard["raw_data"]["basename"]
     packed = raw.with_name(f"{raw.name}.{compression}")
@@ -87,7 +87,7 @@ def pack_shard(folder: Path, shard: dict[str, Any], compression: str, pack: Call
     ],
 )
 def test_golden_files_hold_the_documents_that_were_written(
-    name: str, options: dict[str, Any], dtype: str, view: bool, slices: int
+    name: str, options: dict, dtype: str, view: bool, slices: int
 ) -> None:
     dataset = opened(FOREIGN / name, **options)
     tokens, stops = read_all(dataset)
@@ -134,7 +134,7 @@ def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path: Path) -> None:
         ({"data_spec": "[" * 100_000}, "expected LitData's index"),
     ],
 )
-def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path: Path, change: dict, match: str) -> None:
     folder = copied(tmp_path, "litdata")
     with changed_index(folder) as index:
         index["config"] |= change
@@ -143,7 +143,7 @@ def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path: Path, change: d
 
 
 @pytest.mark.parametrize("change", [{"dim": 7}, {"chunk_size": 3}, {"chunk_bytes": 9}, {"filename": "../a.bin"}])
-def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path: Path, change: dict) -> None:
     folder = copied(tmp_path, "litdata")
     with changed_index(folder) as index:
         index["chunks"][1] |= change
@@ -507,7 +507,7 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path) -> None:
         ({"samples": 2**40}, 1, "less than or equal to 1073741823"),
     ],
 )
-def test_an_mds_index_that_lies(tmp_path: Path, change: dict[str, Any], shards: int, match: str) -> None:
+def test_an_mds_index_that_lies(tmp_path: Path, change: dict, shards: int, match: str) -> None:
     folder = copied(tmp_path, "mds_raw")
     with changed_index(folder) as index:
         for shard in index["shards"][:shards]:

@@ -1,7 +1,6 @@
 """The wording of an exchange: what is right goes through, everything else is refused in words."""
 
 import json
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -55,6 +54,6 @@ def test_a_whole_request() -> None:
         {"reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]},
     ],
 )  # fmt: skip
-def test_a_malformed_request_is_refused(change: dict[str, Any]) -> None:
+def test_a_malformed_request_is_refused(change: dict) -> None:
     with pytest.raises(ValidationError):
         parse({**BODY, **change})

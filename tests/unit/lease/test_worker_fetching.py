@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from starlette.responses import Response
@@ -56,7 +55,7 @@ class Node:
         self.gate.wait()
         return self.response or file_response(request.http, self.file, len(CONTENT))
 
-    def provider(self) -> dict[str, Any]:
+    def provider(self) -> dict:
         return {"peer_id": self.peer_id, "address": self.server.address, "is_origin": self.is_origin}
 
 

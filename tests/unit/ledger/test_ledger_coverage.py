@@ -22,7 +22,7 @@ from support.ledgers import KEY, WORKER, check, sign, write_job
 from support.paths import GOLDEN
 
 
-def append(path: Path, *entries: tuple[str, dict[str, object]]) -> None:
+def append(path: Path, *entries: tuple[str, dict]) -> None:
     with Ledger.open(path, sign, now=lambda: 6.0) as ledger:
         for kind, body in entries:
             ledger.append(kind, body, sync=False)

@@ -1,7 +1,6 @@
 """Document ends of remote slices, and counts that are cached."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +65,7 @@ def test_a_passing_fault_is_passed_over_and_a_lasting_one_is_named(dataset: Data
 
 
 @pytest.mark.parametrize("settings", [{"packing": "best_fit"}, {"documents": DocumentSubset([7])}])
-def test_counts_are_cached(dataset: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_counts_are_cached(dataset: Dataset, tmp_path: Path, settings: dict) -> None:
     read = []
 
     def read_ends(index):

@@ -69,7 +69,7 @@ class Training:
         self.step = step_of_state(state, self.identity, self.run)
         return self
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict:
         return make_state(self.identity, self.run, self.step)
 
     def take(self, num_steps: int) -> list[tuple[int, int]]:

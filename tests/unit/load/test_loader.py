@@ -98,7 +98,7 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
         {"batch_size": None, "global_batch_size": 6, "rank": 0, "world_size": 7},
     ],
 )
-def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
+def test_wrong_arguments(tokens_dir: Path, wrong: dict) -> None:
     arguments = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
     with pytest.raises(UsageError):
         Loader(tokens_dir, **arguments)
@@ -121,7 +121,7 @@ def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
         (SampleOptions, {"max_documents": 0}),
     ],
 )
-def test_wrong_options_are_refused_when_they_are_made(kind: Callable[..., object], wrong: dict[str, object]) -> None:
+def test_wrong_options_are_refused_when_they_are_made(kind: Callable, wrong: dict) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         kind(**wrong)
 

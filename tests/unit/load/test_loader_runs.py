@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tokens(base / name, first, slices) for name, (first, slices) in sizes.items()}
 
 
-def sample_keys(loader: Iterable[Any], num_batches: int | None = None) -> list[list[tuple[int, int]]]:
+def sample_keys(loader: Iterable, num_batches: int | None = None) -> list[list[tuple[int, int]]]:
     """(source, sample id) of each sample of each batch."""
     return [list(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist())) for batch in islice(loader, num_batches)]
 
@@ -104,7 +104,7 @@ def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
         {"datasets": ["a", "b"]},
     ],
 )
-def test_wrong_mixtures(folders: dict[str, Path], wrong: dict[str, Any]) -> None:
+def test_wrong_mixtures(folders: dict[str, Path], wrong: dict) -> None:
     with pytest.raises(UsageError, match=r"mixture|weights"):
         Mixture(**{"datasets": folders, "weights": {"web": 1.0}, **wrong})
 

@@ -1,7 +1,6 @@
 """The guarantees of packings and filters, against plain loops that share nothing with them."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +47,6 @@ def test_damaged_ends_are_named(stops: list[int]) -> None:
         {"min_tokens": 5, "max_tokens": 4},
     ],
 )
-def test_wrong_filters(wrong: dict[str, Any]) -> None:
+def test_wrong_filters(wrong: dict) -> None:
     with pytest.raises(UsageError):
         DocumentSubset(**wrong)

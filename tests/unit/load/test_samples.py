@@ -27,13 +27,13 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_slices(tmp_path_factory.mktemp("data") / "documents", SLICES)
 
 
-def batch_parts(batch: BatchArrays) -> tuple[Any, ...]:
+def batch_parts(batch: BatchArrays) -> tuple:
     """(inputs, labels, tensors, document_ids, position_ids, cu_seqlens)."""
     masks = batch.masks
     return (*batch[:3], *((None,) * 3 if masks is None else (masks.document_ids, masks.position_ids, masks.cu_seqlens)))
 
 
-def everything(dataset: Dataset, sample_index: SampleIndex, **settings: Any) -> tuple[Any, ...]:
+def everything(dataset: Dataset, sample_index: SampleIndex, **settings: Any) -> tuple:
     """All samples of an index as one batch, by slice."""
     collator = make_collator([sample_index], **settings)
     for index in range(dataset.num_slices):
@@ -210,7 +210,7 @@ def test_a_slice_or_sample_outside_the_index_is_refused(dataset: Dataset) -> Non
         {"seq_len": 1000},
     ],
 )
-def test_wrong_settings(dataset: Dataset, wrong: dict[str, Any]) -> None:
+def test_wrong_settings(dataset: Dataset, wrong: dict) -> None:
     settings = {"seq_len": SEQ_LEN, **wrong}
     with pytest.raises(UsageError):
         plan_samples(dataset, settings.pop("seq_len"), **settings)

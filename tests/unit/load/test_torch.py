@@ -72,13 +72,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("torch") / "data", 5, 20, SEQ_LEN, first_samples=17)
 
 
-def read_plain(data: Path, epochs: int, **arguments: Any) -> list[dict[str, Any]]:
+def read_plain(data: Path, epochs: int, **arguments: Any) -> list[dict]:
     """The batches of the Loader, copied."""
     batches = Loader(data, epochs=epochs, **{**ARGUMENTS, **arguments})
     return [{"inputs": b.inputs.copy(), "labels": b.labels.copy(), "ids": b.sample_ids.tolist()} for b in batches]
 
 
-def check(batch: Any, expected: dict[str, Any]) -> None:
+def check(batch: Any, expected: dict) -> None:
     assert isinstance(batch, TokenBatch) and batch.sample_ids.tolist() == expected["ids"]
     assert batch.inputs.dtype == torch.int64 and isinstance(batch.sample_ids, np.ndarray)
     assert torch.equal(batch.inputs, torch.from_numpy(expected["inputs"]))

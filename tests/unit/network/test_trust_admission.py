@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,7 +49,7 @@ def make_token(server: AdmissionServer, clock: SimpleNamespace, **changes: objec
     return sign_token(issuer, replace(token, **changes))
 
 
-def admit(admissions: Admissions, token: str, key: Path, name: str) -> dict[str, Any]:
+def admit(admissions: Admissions, token: str, key: Path, name: str) -> dict:
     """Ask for a certificate of the key in a file."""
     return admissions.admit(AdmitRequest(token=token, name=name, request=joining.make_csr(read_key(key), name)), "x")
 

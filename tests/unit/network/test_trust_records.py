@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -102,7 +101,7 @@ def test_rules_that_make_no_sense(text: str, message: str, tmp_path: Path) -> No
 # The audit log.
 
 
-def events(path: Path) -> list[dict[str, Any]]:
+def events(path: Path) -> list[dict]:
     """Those of all parts of a file, the oldest first."""
     parts = sorted(path.parent.glob(path.name + ".[0-9]"), reverse=True)
     return [json.loads(line) for part in (*parts, path) for line in part.read_text().splitlines()]

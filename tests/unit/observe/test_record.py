@@ -4,7 +4,6 @@ import contextlib
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -93,7 +92,7 @@ def test_a_record_of_another_shape_is_one_line_of_error(
 
 
 @given(st.dictionaries(st.sampled_from(["samples_used", "members", "workers", "providers", "name", "peers"]), JSON))
-def test_a_node_that_answers_anything_is_a_protocol_error_or_a_view(status: dict[str, Any]) -> None:
+def test_a_node_that_answers_anything_is_a_protocol_error_or_a_view(status: dict) -> None:
     source = NodeSource("127.0.0.1:1", lambda address: status)
     with contextlib.suppress(ProtocolError):
         assert isinstance(source.poll(), dict)

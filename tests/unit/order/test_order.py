@@ -43,7 +43,7 @@ def whole_epoch(order: Order, epoch: int) -> list[int]:
 # The bijection.
 
 
-def vectors() -> dict[str, object]:
+def vectors() -> dict:
     """Return what tests/golden/order_v4.json holds. It changes only with a new version of the order."""
     big = (1 << 62, (1 << 62) - 1, (1 << 40) + 15)
     shapes = [(8, 10**4), (512, 10**6), (512, 10**9), (4096, 10**9), (6000, 10**9)]

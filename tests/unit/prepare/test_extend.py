@@ -196,7 +196,7 @@ def test_rows_are_extended(second: Path, tmp_path: Path) -> None:
         grow(second, tmp_path / "other", parent.path, dedup={"exact": True}, **table)
 
 
-def save_letters(path: Path, normalizer: Any = None) -> dict[str, Any]:
+def save_letters(path: Path, normalizer: Any = None) -> dict:
     """Save a tokenizer of single letters and return the table that names it."""
     letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
     tokenizer = Tokenizer(models.BPE(letters, []))

@@ -78,7 +78,7 @@ def test_a_bad_file_is_set_aside(everyday: Path, tmp_path: Path, to: str) -> Non
 BAD_ROW, GOOD_ROW = b"{broken\n", b'{"text": "a good text, and a number of words"}\n'
 
 
-def parquet(**columns: list[Any]) -> bytes:
+def parquet(**columns: list) -> bytes:
     pq.write_table(pa.table(columns), sink := io.BytesIO())
     return sink.getvalue()
 
@@ -254,7 +254,7 @@ def stop_in_stage(stage: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("settings", [{"slice": {"shuffle": True}}, {"sample": 0.5}])
-def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, settings: dict[str, Any]) -> None:
+def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, settings: dict) -> None:
     """Wherever it is, whenever it was written, whatever an earlier run left."""
     first = prepare(corpus, tmp_path / "one/d", settings=settings)
     moved = tmp_path / "else/where/corpus"

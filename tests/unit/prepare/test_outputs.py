@@ -7,7 +7,6 @@ them by several processes and into buckets.
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -37,7 +36,7 @@ def corpus(outputs: Path) -> Path:
     return outputs / "in"
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder: Path) -> list[dict]:
     """Return the rows that a format reads, with gaps in place of NaN and without keys of its own."""
     table = open_table(folder)
     read = pa.Table.from_batches(list(table.batches()), table.schema).to_pylist()

@@ -95,7 +95,7 @@ TEXTS = ["one\ntwo\nthree", "ONE\nTWO\nTHREE\n", "short", "one\ntwo\nfour", "las
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """The module, installed with entry points."""
     (tmp_path / "my_own.py").write_text(OWN)
     metadata = tmp_path / "my_own-1.0.dist-info"

@@ -48,7 +48,7 @@ def test_posts_and_damage(tmp_path: Path) -> None:
     assert "not UTF-8" in read_records(path)[0].problem
 
 
-def comment(number: int, body: str = "words", **more: object) -> dict[str, object]:
+def comment(number: int, body: str = "words", **more: object) -> dict:
     return {"id": f"c{number}", "body": body, "subreddit": "s", "link_id": "t3_x", "score": number, **more}
 
 

@@ -37,7 +37,7 @@ KEY = "k"
 
 
 @text_filter("tenth", version="1", per_document=True)
-def tenth(document: dict[str, Any]) -> bool:
+def tenth(document: dict) -> bool:
     """Drop the documents whose id ends in 0."""
     return not document["id"].endswith("0")
 
@@ -194,7 +194,7 @@ def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path: 
     assert (tmp_path / MEMBERS / "3.json").exists() and read_progress(tmp_path)["state"] == "done"
 
 
-def member_record(name: str, **fields: Any) -> dict[str, Any]:
+def member_record(name: str, **fields: Any) -> dict:
     record = ProgressRecord(open_store("unused"), "d", "dataset", 2, member=name).to_json()
     return {**record, "state": "running", "key": KEY, **fields}
 

@@ -3,7 +3,6 @@
 import html
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ HOSTILE = (
 )
 
 
-def example(text: str = "") -> dict[str, Any]:
+def example(text: str = "") -> dict:
     """Return the report of a small crawl; with `text`, each name and text in it is that."""
     stages, documents, size = [], 1_284_113, 9_814_223_991
     for stage, dropped, changed in (

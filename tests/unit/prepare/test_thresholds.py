@@ -84,7 +84,7 @@ def test_neighbours_are_around_a_threshold() -> None:
 
 
 @text_filter("few_chars_own", version="1", per_document=True)
-def few_chars(document: dict[str, Any], min_chars: int = 4) -> Measure:
+def few_chars(document: dict, min_chars: int = 4) -> Measure:
     return Measure(len(document["text"]), low=min_chars)
 
 

@@ -20,7 +20,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def repo(hub: HubServer, names: list[str], card: dict[str, Any] | None = None) -> str:
+def repo(hub: HubServer, names: list[str], card: dict | None = None) -> str:
     """A dataset of empty files of these names."""
     folder = write_repo(hub.directory / "datasets/a/b", card)
     for name in names:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,7 +103,7 @@ def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
 @pytest.mark.parametrize(
     "faults", [{"drop": 0.3}, {"truncate": 0.5}, {"throttle": 4}, {"broken": 4}, {"expired": 1}], ids=str
 )
-def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict[str, Any]) -> None:
+def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict) -> None:
     vars(hub.faults).update(faults)
     for name, files in ALL[2:4]:
         repo = hub.directory / "datasets" / "/".join(name.split("/")[:2])

@@ -196,7 +196,7 @@ def test_wrong_inputs(tmp_path: Path) -> None:
 class Replayed:
     """A re-iterable without a state, as a WebDataset is: some samples of text, some of JSON, one of neither."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator:
         for i, text in enumerate(TEXTS):
             if i == 7:
                 yield {"__key__": "7", "jpg": b"\xff"}

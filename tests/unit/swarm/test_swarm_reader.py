@@ -29,7 +29,7 @@ DATA = bytes(range(250)) * 40
 TABLE = SliceTable.from_rows([SliceInfo(0, "0.safetensors", len(DATA), cached.info_of(DATA, 1 << 16).sha256, 10, 1)])
 
 
-def assigning(*indexes: int, **more: Any) -> dict[str, Any]:
+def assigning(*indexes: int, **more: Any) -> dict:
     holder = {"member": "origin", "peer_id": "origin", "address": "127.0.0.1:1", "is_origin": True}
     return {"assignments": [{"index": index, **holder} for index in indexes], "wait_s": 0.2, **more}
 
@@ -80,7 +80,7 @@ def test_requests_without_a_provider_are_given_up() -> None:
 @pytest.mark.parametrize(
     "reply", [{"wait_s": float("nan")}, {"assignments": 3}, assigning(-1), {"sharers": [{}]}, {"sharers": [None]}]
 )
-def test_a_malformed_reply_changes_nothing(reply: dict[str, Any]) -> None:
+def test_a_malformed_reply_changes_nothing(reply: dict) -> None:
     state = SwarmReaderState(0.0)
     state.want(0, 0.0)
     state.request(0.0, None)
@@ -97,7 +97,7 @@ class StubClient:
 
     identity = None
 
-    def __init__(self, trackers: dict[str, Callable[[dict[str, Any]], Any]] | None = None) -> None:
+    def __init__(self, trackers: dict[str, Callable[[dict], Any]] | None = None) -> None:
         self.trackers = trackers or {}
         self.requests = []  # peer id and address
 
@@ -159,7 +159,7 @@ def test_a_tracker_that_is_busy_is_asked_again_later() -> None:
 RUDE, HONEST = provider("rude", True, 2), provider("honest", port=3)  # the first is asked first
 
 
-def honest_tracker() -> Callable[[dict[str, Any]], dict[str, Any]]:
+def honest_tracker() -> Callable[[dict], dict]:
     swarm, now = Swarm(1), itertools.count()
     swarm.join(ORIGIN, None, 0.0)
 
@@ -191,7 +191,7 @@ def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(tmp_path: 
 
 
 @pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
-def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_path: Path) -> None:
     """A member that serves as a tracker may answer anything; the reader gives up within its patience."""
     answers = [{**GOOD, "sharers": [{**HOLDER, **wrong}], **wrong}]
     client = StubClient({RUDE.address: lambda body: answers.pop() if answers else None})

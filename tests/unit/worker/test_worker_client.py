@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,7 +53,7 @@ def test_the_defaults_of_the_guide() -> None:
         ({"dataset_name": "someone/something"}, 512, "gpt2"),
     ],
 )
-def test_given_goes_before_the_datasets_own(settings: dict[str, Any], seq_len: int, tokenizer: str | None) -> None:
+def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int, tokenizer: str | None) -> None:
     config = WorkerConfig(**settings)
     assert config.dataset_type == ("huggingface" if "dataset_name" in settings else "dummy")
     assert (config.resolved_seq_len(), config.resolved_tokenizer()) == (seq_len, tokenizer)

@@ -61,6 +61,6 @@ def test_patterns_of_the_user(tmp_path: Path) -> None:
         ({"english": "yes"}, "english: expected true or false"),
     ],
 )
-def test_refuses(options: dict[str, object], message: str) -> None:
+def test_refuses(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Boilerplate(**options)

@@ -93,6 +93,6 @@ def test_options_and_counts() -> None:
         ({"public_only": 1}, "public_only: expected true or false, got 1"),
     ],
 )
-def test_refuses(options: dict[str, object], message: str) -> None:
+def test_refuses(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Pii(**options)

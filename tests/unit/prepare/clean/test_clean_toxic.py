@@ -102,6 +102,6 @@ def test_precision_and_recall_of_the_lexicon() -> None:
         ({"lists": "/", "allow": "x"}, "allow: expected a list"),
     ],
 )
-def test_refuses(options: dict[str, object], message: str) -> None:
+def test_refuses(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Toxic(**options)

@@ -81,7 +81,7 @@ def test_options() -> None:
         ({"mojibake": 1}, "mojibake: expected true or false, got 1"),
     ],
 )
-def test_refuses(options: dict[str, object], message: str) -> None:
+def test_refuses(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Unicode(**options)
 

@@ -3,7 +3,6 @@
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -147,7 +146,7 @@ def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
         ({"sets": ["x"], "min_ratio": 2.0}, "min_ratio: expected at most 1"),
     ],
 )
-def test_settings_that_cannot_be(table: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be(table: dict, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         Decontaminate(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -63,7 +62,7 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
         ({"normalise": "x"}, "normalise: expected '', 'none', 'space' or 'words', got 'x'"),
     ],
 )
-def test_settings_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be(wrong: dict, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         Dedup(**wrong)
     assert str(caught.value).startswith(message)

@@ -96,7 +96,7 @@ def test_rules(line: str, expected: str) -> None:
         (PLAIN + " cheap", {"stop_words": ("CHEAP",)}),
     ],
 )
-def test_rules_can_be_off(line: str, fields: dict[str, object]) -> None:
+def test_rules_can_be_off(line: str, fields: dict) -> None:
     assert rule(line) != "" and rule(line, **fields) == ""
 
 
@@ -133,6 +133,6 @@ def test_a_line_above_the_limit_stays() -> None:
         ({"stop_words": "some"}, "stop_words"),
     ],
 )
-def test_fields_are_checked(fields: dict[str, object], key: str) -> None:
+def test_fields_are_checked(fields: dict, key: str) -> None:
     with pytest.raises(UsageError, match=f"^{key}: "):
         LineRules(**fields)

@@ -227,6 +227,6 @@ def test_length(fields: dict[str, float], text: str, expected: str) -> None:
         ("perplexity", {"model": "x", "keep_percentile": [60, 0]}, "keep_percentile"),
     ],
 )
-def test_fields_are_checked(name: str, fields: dict[str, object], key: str) -> None:
+def test_fields_are_checked(name: str, fields: dict, key: str) -> None:
     with pytest.raises(UsageError, match=f"^{key}: expected "):
         FILTERS[name](**fields)

@@ -58,12 +58,12 @@ def divided(source: Path, parts: int, more: str = "") -> Path:
     return folder
 
 
-def texts(out: Path) -> list[dict[str, Any]]:
+def texts(out: Path) -> list[dict]:
     files = sorted((out / "text").rglob("*.parquet"))
     return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
 
 
-def run(source: Path, out: str, tables: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+def run(source: Path, out: str, tables: dict, **options: Any) -> list[dict]:
     recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables}, allow_code=True)
     prepare_dataset([source], source.parent / out, recipe=recipe, **{"to": "parquet", "workers": 1, **options})
     return texts(source.parent / out)

@@ -43,7 +43,7 @@ MESSAGES = [
 ANSWERS = ['<tool_call>{"name": "weather", "arguments": {"place": "Köln"}}<|im_end|>\n', "It is sunny.<|im_end|>\n"]
 
 
-def spans(messages: list[dict[str, Any]], template: str = CHATML, **row: Any) -> list[tuple[bool, str]]:
+def spans(messages: list[dict], template: str = CHATML, **row: Any) -> list[tuple[bool, str]]:
     record = to_record(0, {"messages": messages, **row}, ReadOptions(messages_key="messages", keep_roles=True))
     assert not record.problem, record.problem
     return render(template, record.text, "<s>", "</s>", str)

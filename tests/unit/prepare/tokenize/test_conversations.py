@@ -53,7 +53,7 @@ def write_dataset(folder: Path, encoded: EncodeResult, shape: RowShape, slice_by
     return dataset
 
 
-def tensors(dataset: Dataset) -> dict[str, Any]:
+def tensors(dataset: Dataset) -> dict:
     slices = [dataset.open_slice(i).tensors for i in range(dataset.num_slices)]
     return {name: np.concatenate([item[name] for item in slices]) for name in slices[0]}
 
