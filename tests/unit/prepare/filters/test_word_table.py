@@ -21,13 +21,10 @@ def test_ngrams_are_counted_in_each_document() -> None:
     sizes = [(1, first, True), (2, first + 1, True), (2, first + 2, False), (3, first + 3, True)]
     sizes += [(4, first + 4, True), (5, first + 5, False), (6, first + 6, False), (10, first + 7, False)]
     names = [*REPETITION, *map(str, range(len(sizes)))]
-    result = measure(measure_repetition, batch, names, [np.array(sizes, np.int64)])
+    result = measure(measure_repetition, batch, names, np.array(sizes, np.int64))
     expected = [56, 110, 74, 168, 220, 52, 51, 40]
-    assert np.array([result[name] for name in names[first:]]).T.tolist() == [
-        expected,
-        [2, 0, 0, 0, 0, 0, 0, 0],
-        expected,
-    ]
+    counts = np.array([result[name] for name in names[first:]])
+    assert counts.T.tolist() == [expected, [2, 0, 0, 0, 0, 0, 0, 0], expected]
 
 
 def batch_of(*texts: str) -> pa.RecordBatch:
