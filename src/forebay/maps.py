@@ -54,7 +54,7 @@ def map_file(file: BinaryIO, num_bytes: int = -1, offset: int = 0, *, is_writabl
 
 def release_pages(array: Array) -> None:
     """Release the pages of an array of `map_file`; views stay valid and are read again on access."""
-    base = _map_of(array)
+    base = _find_map(array)
     if base is not None and array.nbytes:
         before = array.ctypes.data % mmap.PAGESIZE
         _libc.madvise(array.ctypes.data - before, before + array.nbytes, mmap.MADV_DONTNEED)
@@ -62,12 +62,12 @@ def release_pages(array: Array) -> None:
 
 def map_offset(array: Array) -> int:
     """Return the byte of its map at which an array begins: of its file, if all of that is mapped."""
-    base = _map_of(array)
+    base = _find_map(array)
     assert base is not None
     return int(array.ctypes.data) - ctypes.addressof(base)
 
 
-def _map_of(array: Array) -> ctypes.Array[ctypes.c_uint8] | None:
+def _find_map(array: Array) -> ctypes.Array[ctypes.c_uint8] | None:
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base

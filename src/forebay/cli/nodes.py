@@ -9,7 +9,16 @@ from argparse import Namespace
 from typing import Any
 
 from forebay.cli.arguments import add_identity, address, file, positive, print_result, seconds, size
-from forebay.cli.running import add_node, joined_network, listen_at, log, ready, send_request, stop_event, until_stopped
+from forebay.cli.running import (
+    add_node,
+    joined_network,
+    listening_address,
+    log,
+    ready,
+    send_request,
+    stop_event,
+    until_stopped,
+)
 from forebay.errors import UsageError
 from forebay.network.retry import log_while_waiting
 
@@ -67,7 +76,7 @@ def _serve(args: Namespace) -> None:
         stop_event(),
     )
     with joined_network(args, stop) as (identity, discovery):
-        host, port = listen_at(args, discovery)
+        host, port = listening_address(args, discovery)
         with DataNode(
             identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access, limits=limits,
         ) as node:  # fmt: skip

@@ -62,7 +62,7 @@ def joined_network(args: Namespace, stop: threading.Event | None = None) -> Iter
         yield identity, discovery
 
 
-def listen_at(args: Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
+def listening_address(args: Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
     """The address to listen at: `--listen`, else a free port at the address by which the DHT knows this host."""
     return address(args.listen) if args.listen else (discovery.host, 0)
 

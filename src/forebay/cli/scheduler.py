@@ -12,7 +12,7 @@ from forebay.cli.running import (
     add_from_urls,
     add_node,
     joined_network,
-    listen_at,
+    listening_address,
     ready,
     send_request,
     stop_event,
@@ -39,7 +39,7 @@ def _schedule(args: Namespace) -> None:
         )
     stop, started = stop_event(), threading.Event()
     with joined_network(args, stop) as (identity, discovery):
-        host, port = listen_at(args, discovery)
+        host, port = listening_address(args, discovery)
         client = Client(identity)
         service = SchedulerService(
             identity, args.name, discovery, client, args.state, host, port, dataset_id=args.id or "",

@@ -1,4 +1,4 @@
-"""Whether datasets that meet, in a mixture or as one that extends another, mean the same by the same ids."""
+"""Check that datasets of a mixture, or a dataset and its extension, mean the same by the same ids."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -43,7 +43,7 @@ def first_chunks(sizes: I64, chunk_bytes: int) -> I64:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def runs_of(chunks: I64) -> list[I64]:
+def consecutive_runs(chunks: I64) -> list[I64]:
     """Rising numbers, split where one is left out."""
     return np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)
 

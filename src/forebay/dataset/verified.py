@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from forebay.arrays import U8
-from forebay.dataset.chunks import HASH_BYTES, first_chunks, runs_of, wrong_chunks
+from forebay.dataset.chunks import HASH_BYTES, consecutive_runs, first_chunks, wrong_chunks
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
 from forebay.machine import user_cache
@@ -54,7 +54,7 @@ class VerifiedChunks:
         if not len(missing):
             return
         expected, size = leaves(), row.chunk_bytes or row.bytes
-        for run in runs_of(missing):
+        for run in consecutive_runs(missing):
             for start in range(0, len(run), _READ_CHUNKS):
                 low, high = int(run[start]), int(run[min(len(run), start + _READ_CHUNKS) - 1]) + 1
                 data = _read(path, low * size, min(row.bytes, high * size))

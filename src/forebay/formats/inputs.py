@@ -241,7 +241,7 @@ def unread_bytes(split: InputSplit) -> int:
     return stop - reached if is_known else split.bytes
 
 
-def damage_of(split: InputSplit) -> str:
+def unpacking_damage(split: InputSplit) -> str:
     """Return the damage that ended the unpacking of a split's file, which was just read; "" if there is none."""
     path, stream = _Tracked.unpacked
     _Tracked.unpacked = "", None

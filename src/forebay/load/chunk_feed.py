@@ -21,7 +21,7 @@ import numpy as np
 
 from forebay.arrays import I64
 from forebay.cache.cache import ChunkCache, NoSpaceError
-from forebay.dataset.chunks import runs_of
+from forebay.dataset.chunks import consecutive_runs
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, UsageError
@@ -318,7 +318,7 @@ class ChunkFeed:
         """The first step for which a chunk is missing, or local and not verified: those of steps < `until` are."""
         if group.entry is None:
             (dataset, index), is_due = self.find(group.key), group.first_steps < until
-            for run in runs_of(group.chunks[is_due]) if is_due.any() else ():
+            for run in consecutive_runs(group.chunks[is_due]) if is_due.any() else ():
                 dataset.verify_chunks(index, int(run[0]), int(run[-1]) + 1)
             return int(group.first_steps[~is_due].min(initial=_ALL_STEPS))
         if group.entry.is_deleted:
@@ -372,7 +372,7 @@ class ChunkFeed:
         self._no_room = ""
         for group, chunks in urgent:
             absent = self._fetchable(group, chunks)
-            if len(absent) and not self._fetch(group, runs_of(absent)[0]):
+            if len(absent) and not self._fetch(group, consecutive_runs(absent)[0]):
                 return
         limit, planned = self._settings.connections + _QUEUED, 0
         for number, plan in enumerate(self._plans):
@@ -418,7 +418,7 @@ class ChunkFeed:
         claimed, self._no_room = cache.claim(entry, chunks)
         if self._no_room:
             return False
-        for run in runs_of(claimed) if len(claimed) else ():
+        for run in consecutive_runs(claimed) if len(claimed) else ():
             job = source.run(dataset, index, entry, int(run[0]), int(run[-1]) + 1, self._end_run)
             self._running[job] = group, run
             self._count_fetch(group, run)

@@ -213,10 +213,10 @@ class StageProgress:
 
     def progress(self, num_workers: int, now: float) -> Progress:
         """Return how far the stage is, with its rates."""
-        todo = {kind: units for kind, units in self._remaining.items() if units > 0}
+        left = {kind: units for kind, units in self._remaining.items() if units > 0}
         remaining_s, rates = None, [None, None]  # type: float | None, list[float | None]
-        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in todo):
-            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in todo.items())
+        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in left):
+            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in left.items())
             seconds /= max(1, min(num_workers, self.tasks))
             remaining_s = max(seconds / 10, seconds - (now - self._points[-1][0]))  # Running tasks have done some.
         if len(self._points) > 1 and (elapsed_s := now - self._points[0][0]) > 0:

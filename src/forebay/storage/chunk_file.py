@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from forebay.arrays import BOOL, I64, U8, U32
-from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of, runs_of, wrong_chunks
+from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, consecutive_runs, num_chunks, root_of, wrong_chunks
 from forebay.dataset.manifest import SliceInfo
 from forebay.maps import map_file
 
@@ -198,7 +198,7 @@ class ChunkFile:
     def punch(self, chunks: I64) -> bool:
         """Return the disk space of chunks that are marked absent; False if the file system cannot."""
         with self.path.open("r+b") as file:
-            for run in runs_of(chunks):
+            for run in consecutive_runs(chunks):
                 first, stop = int(run[0]) * self.chunk_bytes, (int(run[-1]) + 1) * self.chunk_bytes
                 size = min(stop, round_up(self.info.bytes)) - first
                 if not punch_hole(file.fileno(), self.info.offset + first, size):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged, damage_of, unread_bytes
+from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged, unpacking_damage, unread_bytes
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
 from forebay.prepare.compiled import work_time
@@ -312,7 +312,7 @@ class _Reader(Rejects):
                 del batch
         if pending:
             yield self._counted(pending, stats)
-        if not self.failed and (damage := damage_of(self._task.readable)):
+        if not self.failed and (damage := unpacking_damage(self._task.readable)):
             missing = 0 if "ends early" in damage else unread_bytes(self._task.readable)
             self.failed["0"] = damage, missing, 1
         if self.documents == self.malformed and self.documents and not self.failed:
