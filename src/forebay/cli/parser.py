@@ -280,7 +280,7 @@ class _Filter(_Stream):
 def filtered_streams() -> Iterator[None]:
     """While the block runs, stdout and stderr are filtered. Bytes written to their `buffer` are not."""
     stdout, stderr = sys.stdout, sys.stderr
-    with Path(os.devnull).open("w") as nowhere:  # For one that is closed.
+    with Path(os.devnull).open("w") as nowhere:  # It takes the place of a closed stdout.
         sys.stdout = _Filter(stdout or nowhere, False)
         sys.stderr = _Filter(stderr or nowhere, True)
         try:

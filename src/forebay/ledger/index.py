@@ -154,7 +154,7 @@ class LedgerIndex:
 
     path: Path
     job: Job
-    uses: Array  # Of dtype USE, in the order of the ledger; within an entry by step. `worker` counts `workers`.
+    uses: Array  # Its dtype is USE. In the order of the ledger, within an entry by step. `worker` counts `workers`.
     workers: tuple[str, ...]  # Peer ids, in the order of their first uses.
     sessions: tuple[str, ...]  # Peer id, a space, and a session's name; likewise.
     names: dict[str, str]  # Peer id to the worker's name.

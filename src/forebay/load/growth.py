@@ -22,7 +22,7 @@ from forebay.order.run import NEVER, Run, Steps, assign_owners
 from forebay.order.step_index import RunProgress, check_range
 
 State: TypeAlias = dict[str, Any]
-Lineage: TypeAlias = Mapping[str, Any]  # Of a manifest.
+Lineage: TypeAlias = Mapping[str, Any]  # What a manifest tells about the origin of its slices.
 _ORDER_FIELDS = ("lanes", "window")
 """Fields of a state that depend on the size of the dataset."""
 

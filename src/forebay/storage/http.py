@@ -243,7 +243,7 @@ class WebOrigin(ObjectOrigin):
     def _check_range(self, name: str, answer: StreamedResponse, start: int, stop: int) -> int:
         """Return how many bytes of the body come before `start`: 0, unless the server ignores ranges."""
         what = f"{self.url}/{name}"
-        header = answer.headers.get("Content-Range")  # Of some servers with status 200: rclone's.
+        header = answer.headers.get("Content-Range")  # rclone's server sends it with status 200.
         match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", header or "")
         if answer.status == 200 and not (match and int(match[1]) == start and int(match[2]) == stop - 1):
             if answer.length is not None and answer.length < stop:
