@@ -247,6 +247,7 @@ class Loader(Closing, BatchSource[BatchT]):
         self._iteration += 1
         iteration, depth = self._iteration, self.plan.options.samples.prefetch_batches if prefetch is None else prefetch
         clock, waits, received, callbacks = time.perf_counter, self.waits, self._received, self._callbacks
+        never = math.inf  # As a local name it outlives the modules when Python ends within the loop.
         ready_s = _READY_S if depth or num_workers else 0.0
         if self.run.num_steps is not None and self._step >= self.run.num_steps:
             _log.warning(
@@ -277,7 +278,7 @@ class Loader(Closing, BatchSource[BatchT]):
                 )  # fmt: skip
                 network_s, disk_s, device_s = maker.network_s, maker.disk_s, source.convert_s
                 scheduler_s = maker.scheduler_s
-                waits.asked_at = math.inf
+                waits.asked_at = never
                 if received_at > waits.check_at:
                     waits.check(received_at)
                 if item is None:
@@ -299,7 +300,7 @@ class Loader(Closing, BatchSource[BatchT]):
                 waits.asked_at = asked_at = clock()
                 waits.busy_s += asked_at - received_at
         finally:
-            waits.asked_at = math.inf
+            waits.asked_at = never
             if iteration == self._iteration:
                 self._pause()
 

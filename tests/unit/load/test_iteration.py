@@ -116,3 +116,12 @@ def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
     until(lambda: prefetcher._is_full and len(prefetcher._ready) >= 3)
     assert produced == [0, 1, 2, 3] and [next(prefetcher) for _ in range(5)] == [1, 2, 3, 4, 5]
     prefetcher.close()
+
+
+def test_a_loop_that_python_ends_last_closes_without_modules(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = iter(Loader(data, **ARGUMENTS))
+    next(batches)
+    monkeypatch.setattr("forebay.load.loader.math", None)  # As at the end of Python, once modules are cleared.
+    batches.close()
+    with pytest.raises(StopIteration):
+        next(batches)
