@@ -3,7 +3,10 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from forebay.errors import UsageError
 
 _ROOT = Path("/")
 
@@ -34,7 +37,12 @@ def home_directory() -> Path:
     try:
         return Path.home()
     except RuntimeError:
-        return Path(tempfile.gettempdir(), f"home-{os.getuid()}")
+        home = Path(tempfile.gettempdir(), f"home-{os.getuid()}")
+        with suppress(OSError):
+            home.mkdir(0o700)
+        if home.exists() and home.lstat().st_uid != os.getuid():  # It may hold files that mislead.
+            raise UsageError(f"{home}: expected a directory of this user, got another's. Set HOME.") from None
+        return home
 
 
 def user_cache() -> Path:

@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import forebay
 from forebay import machine
+from forebay.errors import UsageError
 from forebay.load.arguments import rank_of_world, ranks_per_node
 from forebay.maps import map_file
 from support.origin_server import OriginServer
@@ -49,7 +51,12 @@ def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.M
     for name in ("HOME", "XDG_CACHE_HOME", "FOREBAY_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert machine.user_cache().is_absolute() and machine.user_cache().name == "forebay"
+    with monkeypatch.context() as other:
+        other.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+        with pytest.raises(UsageError, match="directory of this user"):
+            machine.user_cache()  # The user of this test makes it.
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # It is to be ignored, says the standard.
     assert machine.user_cache().is_absolute()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
