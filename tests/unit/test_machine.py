@@ -54,7 +54,8 @@ def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert machine.user_cache().is_absolute() and machine.user_cache().name == "forebay"
     with monkeypatch.context() as other:
-        other.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+        uid = os.getuid() + 1
+        other.setattr(os, "getuid", lambda: uid)
         with pytest.raises(UsageError, match="directory of this user"):
             machine.user_cache()  # The user of this test makes it.
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # It is to be ignored, says the standard.
