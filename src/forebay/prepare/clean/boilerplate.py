@@ -90,7 +90,7 @@ def _lines(offsets, data, automaton, positions, table, limits, starts, stops, ki
             if kind == MENU or (kind == PHRASE and _short(data, a, b, max_words)):
                 run += 1
                 run_kept += kind == MENU
-            else:  # a run ends: it was a menu if it was long
+            elif kind < 0:  # a run ends, but not at a phrase, which goes: it was a menu if it was long
                 if run < min_run:
                     n = _drop_menu(starts, stops, kinds, run_first, n)
                 else:
@@ -141,7 +141,7 @@ class Boilerplate(Stage):
     """
 
     name = "boilerplate"
-    version = 1
+    version = 2
     reasons = ("empty",)
     english: bool = True
     patterns: str = ""

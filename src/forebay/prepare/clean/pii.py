@@ -97,7 +97,7 @@ class Pii(Stage):
     """
 
     name = "pii"
-    version = 5
+    version = 6
     reasons = ("pii_many", "pii_dense")
     kinds: Annotated[tuple[Kind | Country, ...], Field(min_length=1)] = DEFAULT_KINDS
     style: Literal["mask", "fineweb"] = "mask"
@@ -161,8 +161,8 @@ class Pii(Stage):
         for i in _in_turn(np.flatnonzero((kinds != pii_scan.IPV6) & (kinds != pii_scan.IBAN))):
             start, stop, kind = int(starts[i]), int(stops[i]), kinds[i]
             first, last = int(offsets[rows[i] - 1]), int(offsets[rows[i]])
-            before = data[max(first, start - pii_context.BEFORE_BYTES) : start].tobytes()
-            after = data[stop : min(last, stop + pii_context.AFTER_BYTES)].tobytes()
+            before = pii_context.without_masks(data[max(first, start - pii_context.BEFORE_BYTES) : start].tobytes())
+            after = pii_context.without_masks(data[stop : min(last, stop + pii_context.AFTER_BYTES)].tobytes())
             if kind == pii_scan.EMAIL:
                 personal[i] = pii_context.is_email(before, data[start:stop].tobytes(), after)
             elif kind == pii_scan.IPV4:

@@ -106,6 +106,11 @@ def compiled(pattern: str, longest: bool = False) -> Any:
     return re2.compile(pattern.encode(), options)
 
 
+def without_masks(text: bytes) -> bytes:
+    """Return it with a number in place of each mask whose name is a word that speaks for what it masks."""
+    return compiled("<?(?:phone|ipv[46]|passport|pl_pesel|in_aadhaar)>").sub(b"0", text) if b">" in text else text
+
+
 def _matches(pattern: str, text: bytes) -> bool:
     return compiled(pattern).search(text) is not None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any, NamedTuple
 
-from forebay.prepare.clean.pii_context import OTHER_NUMBER, compiled
+from forebay.prepare.clean.pii_context import OTHER_NUMBER, compiled, without_masks
 
 CONTEXT_BYTES = 64
 MAX_BYTES = 64  # No number is longer.
@@ -333,7 +333,7 @@ def find_ids(text: bytes, kinds: frozenset[str]) -> Iterator[tuple[int, int, str
     free = 0
     for candidate in _shapes(_items(kinds, True))[0].finditer(text):
         start = candidate.start()
-        before = text[max(0, start - CONTEXT_BYTES) : start]
+        before = without_masks(text[max(0, start - CONTEXT_BYTES) : start])
         items = _items(kinds, _contexts(kinds).search(before) is not None)
         candidates, shapes = _shapes(items)
         if not items or candidates.match(text, start, start + MAX_BYTES) is None:

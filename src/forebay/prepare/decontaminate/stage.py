@@ -5,6 +5,7 @@ n-grams that the document has too. `ngram`: one n-gram is enough. Cost: one roll
 and some 0.2 ms for each document that shares an n-gram.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class Decontaminate(Stage):
     """
 
     name = "decontaminate"
-    version = 1
+    version = 2
     sets: Texts = ()
     fields: Texts = ()
     method: Literal["overlap", "ngram"] = "overlap"
@@ -134,7 +135,8 @@ class Decontaminate(Stage):
             if not len(units):
                 continue
             matches = list(document.hits(units))
-            pieces = document.pieces(units, self.margin) if self.action == "cut" else []
+            text = batch.column("text")[row].as_py().encode()
+            pieces = document.pieces(text, units, self.margin) if self.action == "cut" else []
             if 0 < len(pieces) <= self.max_pieces:
                 changed[row] = "\n\n".join(pieces)
             else:
@@ -202,16 +204,19 @@ class _Document:
                 "text": instance,
             }  # fmt: skip
 
-    def pieces(self, units: I64, margin: int) -> list[str]:
+    def pieces(self, text: bytes, units: I64, margin: int) -> list[str]:
         """The text without the n-grams of these units and `margin` characters around them; short pieces left out."""
+        # A ligature of two letters is a byte longer than these.
+        longer = np.array([match.start() for match in re.finditer(rb"\xef\xac[\x80-\x82\x85\x86]", text)], np.int64)
+        longer -= np.arange(len(longer))
         chosen = np.concatenate([np.arange(first, first + count) for _, first, count, _ in units.tolist()])
         places = self._places[np.isin(self._keys, self._entry_keys[chosen])]
         pieces, position = [], 0
-        cuts = zip(self._starts[places].tolist(), self._stops[places + self._ngram - 1].tolist())
-        for start, stop in [*cuts, (len(self._data), 0)]:
+        cuts = np.stack([self._starts[places], self._stops[places + self._ngram - 1]], 1)
+        for start, stop in [*(cuts + np.searchsorted(longer, cuts)).tolist(), (len(text), 0)]:
             if start > position:
-                text = bytes(self._data[position:start]).decode()
-                text = text[margin if position else 0 : len(text) - margin if stop else None]
-                pieces += [text.strip()] if len(text) >= max(margin, 1) and text.strip() else []
+                piece = text[position:start].decode()
+                piece = piece[margin if position else 0 : len(piece) - margin if stop else None]
+                pieces += [piece.strip()] if len(piece) >= max(margin, 1) and piece.strip() else []
             position = max(position, stop)
         return pieces

@@ -14,7 +14,9 @@ def test_lines_go_and_text_stays() -> None:
         "The council met on Tuesday.\nShare\n  READ MORE  \nWe use cookies to improve this site.\n"
         "It was a long meeting, they said.\n© 2024 The Paper\nCopyright (c) 2024\nAll rights reserved."
     )
-    assert stage_texts(Boilerplate(), [page, "Share the bread.\nHome is where it is."]) == [
+    two = "Sport\nMusic\nFilm\nWe use cookies on this site to make it better for you.\nBooks\nGames\nHere is the text."
+    assert stage_texts(Boilerplate(), [two, page, "Share the bread.\nHome is where it is."]) == [
+        "Here is the text.",
         "\nThe council met on Tuesday.\nIt was a long meeting, they said.\n",
         "Share the bread.\nHome is where it is.",
     ]

@@ -49,6 +49,7 @@ def test_masks(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "<phone> or 467 3395, <ipv4> app 1.2.3.4 <ipv4>, <passport> 12345678, <in_aadhaar> 2341 2341 2346",
         "@name, a@b, a@@b.com, user@host, @ 5pm, logo@2x.png, a.@b.c",
         "10.1.2.3, 127.0.0.1, 192.168.0.1, 172.20.1.1, 203.0.113.9, 224.0.0.1, 2001:db8::1, fe80::1, ::1",
         "1.2.3, 1.2.3.4.5, 256.1.1.1, v1.2.3.4, 12:34:56, std::vector, abc::def, 00:1A:2B:3C:4D:5E",

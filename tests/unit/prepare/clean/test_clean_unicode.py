@@ -1,8 +1,6 @@
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK, Record
@@ -84,24 +82,6 @@ def test_options() -> None:
 def test_refuses(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Unicode(**options)
-
-
-PIECES = st.sampled_from(
-    [
-        *"aé Ãâ€™\u0301\u0327\u0344\u200b\ufeff\xa0\u00ad\r\n\t\x00\x85\x92ﬁ½\u1100\u1161\u11a8ΓÇ√Р\u09c7\u09be漢",
-        "Ã©",
-        "â€™",
-    ]
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(PIECES | st.characters(codec="utf-8"), max_size=60).map("".join), st.sampled_from(["NFC", "NFKC"]))
-def test_is_idempotent_and_normal(text: str, form: str) -> None:
-    stage = Unicode(form=form)
-    (once,) = stage_texts(stage, [text])
-    assert stage_texts(stage, [once]) == [once]
-    assert unicodedata.is_normalized(form, once)
 
 
 def test_long_runs_of_marks_are_cut() -> None:

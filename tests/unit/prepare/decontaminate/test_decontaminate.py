@@ -106,11 +106,11 @@ def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
     instance = "The quick brown fox jumps over the lazy dog while seven wizards watch"
     sets = (str(write_jsonl(tmp_path / "s.jsonl", [{"text": instance}])),)
     stage = Decontaminate(sets=sets, action="cut", margin=20, max_pieces=2)
-    before, after = "é" * 50, "ü" * 40
+    before, after = "ﬁ" * 50, "ü" * 40
     texts = [f"{before} {instance}. {after}", instance, f"{before * 2} {instance} " * 3 + after, "clean text"]
     result = stage.apply(to_batch(texts))
     cut = result.batch.column("text").to_pylist()
-    assert cut[0] == f"{'é' * 31}\n\n{'ü' * 22}"
+    assert cut[0] == f"{'ﬁ' * 31}\n\n{'ü' * 22}"
     assert result.drop.tolist() == [-1, 0, 0, -1] and cut[3] == "clean text" and dict(result.counts) == {"cut": 1}
     assert [(row, hit["action"]) for row, hit in result.hits] == [(0, "cut"), (1, "dropped"), (2, "dropped")]
 

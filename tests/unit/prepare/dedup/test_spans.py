@@ -92,6 +92,9 @@ def test_repeated_runs_of_words_are_cut(
             words[len(words) // 2 : len(words) // 2] = texts[source % len(texts)][start : start + size]
     joined = ["\n ".join(words) if i % 2 else ", ".join(words).upper() for i, words in enumerate(texts)]
     remaining = fresh().remaining([joined[:cut], joined[cut:]], Dedup(substring=True, min_words=min_words), 1 << 16)
+    for text, rest in zip(joined, remaining, strict=True):
+        characters = iter(text)
+        assert all(character in characters for character in rest)
     words_left = [re.findall(r"\w+", text.lower().replace("é", "e")) for text in remaining]
     expected = without_runs([[word.lower().replace("é", "e") for word in words] for words in texts], min_words)
     assert words_left == expected
