@@ -38,8 +38,6 @@ def _convert(args: Namespace) -> None:
     skipped: list[Skipped] = []
     options = replace(options, on_skipped=skipped.extend)
     source = open_source(args.source, options, to)
-    for line in describe_skipped(skipped):
-        print(f"forebay: {line}", file=sys.stderr)
     unit, count = ("tokens", source.num_tokens) if isinstance(source, TokenSource) else ("rows", source.num_rows)
     with bar("convert", 2 * (count or 0) or None, unit, enabled=not args.quiet) as advance:  # written, then verified
         options = replace(options, on_progress=advance)
@@ -51,6 +49,10 @@ def _convert(args: Namespace) -> None:
         show({key: x for key, x in report.to_json().items() if x not in (None, "") and key not in omitted}, False)
     for text in report.written.notes:
         print(f"note: {text}", file=sys.stderr)
+    if unit == "tokens" and to != "forebay" and (name := source.metadata.get("tokenizer")):
+        print(f"note: left out the tokenizer ({name})", file=sys.stderr)
+    for line in describe_skipped(skipped):
+        print(f"forebay: {line}", file=sys.stderr)
 
 
 def _convert_options(args: Namespace) -> ConvertOptions:

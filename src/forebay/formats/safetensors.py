@@ -33,7 +33,7 @@ from forebay.formats.base import Format
 from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, TokenSource, Written
 from forebay.formats.images import with_images
-from forebay.formats.layout import KEY, is_token_list
+from forebay.formats.layout import is_token_list
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.token_stream import build_stream, slices_of
 
@@ -180,7 +180,10 @@ class ForebayDataset(Format):
             raise DatasetError(f"{source.format}: expected rows, got none.")
         notes = []
         if left_out:
-            notes.append(f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them")
+            shown = ", ".join(left_out)
+            notes.append(
+                f"left out columns without numbers ({len(left_out)}): {shown}; --to parquet or jsonl keeps them"
+            )
         if rejected:
             atomic_write(out / REJECTS_FILE, b"".join(orjson.dumps(row) + b"\n" for row in rejected))
             notes.append(
@@ -307,7 +310,7 @@ def _columns(schema: pa.Schema, options: ConvertOptions, dtypes: Mapping[str, st
     for column in schema:
         leaf = tables.leaf_type(column.type)
         if not tables.is_number(leaf):
-            left_out += [column.name] if column.name != KEY else []
+            left_out.append(column.name)
             continue
         kind = (column.metadata or {}).get(tables.DTYPE_KEY, b"").decode() or name_of_dtype(
             np.dtype(leaf.to_pandas_dtype())

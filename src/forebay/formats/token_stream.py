@@ -201,7 +201,7 @@ def build_stream(
         count = "" if source.num_documents is None else f"{source.num_documents} "
         notes.append(f"the ends of {count}documents are not in what was written")
     if left_out := source.metadata.get("left_out"):
-        notes.append(f"columns left out: {', '.join(left_out)}")
+        notes.append(f"left out columns beside the tokens ({len(left_out)}): {', '.join(left_out)}")
     return TokenStream(source, dtype, documents, boundaries == "rows", max_id, options, notes)
 
 

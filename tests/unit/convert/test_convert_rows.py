@@ -163,11 +163,12 @@ def test_what_a_directory_holds_beside_tables_is_named(tmp_path: Path, capsys: p
     folder = tmp_path / "in"
     (folder / "state").mkdir(parents=True)
     for path in (folder / "a.jsonl", folder / "state/state.json", folder / ".hidden.jsonl", tmp_path / "b.jsonl"):
-        path.write_text('{"n": 1}\n')
+        path.write_text('{"n": 1, "text": "a"}\n')
     (folder / "paper.pdf").write_bytes(b"%PDF-1.4\0\1\2")
     (folder / "b.jsonl").symlink_to(tmp_path / "b.jsonl")
-    assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "jsonl", "--json", "--quiet"]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "forebay", "--json", "--quiet"]) == 0
     message = capsys.readouterr()
     result = json.loads(message.out)
+    assert message.err.splitlines()[-4] == f"note: {result['notes'][0]}" and "numbers (1): text;" in message.err
     assert result["rows"] == 2 and sorted(result["skipped"].values()) == [1, 1, 1]
     assert message.err.count("forebay: left out 1: ") == 3 and "paper.pdf" in message.err

@@ -124,7 +124,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
     source = a_table(features=values, labels=np.arange(10), text=np.array(["a"] * 10))
     options = ConvertOptions(tensors={"features": "q8"}, slice_bytes=400)
     report = convert(source, tmp_path / "ds", "forebay", options)
-    assert report.written.notes == ("left out, being no numbers: text; --to parquet or jsonl keeps them",)
+    assert report.written.notes == ("left out columns without numbers (1): text; --to parquet or jsonl keeps them",)
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.manifest.slices > 1
     converted = dataset.manifest.lineage["converted"]
