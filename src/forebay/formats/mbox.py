@@ -8,8 +8,6 @@ address Archived-At. A message begins with a line `From … 10:30:00 2005` after
 A file that is not compressed is read in parts: a message is of the part in which it begins. Memory: one message.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -128,7 +126,7 @@ def _document(data: bytes, options: ReadOptions) -> Record:
         return Record(0, text=shown(data), problem=f"a malformed message: {type(error).__name__}: {error}"[:300])
 
 
-def _collect(part: Message[Any, Any], plain: list[str], html: list[str]) -> str:
+def _collect(part: "Message[Any, Any]", plain: list[str], html: list[str]) -> str:
     """Add the text of a part and those in it; return what is wrong with parts that hold none, if anything."""
     kind = part.get_content_type()
     if part.get_content_maintype() == "multipart":
@@ -175,7 +173,7 @@ def _join_flowed(text: str, drops_space: bool) -> str:
     return "\n".join((">" * depth + " " if depth else "") + body for depth, body in lines)
 
 
-def _value(message: Message[Any, Any], column: str) -> str:
+def _value(message: "Message[Any, Any]", column: str) -> str:
     value = _decoded(message.get(column, ""))
     if column.lower() != "date" or not value:
         return value

@@ -1,7 +1,5 @@
 """What a report shows of rules with thresholds and of a sample: lines for a terminal, and charts of its page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Two reports side by side: what their recipes and results differ in, and which documents only one of them keeps."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from collections import Counter

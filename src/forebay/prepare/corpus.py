@@ -1,7 +1,5 @@
 """The documents of a run between reading and writing: what is kept of them, and their ids."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class Corpus:
     inputs: InputFiles
     splits: Sequence[InputSplit]
     texts: Sequence[TextResult]
-    dedup: DedupResult | None
+    dedup: "DedupResult | None"
     store: Store
     stats: StageStats
     sampling: Sampling
@@ -61,7 +59,7 @@ class Corpus:
         """The name of a split's documents."""
         return self.texts[index].part.arrow
 
-    def duplicates(self, index: int) -> tuple[Flags | None, Cutter | None, str]:
+    def duplicates(self, index: int) -> "tuple[Flags | None, Cutter | None, str]":
         """What is dropped and cut of a split, and a name for all that it depends on."""
         if self.dedup is None:
             return None, None, ""
@@ -152,7 +150,7 @@ def write_ids(path: Path | None, corpus: Corpus, left_out: Sequence[str]) -> Non
                 file.writelines(id.encode("utf-8", "backslashreplace") + b"\n" for id in ids)
 
 
-def _count_duplicates(result: DedupResult, reasons: Sequence[str], stats: StageStats, kept_bytes: int) -> None:
+def _count_duplicates(result: "DedupResult", reasons: Sequence[str], stats: StageStats, kept_bytes: int) -> None:
     count = stats.following("dedup")
     count.documents_out, count.bytes_out = result.documents - sum(result.dropped), kept_bytes
     count.dropped.update({reason: n for reason, n in zip(reasons, result.dropped) if n})

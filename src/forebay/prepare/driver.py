@@ -7,8 +7,6 @@ and recipe give the same bytes for any number of workers, any engine and any num
 the kept text once (LZ4) and the tokens twice, three times if documents are shuffled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,13 +18,13 @@ from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
 from forebay.formats.parquet import recorded_columns
+from forebay.machine import num_cores
 from forebay.prepare.compiled import has_compiled
 from forebay.prepare.config import apply_settings, load_recipe
 from forebay.prepare.corpus import SKIPPED_FILE, Corpus, count_failed, read_skipped, write_skipped
 from forebay.prepare.dedup.methods import Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
-from forebay.prepare.engines.local import cores
 from forebay.prepare.engines.share import ShareEngine, parse_share
 from forebay.prepare.extend import open_parent, sign_parent
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
@@ -161,14 +159,14 @@ def prepare_dataset(
             f"task: expected the local engine, which each process has, got {engine!r}. Leave out one of both."
         )
     progress = ProgressRecord(
-        store, recipe.name, output.name, workers or cores(), on_progress, on_message,
+        store, recipe.name, output.name, workers or num_cores(), on_progress, on_message,
         member=str(share[0]) if share is not None else "",
     )  # fmt: skip
     notify = progress.notify
     parent = open_parent(extend, store) if extend is not None else None
     own = tokenizer if output.needs_tokenizer and not isinstance(tokenizer, str) else None
     recipe, loaded = open_tokenizer(recipe, own, output, document_ids, parent, notify)
-    sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or cores(), store, follow_links)
+    sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or num_cores(), store, follow_links)
     for line in (*describe_skipped(sources.skipped), *_describe_text_keys(sources.files)):
         notify(line)
     if strict:
@@ -507,7 +505,7 @@ def _process_segments(
     return texts
 
 
-def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
+def _deduplicated(run: PrepareRun, corpus: Corpus) -> "DedupResult | None":
     dedup = run.recipe.dedup
     if not dedup.active:
         return None

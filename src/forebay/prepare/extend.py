@@ -7,8 +7,6 @@ run dropped (or, of text, cut) is not compared. The latter costs a pass over the
 disk until the run ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

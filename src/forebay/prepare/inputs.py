@@ -5,8 +5,6 @@ depend on the inputs alone. Finding reads the first 64 KiB of each file. Damage 
 reading continues after it as far as the format allows; only what is not in the data raises.
 """
 
-from __future__ import annotations
-
 import codecs
 import errno
 import glob

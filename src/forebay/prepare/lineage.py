@@ -1,7 +1,5 @@
 """What a dataset was made of, and whether a run would make the same again."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

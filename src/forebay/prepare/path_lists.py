@@ -5,8 +5,6 @@ bounded. Files at a URL are downloaded whole by the task that reads them, and re
 file for each process (CommonCrawl's WARC files have 1 GB), and what interrupted tasks left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
@@ -178,7 +176,7 @@ def _root_of(file: InputFile) -> str:
     return str(address._replace(key=address.key.removesuffix(file.name).removesuffix("/")))
 
 
-def measured(file: InputFile, folders: dict[str, RemoteFolder]) -> InputFile | Skipped:
+def measured(file: InputFile, folders: "dict[str, RemoteFolder]") -> InputFile | Skipped:
     """Return a listed file with the size and version that its server has now; `folders` keeps connections, by root."""
     from forebay.storage.remote_file import RemoteFolder
 

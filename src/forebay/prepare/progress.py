@@ -7,8 +7,6 @@ either, and makes one record of those of members. It is not part of the output, 
 Its keys: docs/reference/preparation-record.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import textwrap
@@ -164,7 +162,7 @@ class TaskCounts:
     rejects: list[dict[str, str]]
 
     @classmethod
-    def of(cls, stats: StageStats, rejects: Sequence[dict[str, str]] = ()) -> TaskCounts:
+    def of(cls, stats: StageStats, rejects: Sequence[dict[str, str]] = ()) -> "TaskCounts":
         """Of a task's statistics, and of what it rejected: `where` and `reason`."""
         samples = [
             {"stage": stage, "reason": reason, "where": sample.location, "text": sample.text[:_MAX_CHARACTERS]}

@@ -1,7 +1,5 @@
 """The recipe: everything that decides the bytes of a dataset. Each table of its file is a frozen dataclass here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 

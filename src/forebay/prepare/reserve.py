@@ -4,8 +4,6 @@ A directory is locked by the kernel. A bucket has no lock: runs of the same inpu
 the same results; one of others is refused while the first is alive, which its record tells.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -5,8 +5,6 @@ is a result: of several machines that run a task, one result stands. What is fin
 task that runs again has the same result. All results of a map are also in one object, which its driver writes last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence

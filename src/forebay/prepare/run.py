@@ -1,7 +1,5 @@
 """A run of `prepare_dataset`: its settings and store, how tasks are mapped, its progress and its result."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +11,8 @@ from forebay import html
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import ForebayError
+from forebay.machine import num_cores
 from forebay.prepare.engines.base import Engine, OnDone
-from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.progress import Failure, ProgressRecord, name_of, read_failures, write_failure
 from forebay.prepare.recipe import Recipe
@@ -231,6 +229,6 @@ def plan(
         "skipped": count_reasons(sources.skipped),
         "tasks": len(splits),
         "bytes": int(sum(counts["bytes"] for counts in by_format.values()) * sources.sample),
-        "workers": workers or cores(),
+        "workers": workers or num_cores(),
         "recipe": recipe.to_json(),
     }

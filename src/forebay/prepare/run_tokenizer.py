@@ -1,7 +1,5 @@
 """The tokenizer of a run: the one that is named, the parent's, or one that is trained on the documents."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Sequence

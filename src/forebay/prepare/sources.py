@@ -3,8 +3,6 @@
 A source's parts are inputs of tasks. Positions are `file:line` or `file (inner position)`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

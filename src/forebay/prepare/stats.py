@@ -4,8 +4,6 @@ Bounded whatever is counted. Adding is independent of the order of the tasks, so
 number of processes.
 """
 
-from __future__ import annotations
-
 import heapq
 import resource
 import sys
@@ -50,7 +48,7 @@ class Usage:
     def count(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
-    def add(self, other: Usage) -> None:
+    def add(self, other: "Usage") -> None:
         for stage, seconds in other.seconds.items():
             self.count(stage, seconds)
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
@@ -85,7 +83,7 @@ class StageCount:
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: StageCount) -> None:
+    def add(self, other: "StageCount") -> None:
         self.documents_in += other.documents_in
         self.documents_out += other.documents_out
         self.bytes_in += other.bytes_in
@@ -198,7 +196,7 @@ class StageStats:
             samples.sort()
             del samples[SAMPLES:]
 
-    def add(self, other: StageStats) -> None:
+    def add(self, other: "StageStats") -> None:
         for name, count in other.funnel.items():
             self.stage(name).add(count)
         for name, sides in other.histograms.items():
@@ -230,7 +228,7 @@ class StageStats:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StageStats:
+    def from_json(cls, data: Mapping[str, Any]) -> "StageStats":
         stats = cls()
         for name, count in data["funnel"].items():
             counters = {key: Counter(count[key]) for key in ("dropped", "changed")}

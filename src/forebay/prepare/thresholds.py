@@ -4,8 +4,6 @@ Bounded, and the same for any number of tasks and any cut of batches: histograms
 few bars are drawn.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter
@@ -57,7 +55,7 @@ class ThresholdStats:
     nearest: dict[str, list[Example]] = field(default_factory=lambda: {"kept": [], "dropped": []})
     is_whole: bool = True  # All are whole numbers.
 
-    def add(self, other: ThresholdStats) -> None:
+    def add(self, other: "ThresholdStats") -> None:
         self.failing = [a + b for a, b in zip(self.failing, other.failing, strict=True)]
         for side, bins in other.bins.items():
             self.bins[side].update(bins)
@@ -107,7 +105,7 @@ class ThresholdTable:
                     stats.nearest[side].append(example)
                 self._add((*rule, kind, limit), stats)
 
-    def add(self, other: ThresholdTable) -> None:
+    def add(self, other: "ThresholdTable") -> None:
         for name, stats in other._entries.items():
             self._add(name, stats)
 
@@ -128,7 +126,7 @@ class ThresholdTable:
         ]  # fmt: skip
 
     @classmethod
-    def from_json(cls, data: Sequence[Any]) -> ThresholdTable:
+    def from_json(cls, data: Sequence[Any]) -> "ThresholdTable":
         table = cls()
         for (stage, number, reason, kind, limit), failing, bins, nearest, is_whole in data:
             counters = {side: Counter(dict(items)) for side, items in bins.items()}

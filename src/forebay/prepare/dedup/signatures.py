@@ -4,8 +4,6 @@
 JSON of `Dedup.signature`. The manifest lists each file with its hash.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -5,8 +5,6 @@ round trip through a pipe between two tasks: 0.1 ms. A new process takes some 20
 (`multiprocessing.set_start_method("fork")`, as the command does) and has one thread; else 1 to 2 s of imports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -131,7 +129,7 @@ class LocalEngine(base.Engine):
         if workers is not None and workers < 1:
             raise UsageError(f"workers: expected at least 1, got {workers}.")
         self._on_message = on_message
-        self._num_workers = workers or cores()
+        self._num_workers = workers or num_cores()
         self._workers: list[_Worker] = []
         self._state: dict[str, Any] = {}  # Of the task that runs in this process.
         self._updated_at = -base.TICK_S

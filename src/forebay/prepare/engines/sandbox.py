@@ -5,8 +5,6 @@ loaded the models and compiled code of the stages. Costs about 3 ms a batch of 4
 memory on Linux only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import mmap

@@ -6,8 +6,6 @@ not changed for a minute. Claims only save work: if two run a task, one result s
 die, or never start; one that ends has seen all results.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """The stage `[extract]`: main text in place of HTML."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """The `Output` protocol: what a run writes; and the report, which all outputs share."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -3,8 +3,6 @@
 For fine-tuning slices have rows in place of a stream of tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

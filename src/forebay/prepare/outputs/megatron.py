@@ -4,8 +4,6 @@ One task writes them, as each is one file: on the disk of its machine (in a buck
 of 4 Mi tokens in memory. `OUT/tokens.json` is written last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial

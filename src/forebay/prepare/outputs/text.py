@@ -5,8 +5,6 @@ file with its hash, and how they were made. A task a split writes text, so files
 format reads `OUT/text` as one dataset.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -114,8 +112,8 @@ class ExportTask:
     documents: int
     split: InputSplit
     first_row: int
-    drop: Flags | None
-    cut: Cutter | None
+    drop: "Flags | None"
+    cut: "Cutter | None"
     dedup_name: str
     work: Store
     out: Store

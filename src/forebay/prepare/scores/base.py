@@ -6,8 +6,6 @@ the same settings are not scored, and its model is not opened. `segments` and th
 stages run where scores matter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,7 +150,7 @@ class Score(Stage):
         """As `Select.percentiles`."""
         return getattr(self.scorer, "percentiles_of", None)
 
-    def with_thresholds(self, thresholds: tuple[float, ...]) -> Score:
+    def with_thresholds(self, thresholds: tuple[float, ...]) -> "Score":
         return dataclasses.replace(self, scorer=self.scorer.with_thresholds(thresholds))  # type: ignore[attr-defined]
 
 

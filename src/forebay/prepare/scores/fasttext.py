@@ -1,7 +1,5 @@
 """The scorer `fasttext`; the model is read and run by `fasttext_model`, which needs the compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

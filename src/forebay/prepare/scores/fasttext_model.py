@@ -5,8 +5,6 @@ is used. Dense matrices are mapped, so that the processes of a machine share the
 softmax, one-vs-all and negative sampling.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from functools import lru_cache

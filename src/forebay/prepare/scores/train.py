@@ -5,8 +5,6 @@ seed: the same documents give the same model. Memory: the documents, at most 256
 Source: Joulin et al. 2016; Li et al. 2024 (DCLM), section 4.4, for word bigrams and two labels.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -4,8 +4,6 @@ The model is a local folder; nothing is downloaded, and no code of a model runs 
 are scored in groups of one padded length and a fixed size, so that a score does not depend on the documents beside it.
 """
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Memory: a record batch and its tokens. With a shuffle, `shuffle` then sorts the documents by their keys, in the files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -67,12 +65,12 @@ class EncodeTask:
     part: TextPart
     spec: EncoderSpec
     store: Store
-    drop: Flags | None = None
-    cut: Cutter | None = None
+    drop: "Flags | None" = None
+    cut: "Cutter | None" = None
     dedup_name: str = ""
     shuffle: Shuffle | None = None
     with_ids: bool = False
-    rendering: Conversations | FillInTheMiddle | None = None
+    rendering: "Conversations | FillInTheMiddle | None" = None
 
     @property
     def dtype(self) -> str:
@@ -143,7 +141,7 @@ def _batches(task: EncodeTask, batch_bytes: int) -> Iterator[tuple[pa.RecordBatc
 
 
 def _encode_batch(
-    task: EncodeTask, result: EncodeResult, outputs: _Outputs, batch: pa.RecordBatch, first_row: int
+    task: EncodeTask, result: EncodeResult, outputs: "_Outputs", batch: pa.RecordBatch, first_row: int
 ) -> None:
     rows = np.arange(first_row, first_row + len(batch))
     result.documents_in += len(batch)

@@ -5,8 +5,6 @@ closer only where a percentile lies. A pass reads 8 bytes a document; memory is 
 deduplication, so that a document that is dropped here does not stand for its copies.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

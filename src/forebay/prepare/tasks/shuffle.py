@@ -8,8 +8,6 @@ more a level; memory is 3 x 64 MiB by default. As keys are uniform within the ra
 it is guessed, and the keys near there are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -190,7 +188,7 @@ class _Run:
     id_edges: I64
 
     @classmethod
-    def of(cls, store: Store, part: EncodedPart, task: ShuffleTask | None = None) -> _Run:
+    def of(cls, store: Store, part: EncodedPart, task: ShuffleTask | None = None) -> "_Run":
         """The documents of a task; without one all, of a part that is not sorted."""
         if task is not None:
             start, keys = _keys_within(store, part, task)

@@ -5,8 +5,6 @@ short as it comes. A plan is two small objects (16 bytes a slice, and the list o
 number. Writing a slice holds its tokens twice: slices of at most 256 MiB keep a process below 1 GB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -127,7 +125,7 @@ class TokenCut:
     slice_tokens: int
     dtype: str
 
-    def next(self, document_ends: DocumentEnds, start: int) -> tuple[int, int]:
+    def next(self, document_ends: "DocumentEnds", start: int) -> tuple[int, int]:
         """Where a slice ends that begins at a token, and the index after the last document end until there."""
         itemsize = TOKEN_DTYPES[self.dtype].itemsize
         if self.slice_tokens:
@@ -146,7 +144,7 @@ class RowCut:
     shape: RowShape
     rows: int
 
-    def next(self, document_ends: DocumentEnds, start: int) -> tuple[int, int]:
+    def next(self, document_ends: "DocumentEnds", start: int) -> tuple[int, int]:
         """As of TokenCut."""
         # A row has at most `max_tokens` tokens, so that a window of ends is enough.
         rows, shape = self.rows, self.shape
@@ -218,7 +216,7 @@ def write_plan(task: PlanTask, scale: int = 0) -> int:
     return task.store.size(f"{task.parts}.cuts") // 16 - 1
 
 
-def _cuts(document_ends: DocumentEnds, cut: TokenCut | RowCut) -> Iterator[bytes]:
+def _cuts(document_ends: "DocumentEnds", cut: TokenCut | RowCut) -> Iterator[bytes]:
     start = 0
     yield np.zeros(2, "<i8").tobytes()
     while start < document_ends.total:

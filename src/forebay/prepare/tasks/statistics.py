@@ -3,8 +3,6 @@
 Each leaves an object of statistics. They are added in groups, so that no process reads those of all tasks.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -52,7 +50,7 @@ class ExamineTask:
     documents: int
     split: InputSplit
     first_row: int
-    drop: Flags | None
+    drop: "Flags | None"
     dedup_name: str
     reasons: tuple[tuple[str, str], ...]
     columns: tuple[str, ...]
@@ -100,7 +98,7 @@ def _smallest(keys: U64, of: BOOL) -> I64:
     return rows[np.argsort(keys[rows], kind="stable")[:SAMPLES]]
 
 
-def stats_name(task: ExamineTask | _AddTask) -> str:
+def stats_name(task: "ExamineTask | _AddTask") -> str:
     """The name of the statistics that a task leaves."""
     return f"stats/{task.name}.stats"
 
