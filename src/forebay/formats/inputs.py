@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 from forebay.errors import CorruptInputError, PrepareError, UnreadableInputError, UsageError
 from forebay.storage.compression import MAX_WINDOW_BYTES, MIN_UNPACKED_BYTES, ChunkStream, unpack_stream
@@ -26,6 +26,31 @@ RESERVED_COLUMNS = frozenset(("place", "id", "url", "html", "text", "where", "te
 ALL_FIELDS = "*"
 _BUFFER_BYTES = 256 << 10
 _STEP_BYTES = 64 << 10
+
+
+class ReadTrace:
+    """What reading files leaves behind: the file that was read last, and the one that was unpacked last.
+
+    Their paths, with the byte where the last read began, and with the stream of the unpacked bytes.
+    """
+
+    read: tuple[str, int] = "", 0
+    unpacked: tuple[str, Any] = "", None
+
+    def unread_bytes(self, split: "InputSplit") -> int:
+        """Return how many bytes of a split were not read when reading it just ended: all if that is not known.
+
+        A local file was read at least up to the beginning of its last read.
+        """
+        file, (path, reached) = split.files[0], self.read
+        stop = split.stop or file.bytes
+        is_known = path == file.path and split.start <= reached <= stop <= file.bytes
+        return stop - reached if is_known else split.bytes
+
+    def damage(self, split: "InputSplit") -> str:
+        """Return the damage that ended the unpacking of a split's first file; "" if there is none."""
+        path, stream = self.unpacked
+        return str(stream.error) if path == split.files[0].path and getattr(stream, "error", None) else ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +72,7 @@ class InputFile:
         is_listed: Named by a list at a URL: the task that reads it downloads it first.
         text_key: The field with its text, where it is not that of the options.
         extent: Bytes `[start, stop)` that a part of the file needs. A URL is then not read ahead beyond them.
+        trace: Notes how far the file is read, if its reader wants to know.
     """
 
     path: str
@@ -61,6 +87,7 @@ class InputFile:
     is_listed: bool = False
     text_key: str = ""
     extent: tuple[int, int] | None = None
+    trace: ReadTrace | None = field(default=None, compare=False, repr=False)
 
     @property
     def format_read(self) -> str:
@@ -188,7 +215,8 @@ def open_input(file: InputFile, options: ReadOptions) -> BinaryIO:
         raw = unpack_stream(
             raw, file.compression, max_ratio=options.max_unpacked_ratio, max_window_bytes=options.max_window_bytes
         )
-        _Tracked.unpacked = file.path, raw
+        if file.trace is not None:
+            file.trace.unpacked = file.path, raw
     if file.encoding:
         raw = ChunkStream(_transcoded(raw, file.encoding), raw.close)
     return raw
@@ -210,42 +238,25 @@ def open_stored(file: InputFile, *, is_random: bool = False) -> BinaryIO:
         stream: BinaryIO = open_url(file.path, file.bytes, file.version, file.extent, is_random=is_random)
         return stream
     try:
-        return io.BufferedReader(_Tracked(file.path), _BUFFER_BYTES)
+        return io.BufferedReader(_TracedFile(file), _BUFFER_BYTES)
     except OSError as error:
         raise UnreadableInputError(
             f"{file.path}: cannot read input: {error.strerror or error}. Check that it exists and may be read."
         ) from error
 
 
-class _Tracked(io.FileIO):
-    """A file that notes where its last read began; of this process the last file that was read, and unpacked."""
+class _TracedFile(io.FileIO):
+    """A local file that notes in its trace where the last read began."""
 
-    last: ClassVar[tuple[str, int]] = "", 0
-    unpacked: ClassVar[tuple[str, Any]] = "", None
+    def __init__(self, file: InputFile) -> None:
+        super().__init__(file.path)
+        self._file = file
 
     def readinto(self, buffer: Any, /) -> int | None:
         size = super().readinto(buffer)
-        if size:
-            _Tracked.last = str(self.name), self.tell() - size
+        if size and self._file.trace is not None:
+            self._file.trace.read = self._file.path, self.tell() - size
         return size
-
-
-def unread_bytes(split: InputSplit) -> int:
-    """Return how many bytes of a split were not read when reading it just ended: all of them if that is not known.
-
-    A local file was read at least up to the beginning of its last read.
-    """
-    file, (path, reached) = split.files[0], _Tracked.last
-    stop = split.stop or file.bytes
-    is_known = path == file.path and split.start <= reached <= stop <= file.bytes
-    return stop - reached if is_known else split.bytes
-
-
-def unpacking_damage(split: InputSplit) -> str:
-    """Return the damage that ended the unpacking of a split's file, which was just read; "" if there is none."""
-    path, stream = _Tracked.unpacked
-    _Tracked.unpacked = "", None
-    return str(stream.error) if path == split.files[0].path and getattr(stream, "error", None) else ""
 
 
 def skip_to(file: BinaryIO, offset: int) -> None:

@@ -5,8 +5,6 @@ A task leaves `NAME.arrow` (the documents, Arrow IPC, LZ4), their signatures, `N
 else. Memory: a few batches of 4 MiB, and the largest document.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged, unpacking_damage, unread_bytes
+from forebay.formats.inputs import InputSplit, ReadOptions, ReadTrace, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
 from forebay.prepare.compiled import work_time
@@ -72,7 +70,6 @@ class TextTask:
     source: DocumentSource | None = None
     hashes: bool = True  # Whether the files that begin in it are hashed, which reads all of them.
     earlier: tuple[str, ...] = ()
-    downloaded: InputSplit | None = None  # The split with listed files on this machine.
 
     @cached_property
     def name(self) -> str:
@@ -100,14 +97,9 @@ class TextTask:
         """Called before processes for such tasks are forked."""
         load_for_forks(self.stages)
 
-    def records(self) -> Iterator[Record]:
-        """The documents of the split."""
-        return read_source(self.source, self.split) if self.source is not None else read_split(self.readable, self.read)
-
-    @property
-    def readable(self) -> InputSplit:
-        """The split as it is read."""
-        return self.downloaded or self.split
+    def records(self, split: InputSplit) -> Iterator[Record]:
+        """Yield the documents of the split, which has its listed files on this machine."""
+        return read_source(self.source, split) if self.source is not None else read_split(split, self.read)
 
 
 def task_key(content: str, format: str, stages: Sequence[Stage], dedup: Dedup | None) -> str:
@@ -219,12 +211,12 @@ def write_hits(store: Store, name: str, splits: Sequence[InputSplit], texts: Seq
 def process_split(task: TextTask, scale: int) -> TextResult:
     """Read the split, run the stages over its documents, and sign what is kept."""
     with downloaded(task.split, task.store) as split:
-        return _process(task if split is task.split else replace(task, downloaded=split), scale)
+        return _process(task, split, scale)
 
 
-def _process(task: TextTask, scale: int) -> TextResult:
+def _process(task: TextTask, split: InputSplit, scale: int) -> TextResult:
     stats, started = StageStats(), work_time()
-    reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
+    reader = _Reader(task, split, BATCH_BYTES >> (2 * scale), *_readable(task, split, scale))
     with open_documents(task.store, task.prefix, task.dedup) as out:
         for batch in reader.batches(stats):
             for kept_rows in run_stages(task, batch, stats, reader):
@@ -232,11 +224,11 @@ def _process(task: TextTask, scale: int) -> TextResult:
                 del kept_rows
             del batch
             tick()
-    sources = enumerate(task.readable.files if task.hashes and task.split.start == 0 else ())
+    sources = enumerate(split.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     stats.usage.count("dedup", out.signing_s)
     stats.usage.count("read", work_time() - started - reader.counted_s - out.signing_s)
-    for source in task.readable.files:
+    for source in split.files:
         check_unchanged(source)  # since it was read
     result = TextResult(
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
@@ -248,17 +240,17 @@ def _process(task: TextTask, scale: int) -> TextResult:
     return with_stats(task.store, stats, result, task.split, reader.rejects)
 
 
-def _readable(task: TextTask, scale: int) -> tuple[int, str]:
+def _readable(task: TextTask, split: InputSplit, scale: int) -> tuple[int, str]:
     """How many records can be read, and why no more; -1 if all.
 
     A fork reads first where an attempt has died already; and what Parquet's library may abort over, its metadata.
     """
 
     def read_all() -> None:
-        for number, _ in enumerate(task.records(), 1):
+        for number, _ in enumerate(task.records(split), 1):
             set_activity(str(number))
 
-    if any("://" in source.path for source in task.readable.files):
+    if any("://" in source.path for source in split.files):
         return -1, ""  # what fetches them has threads, which a fork does not
     if scale:
         end, activity = run_in_fork(read_all)
@@ -270,8 +262,10 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
 
 
 class _Reader(Rejects):
-    def __init__(self, task: TextTask, batch_bytes: int, stop: int = -1, reason: str = "") -> None:
-        super().__init__(task.readable)
+    def __init__(self, task: TextTask, split: InputSplit, batch_bytes: int, stop: int, reason: str) -> None:
+        super().__init__(split)
+        self._trace = ReadTrace()
+        self._split = replace(split, files=tuple(replace(file, trace=self._trace) for file in split.files))
         self._stop, self._reason = stop, reason
         self._task = task
         self._batch_bytes = batch_bytes
@@ -312,8 +306,8 @@ class _Reader(Rejects):
                 del batch
         if pending:
             yield self._counted(pending, stats)
-        if not self.failed and (damage := unpacking_damage(self._task.readable)):
-            missing = 0 if "ends early" in damage else unread_bytes(self._task.readable)
+        if not self.failed and (damage := self._trace.damage(self._split)):
+            missing = 0 if "ends early" in damage else self._trace.unread_bytes(self._split)
             self.failed["0"] = damage, missing, 1
         if self.documents == self.malformed and self.documents and not self.failed:
             reason = f"none of {self.documents:,} records is a document, the first: {self.rejects[0]['reason']}"
@@ -327,7 +321,7 @@ class _Reader(Rejects):
         ):  # whose files are a document each
             index, unread = record.index, files[record.index].bytes
         elif record.failed or record.unread < 0:
-            unread = unread_bytes(self._task.readable) if self.num_texts else self._task.split.bytes
+            unread = self._trace.unread_bytes(self._split) if self.num_texts else self._task.split.bytes
         else:
             unread = record.unread
         if unread or record.failed:
@@ -336,10 +330,10 @@ class _Reader(Rejects):
 
     def _records(self) -> Iterator[Record]:
         if self._stop < 0:
-            yield from self._task.records()
+            yield from self._task.records(self._split)
             return
         index = -1
-        for record in islice(self._task.records(), self._stop):
+        for record in islice(self._task.records(self._split), self._stop):
             index = record.index
             yield record
         yield Record(index + 1, problem=self._reason, unread=-1)
@@ -365,7 +359,7 @@ class _Reader(Rejects):
 class DocumentWriter:
     """Writes the documents that a task keeps, and signs them; `documents` and `bytes` (UTF-8) are those so far."""
 
-    def __init__(self, file: BinaryIO, signer: Signer | None) -> None:
+    def __init__(self, file: BinaryIO, signer: "Signer | None") -> None:
         self.documents = self.bytes = 0
         self.signing_s = 0.0  # CPU seconds
         self._file, self._signer = file, signer
