@@ -46,7 +46,7 @@ def _listed(data, a, b, automaton, positions, table):  # type: ignore[no-untyped
 
 
 @jit()
-def _short(data: U8, a: int, b: int, max_words: int) -> bool:
+def _short(data, a, b, max_words):  # type: ignore[no-untyped-def]
     """Whether the line `[a, b)` has up to `max_words` words and no punctuation that ends a sentence."""
     last = data[b - 1]
     if last in (33, 34, 46, 58, 59, 63, 44):  # ! " . : ; ? ,

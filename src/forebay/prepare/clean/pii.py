@@ -136,7 +136,7 @@ class Pii(Stage):
         density = Measure(np.zeros(len(batch)))
         if self.max_per_1000_words < math.inf:
             _, words = text_lengths(batch.column("text"))
-            with np.errstate(divide="ignore", invalid="ignore"):
+            with np.errstate(all="ignore"):
                 density = Measure(number * 1000 / words, high=self.max_per_1000_words)
         return check_rules(batch, self.reasons, (Measure(number, high=self.max_count), density))
 

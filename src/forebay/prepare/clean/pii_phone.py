@@ -5,7 +5,6 @@ brackets, a trunk 0 and 9 to 11 digits. Other groups of 7 to 12 digits are `MAYB
 `call` before them.
 """
 
-from forebay.arrays import I64, U8
 from forebay.prepare.compiled import jit
 
 SURE, MAYBE = 1, 2
@@ -13,22 +12,22 @@ LENGTH, SEPARATOR, END = range(3)
 
 
 @jit()
-def digit(b: int) -> bool:
+def digit(b):  # type: ignore[no-untyped-def]
     return 48 <= b <= 57
 
 
 @jit()
-def letter(b: int) -> bool:
+def letter(b):  # type: ignore[no-untyped-def]
     return 97 <= (b | 32) <= 122
 
 
 @jit()
-def alnum(b: int) -> bool:
+def alnum(b):  # type: ignore[no-untyped-def]
     return 48 <= b <= 57 or 97 <= (b | 32) <= 122
 
 
 @jit()
-def can_end(data: U8, stop: int, pos: int) -> bool:
+def can_end(data, stop, pos):  # type: ignore[no-untyped-def]
     """Whether a number may end at `at`: no letter, digit or decimal follows."""
     if pos >= stop:
         return pos == stop
@@ -39,7 +38,7 @@ def can_end(data: U8, stop: int, pos: int) -> bool:
 
 
 @jit()
-def _separated(data: U8, stop: int, pos: int) -> tuple[int, int]:
+def _separated(data, stop, pos):  # type: ignore[no-untyped-def]
     """The separator at `at` and where the group after it begins; (0, at) if no group follows."""
     sep, after = 0, pos
     if pos < stop and (data[pos] == 32 or 45 <= data[pos] <= 47):
@@ -58,7 +57,7 @@ def _separated(data: U8, stop: int, pos: int) -> tuple[int, int]:
 
 
 @jit()
-def _groups(data: U8, stop: int, pos: int, groups: I64) -> int:
+def _groups(data, stop, pos, groups):  # type: ignore[no-untyped-def]
     n, total, sep = 0, 0, 0
     while n < 8:
         bracket = pos < stop and data[pos] == 40
@@ -82,7 +81,7 @@ def _groups(data: U8, stop: int, pos: int, groups: I64) -> int:
 
 
 @jit()
-def _shape(data: U8, i: int, n: int, total: int, groups: I64) -> int:
+def _shape(data, i, n, total, groups):  # type: ignore[no-untyped-def]
     """Whether the first n groups, of `total` digits, that begin at i make a number: 0, SURE or MAYBE."""
     lengths, bracket = groups[LENGTH], data[i] == 40
     first = i + 1 if bracket else i
@@ -117,13 +116,13 @@ def _shape(data: U8, i: int, n: int, total: int, groups: I64) -> int:
 
 
 @jit()
-def _has_length(data: U8, i: int, total: int) -> bool:
+def _has_length(data, i, total):  # type: ignore[no-untyped-def]
     """Return whether an international number has a length that its country uses. Source: ITU-T E.164."""
     return total == 11 or (data[i] != 49 and data[i] != 55)  # North America, Russia and Kazakhstan
 
 
 @jit()
-def _ascending(data: U8, n: int, groups: I64) -> bool:
+def _ascending(data, n, groups):  # type: ignore[no-untyped-def]
     """Return whether the groups are two digits each, and ascend to at most 50: numbers of a lottery or of a list."""
     last = -1
     for k in range(n):
@@ -136,7 +135,7 @@ def _ascending(data: U8, n: int, groups: I64) -> bool:
 
 
 @jit()
-def _years(data: U8, n: int, groups: I64) -> bool:
+def _years(data, n, groups):  # type: ignore[no-untyped-def]
     if n != 2 or groups[LENGTH, 0] != 4 or groups[LENGTH, 1] != 4 or groups[SEPARATOR, 1] == 32:
         return False
     for k in range(2):
@@ -148,7 +147,7 @@ def _years(data: U8, n: int, groups: I64) -> bool:
 
 
 @jit()
-def _thousands(data: U8, n: int, groups: I64) -> bool:
+def _thousands(data, n, groups):  # type: ignore[no-untyped-def]
     if n < 3 or groups[LENGTH, 0] > 3:
         return False
     for k in range(1, n):
@@ -159,7 +158,7 @@ def _thousands(data: U8, n: int, groups: I64) -> bool:
 
 
 @jit()
-def phone(data: U8, start: int, stop: int, i: int, groups: I64) -> tuple[int, int]:
+def phone(data, start, stop, i, groups):  # type: ignore[no-untyped-def]
     """SURE, MAYBE or 0 for the number whose first digit, `+` or `(` is at i, and where it ends.
 
     The row is `[start, stop)`; `groups` (int64 [3, 8]) is written.
@@ -188,7 +187,7 @@ def phone(data: U8, start: int, stop: int, i: int, groups: I64) -> tuple[int, in
 
 
 @jit()
-def _extension(data: U8, stop: int, end: int) -> int:
+def _extension(data, stop, end):  # type: ignore[no-untyped-def]
     pos = end
     while pos < stop and pos - end < 2 and (data[pos] == 32 or data[pos] == 44):
         pos += 1

@@ -38,14 +38,14 @@ def iban_table() -> U8:
 
 
 @jit()
-def _hex(b: int) -> int:
+def _hex(b):  # type: ignore[no-untyped-def]
     if 48 <= b <= 57:
         return b - 48
     return (b | 32) - 87 if 97 <= (b | 32) <= 102 else -1
 
 
 @jit()
-def _email(data: U8, free: int, stop: int, pos: int) -> tuple[int, int]:
+def _email(data, free, stop, pos):  # type: ignore[no-untyped-def]
     start = pos
     while start > free and pos - start < 64:
         b = data[start - 1]
@@ -93,7 +93,7 @@ _PRIVATE6 = _networks("::/16 64::/16 100::/16 2001::/23 2001:db8::/32 fc00::/7 f
 
 
 @jit()
-def _is_private(address: int, networks: I64) -> bool:
+def _is_private(address, networks):  # type: ignore[no-untyped-def]
     for k in range(len(networks)):  # noqa: SIM110 - numba has no generators here
         if address >> networks[k, 1] == networks[k, 0]:
             return True
@@ -101,7 +101,7 @@ def _is_private(address: int, networks: I64) -> bool:
 
 
 @jit()
-def _ipv4(data: U8, start: int, stop: int, i: int, public: bool) -> int:
+def _ipv4(data, start, stop, i, public):  # type: ignore[no-untyped-def]
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
         return i
     address, pos = 0, i
@@ -126,7 +126,7 @@ def _ipv4(data: U8, start: int, stop: int, i: int, public: bool) -> int:
 
 
 @jit()
-def _ipv6(data: U8, free: int, stop: int, colon: int, public: bool) -> tuple[int, int]:
+def _ipv6(data, free, stop, colon, public):  # type: ignore[no-untyped-def]
     """The IPv6 address whose first colon is at `colon`, or an empty span.
 
     A group has three digits or more: `01:02:03:04:05:06:07:08` is a hardware address. With `::` it begins with what is
@@ -178,7 +178,7 @@ def _ipv6(data: U8, free: int, stop: int, colon: int, public: bool) -> tuple[int
 
 
 @jit()
-def _iban(data: U8, free: int, stop: int, i: int, lengths: U8) -> int:
+def _iban(data, free, stop, i, lengths):  # type: ignore[no-untyped-def]
     """Where the IBAN ends whose check digits begin at i, or i. Source: ISO 13616; ISO 7064 (mod 97-10)."""
     if i - 2 < free or not (letter(data[i - 1]) and letter(data[i - 2])):
         return i
@@ -210,7 +210,7 @@ def _iban(data: U8, free: int, stop: int, i: int, lengths: U8) -> int:
 
 
 @jit()
-def _issued(four: int, two: int, n: int) -> bool:
+def _issued(four, two, n):  # type: ignore[no-untyped-def]
     """Whether cards of n digits begin like this. Source: ISO/IEC 7812 issuer ranges as the networks publish them."""
     if two // 10 == 4:  # Visa
         return n == 13 or n == 16 or n == 19
@@ -232,7 +232,7 @@ def _issued(four: int, two: int, n: int) -> bool:
 
 
 @jit()
-def _card(data: U8, start: int, stop: int, i: int) -> int:
+def _card(data, start, stop, i):  # type: ignore[no-untyped-def]
     """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or data[i - 1] in (45, 46, 95)):
         return i

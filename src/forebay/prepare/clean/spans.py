@@ -149,14 +149,14 @@ def word_table() -> BOOL:
 
 
 @jit()
-def word_at(data: U8, i: int, table: BOOL) -> bool:
+def word_at(data, i, table):  # type: ignore[no-untyped-def]
     """Whether the character that begins at byte i is part of a word."""
     code, _ = next_point(data, i)
     return code >= len(table) or bool(table[code])
 
 
 @jit()
-def apart(data: U8, start: int, stop: int, a: int, b: int, table: BOOL) -> bool:
+def apart(data, start, stop, a, b, table):  # type: ignore[no-untyped-def]
     """Whether `[a, b)` in the row `[start, stop)` touches no word character on either side."""
     if b < stop and word_at(data, b, table):
         return False

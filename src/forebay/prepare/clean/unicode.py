@@ -18,7 +18,7 @@ import pyarrow as pa
 from ftfy.badness import is_bad
 from pydantic import Field
 
-from forebay.arrays import BOOL, I64, U8, U16
+from forebay.arrays import BOOL, I64, U16
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column
@@ -68,7 +68,7 @@ def _marks() -> BOOL:
 
 
 @jit()
-def _gate(offsets: I64, data: U8, pairs: U16, flags: U8) -> None:
+def _gate(offsets, data, pairs, flags):  # type: ignore[no-untyped-def]
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
         top = np.uint8(0)
@@ -96,7 +96,7 @@ def _gate(offsets: I64, data: U8, pairs: U16, flags: U8) -> None:
 
 
 @jit()
-def _end_line(data: U8, line: int, written: int, count: I64) -> int:
+def _end_line(data, line, written, count):  # type: ignore[no-untyped-def]
     """Takes spaces and tabs off the end of the line `[line, at)`; where it ends now."""
     while written > line and (data[written - 1] == 32 or data[written - 1] == 9):
         written -= 1
@@ -105,7 +105,7 @@ def _end_line(data: U8, line: int, written: int, count: I64) -> int:
 
 
 @jit()
-def _invisible(code: int) -> int:
+def _invisible(code):  # type: ignore[no-untyped-def]
     """Into which of KINDS a character falls that is to be removed; -1 if it stays."""
     if code < 32 or 0x7F <= code < 0xA0:
         return 0

@@ -32,7 +32,7 @@ from forebay.prepare.dedup.kernels import character_table, hash_ngrams, read_wor
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.inputs import InputFiles, find_inputs, read_split, split_files
 from forebay.prepare.sources import describe_position
-from forebay.prepare.tasks.keys import source_key
+from forebay.prepare.tasks.keys import hash_json, source_key
 
 VERSION = 1  # Changed when the same sets would give another index.
 MAX_NGRAMS = 100_000_000
@@ -118,11 +118,7 @@ class SetFiles:
         """Where the index lies or will lie."""
         sources = [[source_key(file) for file in files.files] for files in self.files]
         fields = [VERSION, set_names(self.sets), sources, self.options.changed, self.ngram]
-        return user_cache() / "evaluation" / hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:32]
-
-    @property
-    def local_paths(self) -> tuple[str, ...]:
-        return tuple(file.path for files in self.files for file in files.files if "://" not in file.path)
+        return user_cache() / "evaluation" / hash_json(fields)
 
     def build(self) -> Path:
         """Write the index unless it exists. Returns its path."""
@@ -277,7 +273,7 @@ def _may_have(h, bits):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def fill_bits(keys: Any, bits: Any) -> None:
+def fill_bits(keys, bits):  # type: ignore[no-untyped-def]
     """Set two bits for each key, both in one word of `bits` uint64 [a power of two]."""
     for h in keys:
         slot = (h >> np.uint64(24)) & np.uint64(len(bits) - 1)
@@ -285,14 +281,14 @@ def fill_bits(keys: Any, bits: Any) -> None:
 
 
 @jit()
-def find(keys: Any, h: Any) -> int:
+def find(keys, h):  # type: ignore[no-untyped-def]
     """The place of a hash in sorted keys, or -1."""
     index = np.searchsorted(keys, h)
     return index if index < len(keys) and keys[index] == h else -1
 
 
 @jit()
-def flag_rows(data: Any, offsets: Any, table: Any, ngram: int, bits: Any, keys: Any, flags: Any) -> None:
+def flag_rows(data, offsets, table, ngram, bits, keys, flags):  # type: ignore[no-untyped-def]
     """Set `flags` bool [rows] of the rows with an n-gram that is one of the sorted `keys`."""
     words = np.empty(_BLOCK + 2, np.uint64)
     hashes = np.empty(_BLOCK + 2, np.uint64)
@@ -312,7 +308,7 @@ def flag_rows(data: Any, offsets: Any, table: Any, ngram: int, bits: Any, keys: 
 
 
 @jit()
-def find_ngrams(hashes: Any, count: int, bits: Any, keys: Any, out: Any) -> None:
+def find_ngrams(hashes, count, bits, keys, out):  # type: ignore[no-untyped-def]
     """The place in `keys` of each of the first `count` hashes, or -1, into `out` int64."""
     for j in range(count):
         out[j] = find(keys, hashes[j]) if _may_have(hashes[j], bits) else -1

@@ -9,7 +9,6 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -73,7 +72,7 @@ def _release(array: Array) -> None:
 
 
 @jit()
-def find(parent: Any, i: int) -> int:
+def find(parent, i):  # type: ignore[no-untyped-def]
     """The root above a document; halves the path to it."""
     while True:
         above = parent[i]
@@ -88,7 +87,7 @@ def find(parent: Any, i: int) -> int:
 
 
 @jit()
-def join(parent: Any, weights: Any, pairs: Any) -> None:
+def join(parent, weights, pairs):  # type: ignore[no-untyped-def]
     """Union the ends of pairs int64 [*, 2]; of two roots the one of greater weight, then the first, goes above."""
     for k in range(len(pairs)):
         a = find(parent, pairs[k, 0])
@@ -105,7 +104,7 @@ def join(parent: Any, weights: Any, pairs: Any) -> None:
 
 
 @jit()
-def roots(parent: Any, members: Any, out: Any) -> None:
+def roots(parent, members, out):  # type: ignore[no-untyped-def]
     """The root of each of the members."""
     for k in range(len(members)):
         out[k] = find(parent, members[k])

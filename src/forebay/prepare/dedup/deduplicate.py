@@ -326,7 +326,7 @@ def _find_pairs(
 ) -> list[str]:
     """The files of pairs of equal keys; `sources` are (prefix, rows, documents)."""
     per_row = keys.columns // keys.key_columns
-    record = keys.record_bytes * pairs.SORT_FACTOR
+    record = 8 * (keys.key_columns + 1) * pairs.SORT_FACTOR  # A key with its number.
     limit = max(min(corpus.memory_bytes // record, _RUN_RECORDS) // per_row, 1)
     stem = f"{corpus.stem}-{keys.ending}-{limit}"
     groups = list(_row_ranges(sources, limit))

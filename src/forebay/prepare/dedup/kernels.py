@@ -7,7 +7,6 @@ hash is `a * x + b mod 2^32` of a well-mixed 32-bit `x`, with `a` odd: a bijecti
 
 import unicodedata
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -91,7 +90,7 @@ _N1, _N2 = np.uint64(0x52DCE729), np.uint64(0x38495AB5)
 
 
 @jit()
-def mix(h: Any) -> Any:
+def mix(h):  # type: ignore[no-untyped-def]
     """A bijection of 64 bits after which each bit depends on all. Source: MurmurHash3's finalizer."""
     h ^= h >> _R33
     h *= _MIX1
@@ -102,7 +101,7 @@ def mix(h: Any) -> Any:
 
 
 @jit()
-def decode(data: Any, i: int, stop: int) -> Any:
+def decode(data, i, stop):  # type: ignore[no-untyped-def]
     """The code point whose first byte (not ASCII) is at i, and where the next one begins; damage is a gap of 1 byte."""
     first = data[i]
     size = 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2
@@ -112,7 +111,7 @@ def decode(data: Any, i: int, stop: int) -> Any:
 
 
 @jit()
-def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) -> Any:
+def read_words(data, i, stop, table, words, have):  # type: ignore[no-untyped-def]
     """Append the hashes of the words from i on to `words[have:]`, until that is full or the text ends: (i, have).
 
     Up to eight ASCII characters at a time enter a word's hash, so that most words cost one chain of multiplications;
@@ -164,7 +163,7 @@ def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) 
 
 
 @jit()
-def locate_words(data: Any, i: int, stop: int, table: Any, starts: Any, stops: Any) -> int:
+def locate_words(data, i, stop, table, starts, stops):  # type: ignore[no-untyped-def]
     """The bytes `[starts[w], stops[w])` of each word that `read_words` finds; how many there are."""
     n = 0
     inside = False
@@ -192,7 +191,7 @@ def locate_words(data: Any, i: int, stop: int, table: Any, starts: Any, stops: A
 
 
 @jit()
-def hash_ngrams(words: Any, num_words: int, ngram: int, out: Any, base: Any = _BASE) -> int:
+def hash_ngrams(words, num_words, ngram, out, base=_BASE):  # type: ignore[no-untyped-def]
     """64-bit hashes of all runs of `ngram` of the words into `out`, polynomials of their hashes; how many there are."""
     count = num_words - ngram + 1
     if count <= 0:
@@ -211,7 +210,7 @@ def hash_ngrams(words: Any, num_words: int, ngram: int, out: Any, base: Any = _B
 
 
 @jit()
-def make_shingles(words: Any, have: int, ngram: int, hashes: Any, shingles: Any) -> int:
+def make_shingles(words, have, ngram, hashes, shingles):  # type: ignore[no-untyped-def]
     """32-bit hashes of all runs of `ngram` of the words (of the fewer that there are), filled up to whole lanes."""
     count = hash_ngrams(words, have, min(ngram, have), hashes)
     for j in range(count):
@@ -223,7 +222,7 @@ def make_shingles(words: Any, have: int, ngram: int, hashes: Any, shingles: Any)
 
 
 @jit()
-def take_lowest(shingles: Any, count: int, factors: Any, terms: Any, lowest: Any) -> None:
+def take_lowest(shingles, count, factors, terms, lowest):  # type: ignore[no-untyped-def]
     """Lower each of `lowest` to the least hash of the shingles under its factor and term."""
     for k in range(len(factors)):
         a = factors[k]
@@ -236,7 +235,7 @@ def take_lowest(shingles: Any, count: int, factors: Any, terms: Any, lowest: Any
 
 
 @jit()
-def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: int, rows: int, out: Any) -> None:
+def sign(data, offsets, table, factors, terms, ngram, rows, out):  # type: ignore[no-untyped-def]
     """One 64-bit hash a band into `out` uint64 [documents, bands]; a row of zeros for a document without words.
 
     Source: Broder 1997 (resemblance as the chance of equal minima); Leskovec et al., Mining of Massive Datasets, 3.4
@@ -268,7 +267,7 @@ def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: i
 
 
 @jit()
-def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
+def normalise(data, i, stop, table, scratch):  # type: ignore[no-untyped-def]
     """The text with each run of gaps as one space and none at its ends, into `scratch`: (bytes, characters).
 
     Characters beyond ASCII are written as three bytes, the first with its high bit set: other texts, other bytes. An
@@ -313,7 +312,7 @@ def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
 
 
 @jit()
-def _word64(data: Any, i: int, n: int) -> Any:
+def _word64(data, i, n):  # type: ignore[no-untyped-def]
     word = np.uint64(0)
     for j in range(n):
         word |= np.uint64(data[i + j]) << np.uint64(8 * j)
@@ -321,14 +320,14 @@ def _word64(data: Any, i: int, n: int) -> Any:
 
 
 @jit()
-def _spread(k: Any, a: Any, r: Any, b: Any) -> Any:
+def _spread(k, a, r, b):  # type: ignore[no-untyped-def]
     k *= a
     k = (k << r) | (k >> (_B64 - r))
     return k * b
 
 
 @jit()
-def hash128(data: Any, n: int) -> Any:
+def hash128(data, n):  # type: ignore[no-untyped-def]
     """128 bits of the first n bytes, as two uint64. Source: MurmurHash3_x64_128 (Appleby), seed 0."""
     h1 = np.uint64(0)
     h2 = np.uint64(0)

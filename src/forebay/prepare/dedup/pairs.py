@@ -53,11 +53,6 @@ class Keys:
     key_columns: int
     counts: str = ""
 
-    @property
-    def record_bytes(self) -> int:
-        """Of a key with its number."""
-        return 8 * (self.key_columns + 1)
-
 
 @dataclass(frozen=True)
 class SortTask:

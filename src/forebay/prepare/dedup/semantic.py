@@ -99,7 +99,7 @@ def _dot(a, b):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def nearest(vectors: Any, centroids: Any, out: Any) -> None:
+def nearest(vectors, centroids, out):  # type: ignore[no-untyped-def]
     """The centroid of the greatest product for each vector, the first of several; -1 for a vector of zeros."""
     for row in range(len(vectors)):
         best, chosen = np.int64(-(1 << 62)), -1
@@ -112,7 +112,7 @@ def nearest(vectors: Any, centroids: Any, out: Any) -> None:
 
 
 @jit()
-def _sum_by_cluster(vectors: Any, of: Any, sums: Any) -> None:
+def _sum_by_cluster(vectors, of, sums):  # type: ignore[no-untyped-def]
     for row in range(len(vectors)):
         if of[row] >= 0:
             for i in range(vectors.shape[1]):
