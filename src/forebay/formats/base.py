@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from forebay.errors import UsageError
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
@@ -71,12 +71,12 @@ class Format:
         token_codecs: Values of `ConvertOptions.compress` that `write_tokens` takes.
     """
 
-    name: ClassVar[str]
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    is_plain_text: ClassVar[bool] = False
-    is_grouped: ClassVar[bool] = False
-    is_divisible: ClassVar[bool] = False
-    token_codecs: ClassVar[tuple[str, ...]] = ()
+    name: str
+    suffixes: tuple[str, ...] = ()
+    is_plain_text = False
+    is_grouped = False
+    is_divisible = False
+    token_codecs: tuple[str, ...] = ()
 
     def sniff(self, head: bytes) -> bool:
         """Return whether a file is of this format, by its first 4 KiB (unpacked)."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import orjson
@@ -69,7 +69,7 @@ class BucketSink(FileSink):
     else, or began with other inputs or settings.
     """
 
-    is_remote: ClassVar[bool] = True
+    is_remote = True
 
     def __init__(self, store: BucketStore, plan: dict[str, Any], options: ConvertOptions) -> None:
         super().__init__()

@@ -5,13 +5,11 @@ tokens or is a view of a memory map. Where it can also be read from a position i
 killed goes on there: its `FileSink` has what was committed before.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
@@ -94,7 +92,7 @@ class TableSource:
     batches_from: Callable[[Position | None], Iterator[tuple[Position | None, pa.RecordBatch]]] | None = None
     files: Sequence[Path] = ()
 
-    def with_columns(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
+    def with_columns(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> "TableSource":
         """Return the table with other columns, made of each batch's."""
 
         def read() -> Iterator[pa.RecordBatch]:
@@ -136,7 +134,7 @@ class FileSink:
         num_skipped_rows: Rows at the beginning of the source that are in `committed`.
     """
 
-    is_remote: ClassVar[bool] = False
+    is_remote = False
     committed: Sequence[OutputFile] = ()
     num_skipped_rows: int = 0
 

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import orjson
@@ -45,7 +45,7 @@ class Jsonl(LineFormat):
     """Files of JSON lines."""
 
     name = "jsonl"
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".jsonlines")
+    suffixes: tuple[str, ...] = (".jsonl", ".ndjson", ".jsonlines")
 
     def sniff(self, head: bytes) -> bool:
         line, newline, _ = head.removeprefix(BOM).lstrip(b"\r\n").partition(b"\n")

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,7 @@ class Npy(RawTokens):
     """Files with NumPy's header."""
 
     name = "npy"
-    suffixes: ClassVar[tuple[str, ...]] = ()  # `raw tokens` has .npy: some shards so named have no header.
+    suffixes: tuple[str, ...] = ()  # `raw tokens` has .npy: some shards so named have no header.
 
     def sniff(self, head: bytes) -> bool:
         return head.startswith(NPY_MAGIC)

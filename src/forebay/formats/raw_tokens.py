@@ -6,7 +6,7 @@ The type of tokens without a header is guessed from the 16-bit halves: the upper
 import io
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class RawTokens(Format):
     """Tokens without a header."""
 
     name = RAW_TOKENS
-    suffixes: ClassVar[tuple[str, ...]] = vectors.RAW_SUFFIXES
+    suffixes: tuple[str, ...] = vectors.RAW_SUFFIXES
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
         return vectors.VectorDataset(path, [path], dtype)
@@ -73,7 +73,7 @@ class LlmC(RawTokens):
     """Tokens after llm.c's header."""
 
     name = "llm.c"
-    suffixes: ClassVar[tuple[str, ...]] = ()
+    suffixes: tuple[str, ...] = ()
 
     def sniff(self, head: bytes) -> bool:
         first, second = (int.from_bytes(head[i : i + 4], "little") for i in (0, 4))

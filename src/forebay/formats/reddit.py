@@ -7,7 +7,6 @@ import html
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 import orjson
 
@@ -26,7 +25,7 @@ class Reddit(Jsonl):
     """Dumps of comments or submissions; as JSON lines otherwise."""
 
     name = "reddit"
-    suffixes: ClassVar[tuple[str, ...]] = ()
+    suffixes: tuple[str, ...] = ()
     is_plain_text = False
     write_rows = Format.write_rows  # converts to JSON lines under their own name
 

@@ -6,15 +6,13 @@ disagree, the beginning decides; after a damaged gzip member reading continues a
 at most max_document_bytes, and 1 MiB. Requests, metadata, revisits, DNS, images and other statuses are no documents.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO
 
 from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
@@ -55,7 +53,7 @@ class Warc(Format):
     """WARC, WET and ARC files."""
 
     name = "warc"
-    suffixes: ClassVar[tuple[str, ...]] = (".warc", ".arc")
+    suffixes: tuple[str, ...] = (".warc", ".arc")
 
     def sniff(self, head: bytes) -> bool:
         return _WARC.match(head) is not None or _ARC_START.match(head) is not None
@@ -108,13 +106,8 @@ def read_raw(file: InputFile, options: ReadOptions) -> Iterator[RawRecord]:
     """Yield every record of an archive in order, and one with a problem for each damaged place."""
     is_gzip = file.compression == "gz"
     with open_input(replace(file, compression="") if is_gzip else file, options) as stream:
-        yield from raw_records(stream, options, is_gzip)
-
-
-def raw_records(stream: BinaryIO, options: ReadOptions, is_gzip: bool = True) -> Iterator[RawRecord]:
-    """Yield the records in a stream as `read_raw` does."""
-    chunks = _members(stream, options.max_unpacked_ratio) if is_gzip else _plain(stream)
-    yield from _Archive(chunks, options.max_document_bytes).records()
+        chunks = _members(stream, options.max_unpacked_ratio) if is_gzip else _plain(stream)
+        yield from _Archive(chunks, options.max_document_bytes).records()
 
 
 def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBudget) -> Generator[Record, None, str]:
@@ -165,7 +158,7 @@ class _ArcHead:
     size: int  # -1 if it is not a number
 
     @staticmethod
-    def of(line: bytes) -> _ArcHead | None:
+    def of(line: bytes) -> "_ArcHead | None":
         """None if it is no such line. URLs may hold blanks."""
         for fields in (5, 10):
             parts = line.rstrip(b"\r\n").rsplit(b" ", fields - 1)

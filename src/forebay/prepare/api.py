@@ -129,26 +129,27 @@ def acquire(
     whenever the run was killed. A run that is done sends no request.
     """
     spec, folder = read_spec(spec_path), Path(folder)
+    path = folder / "items.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     lock = try_acquire(folder / "lock")
     if lock is None:
         raise UsageError(f"{folder}: another run downloads into it. Wait for it, or name another folder.")
-    with lock, (folder / "items.jsonl").open("ab") as file:
+    with lock, path.open("ab") as file:
         remove_stale(folder)
         progress = _read_progress(folder / "cursor.json", spec)
         if progress.done:
-            return folder / "items.jsonl"
+            return path
         file.truncate(progress.size)
         client = _Client(spec)
         seen: dict[int, None] = {}
-        with (folder / "items.jsonl").open("rb") as lines:
+        with path.open("rb") as lines:
             for line in lines:
                 _is_new(str(json.loads(line)["id"]), seen)
         while not progress.done:
             progress = _append(file, client.get(progress.cursor), spec, progress, seen)
             atomic_write(folder / "cursor.json", json.dumps(asdict(progress)).encode())
             on_progress(progress)
-    return folder / "items.jsonl"
+    return path
 
 
 def _read_progress(path: Path, spec: ApiSpec) -> ApiProgress:

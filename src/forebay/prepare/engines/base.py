@@ -4,8 +4,6 @@ A task is tried once. If its worker dies or runs out of memory, it is tried agai
 its machine is lost, as it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -73,7 +71,7 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop what the engine started. May be called twice."""
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,8 +134,7 @@ class Attempts:
 
         `process` has fields of a Failure: which process it was, and its last output.
         """
-        name = f"task {index} ({label(self._tasks[index])})"
-        self._failed(index, scale, kind, how, process)
+        name = self._report_failure(index, scale, kind, how, process)
         if scale >= MAX_SCALE:
             raise PrepareError(
                 f"{name} {how}, also alone and with the smallest batches. Finished work is kept: give the machine more "
@@ -148,8 +145,7 @@ class Attempts:
 
     def lost(self, index: int, scale: int, how: str, **process: Any) -> None:
         """Schedule a task again whose machine went away. Raises PrepareError after `MAX_LOSSES`."""
-        name = f"task {index} ({label(self._tasks[index])})"
-        self._failed(index, scale, "lost", how, process)
+        name = self._report_failure(index, scale, "lost", how, process)
         self._losses[index] += 1
         if self._losses[index] > MAX_LOSSES:
             raise PrepareError(
@@ -159,10 +155,12 @@ class Attempts:
         self._on_message(f"{name} {how}: it runs again (loss {self._losses[index]} of {MAX_LOSSES})")
         (self._retries if scale else self._queue).appendleft((index, scale))
 
-    def _failed(self, index: int, scale: int, kind: Kind, how: str, process: Mapping[str, Any]) -> None:
+    def _report_failure(self, index: int, scale: int, kind: Kind, how: str, process: Mapping[str, Any]) -> str:
+        """Report an attempt that failed; return the task's name for messages."""
         task = self._tasks[index]
         attempt = 1 + scale + self._losses[index]
         self._on_failure(task, Failure(kind, label(task), how, attempt=attempt, **process))
+        return f"task {index} ({label(task)})"
 
 
 def state_of(task: Any, pid: int | None = None) -> dict[str, Any]:

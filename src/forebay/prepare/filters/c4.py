@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Measure, StageResult, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Measure, StageResult, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.languages import ByLanguage, LanguageStage
 from forebay.prepare.filters.points import decode, encode, kind, room_of, starts_with, trim
 from forebay.prepare.filters.unspaced import word_runs
@@ -64,7 +64,7 @@ class C4(LanguageStage):
         offsets, data = text_buffers(batch.column("text"))
         limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)
         rules = np.array([self.terminal_punctuation, *limits], np.int64)
-        drop = np.full(batch.num_rows, -1, np.int16)
+        drop = keep_all(batch.num_rows)
         counts, sentences = np.zeros(len(LINES), np.int64), np.zeros(batch.num_rows, np.int64)
         out = np.empty(offsets[-1] - offsets[0], np.uint8)
         text_ends = np.zeros(batch.num_rows + 1, np.int64)

@@ -88,7 +88,7 @@ class Code(LanguageStage):
             lengths = [len(match.group()) for match in _expressions()[1].finditer(text)]
             share = sum(lengths) > self.max_encoded * len(text)
             encoded[row] = share or max(lengths, default=0) > self.max_encoded_chars
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             rules = (
                 Measure(m["lines"], high=self.max_lines),
                 Measure(m["chars"] / np.maximum(m["lines"], 1), high=self.max_mean_line_chars),

@@ -144,7 +144,7 @@ class GopherQuality(LanguageStage):
         shortest: Any = self.min_word_chars
         if shortest == "auto":
             shortest = np.where(2 * m["dense"] > m["text_words"], 1, 3)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             mean = m["text_chars"] / m["text_words"]  # of no words: no number, which no rule drops
             rules = (
                 Measure(m["text_words"], low=self.min_words),
@@ -248,7 +248,7 @@ def repetition_shares(batch: pa.RecordBatch, top: Sequence[int], duplicate: Sequ
     sizes = sorted((n, len(REPETITION) + i, i < len(top)) for i, n in enumerate((*top, *duplicate)))
     table = np.array(sizes, np.int64).reshape(-1, 3)
     m = measure(measure_repetition, batch, (*REPETITION, *range(len(sizes))), table)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         shares = [
             m["same_paragraphs"] / m["paragraphs"], m["paragraph_chars"] / m["chars"], m["same_lines"] / m["lines"],
             m["line_chars"] / m["chars"], *(m[i] / m["chars"] for i in range(len(sizes))),
@@ -291,7 +291,7 @@ class FineWeb(LanguageStage):
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
         m = measure(measure_lines, batch, FINEWEB, self.short_line_chars)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             rules = (
                 m["lines"] == 0,
                 Measure(m["ended"] / m["lines"], low=self.min_ended_lines),
@@ -335,7 +335,7 @@ class Signals(Scorer):
         q, _ = quality_measures(batch, "auto")
         _, repeats = repetition_shares(batch, _TOP, _DUPLICATE)
         f = measure(measure_lines, batch, FINEWEB, FineWeb.short_line_chars)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             values = [
                 q["text_words"], q["lines"], q["text_chars"] / q["text_words"], q["stops"],
                 q["hashes"] / q["words"], q["ellipses"] / q["words"], q["bullets"] / q["lines"],

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import Measure, Stage, StageResult
+from forebay.prepare.documents import Measure, Stage, StageResult, keep_all
 from forebay.prepare.filters.word_tables import word_lists
 from forebay.prepare.settings import Count, Texts, check_fields
 
@@ -73,7 +73,7 @@ class Url(Stage):
         soft = _lists(self.soft_words, own["soft_words"] * shipped)
         substrings = _substrings(_lists(self.substrings, own["substrings"] * shipped))
         pattern = _pattern(self.patterns)
-        drop, soft_words = np.full(batch.num_rows, -1, np.int16), np.zeros(batch.num_rows, np.int64)
+        drop, soft_words = keep_all(batch.num_rows), np.zeros(batch.num_rows, np.int64)
         for row, url in enumerate(batch.column("url").to_pylist()):
             if not url:
                 continue

@@ -1,7 +1,5 @@
 """What is made of columns: ensembles and buckets (scorers), selection, repetition, and names of subsets (stages)."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -23,6 +21,7 @@ from forebay.prepare.documents import (
     StageResult,
     check_rules,
     first_failing,
+    keep_all,
     replace_column,
     text_buffers,
 )
@@ -76,7 +75,7 @@ class Combine(Scorer):
             for row, weight in zip(np.where(present, values, 0.0), weights):
                 out += row * weight  # in this order: a sum of an array has another one for other shapes
             if self.how == "mean":
-                with np.errstate(divide="ignore", invalid="ignore"):
+                with np.errstate(all="ignore"):
                     out /= (weights * present).sum(0)
         has_value = present.any(0) if self.missing == "skip" else present.all(0)
         return {"": np.where(has_value, out, np.nan)}
@@ -121,7 +120,7 @@ class Bucket(Scorer):
             return None
         return self.column, self.percentiles or tuple(100 * i / self.buckets for i in range(1, self.buckets))
 
-    def with_thresholds(self, thresholds: Numbers) -> Bucket:
+    def with_thresholds(self, thresholds: Numbers) -> "Bucket":
         return dataclasses.replace(self, thresholds=thresholds or (math.inf,), percentiles=(), buckets=0)
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, F64]:
@@ -343,6 +342,4 @@ class Subset(_Condition):
             before = batch.column("subset")
         free = pc.or_(pc.equal(before, ""), pc.equal(before, "rest"))
         names = pc.if_else(pc.and_(fits, free), self.subset, pc.if_else(free, "rest", before))
-        return StageResult(
-            replace_column(batch, "subset", names.cast(pa.large_string())), np.full(len(fits), -1, np.int16)
-        )
+        return StageResult(replace_column(batch, "subset", names.cast(pa.large_string())), keep_all(len(fits)))

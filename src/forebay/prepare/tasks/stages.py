@@ -4,8 +4,6 @@ What they drop is counted and sampled; what is malformed is listed. A batch that
 time or memory, is tried again in parts, down to the document.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -47,7 +45,9 @@ class StagesTask(Protocol):
     def earlier(self) -> tuple[str, ...]: ...
 
 
-def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reader: Rejects) -> Iterator[pa.RecordBatch]:
+def run_stages(
+    task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reader: "Rejects"
+) -> Iterator[pa.RecordBatch]:
     """The documents of a batch that pass the stages of a task, in one batch or in several."""
     job = (task.stages, task.earlier, reader.seed, task.split)
     if not task.stages or _has_own(task.stages):

@@ -6,8 +6,6 @@ difference ends the task. Costs: gigatoken remembers words and is loaded again, 
 192 MiB; the tokenizers library takes some 100 bytes a character, so that longer texts go to it in pieces (`cut_long`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -74,7 +72,7 @@ class EncoderSpec:
     tokenizer: Tokenizer | None = None
 
     @classmethod
-    def of(cls, file: TokenizerFile, store: Store) -> EncoderSpec:
+    def of(cls, file: TokenizerFile, store: Store) -> "EncoderSpec":
         """Of a tokenizer whose bytes are the `tokenizer.json` of a store."""
         return cls(store, file.sha256, file.kind, file.dtype, file.eos_id, file.bos_id, file.tokenizer)
 
@@ -82,11 +80,6 @@ class EncoderSpec:
     def fields(self) -> list[Any]:
         """All that ids depend on, without the store: for the name of a task."""
         return [ENCODER_VERSION, self.sha256, self.kind, self.dtype, self.eos_id, self.bos_id]
-
-    @property
-    def has_tokenizer_json(self) -> bool:
-        """Whether the bytes in the store are a tokenizer.json that defines the ids."""
-        return self.kind not in ("bytes", OWN)
 
 
 @lru_cache(maxsize=4)
@@ -98,7 +91,7 @@ def _vocabulary(store: Store, sha256: str) -> tuple[dict[str, int], dict[str, in
 
 def vocabulary_of(spec: EncoderSpec) -> tuple[dict[str, int], dict[str, int]]:
     """The ids of all tokens by name, and those of the special ones; empty without a tokenizer.json."""
-    return _vocabulary(spec.store, spec.sha256) if spec.has_tokenizer_json else ({}, {})
+    return ({}, {}) if spec.kind in ("bytes", OWN) else _vocabulary(spec.store, spec.sha256)
 
 
 class Encoder(Protocol):
