@@ -16,11 +16,11 @@ from forebay.prepare.extract.page import (
     CELL,
     CHILDREN,
     DEPTH,
-    FIRST,
     FLAGS,
     IMAGES,
     IN_DESCRIPTION,
     INPUTS,
+    LAST,
     LAST_WEIGHT,
     LINKS,
     MAX_WEIGHT,
@@ -92,7 +92,7 @@ def scan_page(html: bytes, class_words: Vocabulary, text_words: Vocabulary) -> S
     data = np.frombuffer(html, np.uint8)
     rows = min(html.count(b"<") + 2, MAX_ROWS)
     elements, weights = np.zeros((rows, TAG_STOP + 1), np.int64), np.zeros((rows, LAST_WEIGHT + 1), np.float32)
-    blocks, block_weights = np.zeros((rows, FIRST + 1), np.int64), np.zeros((rows, IN_DESCRIPTION + 1), np.float32)
+    blocks, block_weights = np.zeros((rows, LAST + 1), np.int64), np.zeros((rows, IN_DESCRIPTION + 1), np.float32)
     text = np.empty(2 * len(data) + 64, np.uint8)
     (tag_keys, tag_numbers), bits, flags = tag_tables()
     (ref_keys, ref_numbers), ref_points, windows = reference_table()

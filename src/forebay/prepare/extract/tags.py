@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from forebay.arrays import I32, I64, U64
-from forebay.prepare.filters.word_tables import hash_table
+from forebay.arrays import I64
+from forebay.prepare.filters.word_tables import HashTable, hash_table
 
 BLOCK, VOID, RAW, SKIP, HEADING, ITEM, TERM, CELLS, ROWS, SECTION, SCOPE, FOREIGN, ROOT = (
     1 << bit for bit in range(13)
@@ -78,11 +78,9 @@ NUM_FLAGS = NOSCRIPT.bit_length() + len(CONCEPTS)
 SHARES = (ARTICLE, MAIN, LIST, TABLE, FORM, HIDDEN | HIDDEN_ATTRIBUTE | ARIA_HIDDEN, NOSCRIPT)
 """Bits of which the model sees how much of a page's text has any."""
 
-Table = tuple[U64, I32]
-
 
 @lru_cache(1)
-def tag_tables() -> tuple[Table, I64, I64]:
+def tag_tables() -> tuple[HashTable, I64, I64]:
     """Tag numbers by the hash of the name; for each number its bits (BLOCK …) and flags (NAV …)."""
     bits, flags = np.zeros(CUSTOM + 1, np.int64), np.zeros(CUSTOM + 1, np.int64)
     for names, bit in (
@@ -99,7 +97,7 @@ def tag_tables() -> tuple[Table, I64, I64]:
 
 
 @lru_cache(1)
-def reference_table() -> tuple[Table, I64, I64]:
+def reference_table() -> tuple[HashTable, I64, I64]:
     """Numbers of named references by hash of the name, with `;`; their characters (the first and, if there is one, the
     second << 21); and the characters that numeric references 128 to 159 mean."""
     names = sorted(html.entities.html5)

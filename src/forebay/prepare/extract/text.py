@@ -13,14 +13,12 @@ from forebay.prepare.extract.page import (
     COMMAS,
     DIGITS,
     ELEMENT,
-    FIRST,
     GAP,
     HASH,
     IDEOGRAPHS,
     IN_DESCRIPTION,
     IN_TITLE,
     LAST,
-    LINK_CHARS,
     LINK_WORDS,
     START,
     STOP,
@@ -134,7 +132,6 @@ def put(c, sink):  # type: ignore[no-untyped-def]
             blocks[number, START] = s[POS]
             blocks[number, ELEMENT] = s[AT_ELEMENT]
             blocks[number, GAP] = s[GAP_TAGS]
-            blocks[number, FIRST] = c
         else:
             number -= 1
             out[s[POS]] = 10
@@ -164,8 +161,6 @@ def put(c, sink):  # type: ignore[no-untyped-def]
         if k & UPPER and k & LETTER and _lower(c) != c:
             b[CAPITALS] += 1
     s[IN_WORD] = 1
-    if s[IN_LINK]:
-        b[LINK_CHARS] += 1
     if k & (LETTER | DIGIT):
         low = _lower(c)
         if low != c:
