@@ -12,6 +12,16 @@ _ESTIMATES = (("documents_in", "documents"), ("documents_out", "documents kept")
               ("tokens", "tokens"), ("disk_bytes", "disk while it runs"))  # fmt: skip
 
 
+def printable(line: str) -> str:
+    """A line without what a terminal would obey: control characters, and those that turn the direction of writing."""
+    return "".join(char if char.isprintable() else "�" for char in line)
+
+
+def cut(text: str, width: int) -> str:
+    """The text, or its beginning and an ellipsis, in at most `width` characters."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 def count(value: float) -> str:
     """All digits, in groups: `12,345`."""
     return f"{value:,.0f}"
@@ -49,14 +59,6 @@ def number(value: float) -> str:
 def rule_name(rule: Entry) -> str:
     """`gopher_short < 50`: what is dropped."""
     return f"{rule['reason']} {'<' if rule['kind'] == 'low' else '>'} {number(rule['threshold'])}"
-
-
-def other_thresholds(rule: Entry) -> Iterator[tuple[str, str, str]]:
-    """Threshold, documents and their share that would be dropped, for those around the rule's."""
-    for entry in rule.get("neighbours", []):
-        own = " (the recipe's)" if entry["threshold"] == rule["threshold"] else ""
-        shares = count(entry["dropped"]), share(entry["dropped"], rule["documents"])
-        yield number(entry["threshold"]) + own, *shares
 
 
 def rule_lines(rules: Sequence[Entry]) -> Iterator[tuple[str, str]]:
@@ -160,7 +162,14 @@ def rule_charts(report: Entry) -> Iterator[dict[str, Any]]:
             "name": f"{rule['stage']} · {rule_name(rule)}",
             "drops": f"{share(rule['dropped'], rule['documents'])} of {count(rule['documents'])}",
             "charts": [("", chart(rule["histogram"], [rule["threshold"]]))],
-            "others": list(other_thresholds(rule)),
+            "others": [
+                (
+                    number(e["threshold"]) + " (the recipe's)" * (e["threshold"] == rule["threshold"]),
+                    count(e["dropped"]),
+                    share(e["dropped"], rule["documents"]),
+                )
+                for e in rule.get("neighbours", [])
+            ],
             "nearest": [
                 (side, [{**e, "value": number(float(e["value"]))} for e in rule["nearest"][side]])
                 for side in ("kept", "dropped")

@@ -13,11 +13,10 @@ import numpy as np
 from forebay import html
 from forebay.arrays import U64
 from forebay.errors import DatasetError
-from forebay.prepare.charts import chart, count, rule_name, share
-from forebay.prepare.report import Table, cut, printable, render_page
+from forebay.prepare.charts import chart, count, cut, printable, rule_name, share
+from forebay.prepare.report import Report, Table, render_page
 from forebay.units import format_bytes, format_seconds
 
-Report = Mapping[str, Any]
 Pair = dict[str, Any]
 SIDES = ("a", "b")
 EXAMPLES = 10
@@ -47,22 +46,19 @@ def compare_reports(a: Report, b: Report) -> Comparison:
                 f"report {side.upper()} ({report.get('name')}): expected one with a version, got one of an earlier "
                 "forebay. Prepare it again."
             )
-    recipes = [dict(_settings(report["recipe"])) for report in (a, b)]
-    keys = dict.fromkeys([*recipes[0], *recipes[1]])
-    stages = {key.partition(".")[0] for key in keys if recipes[0].get(key) != recipes[1].get(key)}
-    absent = {stage for stage in stages for recipe in recipes if f"[{stage}]" in keys and f"[{stage}]" not in recipe}
+    of_a, of_b = (dict(_settings(report["recipe"])) for report in (a, b))
+    keys = dict.fromkeys([*of_a, *of_b])
+    stages = {key: key.partition(".")[0] for key in keys if of_a.get(key) != of_b.get(key)}
+    absent = {stage for stage in stages.values() if f"[{stage}]" in keys and f"[{stage}]" not in of_a.keys() & of_b}
     return Comparison(
-        {
-            "version": 1,
-            **{side: _summary(report) for side, report in zip(SIDES, (a, b))},
-            "recipe": [
-                {"key": key, **dict(zip(SIDES, (recipe.get(key) for recipe in recipes)))}
-                for key in keys
-                if recipes[0].get(key) != recipes[1].get(key) and key.partition(".")[0] not in absent
-            ],
-            "rules": _rules(a, b),
-            "thresholds": _thresholds(a, b),
-        }
+        version=1,
+        a=_summary(a),
+        b=_summary(b),
+        recipe=[
+            {"key": key, "a": of_a.get(key), "b": of_b.get(key)} for key, stage in stages.items() if stage not in absent
+        ],
+        rules=_rules(a, b),
+        thresholds=_thresholds(a, b),
     )
 
 
@@ -131,7 +127,7 @@ def _thresholds(a: Report, b: Report) -> list[Pair]:
 def compare_times(a: Report, b: Report) -> list[Pair]:
     """CPU seconds of two runs, by their records: of all, and of each rule and step of either."""
     names = dict.fromkeys([*a["cpu_s"], *b["cpu_s"]])
-    total = {"name": "all", **{side: sum(record["cpu_s"].values()) for side, record in zip(SIDES, (a, b))}}
+    total = {"name": "all", "a": sum(a["cpu_s"].values()), "b": sum(b["cpu_s"].values())}
     steps = [{"name": name, "a": a["cpu_s"].get(name, 0.0), "b": b["cpu_s"].get(name, 0.0)} for name in names]
     return [total, *sorted(steps, key=lambda step: -max(step["a"], step["b"]))]
 
@@ -255,16 +251,14 @@ def render_comparison(comparison: Report) -> str:
     for rule in comparison["thresholds"]:
         pairs = [(side, entry) for side in SIDES for entry in rule[side]]
         limits = [entry["threshold"] for _, entry in pairs]
-        edges = [
-            edge for _, entry in pairs for edge in (entry["histogram"]["edges"][0], entry["histogram"]["edges"][-1])
-        ]
+        axis = [*limits, *(edge for _, entry in pairs for edge in entry["histogram"]["edges"])]
         shown = [
             (f"{side.upper()}: {rule_name({**rule, **entry})} drops {share(entry['dropped'], entry['documents'])}",
-             chart(entry["histogram"], [entry["threshold"]], (min(*edges, *limits), max(*edges, *limits))))
+             chart(entry["histogram"], [entry["threshold"]], (min(axis), max(axis))))
             for side, entry in pairs
         ]  # fmt: skip
         drops = " / ".join(share(entry["dropped"], entry["documents"]) for _, entry in pairs)
-        differs = len({(entry["threshold"]) for _, entry in pairs}) > 1
+        differs = len(set(limits)) > 1
         is_idle = not differs and not any(entry["dropped"] for _, entry in pairs)
         name = f"{rule['stage']} · {rule['reason']}"
         charts.append({"name": name, "drops": drops, "charts": shown, "open": differs, "is_idle": is_idle})

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from forebay.errors import ForebayError, PrepareError
 from forebay.files import HOST, atomic_write, is_running
+from forebay.prepare.charts import cut, printable
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
 from forebay.storage.store import FolderStore, Store, open_store
 from forebay.units import format_bytes
@@ -31,21 +32,20 @@ VERSION = 3
 RUNNING_FILE, FINISHED_FILE = ".work/progress.json", ".progress.json"
 RUN_FILE = ".work/run.json"  # Which run an output is of, while it is not complete.
 MEMBERS = ".work/members/"  # The records of the members of a job array: each has its own.
-FAILED = "failed/"  # In the work of a run: the last attempt of each task that failed, `STEP-NAME.json`.
+FAILED = "failed/"  # This folder of a run's work keeps the last attempt of each failed task as `STEP-NAME.json`.
 WRITE_S, BUCKET_WRITE_S = 1.0, 10.0
 SILENT_S = 60.0  # A process that has not written its record for so long is named.
 MAX_LISTED = 20  # Malformed records, messages, and attempts that failed.
-LOG_BYTES = 16 << 10  # Of the last output of a process, and of a traceback.
-_WINDOW_S = 60.0  # Of recent results, from which the rates follow.
-_DECAY = 0.9  # By which the weight of a task's pace falls with each later task: the first ones compile kernels.
+LOG_BYTES = 16 << 10  # As much is kept of a process's last output, and of a traceback.
+_WINDOW_S = 60.0  # The rates follow from the results of this time.
+_DECAY = 0.9  # Each later task lowers a pace's weight by this factor: the first tasks compile kernels.
 _MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES, _MAX_FAILURES, _MAX_INPUTS = 3, 300, 100, 100, 20
 Record = Mapping[str, Any]
 
 
 def label(task: Any) -> str:
     """Return the task's `label`, else its `name`, else its repr; at most 120 characters."""
-    text = str(getattr(task, "label", None) or getattr(task, "name", None) or task)
-    return text if len(text) <= 120 else text[:119] + "…"
+    return cut(str(getattr(task, "label", None) or getattr(task, "name", None) or task), 120)
 
 
 def name_of(task: Any) -> str:
@@ -149,7 +149,7 @@ def render_failures(failures: Sequence[Record]) -> str:
         for title, text in (("traceback", failure["traceback"]), ("standard error, the last of it", failure["log"])):
             if text:
                 lines += [f"  {title}:", *(f"    {line}" for line in text.rstrip().splitlines())]
-    return "\n".join("".join(c if c.isprintable() else "�" for c in line) for line in lines)
+    return "\n".join(map(printable, lines))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class StageProgress:
         self.name, self.unit, self.total, self.tasks = name, unit, 0, 0
         self.started_at, self.stopped_at, self.cpu_s = time.time(), None, 0.0  # type: float, float | None, float
         self.done, self.own, self.earlier = [0, 0, 0], [0, 0, 0], [0, 0, 0]
-        self.shown = 0  # With what running tasks have read; it never falls.
+        self.shown = 0  # It counts what running tasks have read, and never falls.
         self._remaining: Counter[str] = Counter()  # Units of tasks that are not finished, by kind.
         self._paces: dict[str, tuple[float, float]] = {}  # Seconds and units of finished tasks, by kind.
         self._points: deque[tuple[float, list[int]]] = deque()  # Moments of the last minute, and `done` at each.
@@ -211,10 +211,10 @@ class StageProgress:
 
     def progress(self, num_workers: int, now: float) -> Progress:
         """Return how far the stage is, with its rates."""
-        left = {kind: units for kind, units in self._remaining.items() if units > 0}
+        remaining = {kind: units for kind, units in self._remaining.items() if units > 0}
         remaining_s, rates = None, [None, None]  # type: float | None, list[float | None]
-        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in left):
-            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in left.items())
+        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in remaining):
+            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in remaining.items())
             seconds /= max(1, min(num_workers, self.tasks))
             remaining_s = max(seconds / 10, seconds - (now - self._points[-1][0]))  # Running tasks have done some.
         if len(self._points) > 1 and (elapsed_s := now - self._points[0][0]) > 0:

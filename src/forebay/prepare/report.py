@@ -22,7 +22,18 @@ from markupsafe import Markup
 
 from forebay import html
 from forebay.errors import DatasetError, PrepareError
-from forebay.prepare.charts import count, rates, rule_charts, rule_lines, rule_name, sample_lines, share, short
+from forebay.prepare.charts import (
+    count,
+    cut,
+    printable,
+    rates,
+    rule_charts,
+    rule_lines,
+    rule_name,
+    sample_lines,
+    share,
+    short,
+)
 from forebay.prepare.progress import read_progress
 from forebay.storage.addresses import is_bucket
 from forebay.storage.store import FolderStore, Store, open_store
@@ -33,8 +44,8 @@ REPORT_FILE = "report.html"
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
 REPORT_VERSION = 1  # Changed when a key changes its meaning.
 MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
-MAX_ROWS = 12  # Of a table that is not folded.
-FIRST = ("Inputs that failed", "Sample", "Drop rates in the whole input", "Funnel")  # On the page.
+MAX_ROWS = 12  # A longer table is folded.
+FIRST = ("Inputs that failed", "Sample", "Drop rates in the whole input", "Funnel")  # They come first on the page.
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
 _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
@@ -244,15 +255,6 @@ def render_text(report: Report, times: Report | None = None) -> str:
     return "\n".join(cut(printable(line), 80).rstrip() for line in lines) + "\n"
 
 
-def printable(line: str) -> str:
-    """A line without what a terminal would obey: control characters, and those that turn the direction of writing."""
-    return "".join(char if char.isprintable() else "�" for char in line)
-
-
-def cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
 @functools.cache
 def _template() -> jinja2.Template:
     def shown(value: Any) -> Any:
@@ -315,12 +317,12 @@ def _tables(report: Report) -> Iterator[Table]:
         (s.get("name", ""), *(count(s.get(key, 0)) for key in ("instances", "too_short", "ngrams", "documents")))
         for s in listed.get("sets", [])
     ]
-    yield Table("Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), list(sets))
+    yield Table("Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), sets)
     hits = [
         [hit.get(key, "") for key in ("where", "set", "instance", "ngram", "text")] for hit in listed.get("hits", [])
     ]
     yield Table(
-        "Contaminated documents", ("Document", "Set", "Instance", "Shared words", "Instance's text"), list(hits),
+        "Contaminated documents", ("Document", "Set", "Instance", "Shared words", "Instance's text"), hits,
         "The first of each set.", "contamination.jsonl",
     )  # fmt: skip
     for title, data in report.get("histograms", {}).items():
@@ -330,10 +332,10 @@ def _tables(report: Report) -> Iterator[Table]:
             (label, count(read), count(retained), _percent(retained or read, max_documents))
             for label, read, retained in bins
         ]
-        yield Table(f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), list(rows))
+        yield Table(f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), rows)
     chosen = [(t.get("stage", ""), t.get("column", ""), f"{t.get('percentile', 0):g}", f"{t.get('value', 0):.6g}")
               for t in report.get("thresholds", [])]  # fmt: skip
-    yield Table("Thresholds by percentiles", ("Stage", "Column", "Percentile", "Value"), list(chosen))
+    yield Table("Thresholds by percentiles", ("Stage", "Column", "Percentile", "Value"), chosen)
     for title, key in (("Languages", "languages"), ("Subsets", "subsets")):
         counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get(key, {}).items()]
         counts.sort(key=lambda row: (-row[1], row[0]))
@@ -341,7 +343,7 @@ def _tables(report: Report) -> Iterator[Table]:
             others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
             counts = [*counts[:MAX_LANGUAGES], others]
         values = [(name, count(read), count(retained), share(retained, read)) for name, read, retained in counts]
-        yield Table(title, (title[:-1], "Read", "Kept", "Share"), list(values))
+        yield Table(title, (title[:-1], "Read", "Kept", "Share"), values)
     yield from _left_out(report)
     inputs = list(report.get("inputs", []))
     if extra := inputs[MAX_INPUTS:]:
@@ -352,7 +354,7 @@ def _tables(report: Report) -> Iterator[Table]:
          count(i.get("malformed", 0)))
         for i in inputs
     ]  # fmt: skip
-    yield Table("Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), list(read))
+    yield Table("Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), read)
 
 
 def _left_out(report: Report) -> Iterator[Table]:
