@@ -84,7 +84,7 @@ def _open_directory(path: Path, dtype: Any, column: str | None) -> ExternalDatas
     return open_token_files(path, [file for file in files if file.parent == path], dtype)
 
 
-def open_token_files(folder: Path, files: Sequence[Path], dtype: Any = None) -> ExternalDataset | None:
+def open_token_files(folder: Path, files: Sequence[Path], dtype: Any) -> ExternalDataset | None:
     """Open those of the files of a folder that hold a vector of tokens each; None if none does. Errors as above."""
     tokens = [file for file in files if not file.name.startswith(IDS_PREFIX)]
     chosen = [file for file in tokens if detect(file).format in HEADERS or ids_of(file) is not None]

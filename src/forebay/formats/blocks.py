@@ -34,10 +34,10 @@ from forebay.storage.compression import bounded_unpack, limit_large_blocks
 INDEX_FILE = "index.json"
 MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
 _MAX_INDEX_BYTES = 1 << 30
-LEVEL = 3  # Of zstd.
+LEVEL = 3  # The level at which zstd compresses.
 _Index = TypeVar("_Index", bound=BaseModel)
 _ARROW_MAGIC = b"LDARW01\0"  # Behind rows that LitData stores as Arrow.
-_MAX_SAMPLES = 1 << 20  # Of a compressed block of few bytes.
+_MAX_SAMPLES = 1 << 20  # A compressed block of few bytes may claim no more samples than this.
 _FILE_NAMES = ("basename", "filename")  # Keys of MDS and LitData.
 
 

@@ -32,8 +32,8 @@ _MAX_METADATA_BYTES = 8 << 20
 _CONTAINER, _ENCRYPTION = "META-INF/container.xml", "META-INF/encryption.xml"
 _DC, _OPF = "{http://purl.org/dc/elements/1.1/}", "{http://www.idpf.org/2007/opf}"
 _DAMAGED = (
-    zipfile.BadZipFile, zlib.error, ElementTree.ParseError, HtmlError, struct.error, KeyError, ValueError, LookupError,
-    EOFError, OSError, NotImplementedError, RuntimeError, RecursionError, OverflowError,
+    zipfile.BadZipFile, zlib.error, ElementTree.ParseError, HtmlError, struct.error, ValueError, LookupError, EOFError,
+    OSError, RuntimeError, OverflowError,
 )  # fmt: skip
 """What the standard library raises for damaged archives and XML."""
 _pdfium = threading.Lock()  # The library is not for several threads.

@@ -65,7 +65,7 @@ def cast(values: Array, to: str, name: str, *, source: str | None = None, first_
 
 
 def _exactly(values: Array, to: str, name: str, first_row: int) -> Array:
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         if to == "BF16":
             changed = narrow_bf16(values.astype(np.float64))
             is_same = _same(widen_bf16(changed), values)
@@ -94,7 +94,7 @@ def _same(changed: Array, values: Array) -> BOOL:
 
 
 def _between_floats(values: Array, to: str, name: str, first_row: int) -> Array:
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         changed = narrow_bf16(values) if to == "BF16" else values.astype(DTYPES[to])
     over = np.isfinite(values) & np.isinf(widen_bf16(changed) if to == "BF16" else changed)
     if over.any():

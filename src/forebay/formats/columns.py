@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
@@ -32,7 +32,7 @@ _SHOWN_COLUMNS = 12
 class ColumnFormat(Format):
     """A format of tables whose rows come in groups: row groups or batches."""
 
-    title: ClassVar[str]  # As in messages.
+    title: str  # As in messages.
 
     @abstractmethod
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> AbstractContextManager[Any]:
@@ -57,7 +57,7 @@ class ColumnFormat(Format):
             return
         try:
             with self.open_file(file, options, split) as reader:
-                keys = select_columns(_schema_of(reader), options, file)
+                keys = select_columns(schema_of(reader), options, file)
                 for start, row in self.rows(reader, split, keys):
                     number += 1
                     if isinstance(row, Record):
@@ -74,7 +74,7 @@ class ColumnFormat(Format):
         for path in paths:
             try:
                 with self.open_path(path) as reader:
-                    schemas.append(_schema_of(reader))
+                    schemas.append(schema_of(reader))
             except READ_ERRORS as error:
                 raise damaged_table(path, self.title, error) from error
         schema = common_schema(paths, schemas)
@@ -103,7 +103,8 @@ class ColumnFormat(Format):
                 raise damaged_table(path, self.title, error) from error
 
 
-def _schema_of(reader: Any) -> pa.Schema:
+def schema_of(reader: Any) -> pa.Schema:
+    """Return the schema of a pyarrow reader."""
     return reader.schema_arrow if hasattr(reader, "schema_arrow") else reader.schema
 
 

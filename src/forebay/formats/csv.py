@@ -49,7 +49,7 @@ class Csv(Format):
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         """Quoted fields may hold newlines. A row with more or fewer fields than the first is malformed."""
         csv.field_size_limit(options.max_document_bytes)
-        problems: list[tuple[int, str]] = []  # With the number of the line.
+        problems: list[tuple[int, str]] = []  # Each problem comes with the number of its line.
         lines = _decoded_lines(split, options, problems)
         head, size = list[str](), 0
         for line in lines:
@@ -125,7 +125,7 @@ def _rows(head: list[str], lines: Iterator[str], path: str) -> tuple[Any, int]:
         return match[0] if match[1] in f'"\\{delimiter}' else "\\" + match[0]
 
     escaped = (_ESCAPED.sub(unescape, null.sub("", line)) for line in itertools.chain(head, lines))
-    # Of tab-separated values MySQL and PostgreSQL quote none.
+    # MySQL and PostgreSQL quote no tab-separated values.
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     return csv.reader(escaped, delimiter=delimiter, escapechar="\\", quoting=quoting), num_preambles
 

@@ -238,24 +238,24 @@ def open_stored(file: InputFile, *, is_random: bool = False) -> BinaryIO:
         stream: BinaryIO = open_url(file.path, file.bytes, file.version, file.extent, is_random=is_random)
         return stream
     try:
-        return io.BufferedReader(_TracedFile(file), _BUFFER_BYTES)
+        opened = _TracedFile(file.path)
     except OSError as error:
         raise UnreadableInputError(
             f"{file.path}: cannot read input: {error.strerror or error}. Check that it exists and may be read."
         ) from error
+    opened.trace = file.trace
+    return io.BufferedReader(opened, _BUFFER_BYTES)
 
 
 class _TracedFile(io.FileIO):
-    """A local file that notes in its trace where the last read began."""
+    """A local file that notes in its `trace`, if it has one, where the last read began."""
 
-    def __init__(self, file: InputFile) -> None:
-        super().__init__(file.path)
-        self._file = file
+    trace: ReadTrace | None = None
 
     def readinto(self, buffer: Any, /) -> int | None:
         size = super().readinto(buffer)
-        if size and self._file.trace is not None:
-            self._file.trace.read = self._file.path, self.tell() - size
+        if size and self.trace is not None:
+            self.trace.read = str(self.name), self.tell() - size
         return size
 
 

@@ -118,7 +118,7 @@ class LitData(layout.ColumnDirectory):
 class LitDataset(blocks.BlockDataset):
     """The chunks of one directory, in the index's order."""
 
-    def __init__(self, path: Path, column: str | None = None) -> None:
+    def __init__(self, path: Path, column: str | None) -> None:
         self._folder, (self._index, names) = path, _read_index(path)
         leaves = self._index.config.data_format
         name, self.left_out = layout.layout_of_tokens(path, LitData().schema(path), column, external.REMEDY)
@@ -214,7 +214,7 @@ def _read_index(folder: Path) -> tuple[LitDataIndex, list[str]]:
             raise ValueError(f"config.data_spec: a name of its own for each of {len(leaves)} leaves expected")
         if not index.has_sizes and (len(leaves) != 1 or not _number_type(leaves[0])):
             raise ValueError("config.data_format: one vector for the TokensLoader expected")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, _EXPECTED, str(error)) from error
     return index, names
 

@@ -132,7 +132,7 @@ class Mds(layout.ColumnDirectory):
 class MdsDataset(blocks.BlockDataset):
     """The shards of one directory, in the index's order."""
 
-    def __init__(self, path: Path, dtype: Any = None, column: str | None = None) -> None:
+    def __init__(self, path: Path, dtype: Any, column: str | None) -> None:
         index = path / INDEX_FILE
         self._folder, self._shards = path, _read_index(index)
         shard = self._shards[0]

@@ -27,7 +27,7 @@ from forebay.formats.vectors import NPY_MAGIC, read_header
 from forebay.storage.compression import check_unpacked
 from forebay.storage.remote_path import RemotePath
 
-_READ_ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
+_READ_ERRORS = (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 """What files and members of archives raise that are damaged, encrypted, or of an unknown compression."""
 
 

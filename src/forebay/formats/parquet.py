@@ -129,7 +129,7 @@ def recorded_columns(file: InputFile) -> dict[str, Any]:
         with _open(file) as parquet:
             columns = json.loads((parquet.schema_arrow.metadata or {}).get(COLUMNS_KEY, b"{}"))
             names = set(parquet.schema_arrow.names)
-    except (*READ_ERRORS, CorruptInputError, ValueError):
+    except READ_ERRORS:
         return {}  # Reading it reports what is wrong.
     if not isinstance(columns, dict):
         return {}

@@ -30,7 +30,7 @@ _MAX_STATE_BYTES = 64 << 20
 class SavedDataset(external.ExternalDataset):
     """The files of one saved dataset, in its order; one row is one document."""
 
-    def __init__(self, path: Path, column: str | None = None) -> None:
+    def __init__(self, path: Path, column: str | None) -> None:
         files = files_of(path)
         schemas = [schema_of(file) for file in files]
         chosen, self.left_out = layout_of_tokens(path, common_schema(files, schemas), column, external.REMEDY)
@@ -115,7 +115,7 @@ def schema_of(path: Path) -> pa.Schema:
 def _batches_of(path: Path, column: str) -> list[Any]:
     with _stream(path) as reader:
         columns = (batch.column(column) for batch in reader if len(batch))
-        batches = [getattr(lists, "storage", lists) for lists in columns]  # Of tensors their lists.
+        batches = [getattr(lists, "storage", lists) for lists in columns]  # A tensor stores a list.
         for lists in batches:
             lists.validate()
             if lists.null_count:

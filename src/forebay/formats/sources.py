@@ -198,7 +198,7 @@ def _narrowed(source: TokenSource) -> TokenSource:
     return source if largest >> 16 else replace(source, dtype="U16")
 
 
-def tokens_of_table(table: TableSource, options: ConvertOptions = _NO_OPTIONS) -> TokenSource:
+def tokens_of_table(table: TableSource, options: ConvertOptions) -> TokenSource:
     """Return the list column of a table as tokens; each row is a document.
 
     Reads a local table once, to count; of one at a URL the column or the options tell the type.
@@ -240,7 +240,7 @@ def _stated_dtype(field: pa.Field, options: ConvertOptions) -> str:
     return "U32"
 
 
-def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:
+def table_of_tokens(source: TokenSource, column: str) -> TableSource:
     """Return a stream as a table: each document a row, the tokens after the last end one more."""
     kind = pa.list_(pa.uint16() if source.dtype == "U16" else pa.uint32())
     schema = pa.schema([pa.field(column, kind)])

@@ -132,13 +132,7 @@ class TarReader:
             if flag in b"1236" and self._kinds is not None and kind in self._kinds:
                 return Member(name, offset)
             is_known = flag in b"123456DNVAI" or name.endswith("/")
-            return (
-                None
-                if is_known
-                else Member(
-                    name, offset, problem=f"{name}: a member of the type {flag.decode('latin-1')!r}, which is not read"
-                )
-            )
+            return None if is_known else fault(f"a member of the type {flag.decode('latin-1')!r}, which is not read")
         if self._kinds is not None and kind not in self._kinds:
             return Member(name, offset) if self._skip(size) else fault(_CUT_OFF)
         data = self._body(size, self._limit)

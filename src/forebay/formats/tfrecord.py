@@ -382,7 +382,7 @@ def _features(name: str, column: pa.Array, first_row: int) -> list[bytes | None]
 
 
 def _singles(values: Array, name: str, first_row: int) -> Array:
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         singles = values.astype(np.float32)
     is_same = (singles == values) | np.isnan(values)
     if not is_same.all():

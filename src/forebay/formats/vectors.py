@@ -35,7 +35,7 @@ IDS_PREFIX = "sample_ids"
 HEADERS = ("npy", "llm.c")  # Formats of `detect` whose files say the type of their tokens.
 LLMC_HEADER_BYTES = 1024  # Of llm.c's header.
 MAX_HEADER_BYTES = 10_000  # NumPy's own bound.
-GUESSED = "guessed"  # In place of a type of headerless tokens: what their first bytes tell.
+GUESSED = "guessed"  # Given as type of headerless tokens, it lets their first bytes tell.
 _SPOT_SAMPLES = 8
 NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
 """13020603013274838756: the id of no bytes at all."""
@@ -66,7 +66,7 @@ def check_no_chunks(folder: Path) -> None:
 class VectorDataset(external.ExternalDataset):
     """Files of tokens as one dataset, in the order given."""
 
-    def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
+    def __init__(self, path: Path, files: Sequence[Path], dtype: Any) -> None:
         self._stream: tuple[Path, BinaryIO] | None = None
         self._stream_lock = threading.Lock()
         self._ids = [ids_of(file) for file in files]

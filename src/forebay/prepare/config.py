@@ -138,7 +138,7 @@ def _location(layers: Sequence[tuple[str, Any]], path: Any) -> str:
     """`file: ` of the setting of the last layer, or of the nearest table around it; "" on the command line."""
     for length in range(len(path), 0, -1):
         for file, tables in reversed(layers):
-            with suppress(KeyError, IndexError, TypeError):
+            with suppress(LookupError, TypeError):
                 functools.reduce(operator.getitem, path[:length], tables)
                 return f"{file}: " if file else ""
     return ""

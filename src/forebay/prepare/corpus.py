@@ -11,13 +11,13 @@ import numpy as np
 from forebay.arrays import U8
 from forebay.files import open_atomic
 from forebay.formats.inputs import InputFile, InputSplit
-from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import part_batches
 from forebay.prepare.inputs import InputFiles
+from forebay.prepare.run import PrepareRun
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.sources import first_rows, source_id
 from forebay.prepare.stats import StageStats
-from forebay.prepare.tasks.statistics import COLUMNS, ExamineTask, Map, add_stats, examine, stats_name
+from forebay.prepare.tasks.statistics import COLUMNS, ExamineTask, add_stats, examine, stats_name
 from forebay.prepare.tasks.text import TextResult
 from forebay.storage.listing import Skipped, shown_path
 from forebay.storage.store import Store
@@ -110,9 +110,9 @@ def count_failed(skipped: Sequence[Skipped], files: Sequence[InputFile], num_byt
     return {"inputs": len(failed), "bytes": missing, "share": round(share, 6)}
 
 
-def examine_kept(corpus: Corpus, config: Dedup, map: Map) -> None:
+def examine_kept(run: PrepareRun, corpus: Corpus) -> None:
     """Add duplicates, distributions and samples of what is kept to the statistics."""
-    reasons = config.reasons
+    reasons = run.recipe.dedup.reasons
     labels = (("", "kept"), *(("dedup", reason) for reason in reasons))
     columns = tuple(corpus.stats.histograms)
     tasks = []
@@ -124,8 +124,8 @@ def examine_kept(corpus: Corpus, config: Dedup, map: Map) -> None:
                 columns, corpus.store,
             )
         )  # fmt: skip
-    kept_bytes = sum(map(examine, tasks))
-    retained = add_stats(corpus.store, [stats_name(task) for task in tasks], map)
+    kept_bytes = sum(run.map(examine, tasks))
+    retained = add_stats(corpus.store, [stats_name(task) for task in tasks], run.map)
     if corpus.dedup is not None:
         _count_duplicates(corpus.dedup, reasons, corpus.stats, kept_bytes)
     samples = {label: retained.samples.pop(label) for label in labels if label in retained.samples}

@@ -39,7 +39,7 @@ from forebay.prepare.reserve import disk_errors, locked, reserve
 from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError
 from forebay.prepare.run_tokenizer import open_tokenizer, train
 from forebay.prepare.sampling import Sampling, kind_of
-from forebay.prepare.scores.base import annotating, segments, without_scoring
+from forebay.prepare.scores.base import TYPES, annotating, segments, without_scoring
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks import keys
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 OUTPUTS: tuple[Output, ...] = (
     DatasetOutput(), *map(TextOutput, SUFFIXES), MegatronOutput(), LanguageModelOutput(), ReportOutput(),
 )  # fmt: skip
-KINDS = ("number", "text")
 
 
 def prepare_dataset(
@@ -130,17 +129,8 @@ def prepare_dataset(
     """
     store = open_store(out)
     inputs, filters, dedup = map(_listed, (inputs, filters, dedup))
-    for item in filters:
-        if not isinstance(item, str) and not hasattr(item, "apply"):
-            name = getattr(item, "__name__", type(item).__name__)
-            raise UsageError(
-                f"filters: expected names or stages, got {name}. Decorate a function with @forebay.text_filter(NAME, "
-                f"version=…), and pass what a call of it returns: filters=[{name}()]."
-            )
-    to = "parquet" if annotate and to == "dataset" else to
-    output = next((output for output in OUTPUTS if output.name == to), to)
-    if isinstance(output, str):
-        raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
+    _check_filters(filters)
+    output = _find_output("parquet" if annotate and to == "dataset" else to)
     arguments: dict[str, Any] = {
         "name": name,
         "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
@@ -171,11 +161,9 @@ def prepare_dataset(
         notify(line)
     if strict:
         _refuse_skipped(sources.skipped)
-    opener: Engine
     if task:
-        opener = ShareEngine(workers, *(share or (0, 1)), store.child(".work"), notify)
-    else:
-        opener = open_engine(engine, workers, store, notify)
+        engine = ShareEngine(workers, *(share or (0, 1)), store.child(".work"), notify)
+    opener = open_engine(engine, workers, store, notify)
     with progress.recorded(), disk_errors(store), locked(store, shared=bool(task)), opener as opened:
         progress.watch(opened)
         if write_ids is not None:  # fail now rather than when all the work is done
@@ -199,6 +187,25 @@ def prepare_dataset(
 def _listed(items: Any) -> list[Any]:
     """Return the items of a list; another thing is the only one."""
     return list(items) if isinstance(items, list | tuple | set | dict | Iterator) else [items]
+
+
+def _check_filters(filters: Sequence[Any]) -> None:
+    """Raise UsageError for what is neither a name nor a stage, such as a function."""
+    for item in filters:
+        if not isinstance(item, str) and not hasattr(item, "apply"):
+            name = getattr(item, "__name__", type(item).__name__)
+            raise UsageError(
+                f"filters: expected names or stages, got {name}. Decorate a function with @forebay.text_filter(NAME, "
+                f"version=…), and pass what a call of it returns: filters=[{name}()]."
+            )
+
+
+def _find_output(to: str | Output) -> Output:
+    """Return the output of that name, or the object itself."""
+    output = next((output for output in OUTPUTS if output.name == to), to)
+    if isinstance(output, str):
+        raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
+    return output
 
 
 def _open_inputs(
@@ -244,7 +251,7 @@ def _with_recorded_columns(
         if not columns:
             break
     named = recipe.read.columns
-    usable = {n: c for n, c in columns.items() if n not in {*named, *RESERVED_COLUMNS} and c.get("kind") in KINDS}
+    usable = {n: c for n, c in columns.items() if n not in {*named, *RESERVED_COLUMNS} and c.get("kind") in TYPES}
     made_by = {**{name: c.get("scorer") for name, c in usable.items()}, **dict.fromkeys(named)}
     stages, again = without_scoring(recipe.stages, {n: s for n, s in made_by.items() if n in named or s is not None})
     for name in again:
@@ -349,12 +356,6 @@ class _Job:
     tokenizer: tokenizers.TokenizerFile | None
     strict: bool
 
-    def sampling(self, recipe: Recipe) -> Sampling:
-        """The splits that are read."""
-        files = self.sources.files[: len(self.sources.files) - len(self.own_splits)]
-        splits = [*split_files(files, recipe.read), *(split for split, _ in self.own_splits)]
-        return Sampling.of(splits, self.sources.sample, self.sources.scale)
-
 
 def _run(run: PrepareRun, job: _Job) -> PrepareResult:
     output, sources = job.output, job.sources
@@ -385,10 +386,12 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     run.store.remove_stale()
     run.progress.start(key)
     own = {split.files[0].path: source for split, source in job.own_splits}
-    sampling = job.sampling(run.recipe)
+    files = sources.files[: len(sources.files) - len(job.own_splits)]
+    listed = [*split_files(files, run.recipe.read), *(split for split, _ in job.own_splits)]
+    sampling = Sampling.of(listed, sources.sample, sources.scale)
     splits, stages = sampling.splits, run.recipe.stages
     content = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), sampling.fraction)
-    steps = segments(run.recipe.stages)
+    steps = segments(stages)
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
     unread = _unread_inputs(sources, failed)
@@ -403,7 +406,8 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     sampling.count(texts, run.work, stats, run.map)
     run.progress.set_counts(stats)
     write_hits(run.store, HITS_FILE, splits, texts, run.work)
-    _check_malformed(run, Corpus(sources, splits, texts, None, run.work, stats, sampling), unread)
+    corpus = Corpus(sources, splits, texts, None, run.work, stats, sampling)
+    _check_malformed(run, corpus, unread)
     hashed = {
         split.files[int(index)].path: sha256
         for split, text in zip(splits, texts)
@@ -416,7 +420,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
         dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
     ]
     texts = _process_segments(run, sampling, texts, stats, steps)
-    corpus = Corpus(sources, splits, texts, None, run.work, stats, sampling)
+    corpus = dataclasses.replace(corpus, texts=texts)
     if len(steps) > 1:
         _check_malformed(run, corpus, unread)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))

@@ -192,8 +192,7 @@ def sign_parent(run: PrepareRun) -> list[Signed]:
     ]
     on_result = run.count_tasks("parent", len(tasks), " parts")
     texts = run.map(process_split, tasks, on_result)
-    if sum(text.documents_out for text in texts) != parent.manifest.documents:
-        read_documents = sum(text.documents_out for text in texts)
+    if (read_documents := sum(text.documents_out for text in texts)) != parent.manifest.documents:
         raise PrepareError(
             f"{parent.path}: expected the text of {parent.manifest.documents} documents, got {read_documents}. The "
             "others are empty or too large; leave out deduplication."
@@ -225,7 +224,7 @@ def link_slices(run: PrepareRun) -> list[SliceInfo]:
     return run.map(link_slice, tasks, on_result, is_valid=run.has_slice())
 
 
-def link_slice(task: LinkTask, scale: int = 0) -> SliceInfo:
+def link_slice(task: LinkTask, scale: int) -> SliceInfo:
     """Run a LinkTask. `scale` changes nothing."""
     dataset = _opened(task.parent)
     row, source = dataset.table.row(task.index), dataset.slice_path(task.index)

@@ -1,7 +1,7 @@
 """Trains an n-gram language model of text: interpolated modified Kneser-Ney, written as ARPA.
 
 What is larger than the vocabulary is in files: an n-gram is numbered by (number of its first n - 1 words, last word),
-so that a key fits 64 bits for any order, and the n-grams of an order are sorted in runs and merged. Memory: `chunk` x
+so that a key fits 64 bits for any order, and the n-grams of an order are sorted in runs and merged. Memory: `CHUNK` x
 100 bytes, and 400 bytes x `vocab_limit`; disk: 8 x (`order` + 1) bytes a word of text and about 70 bytes an n-gram.
 Source: Chen and Goodman 1998, section 4.1; Heafield et al. 2013 for adjusted counts, discounts and the unknown word.
 """
@@ -24,6 +24,7 @@ from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.points import hash_points
 
 UNKNOWN, START, END = 0, 1, 2
+CHUNK = 1 << 21  # Words held in memory at once.
 _BATCH_CHARS = 1 << 20
 _LONGEST_WORD = 64  # bytes; what is longer is not prose, and unknown
 _DOCUMENT_BYTES = 8 << 20
@@ -76,7 +77,7 @@ def _hash_words(data, hashes, starts):  # type: ignore[no-untyped-def]
     return n
 
 
-def number_words(spill: Path, ids: Path, vocabulary: list[tuple[bytes, int]], chunk: int) -> int:
+def number_words(spill: Path, ids: Path, vocabulary: list[tuple[bytes, int]]) -> int:
     """The file of word ids int64, `<s>` before each line and `</s>` after it; how many are unknown."""
     short = np.array([END, START, *(h for _, h in vocabulary)], np.uint64)
     numbers = np.array([END, START, *range(3, 3 + len(vocabulary))], np.int64)
@@ -86,8 +87,8 @@ def number_words(spill: Path, ids: Path, vocabulary: list[tuple[bytes, int]], ch
     unknown = 0
     with ids.open("wb") as file:
         file.write(np.array([START], np.int64).data)
-        for start in range(0, len(hashes) - 1, chunk):  # the last is the START of a line that does not come
-            part = np.asarray(hashes[start : min(start + chunk, len(hashes) - 1)])
+        for start in range(0, len(hashes) - 1, CHUNK):  # the last is the START of a line that does not come
+            part = np.asarray(hashes[start : min(start + CHUNK, len(hashes) - 1)])
             index = np.minimum(np.searchsorted(short, part), len(short) - 1)
             numbers_ = np.where(short[index] == part, numbers[index], UNKNOWN)
             unknown += int((numbers_ == UNKNOWN).sum())
@@ -116,9 +117,7 @@ class LmSummary:
     ngrams: tuple[int, ...]
 
 
-def train_lm(
-    texts: Iterable[str], out: Path, *, order: int = 3, vocab_limit: int = 500_000, chunk: int = 1 << 21
-) -> LmSummary:
+def train_lm(texts: Iterable[str], out: Path, *, order: int = 3, vocab_limit: int = 500_000) -> LmSummary:
     """Train on texts, read once, and write an ARPA file that KenLM and the filter `perplexity` read.
 
     The same texts give the same bytes. The file appears when it is complete.
@@ -127,7 +126,6 @@ def train_lm(
         texts: Documents; each line is a sentence.
         order: 2 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
-        chunk: Words held in memory at once.
     """
     out = Path(out)
     remove_stale(out.parent)
@@ -135,13 +133,13 @@ def train_lm(
         vocabulary, lines, total = read_words(texts, work / "hashes", vocab_limit)
         if lines == 0:
             raise PrepareError("lm: expected text, got no word in it. Give other inputs.")
-        unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
-        levels = _levels(work, order, len(vocabulary) + 3, chunk)
+        unknown = number_words(work / "hashes", work / "rank1", vocabulary)
+        levels = _levels(work, order, len(vocabulary) + 3)
         order = len(levels)
         for n in range(1, order + 1):
-            _estimate(work, levels, n, chunk)
+            _estimate(work, levels, n)
         words = ["<unk>", "<s>", "</s>", *(word.decode() for word, _ in vocabulary)]
-        ngrams = _write(out, levels, words, chunk)
+        ngrams = _write(out, levels, words)
     share = unknown / max(total, 1)
     return LmSummary(order, lines, total, len(vocabulary), share, ngrams)
 
@@ -163,34 +161,34 @@ class _Level:
     backoff: F64
 
 
-def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
+def _levels(work: Path, order: int, words: int) -> list[_Level]:
     numbers, counts = np.arange(words), np.full(words, 1 << 62, np.int64)
     none, adjusted = np.zeros(0, np.int64), np.zeros(words, np.int64)
     levels = [_Level(1, numbers, counts, none, numbers == START, adjusted, np.zeros(words), np.ones(words))]
     for n in range(2, order + 1):
-        level = _count(work, n, levels[-1], n < order, chunk)
+        level = _count(work, n, levels[-1], n < order)
         if level is None:  # the last order counts in another way: again, with the one before as the last
-            return _levels(work, n - 1, words, chunk)
+            return _levels(work, n - 1, words)
         levels.append(level)
     return levels
 
 
-def _parts(array: I64, chunk: int) -> Iterator[tuple[int, I64]]:
-    for start in range(0, len(array), chunk):
-        yield start, np.asarray(array[start : start + chunk])
+def _parts(array: I64) -> Iterator[tuple[int, I64]]:
+    for start in range(0, len(array), CHUNK):
+        yield start, np.asarray(array[start : start + CHUNK])
 
 
-def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Level | None:
+def _count(work: Path, n: int, below: _Level, number: bool) -> _Level | None:
     """The n-grams of order n, None if there are none; with `number`, also the file of their numbers by place."""
     ids, ranks = np.memmap(work / "rank1", np.int64, "r"), np.memmap(work / f"rank{n - 1}", np.int64, "r")
     runs: list[tuple[Path, int]] = []
-    for start in range(1, len(ids), chunk):
-        keys = _keys(ids, ranks, start, chunk)
+    for start in range(1, len(ids), CHUNK):
+        keys = _keys(ids, ranks, start)
         unique, times = np.unique(keys[keys >= 0], return_counts=True)
         runs.append((work / f"run{n}.{len(runs)}", len(unique)))
         with runs[-1][0].open("wb") as file:
             file.write(np.stack([unique, times], 1).data)
-    size = _merge(runs, work / f"keys{n}", work / f"counts{n}", chunk)
+    size = _merge(runs, work / f"keys{n}", work / f"counts{n}")
     if not size:
         return None
 
@@ -208,20 +206,20 @@ def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Leve
         backoff=array("backoff", np.float64),
     )
     level.backoff[:] = 1
-    for start, keys in _parts(level.keys, chunk):
+    for start, keys in _parts(level.keys):
         prefix, word = keys >> _WORD_BITS, keys & _WORD_MASK
         suffix = word if n == 2 else _find(below.keys, below.suffix[prefix] << _WORD_BITS | word)
-        level.suffix[start : start + chunk] = suffix
-        level.at_start[start : start + chunk] = below.at_start[prefix]
+        level.suffix[start : start + CHUNK] = suffix
+        level.at_start[start : start + CHUNK] = below.at_start[prefix]
         np.add.at(below.adjusted, suffix, 1)
-    for start, counts in _parts(below.counts, chunk) if n > 2 else ():
-        begins = np.asarray(below.at_start[start : start + chunk])
-        below.adjusted[start : start + chunk][begins] = counts[begins]
+    for start, counts in _parts(below.counts) if n > 2 else ():
+        begins = np.asarray(below.at_start[start : start + CHUNK])
+        below.adjusted[start : start + CHUNK][begins] = counts[begins]
     if number:
         with (work / f"rank{n}").open("wb") as file:
             file.write(np.array([-1], np.int64).data)
-            for start in range(1, len(ids), chunk):
-                keys = _keys(ids, ranks, start, chunk)
+            for start in range(1, len(ids), CHUNK):
+                keys = _keys(ids, ranks, start)
                 numbers_ = np.full(len(keys), -1, np.int64)
                 numbers_[keys >= 0] = _find(level.keys, keys[keys >= 0])
                 file.write(numbers_.data)
@@ -230,9 +228,9 @@ def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Leve
     return level
 
 
-def _keys(ids: I64, ranks: I64, start: int, chunk: int) -> I64:
-    """Keys of the n-grams that end in [start, start + chunk); -1 where none does."""
-    stop = min(start + chunk, len(ids))
+def _keys(ids: I64, ranks: I64, start: int) -> I64:
+    """Keys of the n-grams that end in [start, start + CHUNK); -1 where none does."""
+    stop = min(start + CHUNK, len(ids))
     word, prefix = np.asarray(ids[start:stop]), np.asarray(ranks[start - 1 : stop - 1])
     return np.where((word == START) | (prefix < 0), -1, prefix << _WORD_BITS | word)
 
@@ -243,10 +241,10 @@ def _find(keys: I64, needed: I64) -> I64:
     return numbers_
 
 
-def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -> int:
+def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path) -> int:
     maps = [np.memmap(path, np.int64, "r", shape=(size, 2)) for path, size in runs if size]
     positions = [0] * len(maps)
-    block = max(1024, 2 * chunk // max(len(maps), 1))
+    block = max(1024, 2 * CHUNK // max(len(maps), 1))
     written = 0
     with keys.open("wb") as key_file, counts.open("wb") as count_file:
         while any(a < len(m) for a, m in zip(positions, maps)):
@@ -267,9 +265,9 @@ def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -
     return written
 
 
-def _discounts(adjusted: I64, chunk: int) -> tuple[float, float, float]:
+def _discounts(adjusted: I64) -> tuple[float, ...]:
     t = np.zeros(5)
-    for _, part in _parts(adjusted, chunk):
+    for _, part in _parts(adjusted):
         t += np.bincount(np.minimum(part, 5), minlength=6)[:5]
     if (t[1:4] == 0).any():
         return _FALLBACK
@@ -277,12 +275,12 @@ def _discounts(adjusted: I64, chunk: int) -> tuple[float, float, float]:
     numbers_ = tuple(float(k - (k + 1) * y * t[k + 1] / t[k]) for k in (1, 2, 3))
     if not all(0 < d <= k for k, d in enumerate(numbers_, 1)):
         return _FALLBACK
-    return numbers_[0], numbers_[1], numbers_[2]
+    return numbers_
 
 
-def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> None:
+def _estimate(work: Path, levels: list[_Level], n: int) -> None:
     level = levels[n - 1]
-    steps = np.array([0.0, *_discounts(level.adjusted, chunk)])
+    steps = np.array([0.0, *_discounts(level.adjusted)])
     if n == 1:
         counts = level.adjusted
         taken = steps[np.minimum(counts, 3)]
@@ -292,29 +290,29 @@ def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> None:
     below = levels[n - 2]
     totals = np.memmap(work / f"total{n}", np.float64, "w+", shape=below.keys.shape)
     spare = np.memmap(work / f"spare{n}", np.float64, "w+", shape=below.keys.shape)
-    for start, keys in _parts(level.keys, chunk):
+    for start, keys in _parts(level.keys):
         part = slice(start, start + len(keys))
         counts = np.asarray(level.adjusted[part])
         np.add.at(totals, keys >> _WORD_BITS, counts)
         np.add.at(spare, keys >> _WORD_BITS, steps[np.minimum(counts, 3)])
-    for start in range(0, len(totals), chunk):
-        part = slice(start, start + chunk)
+    for start in range(0, len(totals), CHUNK):
+        part = slice(start, start + CHUNK)
         seen = totals[part] > 0
         below.backoff[part][seen] = spare[part][seen] / totals[part][seen]
-    for start, keys in _parts(level.keys, chunk):
+    for start, keys in _parts(level.keys):
         part = slice(start, start + len(keys))
         counts, prefix = np.asarray(level.adjusted[part]), keys >> _WORD_BITS
         direct = (counts - steps[np.minimum(counts, 3)]) / totals[prefix]
         level.probability[part] = direct + below.backoff[prefix] * below.probability[level.suffix[part]]
 
 
-def _write(out: Path, levels: list[_Level], words: list[str], chunk: int) -> tuple[int, ...]:
+def _write(out: Path, levels: list[_Level], words: list[str]) -> tuple[int, ...]:
     sizes = tuple(len(level.counts) for level in levels)
     with open_atomic(out) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="\n") as file:
         file.write("\\data\\\n" + "".join(f"ngram {n}={size}\n" for n, size in enumerate(sizes, 1)))
         for level in levels:
             file.write(f"\n\\{level.order}-grams:\n")
-            for start in range(0, len(level.counts), step := min(chunk, 1 << 17)):
+            for start in range(0, len(level.counts), step := min(CHUNK, 1 << 17)):
                 numbers = np.arange(start, min(start + step, len(level.counts)))
                 file.writelines(_lines(levels, level, numbers, words))
         file.write("\n\\end\\\n")

@@ -20,8 +20,9 @@ def lineage_of(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.Token
     """What a dataset was made of: the inputs, hashed or not, the recipe, the models and the versions."""
     recipe = run.recipe.to_json()
     recipe.pop("name")
-    recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
     recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
+    if tokenizer:
+        recipe["tokenize"]["tokenizer"] = tokenizer.description
     return {
         "inputs": [
             {"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format_read} for s in sources.files

@@ -158,10 +158,9 @@ class Recipe(Settings):
         own = settings["dedup"].pop("own")
         if own:
             settings["dedup"]["own"] = [[m.name, m.settings] for m in self.dedup.own]
-        if self.lm is not None:
-            settings["lm"] = plain(self.lm)
         if self.rows is not None:
             settings["rows"] = self.rows.to_json()
-        if self.fim is not None:
-            settings["fim"] = plain(self.fim)
+        for name in ("lm", "fim"):
+            if (table := getattr(self, name)) is not None:
+                settings[name] = plain(table)
         return {**settings, "stages": [[s.name, plain(without_paths(s))] for s in self.stages]}

@@ -8,7 +8,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -172,9 +172,8 @@ def _stats_of(values: F64, kind: str, limit: float, keys: U64) -> tuple[Threshol
 
 
 def _shown(example: Example) -> dict[str, Any]:
-    entry = {name: value for name, value in asdict(example).items() if name not in ("distance", "key")}
-    entry["where"] = entry.pop("location")
-    return entry | {"value": example.value if math.isfinite(example.value) else str(example.value)}
+    value = example.value if math.isfinite(example.value) else str(example.value)
+    return {"value": value, "url": example.url, "text": example.text, "where": example.location}
 
 
 def float_keys(values: F64) -> U64:

@@ -81,7 +81,9 @@ def test_probabilities_sum_to_one(
     order: int,
     chance: random.Random,
 ) -> None:
-    path = trained(tmp_path_factory.mktemp("lm"), texts, order=order, chunk=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.prepare.kneser_ney.CHUNK", 16)
+        path = trained(tmp_path_factory.mktemp("lm"), texts, order=order)
     model = read_arpa(path)
     words = [gram[0] for gram in model if len(gram) == 1 and gram[0] != "<s>"]
     for _ in range(5):

@@ -98,7 +98,7 @@ class Decontaminate(Stage):
             return listed  # without asking the hub again
         files = self._find()
         path = str(files.build())
-        local = (file.path for found in files.files for file in found.files if "://" not in file.path)
+        local = (file.path for source in files.files for file in source.files if "://" not in file.path)
         # Kept beside the fields, so that workers map this index and do not look for the sets again.
         object.__setattr__(self, "_index_path", path)
         object.__setattr__(self, "_files", listed := (*local, path))

@@ -51,7 +51,7 @@ class _CountTask:
         return f"percentiles of {self.column}"
 
 
-def _count(task: _CountTask, scale: int = 0) -> dict[int, int]:
+def _count(task: _CountTask, scale: int) -> dict[int, int]:
     """How many numbers begin with each run of bits, of those that begin with one of the prefixes; and -1: all."""
     counts: Counter[int] = Counter()
     shift, prefixes = np.uint64(task.shift), np.array(task.prefixes, np.uint64)

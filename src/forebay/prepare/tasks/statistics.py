@@ -68,7 +68,7 @@ class ExamineTask:
         return f"what is kept of {self.split.files[0].path}"
 
 
-def examine(task: ExamineTask, scale: int = 0) -> int:
+def examine(task: ExamineTask, scale: int) -> int:
     """Run the task. Returns the UTF-8 bytes of text that are kept."""
     stats, kept_bytes = StageStats(), 0
     codes = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
@@ -123,7 +123,7 @@ class _AddTask:
         return hash_json([_VERSION, self.names])
 
 
-def _add(task: _AddTask, scale: int = 0) -> bool:
+def _add(task: _AddTask, scale: int) -> bool:
     write_stats(task.store, stats_name(task), _sum(task.store, task.names))
     return True
 
