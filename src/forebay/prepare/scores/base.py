@@ -9,7 +9,7 @@ stages run where scores matter.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import pyarrow as pa
 
@@ -42,16 +42,16 @@ class Scorer(Protocol):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    name: str
-    version: int | str
+    name: ClassVar[str]
+    version: ClassVar[int | str]
     """Changed when the same batch would give other columns, so that old results are not used."""
-    seconds_per_mb: float = 1.0
+    seconds_per_mb: ClassVar[float] = 1.0
     """Declared cost: CPU seconds for 10^6 bytes of text. Ten times it is added to the limits of the process."""
-    forks: bool = True
+    forks: ClassVar[bool] = True
     """Whether it works in a fork of a process that has loaded it. What uses a GPU or threads of its own does not."""
-    is_derived: bool = False
+    is_derived: ClassVar[bool] = False
     """Whether it reads columns alone: such columns are made again, whatever the input has."""
-    libraries: tuple[str, ...] = ()
+    libraries: ClassVar[tuple[str, ...]] = ()
     """The packages whose version may decide a score."""
 
     @property
