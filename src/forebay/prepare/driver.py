@@ -7,10 +7,9 @@ and recipe give the same bytes for any number of workers, any engine and any num
 the kept text once (LZ4) and the tokens twice, three times if documents are shuffled.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +137,9 @@ def prepare_dataset(
     }
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     recipe = apply_settings(recipe, [settings or {}, arguments], filters, dedup)
-    recipe = recipe if recipe.name else dataclasses.replace(recipe, name=_name_of(store))
+    recipe = recipe if recipe.name else replace(recipe, name=_name_of(store))
     if annotate:
-        recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
+        recipe = replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
     share = parse_share(task) if task not in ("", "finish") else None
@@ -172,7 +171,7 @@ def prepare_dataset(
         own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         recipe, recorded = _with_recorded_columns(recipe, sources.files if not own_splits else (), notify)
-        sources = dataclasses.replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
+        sources = replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
         run = PrepareRun(
             store, recipe, opened, write_ids, document_ids, progress, notify, parent, recorded,
             is_shared=bool(task) or isinstance(store, BucketStore), is_member=share is not None,
@@ -260,9 +259,9 @@ def _with_recorded_columns(
     kinds = {name: c["kind"] for name, c in usable.items() if name not in made_again}
     if not kinds and stages == recipe.stages:
         return recipe, {}
-    read = dataclasses.replace(recipe.read, columns={**named, **kinds})
+    read = replace(recipe.read, columns={**named, **kinds})
     recorded = {name: made_by[name] for name in kinds if made_by[name] is not None}
-    return dataclasses.replace(recipe, read=read, stages=stages), recorded
+    return replace(recipe, read=read, stages=stages), recorded
 
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
@@ -395,7 +394,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
     unread = _unread_inputs(sources, failed)
-    sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
+    sources = replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
     for line in describe_skipped(failed):
@@ -416,14 +415,12 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     if output.marker:
         lineage = with_hashes(run, sources, lineage, hashed)
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
-    texts = [
-        dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
-    ]
+    texts = [replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)]
     texts = _process_segments(run, sampling, texts, stats, steps)
-    corpus = dataclasses.replace(corpus, texts=texts)
+    corpus = replace(corpus, texts=texts)
     if len(steps) > 1:
         _check_malformed(run, corpus, unread)
-    corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
+    corpus = replace(corpus, dedup=_deduplicated(run, corpus))
     needs_training = output.needs_tokenizer and job.tokenizer is None
     return output.write(run, corpus, train(run, texts) if needs_training else job.tokenizer, lineage)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
-from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text
+from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text, schema_of
 from forebay.formats.csv import first_row
 from forebay.formats.detect import HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
 from forebay.formats.encodings import ARCHIVES, is_noise
@@ -288,7 +288,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
         return ""
     if isinstance(reader, ColumnFormat):
         with suppress(*READ_ERRORS), reader.open_file(file, options, None) as opened:  # Reading it reports them.
-            schema = opened.schema_arrow if hasattr(opened, "schema_arrow") else opened.schema
+            schema = schema_of(opened)
             names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
             columns = [f"{field.name}: {field.type}" for field in schema]
     elif file.format in ("jsonl", "json", "csv"):

@@ -59,7 +59,7 @@ def write_signatures(result: DedupResult, config: Dedup, work: Store, out: Store
     return {_NAME.format(task.index): sha256 for task, sha256 in zip(tasks, map(write_file, tasks))}
 
 
-def write_file(task: KeepTask, scale: int = 0) -> str:
+def write_file(task: KeepTask, scale: int) -> str:
     """Run a KeepTask. Returns the file's SHA-256. `scale` changes nothing."""
     units = {cut.ending: cut.counts for cut in task.config.cuts}
     columns: dict[str, list[Array]] = {}
@@ -114,7 +114,7 @@ def signature_files(dataset: Dataset, config: Dedup) -> dict[str, str]:
         raise _damaged(path, str(error)) from error
 
 
-def load_signatures(task: LoadTask, scale: int = 0) -> Signed:
+def load_signatures(task: LoadTask, scale: int) -> Signed:
     """Run a LoadTask. `scale` changes nothing. Raises PrepareError for a file that is not the listed one."""
     try:
         sha256 = hash_file(task.path)

@@ -5,7 +5,6 @@ round trip through a pipe between two tasks: 0.1 ms. A new process takes some 20
 (`multiprocessing.set_start_method("fork")`, as the command does) and has one thread; else 1 to 2 s of imports.
 """
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -16,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, process, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class _Log:
         """Write what is new to standard error."""
         while data := self._file.read(_MAX_LOG_BYTES):
             self.tail = (self.tail + data)[-LOG_BYTES:]
-            with contextlib.suppress(OSError, ValueError):  # ours is closed
+            with suppress(OSError, ValueError):  # ours is closed
                 sys.stderr.write(data.decode("utf-8", "replace"))
                 sys.stderr.flush()
         if self._file.tell() > _MAX_LOG_BYTES:  # The worker appends: it goes on at the start.
@@ -89,16 +89,15 @@ class _Worker:
         """Start an attempt. A worker that just died is noticed when its outcome is awaited."""
         message = pickle.dumps((run, task, scale), pickle.HIGHEST_PROTOCOL)
         self.task, self.state = (index, scale), base.state_of(task, self.process.pid)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(message)
 
     def receive(self) -> base.Outcome | None:
         """The outcome; None if the process died."""
-        try:
+        with suppress(EOFError, OSError):
             outcome: base.Outcome = self.pipe.recv()
-        except (EOFError, OSError):
-            return None
-        return outcome
+            return outcome
+        return None
 
     def end(self) -> int | None:
         """Kill the process if it lives; its exit code."""
@@ -247,12 +246,12 @@ def _may_fork() -> bool:
         return False
     threads = []
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended
             threads.append((thread / "comm").read_text())
     return len(threads) - threads.count("jemalloc_bg_thd\n") == 1
 
 
-@contextlib.contextmanager
+@contextmanager
 def _no_interrupt(method: str) -> Iterator[None]:
     """Start processes in here, so that Ctrl-C in the terminal does not kill them before they ignore it."""
     if method == "spawn":
@@ -265,7 +264,7 @@ def _no_interrupt(method: str) -> Iterator[None]:
 
 
 def _serve(pipe: Any, log: Path) -> None:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, 2)
         os.close(descriptor)
@@ -290,7 +289,7 @@ def _set_up_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # out of memory: the kernel kills a worker rather than its parent
+        with suppress(OSError):  # out of memory: the kernel kills a worker rather than its parent
             Path("/proc/self/oom_score_adj").write_text("500")
     parent = multiprocessing.parent_process()
     if parent is not None:

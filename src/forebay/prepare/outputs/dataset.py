@@ -136,7 +136,7 @@ class ReportOutput(Output):
 
 def encode_corpus(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, store: Store) -> list[EncodedPart]:
     """The kept documents as tokens, in parts with at least one; PrepareError if there is none."""
-    examine_kept(corpus, run.recipe.dedup, run.map)
+    examine_kept(run, corpus)
     run.progress.set_counts(corpus.stats)
     store.write(TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe

@@ -75,7 +75,7 @@ class MegatronTask:
         return hash_json([_VERSION, self.plan, self.dataset])
 
 
-def write_megatron(task: MegatronTask, scale: int = 0) -> list[WrittenFile]:
+def write_megatron(task: MegatronTask, scale: int) -> list[WrittenFile]:
     """Write the files: first on this machine, then into the store."""
     parts = read_parts(task.work, task.plan)
     tokens, documents = sum(part.tokens for part in parts), sum(part.documents for part in parts)

@@ -60,7 +60,7 @@ class TextOutput(MarkedOutput):
     def write(
         self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
-        examine_kept(corpus, run.recipe.dedup, run.map)
+        examine_kept(run, corpus)
         content = {"files": [asdict(file) for file in export_files(run, corpus, self.name)]}
         return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
 
@@ -76,7 +76,7 @@ class LanguageModelOutput(MarkedOutput):
     ) -> PrepareResult:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
-        examine_kept(corpus, run.recipe.dedup, run.map)
+        examine_kept(run, corpus)
         run.end_of_tasks()
         settings = run.recipe.lm or LanguageModel()
         with run.work.scratch() as folder:
@@ -204,7 +204,7 @@ def _folder(subset: str) -> str:
     return f"text/{subset}/" if subset else "text/"
 
 
-def export_split(task: ExportTask, scale: int = 0) -> ExportResult:
+def export_split(task: ExportTask, scale: int) -> ExportResult:
     """Write the files: first on this machine, then into the store.
 
     One batch of a split, as it was written, is in memory at a time. With subsets the split is read once for each.
