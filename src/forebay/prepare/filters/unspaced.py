@@ -36,12 +36,12 @@ def _begins_syllable(points, i, stop, script):  # type: ignore[no-untyped-def]
     if script == _BURMESE:  # a letter that is neither stacked nor killed, before or after
         letter_ = c <= 0x102A or c == 0x103F or 0x104C <= c <= 0x104F
         return 2 if letter_ and before != 0x1039 and after != 0x103A and after != 0x1039 else 0
-    base = c - 0x80 if script == _LAO else c
-    if before - (0x80 if script == _LAO else 0) >= 0x0E40 and before - (0x80 if script == _LAO else 0) <= 0x0E44:
+    shift = 0x80 if script == _LAO else 0  # Lao lies so far above Thai, in the same order.
+    base, follows = c - shift, after - shift
+    if 0x0E40 <= before - shift <= 0x0E44:
         return 0  # a vowel that is written before its consonant
     if 0x0E40 <= base <= 0x0E44:
         return 2
-    follows = after - (0x80 if script == _LAO else 0)
     return 1 if base <= 0x0E2E and 0x0E30 <= follows <= 0x0E3A and follows != 0x0E3A else 0
 
 

@@ -200,7 +200,7 @@ class _Parser:
             size = min(width, dim - part * width)
             table = centroids[part * 256 * width :][: 256 * size].reshape(256, size)
             dense[:, part * width : part * width + size] = table[codes[:, part]]
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             dense *= norms[:, None]
         return {"dense": dense, **_NOT_QUANTISED}
 

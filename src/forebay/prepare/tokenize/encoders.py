@@ -130,7 +130,7 @@ def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[Array,
     An empty text has length 0 and no BOS or EOS.
     """
     dtype = TOKEN_DTYPES[spec.dtype]
-    before, after = spec.bos_id is not None, spec.eos_id is not None
+    added = [token for token in (spec.bos_id, spec.eos_id) if token is not None]
     if spec.kind == "bytes":
         offsets, data = text_buffers(texts)
         lengths, ids = np.diff(offsets), data[offsets[0] : offsets[-1]]
@@ -138,13 +138,13 @@ def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[Array,
         arrays = encoder_for(spec).encode(texts.to_pylist())
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         ids = np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
-    full = lengths + (int(before) + int(after)) * (lengths > 0)
-    if not (before or after):
+    full = lengths + len(added) * (lengths > 0)
+    if not added:
         return ids.astype(dtype), full
     stops = np.cumsum(full)
     out, is_text = np.empty(int(stops[-1]) if len(stops) else 0, dtype), np.ones(int(full.sum()), bool)
-    for present, token, positions in ((before, spec.bos_id, stops - full), (after, spec.eos_id, stops - 1)):
-        if present:
+    for token, positions in ((spec.bos_id, stops - full), (spec.eos_id, stops - 1)):
+        if token is not None:
             out[positions[lengths > 0]] = token
             is_text[positions[lengths > 0]] = False
     out[is_text] = ids
