@@ -41,7 +41,9 @@ class ShareEngine(LocalEngine):
 
     _runs_tasks_here = False  # Ticks, and so beats, must not wait for a task.
 
-    def __init__(self, workers: int | None, index: int, count: int, store: Store, on_message: base.Notify) -> None:
+    def __init__(
+        self, workers: int | None, index: int, count: int, store: Store, on_message: base.Notify = lambda message: None
+    ) -> None:
         super().__init__(workers, on_message=on_message)
         self._index, self._count, self._store = index, count, store
         self._name = f"{index}-{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
