@@ -13,8 +13,6 @@ bytes count. A certificate's own scope is checked first. While the file is unrea
 Cost: one stat per request, and with a quota one write of some 30 us.
 """
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 import threading
@@ -58,7 +56,7 @@ class AccessRule(BaseModel):
     org_bytes_per_day: Quota | None = None
 
     @model_validator(mode="after")
-    def _has_name_or_id(self) -> AccessRule:
+    def _has_name_or_id(self) -> "AccessRule":
         if bool(self.name) == bool(self.id):
             raise ValueError("expected either name or id")
         return self

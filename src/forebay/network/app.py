@@ -4,8 +4,6 @@
 sender (`peer`) and its `connection` (`server_connections.PeerProtocol`) into each request's state.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -15,7 +13,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -34,11 +32,9 @@ from forebay.errors import ProtocolError
 from forebay.network.messages import ErrorReply
 from forebay.network.peer import Peer
 from forebay.network.peer import Scope as CertificateScope
+from forebay.network.pki.identity import Identity
 from forebay.network.revocation_sync import CRLS, PEM_TYPE, receive_crl
 from forebay.network.tracing import get_tracer
-
-if TYPE_CHECKING:
-    from forebay.network.pki.identity import Identity
 
 __all__ = ["Metric", "Request", "Response"]
 
@@ -80,10 +76,8 @@ class FileRange(Response):
 
     media_type = BINARY
 
-    def __init__(
-        self, source: Path | bytes, start: int, stop: int, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
-        super().__init__(None, status, {**(headers or {}), "Content-Length": str(stop - start)})
+    def __init__(self, source: Path | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
+        super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
         self.source, self.start, self.stop = source, start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,8 +125,7 @@ async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
     try:
         return os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
     except (OSError, AttributeError):  # not cached, or a system without the flag
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, os.preadv, descriptor, [buffer], offset)
+        return await asyncio.get_running_loop().run_in_executor(None, os.preadv, descriptor, [buffer], offset)
 
 
 def file_response(request: Request, source: Path | bytes, size: int) -> FileRange:
@@ -331,9 +324,9 @@ def exposition(families: Iterable[Metric]) -> bytes:
 
 def _family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, description: str,
-    value: float | dict[str, float], label: str = "",
+    value: float | Mapping[str, float], label: str = "",
 ) -> Metric:  # fmt: skip
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         return kind(name, description, value=value)
     family = kind(name, description, labels=[label])
     for key, number in sorted(value.items()):

@@ -5,8 +5,6 @@ before a byte of a request is sent, on new and on pooled connections. Lengths ar
 stalled peers are dropped.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import ssl
@@ -103,7 +101,7 @@ class Client(Closing):
     """
 
     def __init__(
-        self, identity: Identity | None, *, context: ssl.SSLContext | None = None,
+        self, identity: "Identity | None", *, context: ssl.SSLContext | None = None,
         read_peer: Callable[[bytes], Peer] | None = None,
     ) -> None:  # fmt: skip
         self.identity = identity
@@ -174,7 +172,19 @@ class Client(Closing):
                     f"{response.length} bytes, Content-Range {content_range[:80]!r}"
                 )
             response.pace(timeout_s, MIN_BYTES_PER_S)
-            _fill(response, into, request.what)
+            reason = ""
+            while response.received < len(into) and not reason:
+                try:
+                    if not response.readinto(into[response.received :]):
+                        reason = "the peer closed the connection"
+                except FAULTS as error:
+                    reason = f"{type(error).__name__}: {error}"
+            if reason:
+                raise TruncatedBodyError(
+                    f"{request.what}: broke off at byte {response.received} of {len(into)}: {reason}. "
+                    "Resume from another peer.",
+                    response.received,
+                )
 
         self._send(request, read)
 
@@ -201,17 +211,14 @@ class Client(Closing):
         if not path.startswith("/") or not path.isascii() or any(ord(c) <= 32 or ord(c) == 127 for c in path):
             raise UsageError(f"request: expected a path of printable ASCII from /, got {path[:80]!r}")
         with client_span(request.method, path, request.address, request.headers):
-            return self._send_traced(request, read)
-
-    def _send_traced(self, request: _Request, read: Callable[[StreamedResponse], T]) -> tuple[T, Peer]:
-        connection = self._pool.acquire(request.address) or self._connect(request)
-        was_pooled = connection.was_used
-        try:
-            return self._send_once(connection, request, read)
-        except ConnectionLostError:
-            if request.method != "POST" and not (request.method == "GET" and was_pooled):
-                raise
-        return self._send_once(self._connect(request), request, read)
+            connection = self._pool.acquire(request.address) or self._connect(request)
+            was_pooled = connection.was_used
+            try:
+                return self._send_once(connection, request, read)
+            except ConnectionLostError:
+                if request.method != "POST" and not (request.method == "GET" and was_pooled):
+                    raise
+            return self._send_once(self._connect(request), request, read)
 
     def _send_once(
         self, connection: Connection, request: _Request, read: Callable[[StreamedResponse], T]
@@ -288,8 +295,9 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
     if isinstance(error, ProtocolError):
         return ProtocolError(f"{request.what}: {error}")
     if response is not None:
-        text = f"{request.what}: broke off at byte {response.received} of {response.length}: {error}"
-        return ConnectionLostError(text)
+        return ConnectionLostError(
+            f"{request.what}: broke off at byte {response.received} of {response.length}: {error}"
+        )
     if isinstance(error, OSError):  # also where the peer closed the connection before its answer
         return ConnectionLostError(_unreachable(request.what, request.address, error))
     return ProtocolError(f"{request.what}: expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]}")
@@ -303,25 +311,16 @@ def _unreachable(what: str, address: str, error: Exception) -> str:
 
 
 def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:
-    code, message = "", ""
+    code = ""
     try:
         body = json.loads(response.read(1 << 16, request.deadline))
         code, message = str(body["error"])[:80], str(body["message"])[:1000]
     except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
     wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0
-    text = f"{request.what}: refused with {response.status} {code}: {message}"
-    return RemoteError(text, response.status, code, min(_MAX_WAIT_S, wait_s))
-
-
-def _fill(response: StreamedResponse, into: memoryview, what: str) -> None:
-    reason = ""
-    while response.received < len(into) and not reason:
-        try:
-            if not response.readinto(into[response.received :]):
-                reason = "the peer closed the connection"
-        except FAULTS as error:
-            reason = f"{type(error).__name__}: {error}"
-    if reason:
-        text = f"{what}: broke off at byte {response.received} of {len(into)}: {reason}. Resume from another peer."
-        raise TruncatedBodyError(text, response.received)
+    return RemoteError(
+        f"{request.what}: refused with {response.status} {code}: {message}",
+        response.status,
+        code,
+        min(_MAX_WAIT_S, wait_s),
+    )

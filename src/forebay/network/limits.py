@@ -3,21 +3,17 @@
 Shares of an upload are per connection; `connections_per_peer` and `bytes_per_s` bound a peer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay.errors import UsageError
 from forebay.network.peer import Peer
 from forebay.units import parse_size
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BURST_S = 0.05  # burst of a bucket, in seconds of its rate
 MAX_BUCKETS = 16_384  # members with a request rate in memory; the least recent is dropped first

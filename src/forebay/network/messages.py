@@ -24,6 +24,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f/\\]{0,200}$")
 WorkerId = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")]
 Ranges = Annotated[str, StringConstraints(pattern=r"^(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?$")]
 """Ascending indexes and inclusive ranges: `0-15,17`."""
+Indexes = Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)]
 
 
 class Message(BaseModel):
@@ -74,9 +75,9 @@ class SwarmRequest(Message):
     have: Ranges | None = None
     want: Ranges = ""
     num: Count = 0
-    finished: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
+    finished: Indexes = ()
     failed: Annotated[tuple[FailedFetch, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
-    dropped: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
+    dropped: Indexes = ()
     session: HexSession = ""
     leave: bool = False
 

@@ -3,8 +3,6 @@
 No cryptography, so that these can be used without the packages of the extra `network`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -30,11 +28,11 @@ class Scope:
             not globs or any(fnmatchcase(name, glob) for glob in globs) for globs in (self.datasets, self.within)
         )
 
-    def exceeds(self, outer: Scope) -> frozenset[str]:
+    def exceeds(self, outer: "Scope") -> frozenset[str]:
         """Roles of this scope that `outer` lacks."""
         return self.roles - outer.roles if outer.roles else frozenset()
 
-    def bounded_by(self, outer: Scope) -> Scope:
+    def bounded_by(self, outer: "Scope") -> "Scope":
         """This scope within an organisation's; its roles must not exceed them."""
         return Scope(self.roles or outer.roles, self.datasets, outer.datasets)
 
@@ -76,7 +74,7 @@ class Provider:
         return "://" in self.address
 
 
-def member_id(peer_id: str, session: str = "") -> str:
+def member_id(peer_id: str, session: str) -> str:
     """The swarm id of one process of a node; for a node's only process, its peer id."""
     return f"{peer_id}#{session}" if session else peer_id
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from cryptography import x509
 from pydantic import Field, StringConstraints, TypeAdapter
@@ -56,13 +56,6 @@ class Publication:
 _PUBLICATION = TypeAdapter(Publication)
 _ORIGINS = TypeAdapter(Origins)
 _SERIALS = TypeAdapter(dict[str, int])
-
-
-class PublishedClaims(NamedTuple):
-    """Claims on datasets that accepted publishers signed."""
-
-    claims: list[Claim]  # all, if no publisher was demanded
-    refused: list[str]  # reasons for the other claims
 
 
 def sign_dataset(
@@ -145,17 +138,18 @@ def check_publication(
 
 def select_published(
     client: Client, claims: Collection[Claim], publishers: Collection[str], dataset_id: str | None = None
-) -> PublishedClaims:
+) -> tuple[list[Claim], list[str]]:
     """Select the claims on datasets that a publisher signed, only the newest version of each publisher.
 
     Queries the claimants of each dataset id until one sends a valid signature, which then applies to all of them.
+    Returns the claims, and reasons for the refusal of others.
 
     Args:
         publishers: Accepted publishers; empty: all claims are selected.
         dataset_id: The version that the user named, which may be an older one.
     """
     if not publishers:
-        return PublishedClaims(list(claims), [])
+        return list(claims), []
     identity, good, refused = client.identity, dict[str, Publication](), list[str]()
     assert identity is not None  # claims come from peers of a network
     for claim in claims:
@@ -180,7 +174,7 @@ def select_published(
                     "id (?id= or --id)"
                 )
                 del good[publication.dataset_id]
-    return PublishedClaims([claim for claim in claims if claim.dataset_id in good], refused)
+    return [claim for claim in claims if claim.dataset_id in good], refused
 
 
 def _update_serials(identity: Identity, publications: Collection[Publication]) -> dict[tuple[str, str], int]:

@@ -67,6 +67,7 @@ class _PeerState:
     results: OrderedDict[str, tuple[bool, float]] = field(default_factory=OrderedDict)  # whether reached, and when
 
 
+@dataclass(eq=False)
 class ReachabilityChecker:
     """Connects to members in the background and remembers the results. Thread-safe; `close` it.
 
@@ -76,9 +77,10 @@ class ReachabilityChecker:
     Cost: a member is named as a provider one round trip later.
     """
 
-    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
-        self._client = client
-        self._clock = clock
+    client: Client
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _PeerState] = OrderedDict()
         self._active_by_org: Counter[str] = Counter()
@@ -91,7 +93,7 @@ class ReachabilityChecker:
         """
         if not address:
             return False
-        now, active = self._clock(), self._active_by_org
+        now, active = self.clock(), self._active_by_org
         with self._lock:
             state = self._peers.setdefault(peer.peer_id, _PeerState())
             self._peers.move_to_end(peer.peer_id)
@@ -124,7 +126,7 @@ class ReachabilityChecker:
         except Exception:
             log.exception("reachability check failed: peer_id=%s address=%s", peer.peer_id, address)
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             state.checking = ""
             state.results[address] = is_reached, now
             if len(state.results) > MAX_ADDRESSES:
@@ -140,7 +142,7 @@ class ReachabilityChecker:
             ip = next((ip for ip in ips if may_dial(ip, source)), None)
             if ip is None:
                 raise ProtocolError(f"not an address that a member at {source} may have this node connect to")
-            self._client.request_json(
+            self.client.request_json(
                 join_address(ip, port), "GET", "/v1/claims?name=",
                 expect_peer=peer_id, timeout_s=CHECK_S, max_bytes=MAX_CLAIMS_BYTES,
             )  # fmt: skip

@@ -5,12 +5,11 @@ returns {"new": whether it was accepted}. Cost: a thread, and every few seconds 
 CRL reaches n nodes in about log n rounds.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import ForebayError, NetworkError, ProtocolError
@@ -53,6 +52,7 @@ def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
     return peer.peer_id, answer.get("new") is True
 
 
+@dataclass(eq=False)
 class TrustWatch:
     """A node's background thread for CRLs and renewal, from `start` to `close`.
 
@@ -63,28 +63,26 @@ class TrustWatch:
         ask_every_s: Between rounds of requests. `look_every_s`: between checks of files and expiry.
     """
 
-    def __init__(
-        self, identity: Identity, client: Client, *, peers: Callable[[], Sequence[str]] = tuple,
-        discovery: Discovery | None = None, address: str | None = None, on_change: Callable[[], object] = lambda: None,
-        ask_every_s: float = ASK_EVERY_S, look_every_s: float = LOOK_EVERY_S,
-    ) -> None:  # fmt: skip
-        self._identity = identity
-        self._client = client
-        self._peers = peers
-        self._discovery = discovery
-        self._address = address
-        self._on_change = on_change
-        self._ask_every_s = ask_every_s
-        self._look_every_s = min(look_every_s, ask_every_s)
+    identity: Identity
+    client: Client
+    peers: Callable[[], Sequence[str]] = tuple
+    discovery: Discovery | None = None
+    address: str | None = None
+    on_change: Callable[[], object] = lambda: None
+    ask_every_s: float = ASK_EVERY_S
+    look_every_s: float = LOOK_EVERY_S
+
+    def __post_init__(self) -> None:
+        self.look_every_s = min(self.look_every_s, self.ask_every_s)
         self._discovered: list[str] = []
         self._avoided: dict[str, float] = {}
         # At once: files may have changed while the node was down.
         self._ask_at = self._renew_at = time.monotonic()
-        self._announce_at = time.monotonic() + self._look_every_s  # after the node's own announcements
-        self._stamp = identity.revocations.stamp()
-        self._thread = SupervisedThread(self._run, "trust", first_wait_s=self._look_every_s)
+        self._announce_at = time.monotonic() + self.look_every_s  # after the node's own announcements
+        self._stamp = self.identity.revocations.stamp()
+        self._thread = SupervisedThread(self._run, "trust", first_wait_s=self.look_every_s)
 
-    def start(self) -> TrustWatch:
+    def start(self) -> "TrustWatch":
         """Start the thread."""
         self._thread.start()
         return self
@@ -104,46 +102,46 @@ class TrustWatch:
             return False
 
     def _fetch(self, address: str) -> bool:
-        answer, peer = self._client.request_json(address, "GET", CRLS, timeout_s=5.0, max_bytes=MAX_NUMBERS_BYTES)
-        if peer.peer_id == self._identity.peer_id:
+        answer, peer = self.client.request_json(address, "GET", CRLS, timeout_s=5.0, max_bytes=MAX_NUMBERS_BYTES)
+        if peer.peer_id == self.identity.peer_id:
             self._discovered = [other for other in self._discovered if other != address]
             return False
-        revocations = self._identity.revocations
+        revocations = self.identity.revocations
         newer = [
             issuer for issuer, number in _parse_numbers(answer, address).items() if revocations.wants(issuer, number)
         ]
         for issuer in sorted(newer, key=lambda issuer: issuer != revocations.root_id)[:MAX_FETCHED]:
-            pem = self._client.get_bytes(address, f"{CRLS}/{issuer}", MAX_CRL_BYTES, timeout_s=30.0)
-            if receive_crl(self._identity, pem, peer.peer_id) is None:
+            pem = self.client.get_bytes(address, f"{CRLS}/{issuer}", MAX_CRL_BYTES, timeout_s=30.0)
+            if receive_crl(self.identity, pem, peer.peer_id) is None:
                 raise ProtocolError(f"peer at {address}: it does not have the CRL of {issuer} that it announced")
         return bool(newer)
 
     def _run(self) -> None:
         while not self._thread.stopping.is_set():
             if time.monotonic() >= self._ask_at:
-                self._ask_at = time.monotonic() + self._ask_every_s * random.uniform(0.8, 1.2)
+                self._ask_at = time.monotonic() + self.ask_every_s * random.uniform(0.8, 1.2)
                 self._discover()
                 for address in self._choose():
                     self.ask(address)
-            self._identity.refresh()
-            stamp = self._identity.revocations.stamp()
+            self.identity.refresh()
+            stamp = self.identity.revocations.stamp()
             if stamp != self._stamp:
                 self._stamp = stamp
-                self._on_change()
+                self.on_change()
             if time.monotonic() >= self._renew_at:
                 self._renew()
-            self._thread.stopping.wait(self._look_every_s)
+            self._thread.stopping.wait(self.look_every_s)
 
     def _renew(self) -> None:
         """Renew the certificate at the issuer's admission server once less than a third of its validity remains."""
-        identity = self._identity
+        identity = self.identity
         remaining_s = identity.expires_at - time.time()
         until_due_s = remaining_s - identity.valid_s / 3
         if until_due_s > 0:
             self._renew_at = time.monotonic() + min(until_due_s, 3600.0)  # the clock may be set meanwhile
             return
         address = admission_address(identity.node_dir)
-        self._renew_at = time.monotonic() + min(3600.0, max(self._look_every_s, abs(remaining_s) / 10))
+        self._renew_at = time.monotonic() + min(3600.0, max(self.look_every_s, abs(remaining_s) / 10))
         if address is None:
             identity.warn_of_expiry(time.time())
             return
@@ -154,22 +152,22 @@ class TrustWatch:
             log.warning("certificate of %s: %.1f h left, cannot renew it: %s", identity.name, remaining_s / 3600, error)
 
     def _discover(self) -> None:
-        if self._discovery is None or time.monotonic() < self._announce_at:
+        if self.discovery is None or time.monotonic() < self._announce_at:
             return
         self._announce_at = time.monotonic() + ANNOUNCE_EVERY_S
-        key = record_key(self._identity.network_id, "revocations", "")
+        key = record_key(self.identity.network_id, "revocations", "")
         try:
-            if self._address is not None:
-                self._discovery.announce(key, parse_address(self._address)[1])
-            self._discovered = [join_address(*address) for address in self._discovery.find(key, 2.0)]
+            if self.address is not None:
+                self.discovery.announce(key, parse_address(self.address)[1])
+            self._discovered = [join_address(*address) for address in self.discovery.find(key, 2.0)]
         except NetworkError as error:
             log.info("revocation: the DHT cannot be reached: %s", error)
 
     def _choose(self) -> list[str]:
         now = time.monotonic()
         self._avoided = {address: until for address, until in self._avoided.items() if until > now}
-        skipped = {self._address, *self._avoided}
-        addresses = [item for item in dict.fromkeys([*self._peers(), *self._discovered]) if item not in skipped]
+        skipped = {self.address, *self._avoided}
+        addresses = [item for item in dict.fromkeys([*self.peers(), *self._discovered]) if item not in skipped]
         return random.sample(addresses, min(NUM_ASKED, len(addresses)))
 
 

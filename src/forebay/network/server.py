@@ -8,8 +8,6 @@ loopback, or for what its owner opens knowingly. It refuses requests that a brow
 Cost: one thread with one event loop for all connections; some 35 KiB per idle TLS connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -20,7 +18,8 @@ import ssl
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 from fastapi import FastAPI
 
@@ -28,16 +27,14 @@ from forebay.errors import NetworkError
 from forebay.network.addresses import join_address
 from forebay.network.app import add_trust_routes
 from forebay.network.client import Client
+from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server_connections import PeerProtocol, ServerCore
 from forebay.network.tls import SocketTransport, handshake
 from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, SupervisedThread
-
-if TYPE_CHECKING:
-    from forebay.network.discovery import Discovery
-    from forebay.network.pki.identity import Identity
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
@@ -47,6 +44,7 @@ T = TypeVar("T")
 log = logging.getLogger("forebay.network")
 
 
+@dataclass(eq=False)
 class Server:
     """Serves an application to the members of one network; with identity None to any client.
 
@@ -58,21 +56,21 @@ class Server:
         discovery, peers: Find nodes that serve CRLs: see `TrustWatch`.
     """
 
-    def __init__(
-        self, app: FastAPI, identity: Identity | None, host: str, port: int, *, limits: ServerLimits | None = None,
-        on_bytes: Callable[[Peer, int], None] | None = None, tls: ssl.SSLContext | None = None,
-        discovery: Discovery | None = None, peers: Callable[[], Sequence[str]] = tuple,
-    ) -> None:  # fmt: skip
-        self.identity = identity
-        self.host = host
-        self.port = port
-        self._tls = tls
-        self._core = ServerCore(app, identity, limits or ServerLimits(), on_bytes)
-        self._discovery = discovery
-        self._peers = peers
+    app: FastAPI
+    identity: Identity | None
+    host: str
+    port: int
+    limits: ServerLimits | None = None
+    on_bytes: Callable[[Peer, int], None] | None = None
+    tls: ssl.SSLContext | None = None
+    discovery: Discovery | None = None
+    peers: Callable[[], Sequence[str]] = tuple
+
+    def __post_init__(self) -> None:
+        self._core = ServerCore(self.app, self.identity, self.limits or ServerLimits(), self.on_bytes)
         self._trust: TrustWatch | None = None
-        if identity is not None:
-            add_trust_routes(app, identity)
+        if self.identity is not None:
+            add_trust_routes(self.app, self.identity)
         self._listener: socket.socket | None = None
         self._thread: SupervisedThread | None = None
         self._tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
@@ -108,7 +106,7 @@ class Server:
     def start(self) -> Self:
         """Listen, and serve in a background thread. Raises NetworkError."""
         if self.identity is not None:
-            self._tls = self.identity.server_context()
+            self.tls = self.identity.server_context()
         self._listener = listen(self.host, self.port)
         self.port = self._listener.getsockname()[1]
         ready = threading.Event()
@@ -119,10 +117,10 @@ class Server:
         _servers.add(self)
         if self.identity is not None:
             self._trust = TrustWatch(
-                self.identity, Client(self.identity), peers=self._peers, discovery=self._discovery,
+                self.identity, Client(self.identity), peers=self.peers, discovery=self.discovery,
                 address=self.address, on_change=lambda: self.run_soon(self._core.sweep),
             ).start()  # fmt: skip
-        log.info("listening: address=%s tls=%s", self.address, "yes" if self._tls is not None else "no")
+        log.info("listening: address=%s tls=%s", self.address, "yes" if self.tls is not None else "no")
         return self
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -256,8 +254,8 @@ class Server:
     async def _handshake(self, sock: socket.socket, host: str) -> None:
         core = self._core
         try:
-            if self._tls is not None:
-                sock = await handshake(self._loop, sock, self._tls)
+            if self.tls is not None:
+                sock = await handshake(self._loop, sock, self.tls)
             SocketTransport(self._loop, sock, PeerProtocol(core, host))
         except OSError as error:  # ssl.SSLError is an OSError: strangers, resets
             log.debug("server %s: refused a connection from %s: %s", self.address, host, error)

@@ -7,13 +7,12 @@ parse. Nothing of a body is read before its sender is authorized.
 Everything runs in the server's loop; there is no lock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -55,7 +54,7 @@ class ConnectionTable:
     def __len__(self) -> int:
         return len(self._handshakes) + len(self._connections)
 
-    def all(self) -> list[PeerProtocol]:
+    def all(self) -> "list[PeerProtocol]":
         """Connections after their handshake."""
         return list(self._connections)
 
@@ -95,7 +94,7 @@ class ConnectionTable:
         handshake.cancel()
         self.num_refused += 1
 
-    def add(self, connection: PeerProtocol) -> bool:
+    def add(self, connection: "PeerProtocol") -> bool:
         """Count a connection after its handshake; False if its peer or organisation has too many, none of them idle."""
         peer, limits = connection.peer, self.limits
         is_over = peer.peer_id and self._by_peer[peer.peer_id] >= limits.connections_per_peer
@@ -109,7 +108,7 @@ class ConnectionTable:
         self._by_org[peer.org] += 1
         return True
 
-    def remove(self, connection: PeerProtocol) -> None:
+    def remove(self, connection: "PeerProtocol") -> None:
         """Remove an ended connection. May be repeated."""
         if connection in self._connections:
             del self._connections[connection]
@@ -134,7 +133,7 @@ class ConnectionTable:
 class PeerProtocol(HttpToolsProtocol):
     """One connection, created after the TLS handshake."""
 
-    def __init__(self, core: ServerCore, address: str) -> None:
+    def __init__(self, core: "ServerCore", address: str) -> None:
         super().__init__(core.config, core.state, core.app_state, core.loop)
         self.core = core
         self.address = address
@@ -255,19 +254,18 @@ class PeerProtocol(HttpToolsProtocol):
         return now - self.since > limits.head_s + (limits.body_s if self.phase == "body" else 0.0)
 
 
+@dataclass(eq=False)
 class ServerCore:
     """State shared by a server's connections, and its ASGI entry point; runs in the server's loop."""
 
-    def __init__(
-        self, app: ASGIApp, identity: Identity | None, limits: ServerLimits,
-        on_bytes: Callable[[Peer, int], None] | None,
-    ) -> None:  # fmt: skip
-        self.app = app
-        self.identity = identity
-        self.limits = limits
-        self.on_bytes = on_bytes
+    app: ASGIApp
+    identity: Identity | None
+    limits: ServerLimits
+    on_bytes: Callable[[Peer, int], None] | None
+
+    def __post_init__(self) -> None:
         self.is_draining = False
-        self.connections = ConnectionTable(limits)
+        self.connections = ConnectionTable(self.limits)
         self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
         self.num_bytes = 0
         self.stalled_s = 0.0
@@ -276,7 +274,8 @@ class ServerCore:
         self.task_failures: Counter[str] = Counter()
         self.config = uvicorn.Config(
             self, http=PeerProtocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
-            server_header=False, date_header=False, interface="asgi3", timeout_keep_alive=max(1, int(limits.idle_s)),
+            server_header=False, date_header=False, interface="asgi3",
+            timeout_keep_alive=max(1, int(self.limits.idle_s)),
         )  # fmt: skip
         self.config.load()
 
@@ -405,21 +404,23 @@ class ServerCore:
 
     def metrics(self) -> list[Metric]:
         """Metrics of the server."""
-        answers: dict[str, float] = {str(status): num for status, num in self.answers.items()}
-        limited, failures = dict[str, float](self.limited), dict[str, float](self.task_failures)
-        threads = dict[str, float](thread_failures())
+        answers = {str(status): num for status, num in self.answers.items()}
         return [
             gauge("forebay_connections", "Open connections.", len(self.connections)),
             gauge("forebay_requests_in_progress", "Requests being answered.", self.requests.num_active),
             counter("forebay_requests_total", "Requests answered, by HTTP status.", answers, "status"),
-            counter("forebay_limited_requests_total", "Requests refused before a handler, by code.", limited, "code"),
+            counter(
+                "forebay_limited_requests_total", "Requests refused before a handler, by code.", self.limited, "code"
+            ),
             counter(
                 "forebay_refused_connections_total", "Connections without a certificate, or over a limit.",
                 self.connections.num_refused,
             ),
             counter("forebay_sent_bytes_total", "Bytes of slices and files sent.", self.num_bytes),
-            counter("forebay_task_failures_total", "Failures of background tasks; they restart.", failures, "task"),
-            counter("forebay_thread_failures_total", "Failures of background threads.", threads, "thread"),
+            counter(
+                "forebay_task_failures_total", "Failures of background tasks; they restart.", self.task_failures, "task"
+            ),
+            counter("forebay_thread_failures_total", "Failures of background threads.", thread_failures(), "thread"),
         ]  # fmt: skip
 
 

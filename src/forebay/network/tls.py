@@ -13,7 +13,7 @@ from typing import Any
 READ_BYTES = 64 << 10
 CLOSE_S = 2.0  # for a client to go on sending after its last response, and up to MAX_DISCARDED_BYTES
 MAX_DISCARDED_BYTES = 4 << 20
-_WAIT = (ssl.SSLWantReadError, BlockingIOError)
+_WAIT = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
 
 async def handshake(loop: asyncio.AbstractEventLoop, sock: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
@@ -54,7 +54,7 @@ class SocketTransport(asyncio.Transport):
         self._fileno = sock.fileno()
         self._protocol = protocol
         self._queue: list[memoryview] = []
-        self._queued = self._discarded = 0
+        self._discarded = 0
         self._reading = self._paused = self._closing = self._closed = False
         protocol.connection_made(self)
         self.resume_reading()
@@ -84,7 +84,7 @@ class SocketTransport(asyncio.Transport):
                 self._loop.call_soon(self._read)
 
     def get_write_buffer_size(self) -> int:
-        return self._queued
+        return sum(map(len, self._queue))
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send what the socket accepts now, the rest later."""
@@ -97,7 +97,6 @@ class SocketTransport(asyncio.Transport):
                 return
             self._loop.add_writer(self._fileno, self._write_more)
         self._queue.append(rest)
-        self._queued += len(rest)
         if not self._paused:  # until all is sent: the caller may then reuse its buffer
             self._paused = True
             self._protocol.pause_writing()
@@ -106,9 +105,7 @@ class SocketTransport(asyncio.Transport):
         """Close after the queued data is sent."""
         if not self._closing:
             self._closing = True
-            if self._reading:
-                self._reading = False
-                self._loop.remove_reader(self._fileno)
+            self.pause_reading()
             if not self._queue:
                 self._finish()
 
@@ -127,10 +124,8 @@ class SocketTransport(asyncio.Transport):
                 self._protocol.data_received(data)
                 if not self._reading:
                     return
-        except _WAIT:
+        except _WAIT:  # to write only while sending, which continues by itself
             return
-        except ssl.SSLWantWriteError:
-            return  # only while sending, which continues by itself
         except OSError as error:
             self._end(error)
             return
@@ -142,7 +137,7 @@ class SocketTransport(asyncio.Transport):
         try:
             while sent < len(data):
                 sent += self._sock.send(data[sent:])
-        except (*_WAIT, ssl.SSLWantWriteError):
+        except _WAIT:
             pass
         except OSError as error:
             self._end(error)
@@ -151,19 +146,16 @@ class SocketTransport(asyncio.Transport):
     def _write_more(self) -> None:
         while self._queue and not self._closed:
             sent = self._send(self._queue[0])
-            self._queued -= sent
             if sent < len(self._queue[0]):
                 self._queue[0] = self._queue[0][sent:]
                 break
             self._queue.pop(0)
-        if self._closed:
+        if self._closed or self._queue:
             return
-        if not self._queue:
-            self._loop.remove_writer(self._fileno)
-            if self._closing:
-                self._finish()
-                return
-        if self._paused and not self._queue:
+        self._loop.remove_writer(self._fileno)
+        if self._closing:
+            self._finish()
+        elif self._paused:
             self._paused = False
             self._protocol.resume_writing()
 

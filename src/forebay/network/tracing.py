@@ -5,19 +5,16 @@ them. A provider that the process has set is used as it is. Otherwise OpenTeleme
 the spans of a server.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
 _IDS = re.compile(r"/[0-9a-f]{32,}|\?.*")
-_NOTHING: AbstractContextManager[None] = nullcontext()
 log = logging.getLogger("forebay.network")
 
 
@@ -44,14 +41,13 @@ def get_tracer() -> Any:
     return trace.get_tracer("forebay")
 
 
-def client_span(method: str, path: str, address: str, headers: dict[str, str]) -> AbstractContextManager[None]:
+@contextmanager
+def client_span(method: str, path: str, address: str, headers: dict[str, str]) -> Iterator[None]:
     """A span while a request is sent; adds the header by which the server's span becomes its child."""
     tracer = get_tracer()
-    return _NOTHING if tracer is None else _client_span(tracer, method, path, address, headers)
-
-
-@contextmanager
-def _client_span(tracer: Any, method: str, path: str, address: str, headers: dict[str, str]) -> Iterator[None]:
+    if tracer is None:
+        yield
+        return
     from opentelemetry import propagate, trace
 
     path = _IDS.sub(lambda match: "/{id}" if match[0].startswith("/") else "", path)

@@ -12,9 +12,9 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError
-from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers
+from forebay.network.http import StreamedResponse
 from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, make_dataset
@@ -83,14 +83,14 @@ def test_stop_finishes_the_download_in_flight(
     big = make_dataset(tmp_path / "big", 2, 32_000_000)  # 64 MB: more than the sockets' buffers hold
     row, node = big.table.row(0), DataNode(make_identity("data"), [big], HOST, 0, None)
     node.start()
-    into, reached, opened, receive = bytearray(row.bytes), threading.Event(), threading.Event(), peers._fill
+    into, reached, opened, pace = bytearray(row.bytes), threading.Event(), threading.Event(), StreamedResponse.pace
 
     def wait_amid(*arguments):
         reached.set()
         opened.wait()
-        receive(*arguments)
+        pace(*arguments)
 
-    monkeypatch.setattr(peers, "_fill", wait_amid)
+    monkeypatch.setattr(StreamedResponse, "pace", wait_amid)
     path, drained = f"/v1/slices/{row.sha256}", []
     fetching = threading.Thread(
         target=lambda: client.read_range(node.address, path, memoryview(into), 0, timeout_s=600)

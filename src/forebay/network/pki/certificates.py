@@ -209,7 +209,7 @@ def check_root(root: bytes, network_id: str) -> None:
 def scope_of(cert: x509.Certificate) -> Scope:
     """The scope in a certificate; unbounded if it has none. Raises ProtocolError."""
     extension = _extension(cert, SCOPE_OID)
-    if _extension(cert, _EARLIER_SCOPE_OID) is not None:  # Its scope is not unbounded.
+    if _extension(cert, _EARLIER_SCOPE_OID) is not None:  # its scope is not unbounded
         raise ProtocolError(
             "certificate: expected a scope of this version, got an earlier one's. Join again: `forebay network join`."
         )

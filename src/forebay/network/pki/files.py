@@ -86,15 +86,14 @@ def read_issuer(directory: str | Path) -> Issuer:
     return Issuer(key, cert, kind == "root")
 
 
-def renew_organisation(
-    network_dir: str | Path, org_dir: str | Path, *, valid_days: float = certificates.ORG_VALID_DAYS
-) -> str:
+def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float) -> str:
     """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
     folder = Path(org_dir)
     old = read_issuer(folder)
     name = peer_in(old.cert).name
-    issuer = read_issuer(network_dir)
-    cert = certificates.issue(issuer, name, old.key.public_key(), old.scope, valid_days, organisation=True)
+    cert = certificates.issue(
+        read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True
+    )
     atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
     copy_shared(Path(network_dir), folder)
     return old.peer_id
@@ -160,8 +159,9 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm, InternalError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"key: cannot read {path}: {type(error).__name__}: {reason}") from error
+        raise UsageError(
+            f"key: cannot read {path}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"key: expected Ed25519, got {type(key).__name__} ({path})")
     return key

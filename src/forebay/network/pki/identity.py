@@ -7,8 +7,6 @@ sides. Host names are not checked: an address locates a peer, its key identifies
 Cost: a handshake is two Ed25519 signatures and two checks (three for an organisation's node), under 1 ms of CPU a side.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import logging
 import ssl
@@ -65,11 +63,9 @@ class Identity:
         self._read_certificate()
 
     @classmethod
-    def load(cls, node_dir: str | Path) -> Identity:
+    def load(cls, node_dir: str | Path) -> "Identity":
         """Load the identity of a node's directory. Raises UsageError."""
-        identity = cls(Path(node_dir))
-        identity.warn_of_expiry(time.time())
-        return identity
+        return cls(Path(node_dir))
 
     def _read_certificate(self) -> None:
         cert = files.read_certs(self.node_dir / "node-cert.pem")[0]
@@ -82,6 +78,7 @@ class Identity:
         self.as_peer, self.certificate = peer, cert
         self.name, self.org, self.scope = peer.name, peer.org, peer.scope
         self.expires_at, self.valid_s = peer.valid_until, peer.valid_until - peer.valid_from
+        self.warn_of_expiry(time.time())
 
     def warn_of_expiry(self, now: float) -> None:
         """Log a warning when less than a third of the validity, or 30 days, remains at `now` (Unix seconds)."""
@@ -166,7 +163,6 @@ class Identity:
             return False
         self._cert_stamp = stamp
         self._read_certificate()
-        self.warn_of_expiry(time.time())
         for context in list(self._contexts):
             self._load_certificates(context)
         log.info("certificate renewed: name=%s", self.name)

@@ -214,10 +214,9 @@ class Revocations:
         if now - self._refreshed_at < LOOK_EVERY_S:
             return
         self._refreshed_at = now
-        files = [self._text_path, *self._folder.glob("*.pem")]
         before, self._stamps = self._stamps, {}
         faults, self._faults = self._faults, {}
-        for path in files:
+        for path in (self._text_path, *self._folder.glob("*.pem")):
             try:
                 stamp = file_stamp(path)
                 if path not in before or before[path] != stamp:
