@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,7 @@ class CacheIndex:
         self._reported = changes.get(self._dataset_id, self._reported)
 
 
+@dataclass(eq=False)
 class SliceFetcher:
     """Fetches the slices of a worker's leases, `MAX_FETCHES` at once, from `start` to `close`.
 
@@ -71,18 +73,17 @@ class SliceFetcher:
     the hashes of a slice's chunks are in the `chunks.sha256` of a web server.
     """
 
-    def __init__(
-        self, client: Client, cache: ChunkCache, leases: LeaseBuffer, patience_s: float,
-        from_urls: FromUrls = "", dataset: Dataset | None = None,
-    ) -> None:  # fmt: skip
+    client: Client
+    cache: ChunkCache
+    leases: LeaseBuffer
+    patience_s: float
+    from_urls: FromUrls
+    dataset: Dataset
+
+    def __post_init__(self) -> None:
         self.bytes = self.slices = self.bytes_from_workers = 0
         self.failure: Exception | None = None
-        self._client = client
-        self._peer_id = client.identity.peer_id if client.identity is not None else ""
-        self._cache = cache
-        self._leases = leases
-        self._patience_s = patience_s
-        self._from_urls, self._dataset = from_urls, dataset
+        self._peer_id = self.client.identity.peer_id if self.client.identity is not None else ""
         self._origins: dict[str, Origin] = {}  # by URL
         self._fetcher = RunFetcher(_CONNECTIONS, tries=2, timeout_s=1.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
@@ -107,13 +108,13 @@ class SliceFetcher:
             thread.join()
 
     def _run(self) -> None:
-        while (lease := self._leases.next_to_fetch()) is not None:
+        while (lease := self.leases.next_to_fetch()) is not None:
             try:
                 self._serve(lease)
             except ForebayError as error:  # no provider for too long, or the cache is too small
                 if not self._closing.is_set():
                     self.failure = self.failure or error
-                    self._leases.close()
+                    self.leases.close()
 
     def _serve(self, lease: ActiveLease) -> None:
         grant, started = lease.grant, time.monotonic()
@@ -122,11 +123,11 @@ class SliceFetcher:
             # Pinned: another worker on this cache may evict slices between the fetch and the first step.
             if (path := self._fetch(lease)) is not None:
                 proof = prove(grant.lease_id, self._peer_id, path, grant.bytes)
-                with self._leases.locked() as state:
+                with self.leases.locked() as state:
                     is_needed = state.fetched(lease, path, time.monotonic() - started, proof)
             self._num_misses, self._last_hit_at = 0, time.monotonic()
         except IntegrityError as error:
-            with self._leases.locked() as state:
+            with self.leases.locked() as state:
                 state.fail(lease, str(error))
         except Exception as error:  # also a full disk or a missing descriptor: the fetch is repeated
             is_transient = isinstance(error, NetworkError) or isinstance(error.__cause__, OSError)
@@ -135,27 +136,27 @@ class SliceFetcher:
             if not isinstance(error, NetworkError):
                 log.exception("slice %s: cannot fetch it; its lease is released", grant.name)
             if not lease.ended:
-                with self._leases.locked() as state:
+                with self.leases.locked() as state:
                     state.release(lease)
                 self._back_off(grant, error)
         finally:
             if path is not None and not is_needed:
-                self._cache.unpin_slice(grant.sha256)
+                self.cache.unpin_slice(grant.sha256)
 
     def _back_off(self, grant: Lease, error: Exception) -> None:
         self._num_misses += 1
-        if self._num_misses >= 5 and time.monotonic() - self._last_hit_at > self._patience_s:
+        if self._num_misses >= 5 and time.monotonic() - self._last_hit_at > self.patience_s:
             if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
                 raise error  # of the disk: it names the file and the next step
             raise NetworkError(
-                f"worker: no provider gave any slice for {self._patience_s:g} s, "
+                f"worker: no provider gave any slice for {self.patience_s:g} s, "
                 f"last {grant.name}: {error}. Is a data node running?"
             ) from error
         self._closing.wait(backoff_s(self._num_misses, 0.1, 2.0))
 
     def _fetch(self, lease: ActiveLease) -> Path | None:
         """Fetch the absent chunks, or wait for another process that does; the slice's file, pinned, or None."""
-        info, cache = _info_of(lease.grant), self._cache
+        info, cache = _info_of(lease.grant), self.cache
         while not (lease.ended or self._closing.is_set()):
             if (path := cache.get(info.sha256, pin=True)) is not None:
                 return path
@@ -224,8 +225,8 @@ class SliceFetcher:
 
     def _read_leaves(self, grant: Lease, sources: Sequence[Origin]) -> bytes:
         """The hashes of a slice's chunks, not verified, of the first web server that has them; else none."""
-        if self._dataset is not None and grant.slice < self._dataset.num_slices:
-            start, stop = (self._dataset.first_chunks[grant.slice : grant.slice + 2] * HASH_BYTES).tolist()
+        if grant.slice < self.dataset.num_slices:
+            start, stop = (self.dataset.first_chunks[grant.slice : grant.slice + 2] * HASH_BYTES).tolist()
             for source in (source for source in sources if not isinstance(source, PeerSource)):
                 with contextlib.suppress(NetworkError):
                     return b"".join(map(bytes, source.read(CHUNKS_FILE, start, stop)))
@@ -250,7 +251,7 @@ class SliceFetcher:
                 if url not in self._origins:
                     if len(self._origins) >= _MAX_URLS:
                         self._origins.clear()
-                    self._origins[url] = open_untrusted_origin(url, self._from_urls)
+                    self._origins[url] = open_untrusted_origin(url, self.from_urls)
                 return self._origins[url]
 
         def on_fault(error: NetworkError) -> None:
@@ -260,7 +261,7 @@ class SliceFetcher:
                 self._reject(grant, source, str(error), wrong=False, final=False)
 
         source = PeerSource(
-            self._client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S, on_fault=on_fault,
+            self.client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S, on_fault=on_fault,
             once=not provider.is_origin,
         )  # fmt: skip
         return source
@@ -273,7 +274,7 @@ class SliceFetcher:
             if reported is not None and reported >= final:
                 return
             self._reported[name, grant.sha256] = final
-        with self._leases.locked() as state:
+        with self.leases.locked() as state:
             state.report(name, grant.sha256, reason, wrong=wrong, rejected=final)
 
 

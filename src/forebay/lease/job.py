@@ -43,7 +43,7 @@ class LeaseJob(Closing):
 
     def __init__(
         self, url: str, identity: str | Path | Identity | None, address: str | None, *,
-        discovery: Discovery | None = None, patience_s: float = 60.0, from_urls: FromUrls = "",
+        discovery: Discovery | None, patience_s: float, from_urls: FromUrls,
     ) -> None:  # fmt: skip
         asked = open_peers(url, identity, None, None, Timeouts(), from_urls)
         self.identity, self.from_urls, self.client = asked.identity, from_urls, Client(asked.identity)
@@ -96,7 +96,7 @@ class _DataNodes:
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery."""
         info = self._scheduler.job if self._is_first else self._scheduler.read_job()
-        self._is_first = False  # What the job's settings came with is new.
+        self._is_first = False  # the addresses that came with the job's settings are new
         addresses = []
         for address in list(info.get("data_nodes", ()))[:MAX_CLAIMS]:
             with contextlib.suppress(ProtocolError):

@@ -18,8 +18,6 @@ in over the network. Rules for a sender:
   and are taken back. An empty list releases all; left out: nothing is taken back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging
@@ -166,8 +164,7 @@ class ExchangeRequest(_Message):
 
     def to_json(self) -> dict[str, Any]:
         """The body of the request, without fields that have their default."""
-        body: dict[str, Any] = _REQUEST.dump_python(self, mode="json", exclude_defaults=True)
-        return body
+        return dict(_REQUEST.dump_python(self, mode="json", exclude_defaults=True))
 
 
 @dataclass(frozen=True)
@@ -225,7 +222,7 @@ class Lease(LeaseGrant):
     bytes: Annotated[int, Field(ge=1, le=2**62)]
     sample_base: Count
     seed: int
-    name: str = ""  # This and the next are not sent: a worker has them from the dataset's table.
+    name: str = ""  # this and the next are not sent: a worker has them from the dataset's table
     chunk_bytes: Count = 0
 
 
@@ -283,11 +280,10 @@ class ExchangeReply(ExchangeResult):
 
     def to_json(self) -> dict[str, Any]:
         """The body of the response, without fields that have their default."""
-        body: dict[str, Any] = _REPLY.dump_python(self, mode="json", exclude_defaults=True)
-        return body
+        return dict(_REPLY.dump_python(self, mode="json", exclude_defaults=True))
 
     @classmethod
-    def from_json(cls, value: Any) -> ExchangeReply:
+    def from_json(cls, value: Any) -> "ExchangeReply":
         """Parse a response body; ProtocolError if it is malformed."""
         try:
             return _REPLY.validate_json(orjson.dumps(value))

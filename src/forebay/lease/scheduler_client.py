@@ -73,7 +73,7 @@ class SchedulerClient:
 
     def read_job(self) -> dict[str, Any]:
         """The job's description, as of `GET /v1/job`; the scheduler is pinned. Raises as `exchange`."""
-        is_known = self._peer_id is not None  # Else finding it reads the job.
+        is_known = self._peer_id is not None  # else finding the scheduler reads its job
 
         def get(address: str) -> dict[str, Any]:
             if is_known and not self._is_ours(address):
@@ -126,8 +126,7 @@ class SchedulerClient:
                 deadline = min(deadline, stopped_at + STOPPING_S)
             elif self.stop.wait(wait_s):
                 stopped_at = time.monotonic()
-        reason = str(self._reason)
-        reason += "" if reason.endswith(("?", ".")) else "."
+        reason = self._reason + ("" if self._reason.endswith(("?", ".")) else ".")
         raise SchedulerUnreachableError(
             f"{self._subject.removeprefix('the ')}: expected an answer within {patience_s:g} s, got none: "
             f"{reason} Check the name, and that the scheduler runs (forebay scheduler) in this network."

@@ -104,8 +104,7 @@ class LeaseSession(Closing):
         self._replied_at = time.monotonic()
         self._reports_all = True  # the next request says all that is cached, not only what changed
         job.scheduler.stop = threading.Event()
-        self._thread = SupervisedThread(self._request, "worker requests")
-        self._thread.start()
+        self._thread = SupervisedThread(self._request, "worker requests").start()
         self.fetcher.start()
 
     @property
@@ -166,9 +165,8 @@ class LeaseSession(Closing):
         job = self.job
         with self.leases.locked() as state:
             request = state.request(time.monotonic(), last)
-        share, cached = self._share, dict[str, str]()
-        if share is not None:
-            cached = self.index.changes(everything=self._reports_all)
+        share = self._share
+        cached = self.index.changes(everything=self._reports_all) if share is not None else {}
         signature = job.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
         is_due = time.monotonic() - self._stats_at >= STATS_INTERVAL_S
         body = replace(
@@ -197,8 +195,8 @@ class LeaseSession(Closing):
 
     def _with_table(self, lease: Lease) -> Lease:
         table = self.job.dataset.table
-        if lease.slice >= len(table):
-            return replace(lease, name=f"slice {lease.slice}")  # Of no slice of the dataset: refused when it is opened.
+        if lease.slice >= len(table):  # the dataset has no such slice: the lease is refused when it is opened
+            return replace(lease, name=f"slice {lease.slice}")
         row = table.row(lease.slice)
         return replace(lease, name=row.name, chunk_bytes=row.chunk_bytes)
 

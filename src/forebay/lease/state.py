@@ -111,6 +111,7 @@ class LeaseCounts:
     rejected: list[ProviderReport] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class LeaseState:
     """The leases of one worker, as a state machine. Not safe for threads: see `LeaseBuffer`.
 
@@ -126,18 +127,17 @@ class LeaseState:
 
     log = logging.getLogger("forebay.worker")
 
-    def __init__(
-        self, batch_size: int, max_bytes: int, receipt_s: float,
-        on_release: Callable[[Lease], object],
-    ) -> None:  # fmt: skip
+    batch_size: int
+    max_bytes: int
+    receipt_s: float
+    on_release: Callable[[Lease], object]
+
+    def __post_init__(self) -> None:
         self.counts = LeaseCounts()
         self.done = self.paused = self.closed = self.is_yielding = False
         self.num_left_out = 0
         self.samples_per_s = 0.0
-        self._batch_size = batch_size
-        self._max_bytes = max_bytes
-        self._request_s = receipt_s / 2
-        self._on_release = on_release
+        self._request_s = self.receipt_s / 2
         self._leases: dict[str, ActiveLease] = {}  # in the order in which they were granted
         self._reports: list[ProviderReport] = []
         self._awaits_reply = True  # the first request is still to be sent
@@ -186,7 +186,7 @@ class LeaseState:
 
         None if there are no more, or not all of them before the limit.
         """
-        stop = min(lease.started + (self._batch_size if max_samples is None else max_samples), lease.stop)
+        stop = min(lease.started + (self.batch_size if max_samples is None else max_samples), lease.stop)
         is_over = self.closed or lease.ended or lease.reason or lease.started >= lease.stop
         if is_over or stop > lease.allowed_until:
             return None
@@ -203,7 +203,7 @@ class LeaseState:
             num_samples += stop - lease.used
             if lease.grant.lease_id not in self._leases:
                 self.counts.wasted += stop - lease.used
-            lease.add_use(stop, step, self._batch_size, len(parts) == 1)
+            lease.add_use(stop, step, self.batch_size, len(parts) == 1)
             lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
         self._num_outstanding -= num_samples
         rate = num_samples / max(1e-6, now - self._started_at)
@@ -219,7 +219,7 @@ class LeaseState:
     def finish(self, lease: ActiveLease) -> None:
         """Its slice is not in use any more."""
         lease.in_use, lease.path = False, None
-        self._on_release(lease.grant)
+        self.on_release(lease.grant)
 
     # Fetching.
 
@@ -305,7 +305,7 @@ class LeaseState:
                 accepted = recorded[use.lease_id]
                 lease.acknowledged, lease.stop, lease.num_refusals = accepted.offset, accepted.stop, 0
             elif self._refuse(lease, use, refused.get(use.lease_id)):
-                released.discard(use.lease_id)  # It is released once its uses are acknowledged.
+                released.discard(use.lease_id)  # it is released once its uses are acknowledged
         for lease_id in request.known_leases or ():
             lease = self._leases[lease_id]
             if lease_id in reply.active:
@@ -365,7 +365,7 @@ class LeaseState:
         unspent = [lease for lease in self._leases.values() if not lease.is_spent]
         num_fitting = 1
         if size := max((lease.grant.bytes for lease in self._leases.values()), default=0):
-            num_fitting = (self._max_bytes - sum(lease.grant.bytes for lease in unspent)) // size
+            num_fitting = (self.max_bytes - sum(lease.grant.bytes for lease in unspent)) // size
         return max(0 if unspent else 1, min(MAX_LEASES, self._capacity() - len(unspent), num_fitting))
 
     def _declare(self) -> dict[str, int]:
@@ -375,9 +375,9 @@ class LeaseState:
         that it declared: the scheduler may have received it.
         """
         num_started = sum(lease.started - lease.used for lease in self._leases.values())
-        steps = int(self._request_s * self.samples_per_s / self._batch_size)
-        remaining = max(steps, 0 if num_started else 1) * self._batch_size
-        remaining = max(0, remaining - max(0, num_started - self._batch_size))  # batches formed ahead count
+        steps = int(self._request_s * self.samples_per_s / self.batch_size)
+        remaining = max(steps, 0 if num_started else 1) * self.batch_size
+        remaining = max(0, remaining - max(0, num_started - self.batch_size))  # batches formed ahead count
         limits = {}
         for lease in sorted(self._leases.values(), key=lambda lease: (not lease.in_use, lease.path is None)):
             limit = lease.started
@@ -417,4 +417,4 @@ class LeaseState:
         del self._leases[lease.grant.lease_id]
         if lease.path is not None and not lease.in_use:
             lease.path = None
-            self._on_release(lease.grant)
+            self.on_release(lease.grant)

@@ -7,8 +7,6 @@ without a key. Through `prev` the signature of an entry covers all entries befor
 Cost: about 6 us an entry of 500 bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +66,7 @@ class Checkpoint:
     first: str  # The hash of entry 0.
 
     @classmethod
-    def from_json(cls, value: Any) -> Checkpoint | None:
+    def from_json(cls, value: Any) -> "Checkpoint | None":
         """The checkpoint of a dict of these fields; None for invalid input."""
         try:
             checkpoint = _CHECKPOINT.validate_python(value)
@@ -168,7 +166,7 @@ class Used:
         return [*row, self.digest] if self.digest else row
 
     @classmethod
-    def from_row(cls, row: Any) -> Used:
+    def from_row(cls, row: Any) -> "Used":
         """The inverse of `to_row`. Raises LedgerError for an invalid row."""
         is_valid = (
             isinstance(row, list)

@@ -3,10 +3,9 @@
 Cost of `open_index`: one pass over the file, 15 us an entry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,22 @@ from forebay.arrays import I64, Array
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Entry, Used, read_entries, uses_of
 
-LEDGER_FORMAT = 2  # In the job entry; absent in format 1, whose samples had another order.
+LEDGER_FORMAT = 2  # in the job entry; absent in format 1, whose samples had another order
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """A job."""
 
-    job_id: str  # The hash of the first entry.
+    job_id: str  # the hash of the first entry
     body: dict[str, Any]
-    scheduler: bytes  # The public key, 32 bytes.
-    samples: I64  # int64 [S], of each slice.
-    first_ids: I64  # int64 [S], the id of its first sample; ids count the dataset, splits skip some.
+    scheduler: bytes  # the public key, 32 bytes
+    samples: I64  # int64 [S], the samples of each slice
+    first_ids: I64  # int64 [S], the id of its first sample; ids count the dataset, splits skip some
     dataset_id: str
 
     @classmethod
-    def of(cls, entry: Entry) -> Job:
+    def of(cls, entry: Entry) -> "Job":
         """The job of a ledger's first entry. Raises LedgerError if it is not one."""
         if entry.kind != "job" or entry.seq != 0:
             raise LedgerError(f"ledger entry {entry.seq}: expected kind job first and once, got {entry.kind}")
@@ -87,12 +86,7 @@ MAX_SLICES = 100_000_000
 
 def encode_runs(counts: I64) -> list[list[int]]:
     """The run-length form [[count, run], …] of an int64 array: a few bytes for any number of equal slices."""
-    if len(counts) == 0:
-        return []
-    edges = np.flatnonzero(np.diff(counts)) + 1
-    starts = np.concatenate([[0], edges])
-    runs = np.diff(np.concatenate([starts, [len(counts)]]))
-    return [[int(counts[i]), int(run)] for i, run in zip(starts, runs)]
+    return [[count, sum(1 for _ in run)] for count, run in groupby(counts.tolist())]
 
 
 def decode_runs(runs: Any) -> I64:
@@ -106,8 +100,8 @@ def decode_runs(runs: Any) -> I64:
             raise LedgerError(f"{message}, got {pair!r}.")
     if sum(pair[1] for pair in pairs) > MAX_SLICES:
         raise LedgerError(f"{message} of at most {MAX_SLICES} slices, got more.")
-    counts = np.array([p[0] for p in pairs], np.int64)
-    return np.repeat(counts, np.array([p[1] for p in pairs], np.int64))
+    counts, repeats = np.array(pairs, np.int64).reshape(-1, 2).T
+    return np.repeat(counts, repeats)
 
 
 USE = np.dtype(

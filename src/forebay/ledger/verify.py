@@ -127,7 +127,10 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
             case "job":
                 reading.problem(f"entry {entry.seq}: a second job entry")
             case "worker":
-                _read_worker(entry, reading)
+                key = bytes.fromhex(entry.body["key"])
+                if peer_id_of(key) != entry.body["worker"]:
+                    raise LedgerError(f"the key is not that of worker {entry.body['worker']}")
+                reading.keys[entry.body["worker"]] = key
             case "uses":
                 _read_uses(entry, reading)
             case "set_aside" | "readmitted":
@@ -137,13 +140,6 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
                 _read_epoch(entry, reading)
     except (ForebayError, ValueError, KeyError, TypeError) as error:
         reading.problem(f"entry {entry.seq} ({entry.kind}): {error}")
-
-
-def _read_worker(entry: Entry, reading: _Reading) -> None:
-    key = bytes.fromhex(entry.body["key"])
-    if peer_id_of(key) != entry.body["worker"]:
-        raise LedgerError(f"the key is not that of worker {entry.body['worker']}")
-    reading.keys[entry.body["worker"]] = key
 
 
 def _read_uses(entry: Entry, reading: _Reading) -> None:
@@ -210,14 +206,15 @@ def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: f
         _check_samples(reading, job, table, replay)
     intact, few_aside = not reading.problems, True
     for e in epochs:
-        num_aside, total = e.get("set_aside", 0), e["samples"] + e["missing"] + e.get("set_aside", 0)
+        num_aside = e.get("set_aside", 0)
+        total = e["samples"] + e["missing"] + num_aside
         if num_aside > max_set_aside * total:
             few_aside = False
             reading.problem(
                 f"epoch {e['epoch']}: {num_aside:,} of {total:,} samples were set aside and never used, more than the "
                 f"share {max_set_aside:g} that is allowed (--max-set-aside)"
             )
-    is_complete = all(e["missing"] == 0 and e["repeated"] == 0 for e in epochs)
+    is_complete = all(e["missing"] == e["repeated"] == 0 for e in epochs)
     ok = intact and is_complete and few_aside
     return LedgerReport(ok, intact, epochs, reading.problems, reading.entries, missing, repeated)
 
@@ -254,7 +251,7 @@ class Coverage:
     repeated: I64  # (slice, start, stop, which use): used before by another. int64 [R, 4].
 
 
-def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tuple[int, int, int]] = ()) -> Coverage:
+def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tuple[int, int, int]]) -> Coverage:
     """The coverage of slices with `samples` [S] by non-empty uses [N] in any order.
 
     `aside` has (slice, start, stop), in any order. All must lie within their slices.

@@ -8,14 +8,13 @@ then not serve as evidence.
 Not rotated: 1 000 000 entries are about 600 MB, and a checkpoint makes the length irrelevant to opening.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,30 @@ from forebay.ledger.index import LEDGER_FORMAT
 Signer = Callable[[bytes], bytes]
 
 
+@dataclass(eq=False)
 class Ledger(Closing):
     """An open ledger, one process at a time; a context manager. Threads may share it."""
 
-    def __init__(self, path: Path, fd: int, signer: Signer, now: Callable[[], float]) -> None:
-        self.path = path
+    path: Path
+    fd: int
+    signer: Signer
+    now: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.first: Entry | None = None  # Entry 0; None in an empty ledger.
         self.truncated_bytes = 0  # Of an incomplete last line that opening removed.
         self.read_bytes = 0  # By opening.
-        self._fd = fd
-        self._signer = signer
-        self._now = now
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._seq, self._prev, self._size, self._last_bytes = 0, GENESIS, 0, 0
+        # `next_seq`: the number of entries, which is the seq of the next.
+        self.next_seq, self._prev, self._size, self._last_bytes = 0, GENESIS, 0, 0
         self._synced = (0, GENESIS, 0, 0)
         self._broken = ""
 
     @classmethod
     def open(
         cls, path: Path, signer: Signer, now: Callable[[], float] = time.time, checkpoint: Checkpoint | None = None
-    ) -> Ledger:
+    ) -> "Ledger":
         """Open or create a ledger, check its chain and remove an incomplete last line left by a crash.
 
         Args:
@@ -82,35 +84,30 @@ class Ledger(Closing):
                 is_ours = checkpoint is not None and checkpoint.first == last.hash
                 if is_ours and checkpoint is not None and (entry := entry_before(file, checkpoint, self.path)):
                     last = entry
-                    self._seq, self._prev = checkpoint.seq, checkpoint.prev
+                    self.next_seq, self._prev = checkpoint.seq, checkpoint.prev
                     self._size, self._last_bytes = checkpoint.size, checkpoint.last_bytes
                 start_bytes = self._size - self._last_bytes
                 file.seek(self._size)
-                for last in iter_entries(file, self.path, self._seq, self._prev):
+                for last in iter_entries(file, self.path, self.next_seq, self._prev):
                     self._advance(last)
                 self.read_bytes = self._size - start_bytes
         self.truncated_bytes = self.path.stat().st_size - self._size
-        if last is not None and self._signer(last.signed).hex() != last.sig:
+        if last is not None and self.signer(last.signed).hex() != last.sig:
             raise LedgerError(
                 f"ledger {self.path}: its last entry, {last.seq}, is not signed with this scheduler's key. "
                 "Start the scheduler that began it, or use another state directory."
             )
         if self.truncated_bytes:
-            os.ftruncate(self._fd, self._size)
-            os.fsync(self._fd)
+            os.ftruncate(self.fd, self._size)
+            os.fsync(self.fd)
         self._synced = self._mark()
 
     def _mark(self) -> tuple[int, str, int, int]:
-        return self._seq, self._prev, self._size, self._last_bytes
+        return self.next_seq, self._prev, self._size, self._last_bytes
 
     def _advance(self, entry: Entry) -> None:
         self._last_bytes = len(entry.line) + 1
-        self._seq, self._prev, self._size = entry.seq + 1, entry.hash, self._size + self._last_bytes
-
-    @property
-    def next_seq(self) -> int:
-        """The number of entries, which is the seq of the next."""
-        return self._seq
+        self.next_seq, self._prev, self._size = entry.seq + 1, entry.hash, self._size + self._last_bytes
 
     def append(self, kind: str, body: dict[str, Any], *, sync: bool = True) -> Entry:
         """Sign, write and return an entry; it is on disk then, unless `sync` is False.
@@ -121,10 +118,10 @@ class Ledger(Closing):
         with self._lock:
             if self._broken:
                 raise LedgerError(self._broken)
-            recorded_at = round(self._now(), 3)
+            recorded_at = round(self.now(), 3)
             if kind == "job":
                 body = {"format": LEDGER_FORMAT, **body}
-            entry = make_entry(self._seq, self._prev, recorded_at, kind, body, self._signer)
+            entry = make_entry(self.next_seq, self._prev, recorded_at, kind, body, self.signer)
             self._write(entry.line + b"\n")
             self._advance(entry)
             if self.first is None:
@@ -135,20 +132,20 @@ class Ledger(Closing):
 
     def _write(self, line: bytes) -> None:
         try:
-            written = os.write(self._fd, line)
+            written = os.write(self.fd, line)
             if written != len(line):
                 raise OSError(f"{written} of {len(line)} bytes written")
         except OSError as error:
             text = f"ledger {self.path}: cannot append an entry: {error}. Is the disk full?"
             try:
-                os.ftruncate(self._fd, self._size)
+                os.ftruncate(self.fd, self._size)
             except OSError:
                 self._broken = text  # Entries after an incomplete line could not be read.
             raise LedgerError(text) from error
 
     def sync(self) -> None:
         """Return once every entry appended before the call is on disk; overlapping calls share an fsync."""
-        target_seq = self._seq
+        target_seq = self.next_seq
         with self._sync_lock:
             if self._synced[0] >= target_seq:
                 return
@@ -157,7 +154,7 @@ class Ledger(Closing):
             with self._lock:
                 mark = self._mark()
             try:
-                os.fsync(self._fd)
+                os.fsync(self.fd)
             except OSError as error:
                 self._fail(error)
                 raise LedgerError(self._broken) from error
@@ -167,9 +164,9 @@ class Ledger(Closing):
         """The state on disk is unknown after a failed fsync: truncate to the last synced size, refuse writes."""
         with self._lock:
             self._broken = f"ledger {self.path}: cannot flush its entries: {error}. Free disk space and start again."
-            self._seq, self._prev, self._size, self._last_bytes = self._synced
+            self.next_seq, self._prev, self._size, self._last_bytes = self._synced
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)
+                os.ftruncate(self.fd, self._size)
 
     def checkpoint(self) -> Checkpoint:
         """The position on disk, for a later `open`. Raises LedgerError in an empty ledger."""
@@ -190,8 +187,8 @@ class Ledger(Closing):
 
     def close(self) -> None:
         """Sync if possible and close the file; may be called twice."""
-        if self._fd >= 0:
+        if self.fd >= 0:
             with contextlib.suppress(LedgerError):
                 self.sync()
-            os.close(self._fd)
-            self._fd = -1
+            os.close(self.fd)
+            self.fd = -1

@@ -18,11 +18,11 @@ from forebay.scheduler import events
 from forebay.scheduler.events import Event
 from forebay.scheduler.leases import LeaseTable
 
-RATE_SPAN_S = 30.0  # A worker's rate is its mean over this time.
-MAX_RECENT = 64  # Uses of a worker from which its rate is computed.
-SHARE_SPAN_S = 10.0  # The shares of its time are over this time, and up to twice as much.
-STATS_TTL_S = 60.0  # Then what a process reported of itself is dropped.
-MAX_PROCESSES = 64  # Of a worker whose reports are stored.
+RATE_SPAN_S = 30.0  # a worker's rate is its mean over this time
+MAX_RECENT = 64  # uses of a worker from which its rate is computed
+SHARE_SPAN_S = 10.0  # the shares of its time are over this time, and up to twice as much
+STATS_TTL_S = 60.0  # then what a process reported of itself is dropped
+MAX_PROCESSES = 64  # processes of a worker whose reports are stored
 MAX_EVENTS, MAX_USES = 200, 20
 MAX_CELLS = 2048
 
@@ -64,8 +64,8 @@ class WorkerUsage:
     samples: int = 0
     tokens: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # (time, tokens), MAX_RECENT at most
-    recent_tokens: int = 0  # Of `recent`.
-    processes: dict[str, ProcessStats] = field(default_factory=dict)  # By session.
+    recent_tokens: int = 0  # the tokens of `recent` together
+    processes: dict[str, ProcessStats] = field(default_factory=dict)  # by session
 
     def add(self, samples: int, tokens: int, now: float) -> None:
         self.samples += samples
@@ -162,8 +162,7 @@ class Activity:
 
     def describe(self) -> dict[str, Any]:
         """The last events and uses, latest first."""
-        names = ("at", "level", "text")
-        last = [dict(zip(names, event)) for event in reversed(self._events)]
+        last = [dict(zip(("at", "level", "text"), event)) for event in reversed(self._events)]
         return {"events": last, "uses": list(reversed(self._uses))}
 
     def _add(self, level: str, text: str) -> None:

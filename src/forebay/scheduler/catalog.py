@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def started_id(ledger: Path) -> str:
         return ""
 
 
+@dataclass(eq=False)
 class Catalog:
     """The dataset of the job; `find` opens it.
 
@@ -100,22 +102,21 @@ class Catalog:
         publishers: Peer ids; only datasets that one of them signed count. Without any all do.
     """
 
-    spec: JobSpec
-    manifest: Manifest
-    table: SliceTable
-    identity: dict[str, Any]  # Packing and split.
-    skipped_samples: list[list[int]] | None  # Of a split: how many ids it skips before each slice, as runs.
+    name: str
+    dataset_id: str
+    seq_len: int
+    settings: Mapping[str, Any]
+    network_id: str
+    discovery: Discovery
+    client: Client
+    stopping: threading.Event
+    store: ManifestStore
+    publishers: Collection[str]
+    from_urls: FromUrls
+    samples: Mapping[str, Any]
 
-    def __init__(
-        self, name: str, dataset_id: str, seq_len: int, settings: Mapping[str, Any], network_id: str,
-        discovery: Discovery, client: Client, stopping: threading.Event, store: ManifestStore,
-        publishers: Collection[str] = (), from_urls: FromUrls = "", samples: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        self._samples = dict(samples or {})
-        self.name, self.seq_len, self.claims = name, seq_len, list[Claim]()
-        self._id, self._settings, self._network_id, self._discovery = dataset_id, settings, network_id, discovery
-        self._client, self._stopping, self._store, self._publishers = client, stopping, store, publishers
-        self._from_urls = from_urls
+    def __post_init__(self) -> None:
+        self.claims = list[Claim]()
         self._unsigned: list[str] = []
         self._state = "the DHT names none that answers"
 
@@ -129,33 +130,34 @@ class Catalog:
             DatasetError: If no node serves it within `wait_s`, or its name stands for several datasets.
             NetworkError: If no node that claims it sent its manifest within that time.
         """
-        files = self._store.get(started) if started and self._id in ("", started) else None
+        files = self.store.get(started) if started and self.dataset_id in ("", started) else None
         if files is None or files[0].name != self.name:
             with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {self._state}"):
                 started, files = self._search(wait_s)
         self.manifest, self.table = files
         index = self._index_samples(started)
-        self.identity = {name: index.describe()[name] for name in ("packing", "split")}
+        self.identity = {name: index.describe()[name] for name in ("packing", "split")}  # of the job's samples
         self._first_ids = index.bases + index.offsets
         skipped = np.diff(np.append(0, self._first_ids - (index.counts.cumsum() - index.counts)))
+        # How many ids a split skips before each slice, as runs.
         self.skipped_samples = encode_runs(skipped) if index.split is not None else None
-        self.spec = JobSpec(self.name, started, index.counts, **self._settings)
+        self.spec = JobSpec(self.name, started, index.counts, **self.settings)
 
     def _index_samples(self, dataset_id: str) -> SampleIndex:
         """The samples of each slice. Packing `best_fit` reads document ends from data nodes, once."""
-        assert self._client.identity is not None
+        assert self.client.identity is not None
         origin = PeerOrigin(
-            self._client.identity, self.name, expected_id=dataset_id, discovery=self._discovery,
-            publishers=self._publishers, from_urls=self._from_urls,
+            self.client.identity, self.name, expected_id=dataset_id, discovery=self.discovery,
+            publishers=self.publishers, from_urls=self.from_urls,
         )  # fmt: skip
         dataset = RemoteDataset(origin, self.manifest, self.table, dataset_id)
         seq_len = self.seq_len if self.manifest.layout == "tokens" else None
-        return plan_samples(dataset, seq_len, **self._samples, cache_dir=self._store.directory)
+        return plan_samples(dataset, seq_len, **self.samples, cache_dir=self.store.directory)
 
     def _search(self, wait_s: float) -> tuple[str, tuple[Manifest, SliceTable]]:
         deadline = time.monotonic() + wait_s
         while True:
-            claims = self._find_claims(self._id, min(ASK_S, wait_s))
+            claims = self._find_claims(self.dataset_id, min(ASK_S, wait_s))
             ids = sorted({claim.dataset_id for claim in claims})
             if len(ids) > 1:
                 raise DatasetError(
@@ -173,32 +175,32 @@ class Catalog:
                     self.claims = claims
                     return ids[0], files
             # The nodes may have died since; others may come.
-            if time.monotonic() < deadline and not self._stopping.wait(RETRY_S):
+            if time.monotonic() < deadline and not self.stopping.wait(RETRY_S):
                 continue
             if claims:
                 raise NetworkError(f"scheduler: no provider sent the manifest of {self.name!r}: {'; '.join(failures)}")
             raise DatasetError(
                 f"scheduler: expected a data node of {self.name!r}"
-                + (f" with id {self._id}" if self._id else "")
-                + f" in network {self._network_id} within {wait_s:g} s, got none: the DHT names no node that "
+                + (f" with id {self.dataset_id}" if self.dataset_id else "")
+                + f" in network {self.network_id} within {wait_s:g} s, got none: the DHT names no node that "
                 "serves it. Start one with `forebay serve`, or check the name with `forebay find`."
                 + "".join(f" Not counted: {reason}" for reason in self._unsigned)
             )
 
     def _find_claims(self, dataset_id: str, timeout_s: float = ASK_S) -> list[Claim]:
         """The data nodes that serve the dataset now."""
-        claims = find_providers(self._discovery, self._client, self._network_id, self.name, timeout_s=timeout_s)
+        claims = find_providers(self.discovery, self.client, self.network_id, self.name, timeout_s=timeout_s)
         claims = [claim for claim in claims if claim.is_whole and dataset_id in ("", claim.dataset_id)]
-        signed, self._unsigned = select_published(self._client, claims, self._publishers, dataset_id)
+        signed, self._unsigned = select_published(self.client, claims, self.publishers, dataset_id)
         return signed
 
     def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
         base, peer = f"/v1/datasets/{claim.dataset_id}", claim.peer_id
-        get = partial(self._client.get_bytes, claim.address, expect_peer=peer)
+        get = partial(self.client.get_bytes, claim.address, expect_peer=peer)
         manifest = get(f"{base}/manifest.json", MAX_MANIFEST_BYTES)
         table = get(f"{base}/slices.parquet", MAX_TABLE_BYTES)
         parsed = parse(claim.dataset_id, manifest, table, f"peer {peer}")
-        self._store.put(claim.dataset_id, manifest, table)
+        self.store.put(claim.dataset_id, manifest, table)
         return parsed
 
     def refresh(self) -> None:
@@ -207,7 +209,7 @@ class Catalog:
 
     def _is_confirmed(self, claim: Claim) -> bool:
         try:
-            current = read_claims(self._client, claim.address, claim.name)
+            current = read_claims(self.client, claim.address, claim.name)
         except (NetworkError, UsageError):
             return False
         return any((c.peer_id, c.dataset_id) == (claim.peer_id, claim.dataset_id) for c in current)
@@ -241,10 +243,10 @@ class Catalog:
         For a dataset behind URLs that may not be read here the workers are believed: False.
         """
         row, origins = self.table.row(index), self.origins()
-        if provider is None and origins and not self._from_urls and all(origin.is_url for origin in origins):
+        if provider is None and origins and not self.from_urls and all(origin.is_url for origin in origins):
             return False
         asked = origins if provider is None else [provider]
-        answers = [verify_provider(self._client, other, row, self._from_urls) for other in asked]
+        answers = [verify_provider(self.client, other, row, self.from_urls) for other in asked]
         if True in answers:
             return True
         return None if None in answers or not answers else False
@@ -254,7 +256,7 @@ class Catalog:
         row = self.table.row(index)
         for origin in self.origins():
             try:
-                pieces = read_slice(self._client, origin, row, start, stop, self._from_urls)
+                pieces = read_slice(self.client, origin, row, start, stop, self.from_urls)
                 yield origin, b"".join(bytes(piece) for piece in pieces)
             except NetworkError as error:
                 log.info("cannot read slice for a check: slice=%s origin=%s: %s", row.name, origin.address, error)

@@ -24,6 +24,8 @@ MAX_CANDIDATES = 64  # slices or returned ranges that one search visits
 
 SampleRange: TypeAlias = tuple[int, int, int]
 """(slice, start, stop): samples [start, stop) of a slice."""
+IsAvoided: TypeAlias = Callable[[int], bool]
+"""Whether a worker should not get a slice now."""
 
 
 def contains(indexes: I64, index: int) -> bool:
@@ -111,7 +113,7 @@ class FreeRanges:
         return [(index, *item) for item in sorted(self.returned.get(index, ()))]
 
     def choose(
-        self, cached: CachedSlices | None, is_avoided: Callable[[int], bool], offered: BOOL | None = None
+        self, cached: CachedSlices | None, is_avoided: IsAvoided, offered: BOOL | None = None
     ) -> SampleRange | None:
         """The range that a worker should get next; None if there is none. The caller takes it.
 
@@ -129,7 +131,7 @@ class FreeRanges:
             index = self._choose_deferred(is_avoided)
         return None if index is None else (index, 0, int(self.samples[index]))
 
-    def _choose_cached(self, cached: CachedSlices, is_avoided: Callable[[int], bool]) -> int | None:
+    def _choose_cached(self, cached: CachedSlices, is_avoided: IsAvoided) -> int | None:
         while cached.cursor < len(cached.indexes):
             some = cached.indexes[cached.cursor : cached.cursor + STRIDE]
             for offset in np.flatnonzero(self.fresh[some]).tolist():
@@ -139,7 +141,7 @@ class FreeRanges:
             cached.cursor += len(some)
         return None
 
-    def _choose_returned(self, cached: CachedSlices | None, is_avoided: Callable[[int], bool]) -> SampleRange | None:
+    def _choose_returned(self, cached: CachedSlices | None, is_avoided: IsAvoided) -> SampleRange | None:
         first: SampleRange | None = None
         ranges = ((index, *item) for index, items in self.returned.items() for item in items)
         for index, start, stop in islice(ranges, MAX_CANDIDATES):
@@ -150,7 +152,7 @@ class FreeRanges:
             first = first or (index, start, stop)
         return first
 
-    def _choose_next(self, is_avoided: Callable[[int], bool]) -> int | None:
+    def _choose_next(self, is_avoided: IsAvoided) -> int | None:
         while self._cursor < len(self._order):
             some = self._order[self._cursor : self._cursor + STRIDE]
             fresh = np.flatnonzero(self.fresh[some])
@@ -167,12 +169,12 @@ class FreeRanges:
             self._cursor += len(some)
         return None
 
-    def _choose_offered(self, offered: BOOL, is_avoided: Callable[[int], bool]) -> int | None:
+    def _choose_offered(self, offered: BOOL, is_avoided: IsAvoided) -> int | None:
         """While few slices have a provider: visits all slices, 1 ms for 250,000 of them."""
         some = self._order[(self.fresh & offered)[self._order]]
         return next((index for index in some[:MAX_CANDIDATES].tolist() if not is_avoided(index)), None)
 
-    def _choose_deferred(self, is_avoided: Callable[[int], bool]) -> int | None:
+    def _choose_deferred(self, is_avoided: IsAvoided) -> int | None:
         """A slice that another worker has cached, once no others remain."""
         while self._deferred and not self.fresh[self._deferred[0]]:
             self._deferred.popleft()

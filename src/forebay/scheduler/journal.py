@@ -10,8 +10,6 @@ After a failed write the core in memory is ahead of the disk: no response is sen
 SQLite runs in WAL mode without an fsync of its own: after a loss of power live leases may be missing, nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 import threading
@@ -71,6 +69,7 @@ class _PendingWrite:
     upto: int = 0
 
 
+@dataclass(eq=False)
 class Journal(Closing):
     """A `SchedulerCore` that is kept on disk; close it, or use it in a `with`.
 
@@ -78,12 +77,13 @@ class Journal(Closing):
     the response.
     """
 
-    def __init__(self, core: SchedulerCore, ledger: Ledger, job_id: str, database: sqlite3.Connection) -> None:
-        self.core = core
-        self.ledger = ledger
-        self.job_id = job_id
+    core: SchedulerCore
+    ledger: Ledger
+    job_id: str
+    database: sqlite3.Connection
+
+    def __post_init__(self) -> None:
         self.broken = ""
-        self._database = database
         self._files = contextlib.ExitStack()
         self._pending = _PendingWrite()
         self._put = 0
@@ -95,24 +95,21 @@ class Journal(Closing):
     @classmethod
     def open(
         cls, state_dir: Path, spec: JobSpec, body: Mapping[str, Any], signer: Signer, *, salt: str = "",
-        ttl_s: float = 30.0, checks: bool = False, is_locked: bool = False, now: Callable[[], float] = time.monotonic,
-    ) -> Journal:  # fmt: skip
-        """Open the state of a job, or create it.
+        ttl_s: float = 30.0, checks: bool = False, now: Callable[[], float] = time.monotonic,
+    ) -> "Journal":  # fmt: skip
+        """Open the state of a job, or create it. The caller has the lock of `lock_state`.
 
         Args:
             body: From `job_body`; it identifies the job.
             salt, checks, ttl_s: See SchedulerCore.
-            is_locked: The caller has the lock of `lock_state`; else the journal takes it.
             now: The clock of deadlines; it may start again with the process.
 
         Raises:
-            StateError: If the directory has another job, or another scheduler runs on it.
-            LedgerError: If the ledger is corrupt.
+            StateError: If the directory has another job.
+            LedgerError: If the ledger is corrupt, or another scheduler has it open.
         """
         state_dir = Path(state_dir)
         with contextlib.ExitStack() as stack:
-            if not is_locked:
-                stack.enter_context(lock_state(state_dir))
             try:
                 database = _open_database(state_dir / JOURNAL_NAME)
                 stack.callback(database.close)
@@ -133,16 +130,16 @@ class Journal(Closing):
 
     def _recover(self, checkpoint: Checkpoint | None, now: float) -> None:
         """Apply the snapshot, later events from SQLite, later entries of the ledger, and what is due after them."""
-        state = _read_meta(self._database, "state")
+        state = _read_meta(self.database, "state")
         applied = state.get("applied", 0)
         if state.get("job") == self.job_id and applied <= self.ledger.next_seq:
-            if snapshot := _read_meta(self._database, "snapshot"):
+            if snapshot := _read_meta(self.database, "snapshot"):
                 self.core.restore(snapshot)
-            for (rows,) in self._database.execute("SELECT events FROM batches ORDER BY number"):
+            for (rows,) in self.database.execute("SELECT events FROM batches ORDER BY number"):
                 for row in orjson.loads(rows):
                     self.core.apply(from_row(row))
         else:  # the database is of another job, or of another ledger
-            self._database.execute("DELETE FROM batches")
+            self.database.execute("DELETE FROM batches")
             applied = 1
         for entry in self.ledger.entries(applied, checkpoint) if applied < self.ledger.next_seq else ():
             try:
@@ -215,8 +212,8 @@ class Journal(Closing):
         for kind, body in entries:
             self.ledger.append(kind, body, sync=False)
         self.ledger.sync()
-        execute = self._database.execute
-        with self._database:  # commits, or rolls back: also where the commit fails
+        execute = self.database.execute
+        with self.database:  # commits, or rolls back: also where the commit fails
             execute("BEGIN")
             if pending.snapshot is not None:
                 execute("DELETE FROM batches")

@@ -15,7 +15,7 @@ Cost: independent of the numbers of slices and workers, except at the start of a
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import numpy as np
 from forebay.arrays import BOOL, I64, Array
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.chain import Used
-from forebay.scheduler.free_ranges import FreeRanges, SampleRange
+from forebay.scheduler.free_ranges import FreeRanges, IsAvoided, SampleRange
 from forebay.scheduler.sessions import EndedLease, LiveLease, SessionKey, SpeedEstimate, WorkerSession, WorkerSessions
 
 MAX_VICTIMS = 8  # of the sessions that would finish last, so many are considered for a steal
@@ -126,9 +126,8 @@ class LeaseTable:
     # Requests of sessions.
 
     def choose(
-        self, session: WorkerSession, is_avoided: Callable[[int], bool], now: float,
-        offered: BOOL | None = None,
-    ) -> SampleRange | None:  # fmt: skip
+        self, session: WorkerSession, is_avoided: IsAvoided, now: float, offered: BOOL | None = None
+    ) -> SampleRange | None:
         """The range that a session should get next; None if there is none now. See `FreeRanges.choose`.
 
         While a session is idle, those that have leases get no more; else they would take back what was cut from them.

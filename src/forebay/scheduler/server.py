@@ -164,7 +164,7 @@ class SchedulerService:
             self._journal = self._read_journal()
             if self.is_done():
                 self._over_from = time.monotonic() + END_S
-            self._bans.mark_recorded(self._catalog.spec.dataset_id, self._journal.core.swarm.status()["banned"])
+            self._bans.mark_recorded(self._catalog.spec.dataset_id, self._journal.core.swarm.penalties.banned)
             self._add_origins()
             self._server.start()
             self._announce()
@@ -193,7 +193,7 @@ class SchedulerService:
         )  # fmt: skip
         # The salt: lease ids differ from those of earlier processes.
         return Journal.open(
-            self.state_dir, catalog.spec, body, self.identity.sign, salt=secrets.token_hex(4), is_locked=True,
+            self.state_dir, catalog.spec, body, self.identity.sign, salt=secrets.token_hex(4),
             ttl_s=max(ORIGIN_TTL_S, 3 * self._rediscover_s), checks=True,
         )  # fmt: skip
 
@@ -312,13 +312,12 @@ class SchedulerService:
             LedgerError: (503, "ledger"),
         }  # fmt: skip
         app = make_app("Forebay scheduler", self._metrics, errors)
-        get, post = app.get, app.post
-        summary = "Report uses and cached slices, and get leases."
-        post("/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply, summary=summary)(
-            self._exchange
-        )
-        get("/v1/job", summary="The job's data and settings.")(self._read_job)
-        get("/v1/status", summary="The progress of the job, its workers and providers.")(self._read_status)
+        app.post(
+            "/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply,
+            summary="Report uses and cached slices, and get leases.",
+        )(self._exchange)  # fmt: skip
+        app.get("/v1/job", summary="The job's data and settings.")(self._read_job)
+        app.get("/v1/status", summary="The progress of the job, its workers and providers.")(self._read_status)
         admin = partial(app.post, openapi_extra=role("admin"))
         admin("/v1/job/pause", summary="Grant no new leases.")(self._pause)
         admin("/v1/job/resume", summary="Grant leases again.")(self._resume)
@@ -413,8 +412,9 @@ class SchedulerService:
         """The progress of the job; samples count over all epochs."""
         with self._lock:
             journal = self._open_journal()
-            entries = journal.ledger.next_seq
-            return status.full_status(journal.core, self._activity, self._catalog, entries, time.monotonic())
+            return status.full_status(
+                journal.core, self._activity, self._catalog, journal.ledger.next_seq, time.monotonic()
+            )
 
     def _metrics(self) -> list[Metric]:
         with self._lock:

@@ -209,11 +209,15 @@ class WorkerSessions:
                 heapq.heappush(self._finish, item)
 
 
+@dataclass(eq=False)
 class SessionCaches:
     """What sessions have cached and serve to others; a peer is in the swarm once, by its first session."""
 
-    def __init__(self, sessions: WorkerSessions, free: FreeRanges, swarm: Swarm) -> None:
-        self._sessions, self._free, self._swarm = sessions, free, swarm
+    sessions: WorkerSessions
+    free: FreeRanges
+    swarm: Swarm
+
+    def __post_init__(self) -> None:
         self._bytes: Counter[str] = Counter()  # by organisation
         self._sharing: dict[str, SessionKey] = {}  # peer to the session by which it is in the swarm
 
@@ -223,33 +227,33 @@ class SessionCaches:
         self._bytes[session.organisation] -= session.cached_bytes
         session.address, session.organisation = address, organisation
         if cached is not None:
-            others = (self._sessions.all[key] for key in self._sessions.of_peer[worker] if key != session.key)
+            others = (self.sessions.all[key] for key in self.sessions.of_peer[worker] if key != session.key)
             size = cached.nbytes + sum(other.cached_bytes for other in others)
             of_organisation = self._bytes[organisation] if organisation else 0
             if size > MAX_CACHED_BYTES_PER_PEER or of_organisation + size > MAX_CACHED_BYTES_PER_ORGANISATION:
                 cached = cached[:0].copy()
-            session.cached = self._free.replace_cached(session.cached, cached)
+            session.cached = self.free.replace_cached(session.cached, cached)
         self._bytes[organisation] += session.cached_bytes
         if session.cached is None or self._sharing.setdefault(worker, session.key) != session.key:
             return
         is_new = is_moved or session.announced_at is None or cached is not None
-        if is_new or now - (session.announced_at or 0.0) > self._swarm.ttl_s / 3:
-            flags = np.zeros(self._swarm.num_slices, np.bool_)
+        if is_new or now - (session.announced_at or 0.0) > self.swarm.ttl_s / 3:
+            flags = np.zeros(self.swarm.num_slices, np.bool_)
             flags[session.cached.indexes] = True
-            self._swarm.join(Provider(worker, address, False), flags if is_new else None, now)
+            self.swarm.join(Provider(worker, address, False), flags if is_new else None, now)
             session.announced_at = now
 
     def expire(self, now: float) -> None:
         """Remove silent sessions, and peers that the swarm knows no longer."""
-        for session in self._sessions.remove_silent(now):
+        for session in self.sessions.remove_silent(now):
             self._bytes[session.organisation] -= session.cached_bytes
-            self._free.replace_cached(session.cached, None)
+            self.free.replace_cached(session.cached, None)
             if self._sharing.get(worker := session.key[0]) == session.key:
                 del self._sharing[worker]
-                self._swarm.leave(worker)
-        for peer_id in self._swarm.expire(now):  # with its next request all that it has is announced again
-            if (key := self._sharing.pop(peer_id, None)) is not None and key in self._sessions.all:
-                self._sessions.all[key].announced_at = None
+                self.swarm.leave(worker)
+        for peer_id in self.swarm.expire(now):  # with its next request all that it has is announced again
+            if (key := self._sharing.pop(peer_id, None)) is not None and key in self.sessions.all:
+                self.sessions.all[key].announced_at = None
 
 
 @dataclass(slots=True)
@@ -281,12 +285,14 @@ class PeerQuota:
         self.unused_since, self.num_stalls, self.has_used = None, 0, True
 
 
+@dataclass(eq=False)
 class PeerQuotas:
     """The quotas of peers that have sessions, or are barred."""
 
-    def __init__(self, sessions: WorkerSessions, num_slices: int) -> None:
-        self._sessions = sessions
-        self._num_slices = num_slices
+    sessions: WorkerSessions
+    num_slices: int
+
+    def __post_init__(self) -> None:
         self._quotas: dict[str, PeerQuota] = {}
         self._newcomers: dict[str, set[str]] = {}  # by organisation
 
@@ -299,13 +305,13 @@ class PeerQuotas:
         The newcomers of an organisation together get half of the slices: it issues as many certificates as it likes.
         """
         quota = self.of(peer_id)
-        num = quota.max_leases - self._sessions.num_leases(peer_id)
+        num = quota.max_leases - self.sessions.num_leases(peer_id)
         if quota.has_used or not organisation:
             return num
         newcomers = self._newcomers.setdefault(organisation, set())
         newcomers.add(peer_id)
-        newcomers -= {p for p in newcomers if p not in self._sessions.of_peer or self._quotas[p].has_used}
-        return min(num, max(1, self._num_slices // 2) - sum(map(self._sessions.num_leases, newcomers)))
+        newcomers -= {p for p in newcomers if p not in self.sessions.of_peer or self._quotas[p].has_used}
+        return min(num, max(1, self.num_slices // 2) - sum(map(self.sessions.num_leases, newcomers)))
 
     def bar_unused(self, stall_s: float, now: float) -> Iterator[str]:
         """Bar the peers that used nothing of their leases for `stall_s`; they are yielded."""
@@ -316,6 +322,6 @@ class PeerQuotas:
 
     def expire(self, now: float) -> None:
         """Remove the quotas of peers without sessions, unless they are barred."""
-        for peer_id in [peer_id for peer_id in self._quotas if peer_id not in self._sessions.of_peer]:
+        for peer_id in [peer_id for peer_id in self._quotas if peer_id not in self.sessions.of_peer]:
             if self._quotas[peer_id].barred_until <= now:
                 del self._quotas[peer_id]

@@ -72,7 +72,7 @@ def metrics(job: Mapping[str, Any], num_workers: int, exchanges: int, cpu_s: flo
     """The figures of `GET /metrics`, from the status of the job."""
 
     def of_job(name: str, about: str, value: int) -> Metric:
-        return gauge(f"forebay_job_{name}", about, {job["name"]: float(value)}, "dataset")
+        return gauge(f"forebay_job_{name}", about, {job["name"]: value}, "dataset")
 
     return [
         of_job("samples_used", "Samples used, over all epochs.", job["samples_used"]),
@@ -81,18 +81,18 @@ def metrics(job: Mapping[str, Any], num_workers: int, exchanges: int, cpu_s: flo
         of_job("leases", "Leases of slices that are in use.", job["slices_leased"]),
         of_job("idle_workers", "Workers that wait for a lease.", job["idle"]),
         of_job("slices_set_aside", "Slices that no worker could read, which are not leased.", len(job["set_aside"])),
-        gauge("forebay_scheduler_workers", "Workers that sent a request since the start.", float(num_workers)),
-        counter("forebay_scheduler_exchanges_total", "Exchanges answered.", float(exchanges)),
+        gauge("forebay_scheduler_workers", "Workers that sent a request since the start.", num_workers),
+        counter("forebay_scheduler_exchanges_total", "Exchanges answered.", exchanges),
         counter("forebay_scheduler_core_seconds_total", "Time spent in the scheduler's core.", cpu_s),
     ]
 
 
 def job_line(job: Mapping[str, Any]) -> str:
     """The progress of a job as a line."""
-    share = job["samples_used"] / max(1, job["num_samples"])
     line = (
         f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
-        f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples)"
+        f"{job['samples_used'] / max(1, job['num_samples']):.1%} "
+        f"({job['samples_used']:,} of {job['num_samples']:,} samples)"
     )
     if job["num_left_out"]:
         line += f"; {job['num_left_out']:,} samples of slices set aside were not used"

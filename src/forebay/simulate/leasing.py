@@ -7,6 +7,7 @@ replies, and keeps the record that the result is checked by.
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,11 +55,14 @@ def simulate(settings: Scenario, on_progress: Callable[[int], object] = lambda n
     return SimulationResult(settings, usage, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
 
 
+@dataclass(eq=False)
 class _Scheduler:
     """A core, and the journal that restores it after a kill."""
 
-    def __init__(self, spec: JobSpec, net: SimNetwork) -> None:
-        self._spec, self._net = spec, net
+    spec: JobSpec
+    net: SimNetwork
+
+    def __post_init__(self) -> None:
         self._rows: list[list[Any]] = []
         self.counts: Counter[str] = Counter()
         self.starts = 0
@@ -77,21 +81,21 @@ class _Scheduler:
         self.add_origins()
 
     def _replayed(self) -> SchedulerCore:
-        core = SchedulerCore(self._spec, salt=f"{self.starts}-")
+        core = SchedulerCore(self.spec, salt=f"{self.starts}-")
         for row in json.loads(json.dumps(self._rows)):
-            core.apply(from_row(row), self._net.clock.now)
-        core.table.extend_all(self._net.clock.now)  # the outage was not the workers' fault
+            core.apply(from_row(row), self.net.clock.now)
+        core.table.extend_all(self.net.clock.now)  # the outage was not the workers' fault
         return core
 
     def add_origins(self) -> None:
         """Add the data nodes, as discovery does."""
         if self.is_up:
-            self.core.add_origins([self._net.origin.provider], self._net.clock.now)
+            self.core.add_origins([self.net.origin.provider], self.net.clock.now)
 
     def expire(self) -> None:
         """Take back what is overdue, as the service does every second."""
         if self.is_up:
-            self._keep(self.core.expire(self._net.clock.now))
+            self._keep(self.core.expire(self.net.clock.now))
 
     def exchange(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult:
         """Answer a worker after the events are stored. A repeated attempt gets the first reply again.
@@ -100,7 +104,7 @@ class _Scheduler:
         """
         if (reply := self._repeat(peer_id, ask)) is None:
             faults = [ProviderFault(r.peer_id, int(r.sha256, 16), r.reason, r.wrong) for r in ask.reports]
-            reply, events = self.core.exchange(peer_id, ask, self._net.clock.now, faults=faults)
+            reply, events = self.core.exchange(peer_id, ask, self.net.clock.now, faults=faults)
             self._keep(events)
             self._replies[peer_id, ask.session] = ask.attempt, reply
         return reply
@@ -125,11 +129,16 @@ class _Scheduler:
         return ""
 
 
+@dataclass(eq=False)
 class _World:
     """The machines, the scheduler, the connections between them, and the record."""
 
-    def __init__(self, settings: Scenario, faults: scenario.Faults, on_progress: Callable[[int], object]) -> None:
-        self.settings, self.on_progress = settings, on_progress
+    settings: Scenario
+    faults: scenario.Faults
+    on_progress: Callable[[int], object]
+
+    def __post_init__(self) -> None:
+        settings, faults = self.settings, self.faults
         self.clock = Clock()
         self.net = SimNetwork(settings, self.clock, faults)
         samples = np.full(settings.slices, settings.samples, np.int64)
@@ -206,6 +215,10 @@ class _World:
 
         self.clock.call_later(latency_s, arrive)
 
+    @property
+    def _all_workers(self) -> list[Worker]:
+        return [*self._closed, *self.workers.values()]
+
     def _answer(self, worker: Worker, ask: ExchangeRequest, is_awaited: bool = True) -> ExchangeResult | None:
         if not self.scheduler.is_up:
             return None
@@ -238,7 +251,7 @@ class _World:
 
     def close(self) -> None:
         """Record as wasted what was used under a lost lease, or by a killed worker, and not acknowledged."""
-        for worker in [*self._closed, *self.workers.values()]:
+        for worker in self._all_workers:
             for lease in worker.all_leases:
                 grant = lease.grant
                 offset = self._grants[grant.lease_id][1]
@@ -250,7 +263,7 @@ class _World:
 
     def fault(self, ended: bool) -> str:
         """What failed apart from samples; "" for nothing."""
-        workers = [*self._closed, *self.workers.values()]
+        workers = self._all_workers
         if errors := [worker.error for worker in workers if worker.error]:
             return f"{len(errors)} of {len(workers)} workers ended: {errors[0]}"
         if not ended:
@@ -259,16 +272,15 @@ class _World:
 
     def counts(self) -> dict[str, float]:
         """Counts of events, by name."""
-        workers = [*self._closed, *self.workers.values()]
+        workers = self._all_workers
         lost = sum(use.stop - use.start for use in self.record.wasted if f"worker-{use.worker}" in self.workers)
-        banned = self.scheduler.core.swarm.status()["banned"]
         lived_s = sum(min(self.clock.now, w.machine.dies_at) - w.machine.joins_at for w in workers)
         return {
             "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, lived_s),
             "leases_lost": sum(worker.state.counts.lost for worker in workers),
             "wasted_by_living": lost,
             "longest_silence_s": max(worker.silence_s for worker in workers),
-            "bans": len(banned),
+            "bans": len(self.scheduler.core.swarm.penalties.banned),
             **self.net.counts,
             **self.scheduler.counts,
         }

@@ -10,8 +10,6 @@ provider sends the slice, all are tried again, some times, after a back-off.
 Cost: 0.1 to 0.4 ms for each start or end among 1,000 transfers (NumPy over all of them).
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random
@@ -27,7 +25,7 @@ from forebay.network.retry import backoff_s
 from forebay.simulate.scenario import Faults, Machine, Scenario
 
 STALL_S = 5.0
-_ROUNDS = 4
+_ROUNDS = 4  # how often all providers of a fetch are tried
 _DONE_BYTES = 1e-3  # of a transfer that has ended, by rounding
 
 
@@ -213,21 +211,23 @@ class SimNode:
     machine: Machine | None = None
     alive: bool = True
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    fetches: set[SimFetch] = field(default_factory=set)  # of other nodes, from this one
+    fetches: "set[SimFetch]" = field(default_factory=set)  # of other nodes, from this one
 
 
+@dataclass(eq=False)
 class SimNetwork:
     """The machines, the links between them, and their current faults."""
 
-    def __init__(self, settings: Scenario, clock: Clock, faults: Faults) -> None:
-        self.settings = settings
-        self.clock = clock
-        self.links = Links(clock)
-        self.faults = faults
+    settings: Scenario
+    clock: Clock
+    faults: Faults
+
+    def __post_init__(self) -> None:
+        self.links = Links(self.clock)
         self.nodes: dict[str, SimNode] = {}
         self.counts: Counter[str] = Counter()
         self.retry_chance = self.chance("retries")
-        self.origin = self._add(Provider("origin", "origin:1", True), settings.origin_up, 1e12, None)
+        self.origin = self._add(Provider("origin", "origin:1", True), self.settings.origin_up, 1e12, None)
 
     def join(self, machine: Machine) -> SimNode:
         """Add a worker's machine."""
@@ -258,6 +258,7 @@ class SimNetwork:
         return self.links.sent[self.origin.link]
 
 
+@dataclass(eq=False)
 class SimFetch:
     """The fetch of a slice by a node.
 
@@ -265,26 +266,28 @@ class SimFetch:
         providers: In the order in which they are tried.
         on_end: Called at the end, with whether the slice arrived.
         on_bad: Called with a provider that sent wrong bytes or none, and the reason.
-        rounds: How often all providers are tried.
     """
 
-    def __init__(
-        self, net: SimNetwork, asker: SimNode, index: int, providers: Sequence[Provider],
-        on_end: Callable[[bool], object], on_bad: Callable[[str, str], object], rounds: int = _ROUNDS,
-    ) -> None:  # fmt: skip
-        net.counts["fetches"] += 1
-        self.number = net.counts["fetches"]
-        self._net, self._asker, self.index = net, asker, index
-        self._providers, self._on_end, self._on_bad = list(providers), on_end, on_bad
-        self._remaining = float(net.settings.slice_bytes)
-        self._rounds, self._round, self._position = rounds, 1, 0
+    net: SimNetwork
+    asker: SimNode
+    index: int
+    providers: Sequence[Provider]
+    on_end: Callable[[bool], object]
+    on_bad: Callable[[str, str], object]
+
+    def __post_init__(self) -> None:
+        self.net.counts["fetches"] += 1
+        self.number = self.net.counts["fetches"]
+        self._untried = list(self.providers)
+        self._remaining = float(self.net.settings.slice_bytes)
+        self._round, self._position = 1, 0
         self._flow: Flow | None = None
         self._source: SimNode | None = None
         self.over = False
 
-    def start(self) -> SimFetch:
+    def start(self) -> "SimFetch":
         """Start. It ends later, never within this call."""
-        self._net.clock.call_later(0.0, lambda: None if self.over else self._next())
+        self.net.clock.call_later(0.0, lambda: None if self.over else self._next())
         return self
 
     def drop(self) -> None:
@@ -300,40 +303,40 @@ class SimFetch:
 
     def _release(self) -> None:
         if self._flow is not None:
-            self._remaining = max(1.0, self._remaining - self._net.links.cancel(self._flow))
+            self._remaining = max(1.0, self._remaining - self.net.links.cancel(self._flow))
         if self._source is not None:
             self._source.fetches.discard(self)
         self._flow = self._source = None
 
     def _next(self) -> None:
-        if self._position >= len(self._providers):
-            if self._round >= self._rounds or not self._providers:
+        if self._position >= len(self._untried):
+            if self._round >= _ROUNDS or not self._untried:
                 return self._end(False)
-            wait_s = backoff_s(self._round, 0.2, 5.0, chance=self._net.retry_chance)
+            wait_s = backoff_s(self._round, 0.2, 5.0, chance=self.net.retry_chance)
             self._round, self._position = self._round + 1, 0
-            return self._net.clock.call_later(wait_s, self._ask)
-        machine = self._asker.machine
-        latency_s = self._net.settings.latency_s if machine is None else 2 * machine.latency_s
-        self._net.clock.call_later(latency_s, self._ask)
+            return self.net.clock.call_later(wait_s, self._ask)
+        machine = self.asker.machine
+        latency_s = self.net.settings.latency_s if machine is None else 2 * machine.latency_s
+        self.net.clock.call_later(latency_s, self._ask)
 
     def _ask(self) -> None:
         if self.over:
             return
-        source = self._net.nodes[self._providers[self._position].peer_id]
+        source = self.net.nodes[self._untried[self._position].peer_id]
         lie = source.machine.lie if source.machine is not None else ""
-        if self._net.is_cut(source) or self._net.is_cut(self._asker):
-            return self._net.clock.call_later(STALL_S, self._skip)
+        if self.net.is_cut(source) or self.net.is_cut(self.asker):
+            return self.net.clock.call_later(STALL_S, self._skip)
         if not source.alive or (source.machine and self.index not in source.cache) or lie == "refuse":
-            self._net.counts["refused"] += 1
+            self.net.counts["refused"] += 1
             return self._skip()
         if lie == "silent":
-            self._net.counts["stalls"] += 1
-            return self._net.clock.call_later(STALL_S, lambda: self._blame("silent"))
+            self.net.counts["stalls"] += 1
+            return self.net.clock.call_later(STALL_S, lambda: self._blame("silent"))
         self._source = source
         source.fetches.add(self)
-        size = float(self._net.settings.slice_bytes) if lie == "wrong" else self._remaining
+        size = float(self.net.settings.slice_bytes) if lie == "wrong" else self._remaining
         done = (lambda: self._blame("wrong")) if lie == "wrong" else lambda: self._end(True)
-        self._flow = self._net.links.start(source.link, self._asker.link, size, done)
+        self._flow = self.net.links.start(source.link, self.asker.link, size, done)
 
     def _skip(self) -> None:
         if not self.over:
@@ -344,12 +347,12 @@ class SimFetch:
         if self.over:
             return
         self._release()
-        self._net.counts[kind] += 1
-        self._on_bad(self._providers.pop(self._position).peer_id, kind)
+        self.net.counts[kind] += 1
+        self.on_bad(self._untried.pop(self._position).peer_id, kind)
         self._next()
 
     def _end(self, arrived: bool) -> None:
         self._release()
         if not self.over:
             self.over = True
-            self._on_end(arrived)
+            self.on_end(arrived)

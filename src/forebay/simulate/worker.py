@@ -7,7 +7,7 @@ with their own times, before anything else changes.
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ Send = Callable[["Worker", ExchangeRequest], object]
 """Sends one attempt of a request; later `receive`, `unanswered` or `refused` is called."""
 
 
+@dataclass(eq=False)
 class Worker:
     """One process on one machine.
 
@@ -36,13 +37,16 @@ class Worker:
         send: Carries requests to the scheduler.
     """
 
-    def __init__(
-        self, net: SimNetwork, node: SimNode, record: UsageRecord, job: str, dataset_id: str, send: Send
-    ) -> None:
-        assert node.machine is not None
-        self.net, self.node, self.record, self.machine = net, node, record, node.machine
-        self._job, self._dataset_id, self._send = job, dataset_id, send
-        settings = net.settings
+    net: SimNetwork
+    node: SimNode
+    record: UsageRecord
+    job: str
+    dataset_id: str
+    send: Send
+
+    def __post_init__(self) -> None:
+        assert self.node.machine is not None
+        self.machine, settings = self.node.machine, self.net.settings
         self.state = LeaseState(
             settings.batch, settings.cache * settings.slice_bytes, 2 * settings.exchange_s, lambda lease: None
         )
@@ -51,7 +55,7 @@ class Worker:
         self.alive = True
         self.error = ""
         self.silence_s = 0.0  # the longest time without a reply
-        self._replied_at = self._free_at = net.clock.now
+        self._replied_at = self._free_at = self.net.clock.now
         self._num_steps = 0
         self._lease: ActiveLease | None = None
         self._step: tuple[int, int, float] | None = None  # samples [start, stop), and when they will be used
@@ -201,22 +205,22 @@ class Worker:
 
     def _send_request(self) -> None:
         cached = np.array(sorted(self.node.cache), np.int64)
-        have = {self._dataset_id: format_ranges(cached)} if self._is_cache_new else {}
+        have = {self.dataset_id: format_ranges(cached)} if self._is_cache_new else {}
         self._is_cache_new = False
         self.net.counts["exchanges"] += 1
         request = self.state.request(self.net.clock.now)
         self._attempt, self._tried = self._attempt + 1, 0
         self._request = replace(
-            request, job=self._job, session=f"{self.node.provider.peer_id}-session", attempt=self._attempt,
+            request, job=self.job, session=f"{self.node.provider.peer_id}-session", attempt=self._attempt,
             address=self.node.provider.address, cached=have,
         )  # fmt: skip
-        self._send(self, self._request)
+        self.send(self, self._request)
 
     def _send_again(self) -> None:
         if self.alive and self._request is not None:
             self._attempt += 1
             self._request = replace(self._request, attempt=self._attempt)
-            self._send(self, self._request)
+            self.send(self, self._request)
 
     def unanswered(self, request: ExchangeRequest) -> None:
         """This attempt got no reply: send the same request again, under another number."""

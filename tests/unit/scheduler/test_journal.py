@@ -20,9 +20,9 @@ WORKER = peer_id_of(b"k" * 32)
 
 def kill(journal: Journal) -> None:
     """Leave the files as a kill does."""
-    journal._database.close()
-    os.close(journal.ledger._fd)
-    journal.ledger._fd = -1
+    journal.database.close()
+    os.close(journal.ledger.fd)
+    journal.ledger.fd = -1
     journal._files.close()  # Only the lock: the others are closed.
 
 
@@ -98,7 +98,7 @@ def test_a_ledger_of_another_job_is_refused_and_a_second_scheduler_too(tmp_path:
     for changes in ({"dataset_id": "2" * 64}, {"seed": 2}, {"seq_len": 9}, {"scheduler": "11" * 32}):
         with pytest.raises(StateError, match="another job"):
             open_journal(tmp_path, **changes)
-    with open_journal(tmp_path), pytest.raises(StateError, match="another process"):
+    with open_journal(tmp_path), pytest.raises(LedgerError, match="another process"):
         open_journal(tmp_path)
 
 
@@ -171,4 +171,4 @@ def test_who_waits_together_shares_one_fsync(tmp_path: Path, monkeypatch: pytest
             thread.start()
         for thread in threads:
             thread.join()
-        assert syncs.count(journal.ledger._fd) == 1 and journal.ledger.next_seq == 21
+        assert syncs.count(journal.ledger.fd) == 1 and journal.ledger.next_seq == 21
