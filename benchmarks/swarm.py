@@ -33,9 +33,10 @@ from forebay.mirror import mirror_by_swarm
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.limits import ServerLimits
+from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import open_remote
-from forebay.swarm.steering import Assignment, Swarm
+from forebay.swarm.steering import Swarm
 
 HOST = "127.0.0.1"
 NAME = "swarmed"
@@ -70,14 +71,14 @@ class FreeForAll(Swarm):
 
     chance = random.Random(0)
 
-    def assign(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+    def assign(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[tuple[int, Provider]]:
         """See Swarm."""
         assignments = []
         for index in self.chance.sample(missing.tolist(), min(num, len(missing))):
             others = [member for member in self._providers.values() if member.peer_id != asker and member.address]
             have, rows = self._members.holders_of(index), self._members.rows
             providers = [member for member in others if member.is_origin or have[rows[member.peer_id]]]
-            assignments += [Assignment(index, self.chance.choice(providers))] if providers else []
+            assignments += [(index, self.chance.choice(providers))] if providers else []
         return assignments
 
 

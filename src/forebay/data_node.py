@@ -74,16 +74,16 @@ class DataNode(SliceServer):
         NetworkError if it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
-            origin = dataset.origin if isinstance(dataset, RemoteDataset) else None
-            if origin is None:
+            url = ""
+            if isinstance(dataset, RemoteDataset):
+                url = dataset.origin.url
+                files: Mapping[str, bytes | Path] = _small_files(dataset, dataset.origin)
+            else:
                 for index in range(dataset.num_slices):
                     row = dataset.table.row(index)
                     path = dataset.slice_path(index)
                     self._slices[row.sha256] = SliceFile(path, row.bytes, dataset.name, dataset.id)
-                files: Mapping[str, bytes | Path] = {name: dataset.path / name for name in FILES}
-            else:
-                files = _small_files(dataset, origin)
-            url = "" if origin is None else origin.url
+                files = {name: dataset.path / name for name in FILES}
             self._shared[dataset.id] = SharedDataset(dataset.name, dataset.id, dataset.num_slices, files, url=url)
         self._server.start()
         for shared, dataset in zip(self._shared.values(), self.datasets):
@@ -98,6 +98,9 @@ class DataNode(SliceServer):
     def __enter__(self) -> Self:
         self.start()
         return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
 
     def status(self) -> dict[str, Any]:
         """Return what the node serves and has sent: the response of `GET /v1/status`."""
@@ -121,7 +124,7 @@ class DataNode(SliceServer):
 
     def metrics(self) -> Iterable[Metric]:
         with self._lock:
-            sent = {peer_id: float(num_bytes) for peer_id, num_bytes in self._sent.items()}
+            sent = dict(self._sent)
         return [
             counter(
                 "forebay_peer_sent_bytes_total",

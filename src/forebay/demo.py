@@ -76,9 +76,8 @@ class NodeProcess:
 
 
 def run_demo(
-    inputs: Sequence[Path] | None = None, json_file: Path | None = None, keep: Path | None = None,
-    command: Sequence[str] = (), tokenizer: str = "train:4096",
-) -> None:  # fmt: skip
+    inputs: Sequence[Path] | None, json_file: Path | None, keep: Path | None, command: Sequence[str], tokenizer: str
+) -> None:
     """Run the demo and print its summary. Raises ForebayError if the ledger has no proof."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:

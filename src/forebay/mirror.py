@@ -42,7 +42,7 @@ from forebay.storage.store import FolderStore, Store, open_store
 from forebay.storage.transfers import FileTransfer, Transfer, map_path_of
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
-_MAX_BUCKET_SLICES = 2  # One is downloaded while another is uploaded; four were as fast.
+_MAX_BUCKET_SLICES = 2  # one is downloaded while another is uploaded; four were as fast
 _MAX_SWARM_SLICES = 1024  # requested from the trackers at once
 _POLL_S = 0.1
 _IDLE_S = 5.0  # a mirror that served nothing for so long ends
@@ -145,7 +145,7 @@ def mirror(
 
 
 def mirror_by_swarm(
-    dataset: RemoteDataset, to: str | Path, *, share: bool | str = True, start: int = 0, stop: int | None = None,
+    dataset: RemoteDataset, to: str | Path, *, share: bool | str, start: int = 0, stop: int | None = None,
     connections: int = 16, upload_bytes_per_s: float | None = None, linger_s: float = 60.0,
     on_progress: OnProgress = lambda _: None,
 ) -> tuple[MirrorReport, dict[str, Any]]:  # fmt: skip
@@ -351,14 +351,13 @@ def holds_shards(source: str) -> bool:
 
 
 def mirror_shards(
-    source: str, to: str | Path, *, shards: slice | None = None, max_workers: Workers = None,
-    on_progress: OnProgress = lambda _: None,
-) -> dict[str, Any]:  # fmt: skip
+    source: str, to: str | Path, *, shards: slice | None, max_workers: Workers, on_progress: OnProgress
+) -> dict[str, Any]:
     """Copy shards; those that the target has are skipped. Returns JSON: indexes of the shards, and bytes.
 
     Args:
         to: As of `mirror`.
-        shards: Indexes to copy; by default all.
+        shards: Indexes to copy; None: all.
         on_progress: Called with the bytes copied or skipped since the last call.
     """
     origin = as_object_origin(open_origin(source))

@@ -7,8 +7,6 @@ process uses are evicted first, those used longest ago before others; then what 
 again, if at all. Processes share a directory by a lock, which is taken for some 20 us for each fetch and for each plan.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import logging
@@ -344,10 +342,10 @@ class ChunkCache(SharedState):
         path, map_path = self.path_of(sha256), self._maps / sha256
         try:
             info, size = read_info(map_path), path.stat().st_size
-            if info is not None and size != info.offset + info.bytes:
+            if info is not None:
+                if size == info.offset + info.bytes:
+                    return ChunkFile(path, map_path, info)
                 log.warning("%s: expected bytes of that id, got others. They are fetched again.", path)
-            if info is not None and size == info.offset + info.bytes:
-                return ChunkFile(path, map_path, info)
         except FileNotFoundError:
             pass
         for file in (path, map_path):  # Not completed before a kill, truncated, or without its other half.
@@ -378,8 +376,8 @@ class ChunkCache(SharedState):
     def _evict(self, needed: int) -> int:
         """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""
         target = max(needed, min(_MIN_EVICTED, 4 * needed, self.budget_bytes // 64))
-        live, freed = self._live(), 0
-        freed += self._evict_unused(needed, live)
+        live = self._live()
+        freed = self._evict_unused(needed, live)
         while freed < target and self._used:
             freed += self._evict_used(live, target - freed)
         if freed < needed:
@@ -414,9 +412,7 @@ class ChunkCache(SharedState):
     def _evict_unused(self, needed: int, live: dict[int, int]) -> int:
         """Delete slices, and parts of slices, that no live process uses; those used longest ago first."""
         freed = 0
-        if not self._has_foreign(live):
-            return 0
-        for path in self._files():
+        for path in self._files() if self._has_foreign(live) else ():
             if freed >= needed:
                 break
             if not _is_used(self._maps / path.name, live) and (entry := self._open(path.name)) is not None:
@@ -428,9 +424,9 @@ class ChunkCache(SharedState):
         now, key = time.monotonic(), tuple(sorted(live.items()))
         last_key, looked_at, result = self._foreign
         if key != last_key or now - looked_at > 5.0:
-            result = any(not _is_used(self._maps / path.name, live) for path in self._files())
+            result = not all(_is_used(self._maps / path.name, live) for path in self._files())
             self._foreign = key, now, result
-        return bool(result)
+        return result
 
     def _files(self) -> list[Path]:
         """The paths of all slices, the one used longest ago first."""
@@ -473,4 +469,4 @@ class ChunkCache(SharedState):
 def _is_used(map_path: Path, live: dict[int, int]) -> bool:
     """Whether a live process has pinned anything of a slice since it came to the cache."""
     generations = read_generations(map_path)
-    return any(generations[slot] == generation for slot, generation in live.items()) if len(generations) else False
+    return len(generations) > 0 and any(generations[slot] == generation for slot, generation in live.items())

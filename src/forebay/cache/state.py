@@ -4,8 +4,6 @@
 state, by slot, so that it counts until the files were counted again if the process is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -76,11 +74,8 @@ class SharedState(ABC):
             slot.release()
 
     @property
-    def _lock(self) -> contextlib.AbstractContextManager[None]:
-        return self._hold_lock()
-
     @contextlib.contextmanager
-    def _hold_lock(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """The lock of the directory, for threads and processes; may be taken again by its thread."""
         with self._threads:
             if self._depth:

@@ -228,7 +228,7 @@ class PeerPenalties:
     sent a node wrong bytes of a second slice, and with `checks` a suspect once its accusers report two slices.
     """
 
-    def __init__(self, checks: bool = False) -> None:
+    def __init__(self, checks: bool) -> None:
         self.checks = checks
         self._members: dict[str, set[str]] = {}  # by node
         self._until: dict[str, dict[str, tuple[float, float]]] = {}  # asker: member: (until, seconds)
@@ -283,7 +283,7 @@ class PeerPenalties:
         """A member sent the asker a slice: earlier failures do not count."""
         self._until.get(asker, {}).pop(member, None)
 
-    def lied(self, asker: str, member: str, index: int, accuser: str = "", is_origin: bool = False) -> None:
+    def lied(self, asker: str, member: str, index: int, accuser: str, is_origin: bool) -> None:
         """A member sent the asker wrong bytes of a slice; `accuser` is the asker's organisation, else its node."""
         node, own = node_of(member), node_of(asker)
         has_lied = not is_origin

@@ -4,13 +4,12 @@
 transfers. Cost: a request per slice or two (about 300 bytes), and one every 0.2 s while all wait.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ _MAX_SHARE_AGE_S, _MAX_TRACKER_AGE_S = 15.0, 3.0  # of the claims of data nodes
 class SwarmTransfer(Transfer):
     """A slice from a swarm: waits for a provider, then comes by `current`; by another one if that fails."""
 
-    def __init__(self, info: SliceInfo, target: Path | Group, reader: SwarmReader) -> None:
+    def __init__(self, info: SliceInfo, target: Path | Group, reader: "SwarmReader") -> None:
         super().__init__(info, target if isinstance(target, Path) else target[0].path)
         self.target = target
         self.current: ChunkTransfer | None = None
@@ -58,6 +57,7 @@ class SwarmTransfer(Transfer):
         self._reader.cancel(self)
 
 
+@dataclass(eq=False)
 class SwarmReader:
     """Downloads slices of one dataset as a member of its swarm, from construction until `close`.
 
@@ -70,30 +70,36 @@ class SwarmReader:
         timeout_s: Requested slices fail after so long without data and without an available provider.
     """
 
-    def __init__(
-        self, client: Client, dataset_id: str, table: SliceTable, trackers: Callable[[], Iterable[Provider]],
-        own_flags: Callable[[], BOOL], *, share: SliceShare | None = None, downloads: int = 4, connections: int = 16,
-        open_url: Callable[[str], Origin] | None = None, timeout_s: float = 120.0,
-    ) -> None:  # fmt: skip
-        self.dataset_id = dataset_id
-        self._client, self._table, self._own_flags, self._open_url = client, table, own_flags, open_url
-        self._timeout_s = timeout_s
+    client: Client
+    dataset_id: str
+    table: SliceTable
+    trackers: Callable[[], Iterable[Provider]]
+    own_flags: Callable[[], BOOL]
+    share: SliceShare | None = None
+    downloads: int = 4
+    connections: int = 16
+    open_url: Callable[[str], Origin] | None = None
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        share = self.share
         self._session = share.session if share is not None else secrets.token_hex(8)
         address = share.address if share is not None else ""
         self._state = SwarmReaderState(
-            time.monotonic(), session=self._session, address=address, downloads=downloads, patience_s=timeout_s
-        )
+            time.monotonic(), session=self._session, address=address, downloads=self.downloads,
+            patience_s=self.timeout_s,
+        )  # fmt: skip
         self._changed = threading.Condition()  # guards the state and the fields below
         self._waiting: dict[int, SwarmTransfer] = {}  # by index, until they end
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
-        self._trackers = TrackerClient(client, dataset_id, trackers, own)
-        self._fetcher = RunFetcher(connections, tries=2, timeout_s=5.0)
+        self._tracker = TrackerClient(self.client, self.dataset_id, self.trackers, own)
+        self._fetcher = RunFetcher(self.connections, tries=2, timeout_s=5.0)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
     def fetch(self, index: int, target: Path | Group) -> SwarmTransfer:
         """Request a slice into a file, which is resumed, or claimed chunks of one into a cache. Returns at once."""
-        transfer = SwarmTransfer(self._table.row(index), target, self)
+        transfer = SwarmTransfer(self.table.row(index), target, self)
         with self._changed:
             if not self._closed:
                 self._waiting[index] = transfer
@@ -145,15 +151,15 @@ class SwarmReader:
                 self._changed.wait_for(lambda: self._closed or self._state.is_request_due, wait_s)
             if not self._closed:
                 wait_s = self._request()
-        self._trackers.leave({"session": self._session})
+        self._tracker.leave({"session": self._session})
 
     def _request(self) -> float:
         """Send one request and start the assigned downloads; return the maximum wait until the next, in seconds."""
-        flags = self._own_flags() if self._state.is_have_due(time.monotonic()) else None
+        flags = self.own_flags() if self._state.is_have_due(time.monotonic()) else None
         with self._changed:
             body = self._state.request(time.monotonic(), flags)
         try:
-            reply = self._trackers.request(body, self._introduce)
+            reply = self._tracker.request(body, self._introduce)
         except BaseException:
             with self._changed:
                 self._state.unanswered(body)
@@ -162,19 +168,19 @@ class SwarmReader:
             with self._changed:
                 if reply is None:
                     return self._state.unanswered(body)
-                assigned, sharers, wait_s = self._state.receive(reply, time.monotonic(), self._trackers.current)
+                assigned, sharers, wait_s = self._state.receive(reply, time.monotonic(), self._tracker.current)
         except ProtocolError as error:
             log.warning("swarm of %s: a tracker's reply is malformed: %s", self.dataset_id[:12], error)
-            self._trackers.drop_current()
+            self._tracker.drop_current()
             return 0.05
-        self._trackers.add_sharers(sharers)
+        self._tracker.add_sharers(sharers)
         for index, provider in assigned:
             self._start(self._waiting[index], provider)
         return wait_s
 
     def _introduce(self, body: Body) -> None:
         if "have" not in body and body["address"]:
-            flags = self._own_flags()
+            flags = self.own_flags()
             with self._changed:
                 self._state.introduce(body, flags)
 
@@ -194,7 +200,7 @@ class SwarmReader:
             transfer.current = current.start()
         except Exception as error:
             if isinstance(error, ProtocolError):  # a URL that no data node claims
-                self._trackers.drop_current()
+                self._tracker.drop_current()
             elif not isinstance(error, ForebayError):  # such as no thread or descriptor: tried again
                 log.exception("slice %s from %s: cannot start", transfer.info.name, provider.address)
                 error = NetworkError(f"slice {transfer.info.name}: {error}")
@@ -205,17 +211,15 @@ class SwarmReader:
 
     def _read_leaves(self, source: Origin, index: int) -> bytes:
         """The hashes of a slice's chunks, from the file that a web server or bucket has of all."""
-        start, stop = (
-            first_chunks(self._table.bytes, self._table.chunk_bytes)[index : index + 2] * HASH_BYTES
-        ).tolist()
+        start, stop = (first_chunks(self.table.bytes, self.table.chunk_bytes)[index : index + 2] * HASH_BYTES).tolist()
         return b"".join(map(bytes, source.read(CHUNKS_FILE, start, stop)))
 
     def _source(self, provider: Provider, info: SliceInfo) -> Origin:
         if not provider.is_url:
-            return PeerSource(self._client, node_of(provider.peer_id), provider.address, lambda name: info.sha256)
-        if self._open_url is None:
+            return PeerSource(self.client, node_of(provider.peer_id), provider.address, lambda name: info.sha256)
+        if self.open_url is None:
             raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
-        return self._open_url(provider.address)
+        return self.open_url(provider.address)
 
     def _handle_end(self, transfer: SwarmTransfer, provider: Provider, error: Exception | None, wrong: bool) -> None:
         index, is_cancelled = transfer.info.index, transfer.is_cancelled or self._closed
@@ -240,7 +244,7 @@ class SwarmReader:
                 error
                 or NetworkError(
                     f"slice {transfer.info.name}: no provider of {self.dataset_id[:12]}… was available for "
-                    f"{self._timeout_s:.0f} s. Start a data node that has it (forebay serve)."
+                    f"{self.timeout_s:.0f} s. Start a data node that has it (forebay serve)."
                 )
             )
 
@@ -257,7 +261,7 @@ class SwarmMember(Closing):
 
     def __init__(
         self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], BOOL], *,
-        share: bool | str | SliceShare = True, upload_bytes_per_s: float | None = None, downloads: int = 4,
+        share: bool | str | SliceShare, upload_bytes_per_s: float | None = None, downloads: int = 4,
         connections: int = 16,
     ) -> None:  # fmt: skip
         origin = dataset.origin

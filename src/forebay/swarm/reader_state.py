@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -53,31 +54,34 @@ def provider_of(reply: ProviderReply) -> Provider:
     return Provider(reply.member[:2048], reply.address, reply.is_origin)
 
 
+@dataclass(eq=False)
 class SwarmReaderState:
     """One reader of one dataset.
 
     Args:
-        now: Seconds; as in all methods, only differences count.
+        now: Seconds, at the start; as in all methods, only differences count.
         session: The process of its node. `address`: where it shares; "" if it does not.
         downloads: Slices at once.
         patience_s: Requests fail after this many seconds without data and without an available provider.
     """
 
-    def __init__(
-        self, now: float, *, session: str = "", address: str = "", downloads: int = 4, patience_s: float = 120.0
-    ) -> None:
+    now: float
+    session: str = ""
+    address: str = ""
+    downloads: int = 4
+    patience_s: float = 120.0
+
+    def __post_init__(self) -> None:
         self.missing: dict[int, float] = {}  # slices that are not being downloaded, and when they were requested first
         self.running: dict[int, float] = {}  # the same of those that are being downloaded
         self.counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
-        self._who = {"session": session, "address": address}
-        self._downloads, self._patience_s = downloads, patience_s
         # Updates for the tracker that the next request sends.
         self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}
-        self._is_request_due = False  # a request is due
+        self._is_request_due = False
         self._reported: BOOL | None = None  # the slices that the tracker knows of
         self._reported_at = float("-inf")
         self._refused: dict[int, PermanentError] = {}  # by slice: why the last URL was not opened
-        self._good_at = now
+        self._good_at = self.now
         self._asks_for_more = False
 
     # Calls of the owner.
@@ -131,7 +135,7 @@ class SwarmReaderState:
         late = [i for i, requested_at in self.missing.items() if i in self._refused and now - requested_at > _REFUSED_S]
         ended: list[tuple[int, PermanentError | None]] = [(index, self._refused.pop(index)) for index in late]
         self._updates["dropped"] += late
-        if not self.running and now - self._good_at >= self._patience_s:
+        if not self.running and now - self._good_at >= self.patience_s:
             ended += [(index, None) for index in self.missing if index not in late]
         for index, _ in ended:
             self.withdraw(index)
@@ -146,15 +150,16 @@ class SwarmReaderState:
 
     def is_have_due(self, now: float) -> bool:
         """Whether the next request should report the slices that are here."""
-        return bool(self._who["address"]) and (self._reported is None or now - self._reported_at > _HAVE_S)
+        return bool(self.address) and (self._reported is None or now - self._reported_at > _HAVE_S)
 
     def request(self, now: float, available: BOOL | None) -> Body:
         """The next request, with all updates. `available`: [num_slices] flags if `is_have_due`, else None."""
         waiting = list(self.missing)[:MAX_WANTED]
-        num = max(0, self._downloads - len(self.running))
+        num = max(0, self.downloads - len(self.running))
         self._asks_for_more = num > 0
         body: Body = {
-            **self._who,
+            "session": self.session,
+            "address": self.address,
             "want": format_ranges(np.array(sorted(waiting), np.int64)),
             "num": num,
             **{name: items[:MAX_SWARM_ITEMS] for name, items in self._updates.items()},
@@ -167,11 +172,10 @@ class SwarmReaderState:
             self._reported_at = now
         return body
 
-    def introduce(self, body: Body, available: BOOL | None) -> None:
+    def introduce(self, body: Body, available: BOOL) -> None:
         """Complete a request for another tracker, which does not know this reader yet."""
-        if available is not None:
-            body["have"] = format_ranges(np.flatnonzero(available))
-            self._reported = available
+        body["have"] = format_ranges(np.flatnonzero(available))
+        self._reported = available
 
     def unanswered(self, body: Body) -> float:
         """No tracker answered: the updates are sent again. Seconds until the next request."""
@@ -208,6 +212,7 @@ class SwarmReaderState:
         return started, sharers, wait_s if self._asks_for_more else max(wait_s, BUSY_S)
 
 
+@dataclass(eq=False)
 class TrackerClient:
     """The trackers of one dataset. For one thread.
 
@@ -215,13 +220,15 @@ class TrackerClient:
     share.
     """
 
-    def __init__(
-        self, client: Client, dataset_id: str, find: Callable[[], Iterable[Provider]], own: Provider | None,
-        clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    client: Client
+    dataset_id: str
+    find: Callable[[], Iterable[Provider]]
+    own: Provider | None
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self.current: Provider | None = None  # the last one that responded
-        self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
-        self._now, self._day = now, 0
+        self._day = 0
         self._looked_up_at = float("-inf")
         self._was_alone = True  # no other tracker was found so far
         self._ranked: list[Provider] = []
@@ -246,9 +253,9 @@ class TrackerClient:
 
         `introduce` completes the request for a tracker that does not know this member.
         """
-        now = self._clock()
+        now = time.monotonic()
         is_home_due = bool(self._ranked) and not self._ranked[0].is_origin and now - self._looked_up_at > _HOME_S
-        if not self._ranked or is_home_due or int(self._now() // _DAY_S) != self._day:
+        if not self._ranked or is_home_due or int(self.now() // _DAY_S) != self._day:
             self._look_up(now)
         elif not self._ranked[0].is_origin:
             self._rank(self._ranked)
@@ -267,7 +274,7 @@ class TrackerClient:
             self._post(self._ranked[0], {**body, "leave": True}, 1.0)
 
     def _drop_first(self) -> None:
-        lost, now = self._ranked.pop(0), self._clock()
+        lost, now = self._ranked.pop(0), time.monotonic()
         self._sharers.pop(lost.address, None)
         self._dead = {address: until for address, until in self._dead.items() if until > now}
         self._dead[lost.address] = now + _DEAD_S
@@ -276,39 +283,38 @@ class TrackerClient:
         self._looked_up_at = now
         trackers: list[Provider] = []
         try:
-            trackers = list(self._find())
+            trackers = list(self.find())
         except (ForebayError, OSError) as error:
-            log.info("swarm of %s: no tracker was found: %s", self._dataset_id[:12], error)
+            log.info("swarm of %s: no tracker was found: %s", self.dataset_id[:12], error)
         is_alone = not trackers and not self._sharers
         if is_alone:
             self._looked_up_at = now - _HOME_S + _RETRY_S
         # The others do not know a new member yet, which would wait for them if it asked itself.
-        if self._own is not None and (is_alone or not self._was_alone):
-            trackers.append(self._own)
+        if self.own is not None and (is_alone or not self._was_alone):
+            trackers.append(self.own)
         self._rank(trackers)
         self._was_alone = self._was_alone and is_alone
 
     def _rank(self, trackers: Sequence[Provider]) -> None:
         by_address = {**self._sharers, **{tracker.address: tracker for tracker in trackers}}
-        now = self._clock()
+        now = time.monotonic()
         alive = [tracker for tracker in by_address.values() if self._dead.get(tracker.address, 0.0) <= now]
-        self._day = int(self._now() // _DAY_S)
+        self._day = int(self.now() // _DAY_S)
 
         def rank(tracker: Provider) -> tuple[bool, bytes, str]:
-            text = f"forebay/2 tracker\n{self._dataset_id}\n{self._day}\n{node_of(tracker.peer_id)}"
+            text = f"forebay/2 tracker\n{self.dataset_id}\n{self._day}\n{node_of(tracker.peer_id)}"
             return not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
 
         self._ranked = sorted(alive, key=rank)
 
     def _post(self, tracker: Provider, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        path = f"/v1/swarm/{self._dataset_id}"
+        path = f"/v1/swarm/{self.dataset_id}"
         try:
-            peer_id = node_of(tracker.peer_id)
-            return self._client.request_json(tracker.address, "POST", path, body, peer_id, timeout_s, _MAX_REPLY_BYTES)[
-                0
-            ]
+            return self.client.request_json(
+                tracker.address, "POST", path, body, node_of(tracker.peer_id), timeout_s, _MAX_REPLY_BYTES
+            )[0]
         except NetworkError as error:
-            log.info("swarm of %s: tracker %s: %s", self._dataset_id[:12], tracker.address, error)
+            log.info("swarm of %s: tracker %s: %s", self.dataset_id[:12], tracker.address, error)
             if isinstance(error, RemoteError) and error.status in (429, 503):
                 return {"wait_s": max(_OVERLOADED_S, error.wait_s)}
             return None

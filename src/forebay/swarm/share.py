@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -24,6 +24,7 @@ from fastapi.concurrency import run_in_threadpool
 from prometheus_client.core import Metric
 
 from forebay.arrays import BOOL
+from forebay.closing import Closing
 from forebay.dataset.chunks import HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.app import (
@@ -128,12 +129,6 @@ class SliceServer(ABC):
         self._announcer.join(1.0)
         return is_drained
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
     def claims(self, peer: Peer, name: str | None = None) -> list[dict[str, Any]]:
         """Return signed claims of the datasets, or those of one name, that a peer's certificate covers."""
         expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
@@ -202,7 +197,7 @@ class SliceIndex(Protocol):
         """Return the file of a slice; None if there is none."""
 
 
-class SliceShare(SliceServer):
+class SliceShare(SliceServer, Closing):
     """The server of a worker, from construction until `close`. In a forked child, `close` has no effect.
 
     Args:
@@ -234,12 +229,10 @@ class SliceShare(SliceServer):
         self._shared[shared.dataset_id] = shared
         self._changed.set()
 
-    def close(self, timeout_s: float = 0.0) -> bool:
+    def close(self, timeout_s: float = 0.0) -> None:
         """Like `stop`; no effect in a forked child."""
-        return self.stop(timeout_s) if os.getpid() == self._pid else True
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        if os.getpid() == self._pid:
+            self.stop(timeout_s)
 
     def find_slice(self, sha256: str) -> SliceFile | None:
         size_and_name = self.slices.get(sha256)

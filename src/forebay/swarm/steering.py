@@ -14,7 +14,6 @@ Cost: a bit for each member and slice (312 MB for 10,000 of 250,000); a call con
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -29,14 +28,6 @@ PATIENCE_S = 60.0
 _MAX_WANTED = 4096  # requested slices that one call considers
 _TRIED = 64  # candidates whose providers one call considers, beside those it needs
 _LOST_AFTER = 8.0  # times the mean duration of a download, before it counts as lost
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Download a slice from a provider."""
-
-    index: int
-    holder: Provider
 
 
 class Swarm:
@@ -125,12 +116,12 @@ class Swarm:
             self._begin(asker, index, providers[0], now)
         return providers
 
-    def assign(self, asker: str, missing: I64, num: int, now: float) -> list[Assignment]:
+    def assign(self, asker: str, missing: I64, num: int, now: float) -> list[tuple[int, Provider]]:
         """The downloads that a member (`join` it first) should start now: at most `num`, fewer if waiting is better.
 
-        `missing` is [n] slices that it lacks and is not downloading, in any order. A slice in it that was assigned to
-        the asker already is assigned again, and counts, so that a repeated call is harmless. A slice in it that the
-        asker had before is taken as lost.
+        Each is a slice and its provider. `missing` is [n] slices that it lacks and is not downloading, in any order. A
+        slice in it that was assigned to the asker already is assigned again, and counts, so that a repeated call is
+        harmless. A slice in it that the asker had before is taken as lost.
         """
         if asker not in self._providers:
             raise UsageError(f"swarm: expected {asker} to have joined before it asks. Call join first.")
@@ -148,7 +139,7 @@ class Swarm:
             provider = self._source(index, willing, origins)
             if provider is not None:
                 self._begin(asker, index, provider, now)
-                assigned.append(Assignment(index, provider))
+                assigned.append((index, provider))
                 if len(assigned) == num:
                     break
         return assigned
@@ -228,7 +219,7 @@ class Swarm:
             **self._counts,
         }
 
-    def _assigned_before(self, asker: str, missing: I64, num: int, now: float) -> list[Assignment]:
+    def _assigned_before(self, asker: str, missing: I64, num: int, now: float) -> list[tuple[int, Provider]]:
         indexes = self._downloads.slices_of(asker)
         if not indexes:
             return []
@@ -239,7 +230,7 @@ class Swarm:
             if shunned[self._members.rows[download.holder]]:
                 self._end((asker, index))
             else:
-                assigned.append(Assignment(index, self._providers[download.holder]))
+                assigned.append((index, self._providers[download.holder]))
         return assigned
 
     def _shunned(self, asker: str, now: float) -> BOOL:

@@ -90,10 +90,9 @@ class Tracker:
         """
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
-        failed = [fetch.index for fetch in request.failed]
-        indexes = (*request.finished, *request.dropped, *failed)
-        if indexes and max(indexes) >= swarm.num_slices:
-            raise ProtocolError(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(indexes)}")
+        highest = max((*request.finished, *request.dropped, *(fetch.index for fetch in request.failed)), default=-1)
+        if highest >= swarm.num_slices:
+            raise ProtocolError(f"swarm: expected slices in [0, {swarm.num_slices}), got {highest}")
         me = member_id(peer.peer_id, request.session)
         now = time.monotonic()
         with self._lock:
@@ -112,7 +111,7 @@ class Tracker:
             member = own or Provider(me, request.address if is_reached else "", False)
             reply = steer(swarm, member, request, now, organisation=peer.org, may_fetch=is_reached is not None)
             if any(fetch.wrong for fetch in request.failed):
-                self._bans.record(dataset_id, swarm.status()["banned"], peer.peer_id)
+                self._bans.record(dataset_id, swarm.penalties.banned, peer.peer_id)
                 self._check_suspects(dataset_id, tracked)
             return reply
 
@@ -161,7 +160,7 @@ class Tracker:
                 tracked.swarm.penalties.pardon(provider.peer_id)
             elif is_right is False:
                 tracked.swarm.penalties.ban(provider.peer_id)
-                self._bans.record(dataset_id, tracked.swarm.status()["banned"], self._client_id, "wrong bytes")
+                self._bans.record(dataset_id, tracked.swarm.penalties.banned, self._client_id, "wrong bytes")
 
     def _refresh(self, tracked: _TrackedSwarm, now: float) -> None:
         flags = None
@@ -203,24 +202,19 @@ def steer(
     assigned = swarm.assign(me, want, min(MAX_AT_ONCE, request.num), now) if may_fetch else []
     wait_s = min(swarm.ttl_s / 3, max(_WAIT_S if len(want) else _IDLE_WAIT_S, len(swarm) / _MAX_REQUESTS_PER_S))
     reply = _reply(swarm, me, wait_s if may_fetch else 0.05, is_new and have is None)
-    reply["assignments"] = [{"index": each.index, **_provider_json(each.holder)} for each in assigned]
+    reply["assignments"] = [{"index": index, **_provider_json(provider)} for index, provider in assigned]
     return reply
 
 
 def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = False) -> dict[str, Any]:
-    sharers = [provider for provider in swarm.sharers(_MAX_PEERS) if provider.peer_id != member]
-    return {
-        "assignments": [],
-        "wait_s": wait_s,
-        "tell_have": tell_have,
-        "sharers": [_provider_json(provider) for provider in sharers],
-    }
+    sharers = [_provider_json(sharer) for sharer in swarm.sharers(_MAX_PEERS) if sharer.peer_id != member]
+    return {"assignments": [], "wait_s": wait_s, "tell_have": tell_have, "sharers": sharers}
 
 
 def _provider_json(provider: Provider) -> dict[str, Any]:
-    name, address = provider.peer_id, provider.address
+    name = provider.peer_id
     peer_id = name if provider.is_url else node_of(name)
-    return {"member": name, "peer_id": peer_id, "address": address, "is_origin": provider.is_origin}
+    return {"member": name, "peer_id": peer_id, "address": provider.address, "is_origin": provider.is_origin}
 
 
 class BanLog:

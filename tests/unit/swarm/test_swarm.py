@@ -43,15 +43,15 @@ class Crowd:
         reported = []
         for name, have in self.have.items():
             self.swarm.join(peer(name), None, self.now)
-            reported += [(name, each) for each in self.swarm.assign(name, np.flatnonzero(~have), at_once, self.now)]
+            reported += [(name, *each) for each in self.swarm.assign(name, np.flatnonzero(~have), at_once, self.now)]
         for who in self.slots:
-            assert sum(each.holder.peer_id == who for _, each in reported) <= self.slots[who]
-        for _, each in reported:
-            assert each.holder.is_origin or self.have[each.holder.peer_id][each.index]
-            self.from_origin += each.holder.is_origin
-        for name, each in reported:
-            self.have[name][each.index] = True
-            self.swarm.finished(name, each.index, self.now + 0.5)
+            assert sum(holder.peer_id == who for _, _, holder in reported) <= self.slots[who]
+        for _, index, holder in reported:
+            assert holder.is_origin or self.have[holder.peer_id][index]
+            self.from_origin += holder.is_origin
+        for name, index, _ in reported:
+            self.have[name][index] = True
+            self.swarm.finished(name, index, self.now + 0.5)
         return len(reported)
 
 
@@ -94,7 +94,7 @@ def swarm_of(num_slices: int, have: dict[str, str], origins: Sequence[Provider] 
 
 def holders(swarm: Swarm, member: str, *missing: int, now: float = 0.0) -> dict[int, Provider]:
     """Assign slices that a member lacks; return from whom, in order."""
-    return {each.index: each.holder for each in swarm.assign(member, np.array(missing, np.int64), 4, now)}
+    return dict(swarm.assign(member, np.array(missing, np.int64), 4, now))
 
 
 def test_a_slice_under_way_is_waited_for_and_named_again_to_who_asks_again() -> None:
