@@ -44,11 +44,11 @@ def apply(state: RunState, event: messages.Event, now: float) -> tuple[RunState,
 
 def _join(state: RunState, event: messages.Join, now: float, actions: list[Action]) -> RunState:
     old, worker = state.members.get(event.worker_id), f"worker {event.worker_id!r}"
-    if old is not None and old.session == event.session and old.peer_id == event.peer_id:
-        return _put(state, replace(old, seen_at=now, lost_at=None))
     if old is not None:
-        is_live, is_others = old.polling and old.lost_at is None, old.peer_id != event.peer_id
-        if is_others or is_live:
+        if old.session == event.session and old.peer_id == event.peer_id:
+            return _put(state, replace(old, seen_at=now, lost_at=None))
+        is_others = old.peer_id != event.peer_id
+        if is_others or (old.polling and old.lost_at is None):
             who = "member" if is_others else "live process"
             text = f"{worker}: another {who} has this id. Give each worker an id of its own."
             return _refuse(state, "duplicate", text, actions)
@@ -302,7 +302,7 @@ def _choose_source(state: RunState, survivors: list[RunMember], actions: list[Ac
 # Answers to a member's request. After its event an answer is due when `is_due` is true or the request's `wait_s` is
 # over; then `reply` is the answer.
 
-REQUESTS: dict[str, type[messages.Join | messages.Ready | messages.Heartbeat | messages.Leave]] = {
+REQUESTS: dict[str, type[messages.MemberMessage]] = {
     "/v1/members/join": messages.Join,
     "/v1/members/ready": messages.Ready,
     "/v1/members/heartbeat": messages.Heartbeat,
@@ -332,12 +332,12 @@ def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> dict
         return {"left": True}
     if not _is_member(state, message):
         return messages.Refuse("expelled", f"worker {message.worker_id!r}: removed or replaced. Join again.")
-    generation, number = state.generation, getattr(message, "generation", 0)
+    generation = state.generation
+    is_old = generation is None or generation.number != getattr(message, "generation", 0)
     if isinstance(message, messages.Heartbeat):
-        is_old = generation is None or generation.number != number
         return {"changing": is_old or state.changing, "broken": is_old or state.broken}
     if generation is not None and (rank := generation.rank_of(message.session)) is not None:
-        if generation.number != number or not state.changing:
+        if is_old or not state.changing:
             return {"generation": {**generation_reply(state, run_id), "rank": rank}}
         if state.members[message.worker_id].step < state.run_to:
             return {"run_to": state.run_to}

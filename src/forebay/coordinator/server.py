@@ -10,8 +10,6 @@ plain HTTP any client that reaches the port may join: a session's random name is
 Cost: a connection or two and a waiting task for each worker; one fsync for each change and each heartbeat with news.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -20,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
@@ -30,13 +28,11 @@ from forebay.coordinator.messages import Event, Join, Leave, MeetRequest, Member
 from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
 from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role, wait_until
+from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits, TokenBucket
 from forebay.network.messages import ConfigRequest, MeetReply
+from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
-
-if TYPE_CHECKING:
-    from forebay.network.discovery import Discovery
-    from forebay.network.pki.identity import Identity
 
 MAX_WORKERS = 1024
 REJOIN_S = 600.0
@@ -85,11 +81,10 @@ class Coordinator:
         self._is_open = identity is None
         self._joins: OrderedDict[str, TokenBucket] = OrderedDict()  # by certificate
         max_connections = 4 * MAX_WORKERS
+        per_peer = max_connections if identity is None else 4 * self.rules.workers_per_peer
         limits = ServerLimits(
-            connections=max_connections,
-            connections_per_peer=max_connections if identity is None else 4 * self.rules.workers_per_peer,
+            connections=max_connections, connections_per_peer=per_peer, requests_per_peer=per_peer,
             connections_per_organisation=max_connections // 2, requests_per_organisation=max_connections // 2,
-            requests_per_peer=max_connections if identity is None else 4 * self.rules.workers_per_peer,
             handshakes_per_address=MAX_WORKERS,
             # A member's news costs an fsync, for which all wait.
             requests_per_s=1e6 if identity is None else 8.0 * self.rules.workers_per_peer,
@@ -135,7 +130,7 @@ class Coordinator:
         if self._store is not None:
             self._store.close()
 
-    def __enter__(self) -> Coordinator:
+    def __enter__(self) -> "Coordinator":
         self.start()
         return self
 
@@ -275,13 +270,13 @@ class Coordinator:
 
     def _app(self) -> FastAPI:
         app = make_app("Forebay coordinator", self._metrics, {StateError: (503, "state")})
-        get, post = app.get, app.post
-        post("/v1/config", summary="Propose settings that the coordinator leaves open.")(self._agree)
-        get("/v1/status", summary="The progress and members of the run.")(self._read_status)
-        get("/v1/log", summary="All generations, each with its workers.")(self._read_log)
+        app.post("/v1/config", summary="Propose settings that the coordinator leaves open.")(self._agree)
+        app.get("/v1/status", summary="The progress and members of the run.")(self._read_status)
+        app.get("/v1/log", summary="All generations, each with its workers.")(self._read_log)
         for path, kind in REQUESTS.items():
-            post(path, openapi_extra=role("worker"), summary=_SUMMARIES[path.rpartition("/")[2]])(self._endpoint(kind))
-        post(
+            summary = _SUMMARIES[path.rpartition("/")[2]]
+            app.post(path, openapi_extra=role("worker"), summary=summary)(self._endpoint(kind))
+        app.post(
             "/v1/members/meet", openapi_extra=role("worker"), response_model=MeetReply,
             summary="Set or wait for a value that the ranks of a generation share.",
         )(self._meet)  # fmt: skip
@@ -354,8 +349,7 @@ class Coordinator:
 
     async def _meet(self, request: Request, message: MeetRequest) -> Response:
         self._check(request, message)
-        state = self._state
-        generation, member = state.generation, state.members.get(message.worker_id)
+        generation, member = self._state.generation, self._state.members.get(message.worker_id)
         is_member = member is not None and member.session == message.session
         is_now = generation is not None and generation.number == message.generation
         if generation is None or not is_now or not is_member or generation.rank_of(message.session) is None:

@@ -12,7 +12,7 @@ The log only grows. A row says that steps [start, stop) were finished in a gener
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,12 @@ class RunStore:
         self._written = row[1]
         return state, str(row[0])
 
-    def save(self, state: RunState, actions: Iterable[Action], run_id: str) -> None:
+    def save(self, state: RunState, actions: Sequence[Action], run_id: str) -> None:
         """Write what changed, all or nothing; it is on disk when this returns.
 
         StateError if it cannot be written; the stored state stays, and a later call may succeed.
         """
         body = _STATE.dump_json(state, exclude=_EXCLUDED).decode()
-        actions = list(actions)
         if body == self._written and not actions:
             return
         now = time.time()

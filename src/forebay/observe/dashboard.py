@@ -8,8 +8,6 @@ refused, as a page of another site may have pointed its own name at this address
 Cost: one poll of the source every two seconds, however many browsers look.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -77,7 +75,7 @@ class Dashboard(Closing):
     def url(self) -> str:
         return f"http://{self._server.address}/"
 
-    def start(self) -> Dashboard:
+    def start(self) -> "Dashboard":
         """Serve, in a background thread. Raises NetworkError if the port is taken."""
         self._server.start()
         return self
@@ -145,7 +143,7 @@ def _point(view: View) -> dict[str, Any]:
 
 
 def serve_dashboard(
-    loader: Loader[Any] | TextStream, port: int = 0, host: str = "127.0.0.1", *, record: str | Path | None = None
+    loader: "Loader[Any] | TextStream", port: int = 0, host: str = "127.0.0.1", *, record: "str | Path | None" = None
 ) -> Dashboard:
     """Serve the dashboard of a Loader or TextStream from a thread of this process, with metrics at `/metrics`.
 

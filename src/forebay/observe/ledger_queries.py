@@ -315,8 +315,8 @@ def _copy(path: Path, directory: Path) -> None:
 
 
 def _stamps(files: list[Path]) -> list[tuple[int, int]]:
-    stats = [file.stat() if file.exists() else None for file in files]
-    return [(0, 0) if stat is None else (stat.st_size, stat.st_mtime_ns) for stat in stats]
+    stats = [file.stat() for file in files if file.exists()]
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def verify_steps(path: Path) -> StepsReport:
@@ -326,7 +326,6 @@ def verify_steps(path: Path) -> StepsReport:
     """
     with open_log(path) as roster:
         generations, rows = roster.generations(), roster.rows()
-    numbers = {g["number"]: g for g in generations}
     end_steps: dict[int, int | None] = {}
     first_later_step: int | None = None
     for generation in reversed(generations):
@@ -337,7 +336,7 @@ def verify_steps(path: Path) -> StepsReport:
     samples = missing = repeated = redone = steps = 0
     next_step = next_sample = 0
     for number, start, stop, first_sample, count in sorted(rows, key=lambda row: (row[0], row[1])):
-        if number not in numbers or not 0 <= start < stop or count < 0:
+        if number not in end_steps or not 0 <= start < stop or count < 0:
             problems.append(f"steps [{start}, {stop}) of generation {number}: there is no such generation or step")
             continue
         end = end_steps[number]

@@ -1,7 +1,5 @@
 """A line of progress of a Loader on stderr, of `Loader.stats()`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 _INTERVAL_S = 0.5
 
 
-def progress(loader: Loader[BatchT], *, enabled: bool = True) -> Iterator[BatchT]:
+def progress(loader: "Loader[BatchT]", *, enabled: bool = True) -> Iterator[BatchT]:
     """The loader's batches, with a line on stderr: steps, tokens per second, and what it waits for.
 
         12%|███▋      | 1.20k/10.0k [02:10<15:52, 9.2step/s] 151 k tokens/s, waits 3 % (network)

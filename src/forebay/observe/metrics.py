@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -177,12 +178,12 @@ def _families(values: Values) -> Iterator[Metric]:
         yield family
 
 
+@dataclass
 class LoaderCollector:
     """A collector for a registry of one's own: `prometheus_client.REGISTRY.register(LoaderCollector(loader))`."""
 
-    def __init__(self, loader: Loader[Any] | TextStream) -> None:
-        self._loader = loader
+    loader: Loader[Any] | TextStream
 
     def collect(self) -> Iterable[Metric]:
         """The metric families, for `prometheus_client`."""
-        return loader_metrics(self._loader)
+        return loader_metrics(self.loader)

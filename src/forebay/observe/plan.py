@@ -116,8 +116,9 @@ def _figures(job: RunSpec) -> RunPlan:
     nodes = resources.needs_of_nodes(job, order)
     disk, total_bytes = nodes[0], int(job.slice_bytes.sum())
     proposed = min(max(disk.next_bytes, total_bytes // MIN_CACHE_PART), disk.epoch_bytes)
-    limits = [size for size in (job.cache_bytes, job.volume_bytes) if size is not None]
-    cache = job.cache_bytes if job.cache_bytes is not None else min(proposed, *limits) if limits else proposed
+    cache = job.cache_bytes
+    if cache is None:
+        cache = proposed if job.volume_bytes is None else min(proposed, job.volume_bytes)
     per_epoch = max(resources.fetched_bytes(job, node, cache) for node in nodes)
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
@@ -184,7 +185,6 @@ def format_plan(plan: RunPlan) -> str:
     job, disk = plan.job, plan.disk
     node = "node" if job.num_nodes == 1 else f"each of {job.num_nodes} nodes"
     total, memory = map(format_bytes, (plan.total_bytes, plan.memory_bytes))
-    opened = format_bytes(plan.disk.open_bytes)
     rows: list[tuple[str, str]] = [
         ("dataset", f"{len(job.slice_bytes):,} slices, {total}, {int(job.slice_samples.sum()):,} samples"),
         ("order", f"lanes={plan.lanes}, window={plan.window} samples"),
@@ -192,7 +192,7 @@ def format_plan(plan: RunPlan) -> str:
         (f"{node} reads", f"{disk.num_lanes:,} lanes, {format_bytes(disk.epoch_bytes)} an epoch"),
         ("a rank reads", f"{format_bytes(plan.rank_bytes)} an epoch, {plan.samples_of_rank[1]:,} samples"),
         ("all nodes fetch", f"about {plan.fetch_ratio:.2f} x the dataset an epoch"),
-        ("open at once", f"{opened}; with the next windows {format_bytes(disk.next_bytes)}"),
+        ("open at once", f"{format_bytes(disk.open_bytes)}; with the next windows {format_bytes(disk.next_bytes)}"),
         ("smallest cache", format_bytes(plan.least_bytes)),
         ("cache", f"cache_bytes={plan.cache_bytes}, peak disk {format_bytes(plan.peak_disk_bytes)}"),
         ("fetched", f"at most {format_bytes(plan.fetched_bytes)} in {job.epochs} epoch{'s' * (job.epochs > 1)}"),
@@ -295,15 +295,19 @@ def _warn(plan: RunPlan) -> None:
     if job.bandwidth is not None and job.bandwidth < COMMON_BYTES_PER_S:
         warnings.append(f"bandwidth: {job.bandwidth * 8 / 1e9:.3g} Gb/s; runs like this have 1 Gb/s or more.")
     if job.volume_bytes is not None and job.volume_bytes < min(disk.next_bytes, disk.epoch_bytes):
-        needed = format_bytes(disk.next_bytes)
-        warnings.append(f"disk: {format_bytes(job.volume_bytes)} are less than the {needed} needed to never wait.")
+        warnings.append(
+            f"disk: {format_bytes(job.volume_bytes)} are less than the {format_bytes(disk.next_bytes)} "
+            "needed to never wait."
+        )
     if job.mem_bytes is not None and job.mem_bytes < COMMON_MEM_BYTES:
         warnings.append(f"memory: {format_bytes(job.mem_bytes)}; runs like this have 4 GB or more.")
     if job.mem_bytes is not None and plan.memory_bytes > job.mem_bytes and plan.largest_batch:
         warnings.append(f"memory: the loader takes {format_bytes(plan.memory_bytes)} of {format_bytes(job.mem_bytes)}.")
         advice.append(f"batch_size={plan.largest_batch} (global {plan.largest_batch * job.world_size}) fits.")
     if plan.stall_s is not None and plan.epoch_s is not None and plan.stall_s > _STALL_PART * plan.epoch_s:
-        share, stall = plan.stall_s / plan.epoch_s, format_seconds(plan.stall_s)
-        warnings.append(f"bandwidth: training waits {share:.0%} of the time for data ({stall} an epoch).")
+        warnings.append(
+            f"bandwidth: training waits {plan.stall_s / plan.epoch_s:.0%} of the time for data "
+            f"({format_seconds(plan.stall_s)} an epoch)."
+        )
         if plan.needed_bandwidth is not None:
             advice.append(f"{format_rate(plan.needed_bandwidth)} would suffice to never wait.")

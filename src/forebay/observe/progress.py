@@ -1,7 +1,5 @@
 """Progress of long work on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +31,7 @@ class PrepareBar:
         self._bar: Any = None
         self._stage = ""
 
-    def __enter__(self) -> PrepareBar:
+    def __enter__(self) -> "PrepareBar":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,7 +39,7 @@ class PrepareBar:
             self._bar.close()
         self._bar = None
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: "Progress") -> None:
         """Show how far a stage is."""
         if self._bar is None or progress.stage != self._stage:
             self.__exit__()

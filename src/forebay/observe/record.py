@@ -80,9 +80,8 @@ class RecordReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._files: dict[
-            Path, tuple[int, list[tuple[float, int, int]]]
-        ] = {}  # What was read; views: (at, start, stop)
+        # The bytes read of each file, and its views: (at, start, stop).
+        self._files: dict[Path, tuple[int, list[tuple[float, int, int]]]] = {}
         if not is_record(self.folder):
             raise UsageError(
                 f"{self.folder}: expected a folder with the record of a run (*{SUFFIX}), got none. Record one with "

@@ -1,9 +1,8 @@
 """Where views come from: a node's address, the folder of a record or of a preparation, or a loader in this process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,6 +44,7 @@ class Source(Protocol):
         raise UsageError("expected a record of earlier views, got none. Open a record (`--record DIR` writes it).")
 
 
+@dataclass
 class NodeSource(Source):
     """A scheduler, coordinator, data node or dashboard; of a scheduler also its data nodes.
 
@@ -52,14 +52,16 @@ class NodeSource(Source):
         get: Reads the status of an address. Workers and events are shown to the role admin.
     """
 
-    def __init__(self, address: str, get: Callable[[str], Row]) -> None:
-        self.address, self._get = address, get
+    address: str
+    get: Callable[[str], Row]
+
+    def __post_init__(self) -> None:
         self._rates: dict[str, tuple[float, float]] = {}  # Of counts that rise: (value, at).
         self._nodes: list[dict[str, Any]] = []
         self._nodes_at = float("-inf")
 
     def poll(self) -> View:
-        status = self._get(self.address)
+        status = self.get(self.address)
         try:
             return self._view(status)
         except MALFORMED as error:
@@ -79,7 +81,7 @@ class NodeSource(Source):
 
     def _node(self, address: str) -> dict[str, Any]:
         try:
-            status = self._get(address)
+            status = self.get(address)
             return views.node_row(status, self._rate(address, status["bytes_sent"]))
         except (ForebayError, *MALFORMED) as error:
             return {"name": address, "address": address, "state": "does not answer", "error": str(error)}
@@ -97,20 +99,20 @@ class RecordSource(RecordReader, Source):
     poll = RecordReader.latest
 
 
+@dataclass
 class PreparationSource(Source):
     """The output of `forebay prepare`, while it runs and afterwards."""
 
-    def __init__(self, out: str) -> None:
-        self._out = out
+    out: str
 
     def poll(self) -> View:
-        return views.preparation_view(read_progress(self._out))
+        return views.preparation_view(read_progress(self.out))
 
 
 class LoaderSource(Source):
     """A Loader or TextStream of this process."""
 
-    def __init__(self, loader: Loader[Any] | TextStream) -> None:
+    def __init__(self, loader: "Loader[Any] | TextStream") -> None:
         self._loader = loader
         self._before, self._read_at = loader.stats(), time.perf_counter()
 

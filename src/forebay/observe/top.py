@@ -27,6 +27,7 @@ from forebay.units import format_bytes, format_count, format_seconds
 POLL_S = 2.0
 FRAME_S = 0.5  # Between the moments of a replay.
 _MAX_ROWS = 30
+_PLAIN_WIDTH = 100
 _CAUSE_STYLES = {
     "scheduler": "magenta", "network": "blue", "disk": "yellow", "tokenize": "cyan", "decode": "green",
     "device": "red", "queue": "white",
@@ -80,11 +81,11 @@ def render(view: View, width: int, height: int) -> RenderableType:
     return Group(*parts)
 
 
-def format_view(view: View, width: int = 100) -> str:
+def format_view(view: View) -> str:
     """A view as plain text."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+    console = Console(file=io.StringIO(), width=_PLAIN_WIDTH, highlight=False, color_system=None)
     with console.capture() as capture:
-        console.print(render(view, width, 60))
+        console.print(render(view, _PLAIN_WIDTH, 60))
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
@@ -193,7 +194,7 @@ def _keys() -> Iterator[Any]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
-def show_top(source: Source, *, replay: bool = False) -> None:
+def show_top(source: Source, *, replay: bool) -> None:
     """Show a source until `q` or an interrupt; without a terminal, or for one view, print once.
 
     Raises:

@@ -81,7 +81,7 @@ def view_of(status: Row, nodes: Rows = (), per_s: float | None = None) -> View:
     return run_view(status, per_s) if "members" in status else node_view(status, per_s)
 
 
-def job_view(status: Row, nodes: Rows = ()) -> View:
+def job_view(status: Row, nodes: Rows) -> View:
     """A scheduler's job, of its status and rows of its data nodes."""
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
     workers = [_worker_row(peer_id, worker, status) for peer_id, worker in status["workers"].items()]
@@ -154,7 +154,7 @@ def advice_of(waits: Mapping[str, float]) -> str:
     return str(bottleneck) if bottleneck is not None else ""
 
 
-def node_row(status: Row, bytes_per_s: float | None = None) -> dict[str, Any]:
+def node_row(status: Row, bytes_per_s: float | None) -> dict[str, Any]:
     """A data node's row, of its status."""
     return {
         "name": status["name"] or status["peer_id"], "address": status["address"], "id": status["peer_id"],
@@ -163,7 +163,7 @@ def node_row(status: Row, bytes_per_s: float | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def node_view(status: Row, bytes_per_s: float | None = None) -> View:
+def node_view(status: Row, bytes_per_s: float | None) -> View:
     """A data node by itself."""
     row, fault, swarms = node_row(status, bytes_per_s), status["announce_error"], status["swarms"]
     return make_view(
@@ -185,7 +185,7 @@ def node_view(status: Row, bytes_per_s: float | None = None) -> View:
     )  # fmt: skip
 
 
-def run_view(status: Row, steps_per_s: float | None = None) -> View:
+def run_view(status: Row, steps_per_s: float | None) -> View:
     """A coordinator's run, of its status."""
     last, generation = status["config"].get("num_steps"), status["generation"]["number"]
     waiting_for = status["min_workers"] - len(status["members"])
@@ -215,7 +215,7 @@ def run_view(status: Row, steps_per_s: float | None = None) -> View:
 
 def loader_view(
     title: str, rank: int, world_size: int, before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float,
-    state: Row, total_steps: int | None, cache_bytes: int = 0, cause_in_progress: str = "network",
+    state: Row, total_steps: int | None, cache_bytes: int, cause_in_progress: str,
 ) -> View:  # fmt: skip
     """A loader of a training process, of two of its `stats()`, `elapsed_s` apart, and its state.
 

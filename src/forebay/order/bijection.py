@@ -30,14 +30,9 @@ def derive_key(seed: int, *parts: int | str) -> bytes:
 
     Integers of any size and sign are allowed; 1 and "1" give different keys.
     """
-    text = "forebay-order-v3;" + "".join(_spelled(part) for part in (seed, *parts))
+    spelled = (f"s{len(part)}:{part};" if isinstance(part, str) else f"i{int(part)};" for part in (seed, *parts))
+    text = "forebay-order-v3;" + "".join(spelled)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def _spelled(part: int | str) -> str:
-    if isinstance(part, str):
-        return f"s{len(part)}:{part};"
-    return f"i{int(part)};"
 
 
 def mix64(z: U64) -> U64:

@@ -125,10 +125,8 @@ class Order:
             raise UsageError("samples_per_slice: expected counts from 0 in one dimension.")
         if global_batch is None:
             raise UsageError("global_batch: expected an integer from 1, got None.")
-        for name, value, minimum in (
-            ("global_batch", global_batch, 1), ("lanes", lanes, 1), ("window", window, 1),
-        ):  # fmt: skip
-            check_integer(name, value, minimum)
+        for name, value in (("global_batch", global_batch), ("lanes", lanes), ("window", window)):
+            check_integer(name, value, 1)
         counts.flags.writeable = False
         used = np.flatnonzero(counts)
         self.samples_per_slice, self.seed, self.global_batch = counts, seed, global_batch

@@ -5,8 +5,6 @@ of one dataset never crosses the end of an epoch. In a mixture each source start
 used up. Hash sharding: `assign_owners` and `OwnedRun`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,17 +56,13 @@ class Run:
         self._num_samples = np.array([order.num_samples for order in self.orders], np.int64)
         num_samples = self.orders[0].num_samples if weights is None else None
         self._step_index = StepIndex(batches, num_samples, epochs=epochs, num_steps=num_steps, drop_last=drop_last)
-        self._mixture = None if weights is None else self._mix(weights)
+        # The dataset of each sample of the run; None for a single dataset.
+        self.mixture = None if weights is None else self._mix(weights)
 
     @property
     def num_steps(self) -> int | None:
         """Run steps in all, the same for every rank. None: no end."""
         return self._step_index.num_steps
-
-    @property
-    def mixture(self) -> MixtureOrder | None:
-        """The dataset of each sample of the run; None for a single dataset."""
-        return self._mixture
 
     @property
     def steps_per_epoch(self) -> int:
@@ -81,7 +75,7 @@ class Run:
     def epoch_stop(self, step: int) -> int | None:
         return self._step_index.epoch_stop(step)
 
-    def of(self, order: Order, first_step: int, *, epochs: int | None = None, num_steps: int | None = None) -> Run:
+    def of(self, order: Order, first_step: int, *, epochs: int | None = None, num_steps: int | None = None) -> "Run":
         """The run of another order of the dataset; its step 0 is `first_step` of this one, at the start of an epoch."""
         started = [change for change in self.batches.changes if change[0] <= first_step][-1]
         later = [(first - first_step, size) for first, size in self.batches.changes if first > first_step]
@@ -95,10 +89,10 @@ class Run:
         """
         if self.num_steps is not None and step >= self.num_steps:
             return None, None
-        if self._mixture is None:
+        if self.mixture is None:
             return self.progress(step).epoch, self.epoch_stop(step)
         taken = self.progress(step).samples_taken
-        sources, positions = self._mixture.locate(taken, taken + int(self.batch_lens(step, step + 1)[0]))
+        sources, positions = self.mixture.locate(taken, taken + int(self.batch_lens(step, step + 1)[0]))
         epochs = np.unique(self.orders[source].passes(positions[sources == source])[0])
         return (int(epochs[0]) if len(epochs) == 1 else None), None
 
@@ -107,7 +101,7 @@ class Run:
 
         `NEVER` for those that no rank in [start, stop) reads, or that the run does not reach.
         """
-        end = None if self._mixture is not None else self.epoch_stop(step)
+        end = None if self.mixture is not None else self.epoch_stop(step)
         if end is None:
             return None
         if self.num_steps is not None and end >= self.num_steps:
@@ -121,8 +115,8 @@ class Run:
         """
         order, taken = self.orders[source], self.progress(step).samples_taken
         size, epoch = int(self.batch_lens(step, step + 1)[0]), self.progress(step).epoch
-        if self._mixture is not None:
-            sources, positions = self._mixture.locate(taken, taken + size)
+        if self.mixture is not None:
+            sources, positions = self.mixture.locate(taken, taken + size)
             positions = positions[sources == source]
             if not len(positions):
                 return np.full(len(slices), step, np.int64)
@@ -130,9 +124,7 @@ class Run:
             epoch, taken, size = int(epochs[0]), int(within[0]), len(positions)
         return step + self._steps_until(order, epoch, slices, samples, taken, size)
 
-    def _steps_until(
-        self, order: Order, epoch: int, slices: I64, samples: I64, taken: int, size: int
-    ) -> I64:  # fmt: skip
+    def _steps_until(self, order: Order, epoch: int, slices: I64, samples: I64, taken: int, size: int) -> I64:
         if order.shuffle:
             stops = order.epoch_at(epoch).window_stops(slices, samples)
         else:
@@ -164,8 +156,7 @@ class Run:
         return epochs, steps, taken
 
     def batch_lens(self, start: int, stop: int) -> I64:
-        sizes = [np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)]
-        return _joined(sizes)
+        return _joined([np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)])
 
     def steps(self, start: int, stop: int, rank: int, world_size: int) -> Steps:
         """A rank's samples of run steps [start, stop). Cheapest for some thousand samples at once.
@@ -178,7 +169,7 @@ class Run:
             low, high = part_of(segment.size, rank, world_size)
             lengths.append(np.full(segment.num_steps, high - low, np.int64))
         bounds = np.cumsum(np.concatenate(lengths))
-        read = self._single if self._mixture is None else self._mixed
+        read = self._single if self.mixture is None else self._mixed
         sources, slices, samples = read(segments, rank, world_size)
         return Steps(start, bounds, sources, slices, samples)
 
@@ -210,7 +201,7 @@ class Run:
         return np.zeros_like(all_slices), all_slices, _joined(samples)
 
     def _mixed(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
-        assert self._mixture is not None
+        assert self.mixture is not None
         all_sources, all_positions = [], []
         for segment in segments:
             size, per_block = segment.size, max(1, _BLOCK // segment.size)
@@ -218,7 +209,7 @@ class Run:
             for step in range(0, segment.num_steps, per_block):
                 count = min(per_block, segment.num_steps - step)
                 taken = segment.before.samples_taken + step * size
-                of_batches, positions = self._mixture.locate(taken, taken + count * size)
+                of_batches, positions = self.mixture.locate(taken, taken + count * size)
                 turn = np.argsort(self.keys_in_batch(of_batches, positions).reshape(count, size), axis=1, kind="stable")
                 chosen = (turn[:, low:high] + size * np.arange(count, dtype=np.int64)[:, None]).reshape(-1)
                 all_sources.append(of_batches[chosen])
@@ -266,7 +257,7 @@ class OwnedRun(Run):
     """
 
     def __init__(
-        self, order: Order, batch_size: int, owners: I64, counts: I64, *, epochs: int | None = 1,
+        self, order: Order, batch_size: int, owners: I64, counts: I64, *, epochs: int | None,
         num_steps: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__([order], BatchSizes.of(batch_size), epochs=epochs)

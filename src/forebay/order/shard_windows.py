@@ -20,9 +20,8 @@ Sampler = Literal["compat", "forebay"]
 
 
 def shard_of_step(
-    step: int, num_shards: int, steps_per_shard: int = STEPS_PER_SHARD, reset_step: int | None = None,
-    remap: Mapping[int, int] | None = None,
-) -> int:  # fmt: skip
+    step: int, num_shards: int, steps_per_shard: int, reset_step: int | None, remap: Mapping[int, int] | None
+) -> int:
     """The shard that is read at a global step.
 
     Args:
@@ -40,7 +39,7 @@ def shard_of_step(
     return (remap or {}).get(index, index)
 
 
-def shard_turn(step: int, steps_per_shard: int = STEPS_PER_SHARD, reset_step: int | None = None) -> tuple[int, int]:
+def shard_turn(step: int, steps_per_shard: int, reset_step: int | None) -> tuple[int, int]:
     """(number of shards used up since the beginning or the reset, first step of the current one)."""
     if step < 0 or steps_per_shard < 1 or (reset_step is not None and reset_step < 0):
         raise UsageError(f"shards: expected step >= 0 and steps_per_shard >= 1, got {step=}, {steps_per_shard=}.")
@@ -49,7 +48,7 @@ def shard_turn(step: int, steps_per_shard: int = STEPS_PER_SHARD, reset_step: in
     return turn, base + turn * steps_per_shard
 
 
-def next_shard_step(step: int, steps_per_shard: int = STEPS_PER_SHARD, reset_step: int | None = None) -> int:
+def next_shard_step(step: int, steps_per_shard: int, reset_step: int | None) -> int:
     """The first step after this one at which the shard is swapped."""
     after = shard_turn(step, steps_per_shard, reset_step)[1] + steps_per_shard
     return min(after, reset_step) if reset_step is not None and step < reset_step else after

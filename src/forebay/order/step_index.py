@@ -4,8 +4,6 @@ Handles the ends of epochs and changes of the global batch within an epoch. Memo
 changes, not on the length of the run.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -26,14 +24,13 @@ class BatchSizes:
     changes: tuple[tuple[int, int], ...]  # (run step, samples of a global batch), steps rising from 0
 
     def __post_init__(self) -> None:
-        changes = tuple((step, size) for step, size in self.changes)
-        check_rising("batch sizes", [step for step, _ in changes])
-        for _, size in changes:
+        check_rising("batch sizes", [step for step, _ in self.changes])
+        for _, size in self.changes:
             check_integer("batch size", size, 1)
-        object.__setattr__(self, "changes", tuple((int(step), int(size)) for step, size in changes))
+        object.__setattr__(self, "changes", tuple((int(step), int(size)) for step, size in self.changes))
 
     @classmethod
-    def of(cls, sizes: int | Sequence[tuple[int, int]]) -> BatchSizes:
+    def of(cls, sizes: int | Sequence[tuple[int, int]]) -> "BatchSizes":
         """One size for the whole run, or (run step, size) for each change."""
         return cls(tuple(sizes) if isinstance(sizes, Sequence) else ((0, sizes),))
 
@@ -85,8 +82,8 @@ class StepIndex:
     """
 
     def __init__(
-        self, batches: BatchSizes, num_samples: int | None, *, epochs: int | None = 1, num_steps: int | None = None,
-        drop_last: bool = False,
+        self, batches: BatchSizes, num_samples: int | None, *, epochs: int | None, num_steps: int | None,
+        drop_last: bool,
     ) -> None:  # fmt: skip
         check_integer("epochs", epochs, 1)
         check_integer("num_steps", num_steps, 1)
@@ -113,8 +110,9 @@ class StepIndex:
             step = min(stop, self._stop(i) or stop)
             if step == stop:
                 break
-        limits = [limit for limit in (step, self.num_steps) if limit is not None]
-        return None if self._num_samples is None else min(limits)
+        if self._num_samples is None:
+            return None
+        return step if self.num_steps is None else min(step, self.num_steps)
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
         """Steps [start, stop), within [0, num_steps], in order, in as few segments as possible."""
@@ -172,7 +170,7 @@ class StepIndex:
 
 
 def check_integer(what: str, value: Any, minimum: int) -> None:
-    """Raises UsageError unless a value is None or an integer from `least`."""
+    """Raises UsageError unless a value is None or an integer from `minimum`."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum):
         raise UsageError(f"{what}: expected an integer from {minimum}, got {value!r}.")
 

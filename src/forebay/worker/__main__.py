@@ -103,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> dict[str, Any]:
-    worker = WorkerClient(config, log=(lambda line: None) if quiet else log_to_stderr)
-    async with worker:
+    async with WorkerClient(config, log=(lambda line: None) if quiet else log_to_stderr) as worker:
         return (await worker.run_training(use_distributed=distributed)).to_json()
 
 

@@ -5,13 +5,12 @@ our own counter-based generator: any rank makes it at any time, no global genera
 changes it.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,10 +23,10 @@ from forebay.load.batch import NumpyTokens, TokenBatch
 from forebay.order.bijection import derive_key, permute, random_words
 from forebay.order.step_index import check_integer
 
-Integers = I64
 _log = logging.getLogger("forebay.worker")
 
 
+@dataclass(eq=False)
 class Batches:
     """`num_batches` batches of rank `rank` of `world_size`, as (inputs, labels), each int64 [batch_size, seq_len].
 
@@ -44,15 +43,18 @@ class Batches:
             `vocab_size`, `lanes`, `position`, `seek`, `state_dict`, `load_state_dict`, `close` and iteration.
     """
 
-    def __init__(
-        self, name: str, about: str, open_stream: Callable[..., Any], rank: int, world_size: int, num_batches: int,
-        batch_size: int,
-    ) -> None:  # fmt: skip
-        for argument, value in (("num_batches", num_batches), ("batch_size", batch_size)):
+    name: str
+    about: str
+    open_stream: Callable[..., Any]
+    rank: int
+    world_size: int
+    num_batches: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        for argument, value in (("num_batches", self.num_batches), ("batch_size", self.batch_size)):
             check_integer(argument, value, 1)
-        self._name, self._about, self._open_stream = name, about, open_stream
-        self.num_batches, self.batch_size = num_batches, batch_size
-        self._open(rank, world_size)
+        self._open(self.rank, self.world_size)
         self.seq_len, self.vocab_size = int(self._stream.seq_len), int(self._stream.vocab_size)
         self.sample_ids: I64 = np.zeros(0, np.int64)
         self.epoch = self._logged_epoch = 0
@@ -60,7 +62,7 @@ class Batches:
 
     def _open(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank_of_world(rank, world_size)
-        self._stream = self._open_stream(rank=self.rank, world_size=self.world_size, batch_size=self.batch_size)
+        self._stream = self.open_stream(rank=self.rank, world_size=self.world_size, batch_size=self.batch_size)
         self._num_yielded, self._resumes = 0, False
 
     @property
@@ -70,7 +72,7 @@ class Batches:
 
     def describe(self) -> str:
         """The data in one line, for logs."""
-        return self._about
+        return self.about
 
     def position(self) -> Any:
         """The position after the last batch, for `seek` of this object or of one that `reshard` returned; cheap."""
@@ -84,7 +86,7 @@ class Batches:
         """Seek the first batch."""
         self.seek(self._start)
 
-    def reshard(self, rank: int, world_size: int) -> Batches:
+    def reshard(self, rank: int, world_size: int) -> "Batches":
         """The same samples from the same position on, for a rank of another world. This object is closed.
 
         UsageError if the data has several lanes: a rank's position has no other lanes than its own.
@@ -107,7 +109,7 @@ class Batches:
                 if batch.epoch > self._logged_epoch:
                     self._logged_epoch = batch.epoch
                     _log.warning(
-                        "%s: all of it was read; epoch %d begins, in another order.", self._name, batch.epoch + 1
+                        "%s: all of it was read; epoch %d begins, in another order.", self.name, batch.epoch + 1
                     )
                 yield batch
 
@@ -156,12 +158,12 @@ class Batches:
         self._stream.close()
 
 
-def dummy_samples(sample_ids: Integers, *, seed: int, seq_len: int, vocab_size: int) -> Integers:
+def dummy_samples(sample_ids: I64, *, seed: int, seq_len: int, vocab_size: int) -> I64:
     """The tokens of samples, int64 [B, seq_len + 1], each uniform in [0, vocab_size); vocab_size below 2**32."""
     offsets = np.arange(seq_len + 1, dtype=np.uint64)
     counters: U64 = sample_ids.astype(np.uint64)[:, None] * np.uint64(seq_len + 1) + offsets
     words = random_words(derive_key(seed, "dummy", seq_len), counters) >> np.uint64(32)
-    tokens: Integers = (words * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
+    tokens: I64 = (words * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
     return tokens
 
 
@@ -186,17 +188,20 @@ class DummyDataset(Batches):
         )
 
 
+@dataclass(eq=False)
 class _DummyStream:
     """The stream of a DummyDataset. `position`: the number of samples of all ranks up to here."""
 
     lanes = 1
 
-    def __init__(
-        self, seq_len: int, vocab_size: int, seed: int, num_samples: int, rank: int, world_size: int, batch_size: int
-    ) -> None:  # fmt: skip
-        self.seq_len, self.vocab_size, self._seed, self._num_samples = seq_len, vocab_size, seed, num_samples
-        self._rank, self._world_size, self._global_batch = rank, world_size, world_size * batch_size
-        self.position = 0
+    seq_len: int
+    vocab_size: int
+    seed: int
+    num_samples: int
+    rank: int
+    world_size: int
+    batch_size: int
+    position: int = 0
 
     def seek(self, position: int) -> None:
         self.position = int(position)
@@ -206,30 +211,30 @@ class _DummyStream:
 
     def __iter__(self) -> Generator[NumpyTokens, None, None]:
         while True:
-            start, size = self.position, self._global_batch
-            ids = self._ids(start + np.arange(self._rank, size, self._world_size, dtype=np.int64))
-            tokens = dummy_samples(ids, seed=self._seed, seq_len=self.seq_len, vocab_size=self.vocab_size)
+            start, size = self.position, self.world_size * self.batch_size
+            ids = self._ids(start + np.arange(self.rank, size, self.world_size, dtype=np.int64))
+            tokens = dummy_samples(ids, seed=self.seed, seq_len=self.seq_len, vocab_size=self.vocab_size)
             self.position = start + size
-            epoch = start // self._num_samples if self._num_samples else 0
+            epoch = start // self.num_samples if self.num_samples else 0
             yield TokenBatch(
                 inputs=tokens[:, :-1], labels=tokens[:, 1:], sample_ids=ids, epoch=epoch, step=start // size,
                 epoch_step=start // size,
             )  # fmt: skip
 
-    def _ids(self, positions: Integers) -> Integers:
-        if not self._num_samples:
+    def _ids(self, positions: I64) -> I64:
+        if not self.num_samples:
             return positions
         ids = np.empty_like(positions)
-        epochs, offsets = np.divmod(positions, self._num_samples)
+        epochs, offsets = np.divmod(positions, self.num_samples)
         for epoch in np.unique(epochs).tolist():
-            key = derive_key(self._seed, "dummy order", epoch)
-            ids[epochs == epoch] = permute(offsets[epochs == epoch].astype(np.uint64), self._num_samples, key)
+            key = derive_key(self.seed, "dummy order", epoch)
+            ids[epochs == epoch] = permute(offsets[epochs == epoch].astype(np.uint64), self.num_samples, key)
         return ids
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "dataset": "distributed_dummy" if self._num_samples else "dummy", "num_samples": self._num_samples,
-            "seed": self._seed, "seq_len": self.seq_len, "vocab_size": self.vocab_size, "samples_taken": self.position,
+            "dataset": "distributed_dummy" if self.num_samples else "dummy", "num_samples": self.num_samples,
+            "seed": self.seed, "seq_len": self.seq_len, "vocab_size": self.vocab_size, "samples_taken": self.position,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -39,10 +39,6 @@ class CatalogEntry:
         """Whether it is a path on this machine."""
         return self.repository.startswith(_PATH_STARTS)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields and `streaming` as plain values."""
-        return {**asdict(self), "streaming": self.streaming}
-
 
 _FILE = Path(__file__).with_name("catalog.toml")
 CATALOG = {name: CatalogEntry(name, **entry) for name, entry in read_toml(_FILE).items()}
@@ -51,7 +47,7 @@ _TEXT_KEYS = {"bigcode/the-stack": "content", "bigcode/the-stack-dedup": "conten
 
 def list_available_datasets() -> list[dict[str, Any]]:
     """The catalogue: a dict for each dataset, with `name`, `description`, sizes, `streaming` and its defaults."""
-    return [entry.to_dict() for entry in CATALOG.values()]
+    return [{**asdict(entry), "streaming": entry.streaming} for entry in CATALOG.values()]
 
 
 def find_entry(name: str) -> CatalogEntry:

@@ -9,14 +9,12 @@ Training runs in its own thread, so that the event loop stays free; cancelling i
 after the current step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import socket
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from forebay.errors import UsageError
 from forebay.worker.config import WorkerConfig
@@ -33,6 +31,7 @@ def log_to_stderr(line: str) -> None:
 _WAKE_S = 0.5
 
 
+@dataclass(eq=False)
 class WorkerClient:
     """One worker of a run, alone or with others.
 
@@ -43,10 +42,13 @@ class WorkerClient:
             and the loss; an exception ends the run.
     """
 
-    def __init__(self, config: WorkerConfig, *, log: Log = log_to_stderr, on_step: OnStep | None = None) -> None:
-        worker_id = config.worker_id or f"{socket.gethostname()}-{secrets.token_hex(3)}"
-        self.config = replace(config, worker_id=worker_id)
-        self._log, self._on_step = log, on_step
+    config: WorkerConfig
+    log: Log = log_to_stderr
+    on_step: OnStep | None = None
+
+    def __post_init__(self) -> None:
+        worker_id = self.config.worker_id or f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        self.config = replace(self.config, worker_id=worker_id)
         self._stop = threading.Event()
         self._training: Training | None = None
         self._running: asyncio.Task[TrainingReport] | None = None
@@ -66,7 +68,7 @@ class WorkerClient:
         """
         await self.stop()
         self._stop.clear()
-        self._training = await asyncio.to_thread(Training, self.config, self._stop, self._log, self._on_step)
+        self._training = await asyncio.to_thread(Training, self.config, self._stop, self.log, self.on_step)
 
     async def run_training(self, use_distributed: bool = False) -> TrainingReport:
         """Train until num_steps are done, or `stop`; a call after a stop continues.
@@ -107,7 +109,7 @@ class WorkerClient:
         if self._training is not None:
             await asyncio.to_thread(self._training.close)
 
-    async def __aenter__(self) -> WorkerClient:
+    async def __aenter__(self) -> "WorkerClient":
         await self.start()
         return self
 

@@ -81,8 +81,8 @@ class Collective:
     """
 
     def __init__(
-        self, generation: Generation, meet: Meet, *, device: str = "cpu", timeout_s: float = 60.0,
-        abandon: Callable[[], bool] = lambda: False, broken: Callable[[], bool] = lambda: False,
+        self, generation: Generation, meet: Meet, *, device: str, timeout_s: float,
+        abandon: Callable[[], bool], broken: Callable[[], bool],
     ) -> None:  # fmt: skip
         _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
         self._broken = broken
@@ -152,7 +152,7 @@ class Collective:
             for tensor, new in zip(own, received):
                 tensor.copy_(new)
 
-    def average(self, parameters: Iterable[Any], loss: float, *, stop: bool = False) -> tuple[float, bool]:
+    def average(self, parameters: Iterable[Any], loss: float, *, stop: bool) -> tuple[float, bool]:
         """Replace the gradients by their means over the ranks, the same bits on each; a missing one counts as zeros.
 
         Returns the mean loss, and whether any rank asks to stop after this step. After a PeerLostError the gradients

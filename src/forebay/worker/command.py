@@ -52,7 +52,7 @@ def run_command(
     Leases of processes that died are returned. Returns the exit status, 128 + N after signal N, and the sums of the
     statistics of its loaders (`read_stats`). UsageError if there is no such program.
     """
-    share_processors()  # With other workers of this machine.
+    share_processors()  # with other workers of this machine
     cache = Path(arguments["cache_dir"])
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stats-", dir=cache) as stats:
@@ -63,14 +63,14 @@ def run_command(
             raise UsageError(f"worker: cannot run {command[0]}: {error.strerror}. Give a program behind --.") from error
 
         def forward(number: int, _: object) -> None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # It has ended.
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the command has ended
                 os.killpg(child.pid, number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, forward)
         code = child.wait()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # The command has ended.
+            signal.signal(number, signal.SIG_IGN)  # the command has ended
         if code:
             reason = signal.Signals(-code).name if code < 0 else f"status {code}"
             log.error("the command ended with %s: %s", reason, " ".join(command))

@@ -8,12 +8,10 @@ A `count` trainer has no gradients: each worker counts on its own, and only rank
 worker that joins late in a text reads what the others have read, as a position in a text may take megabytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from forebay.errors import UsageError, package_for
@@ -207,22 +205,23 @@ class DistributedRun:
             collective.close()
 
 
+@dataclass
 class OptimizerAndPosition:
     """An optimizer's state and the position in the data as one state, which a source sends to its generation."""
 
-    def __init__(self, optimizer: Any, training: Training) -> None:
-        self._optimizer, self._training = optimizer, training
+    optimizer: Any
+    training: Training
 
     def state_dict(self) -> dict[str, Any]:
         """Both states."""
-        self._training.close_batches()
-        return {"optimizer": self._optimizer.state_dict(), "data": json.dumps(self._training.data.state_dict())}
+        self.training.close_batches()
+        return {"optimizer": self.optimizer.state_dict(), "data": json.dumps(self.training.data.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load both states."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._training.close_batches()
-        self._training.data.load_state_dict(json.loads(state["data"]))
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.training.close_batches()
+        self.training.data.load_state_dict(json.loads(state["data"]))
 
 
 def shared_settings(config: WorkerConfig) -> dict[str, Any]:
@@ -242,7 +241,7 @@ def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConf
     return replace(config, **changes)
 
 
-def _load_identity(config: WorkerConfig) -> Identity | None:
+def _load_identity(config: WorkerConfig) -> "Identity | None":
     if config.identity is None:
         return None
     with package_for(f"identity {config.identity}: the network", "cryptography", "network"):

@@ -4,8 +4,6 @@ Hides what a name stands for, its tokenizer, and whether it is streamed or copie
 some hundred documents; no sample is padded, and a document longer than a sample continues in the next one.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,7 @@ def create_huggingface_dataset(
     dataset_name: str, rank: int = 0, world_size: int = 1, num_batches: int = 100, batch_size: int = 4,
     seq_len: int | None = None, streaming: bool | None = None, tokenizer_name: str | None = None, seed: int = 42,
     buffer_size: int | None = None, *, lanes: int | None = None, text_key: str | None = None,
-) -> HubDataset:  # fmt: skip
+) -> "HubDataset":  # fmt: skip
     """One rank's batches of a dataset of the hub, tokenized and packed.
 
     Sample k of the stream belongs to rank k mod world_size, for any number of ranks and of files. Each rank reads its
@@ -113,5 +111,4 @@ class HubDataset(Batches):
 
     def stats(self) -> dict[str, int]:
         """Documents, bytes, tokens, malformed records and tails up to now; see `TextStream.stats`."""
-        counts: dict[str, int] = self._stream.stats()
-        return counts
+        return dict(self._stream.stats())

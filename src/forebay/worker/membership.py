@@ -10,8 +10,6 @@ while step < config["num_steps"]:
 membership.leave(finished=True)
 """
 
-from __future__ import annotations
-
 import base64
 import secrets
 import socket
@@ -61,7 +59,7 @@ class Membership:
     def __init__(
         self, coordinator: str, worker_id: str | None = None, *,
         settings: Mapping[str, Any] | None = None, lockstep: bool = True, step: int = 0, samples: int = 0,
-        identity: Identity | None = None, patience_s: float = 120.0, on_note: Callable[[str], None] | None = None,
+        identity: "Identity | None" = None, patience_s: float = 120.0, on_note: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self._coordinator = _address(coordinator, identity)
         self._client = Client(identity)
@@ -213,14 +211,14 @@ class Membership:
         body = None if request.body is None else dict(request.body)
         return self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)[0]
 
-    def __enter__(self) -> Membership:
+    def __enter__(self) -> "Membership":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.leave()
 
 
-def _address(coordinator: str, identity: Identity | None) -> str:
+def _address(coordinator: str, identity: "Identity | None") -> str:
     scheme, mark, rest = coordinator.partition("://")
     expected = "http" if identity is None else "https"
     if mark and scheme.lower() != expected:

@@ -6,8 +6,6 @@ resumed with the answer's JSON object, and returns its result. A refusal (`Remot
 operations may be active at once: `heartbeats`, and one of the others; a driver resumes one at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from random import Random
@@ -80,7 +78,7 @@ class Generation:
     run_id: str
 
     @classmethod
-    def from_json(cls, value: Any) -> Generation:
+    def from_json(cls, value: Any) -> "Generation":
         """Parse a generation of a response; ProtocolError if it is malformed."""
         try:
             return _GENERATION.validate_python(value)

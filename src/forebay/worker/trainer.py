@@ -15,6 +15,7 @@ from forebay.errors import NetworkError, UsageError
 from forebay.machine import num_cores
 
 IGNORE_INDEX = -100
+_MAX_SIDE = 2048
 
 Integers = NDArray[np.integer[Any]]
 
@@ -32,11 +33,9 @@ class Trainer(Protocol):
 
     def step(self, inputs: Integers, labels: Integers) -> float:
         """Learn from `inputs` and `labels` [B, L], where label -100 is ignored; returns the loss in nats a token."""
-        ...
 
     def describe(self) -> str:
         """The model in one line, for logs."""
-        ...
 
 
 class LockstepTrainer(Trainer, Protocol):
@@ -48,24 +47,22 @@ class LockstepTrainer(Trainer, Protocol):
 
     def gradients(self, inputs: Integers, labels: Integers) -> tuple[float, int]:
         """Returns the mean loss and its number of labels; sets the gradients of the model's parameters."""
-        ...
 
     def apply(self) -> None:
         """Take one step of the optimizer."""
-        ...
 
 
 class CountTrainer:
     """Counts which token follows which; the loss of a batch is that of the counts before it.
 
-    Add-one smoothing; contexts and successors beyond `max_side` share cells, so memory is at most
-    8 * max_side**2 bytes whatever the vocabulary: 32 MB by default.
+    Add-one smoothing; contexts and successors beyond _MAX_SIDE share cells, so memory is at most
+    8 * _MAX_SIDE**2 bytes whatever the vocabulary: 32 MB.
     """
 
-    def __init__(self, vocab_size: int, *, max_side: int = 2048, **_: Any) -> None:
+    def __init__(self, vocab_size: int, **_: Any) -> None:
         if vocab_size < 1:
             raise UsageError(f"count trainer: expected a vocabulary of at least 1, got {vocab_size}.")
-        self._side = min(vocab_size, max_side)
+        self._side = min(vocab_size, _MAX_SIDE)
         self._pairs = np.zeros(self._side * self._side, np.int64)
         self._contexts = np.zeros(self._side, np.int64)
 

@@ -72,6 +72,7 @@ def open_data(config: WorkerConfig) -> Batches:
     )  # fmt: skip
 
 
+@dataclass(eq=False)
 class Training:
     """A run in one thread; `stop` may be set from any, and ends it after the current step.
 
@@ -79,10 +80,14 @@ class Training:
     number, from 0, this rank's batch, and the loss.
     """
 
-    def __init__(self, config: WorkerConfig, stop: threading.Event, log: Log, on_step: OnStep | None = None) -> None:
-        self.config, self.stop, self.log, self.on_step = config, stop, log, on_step
-        self.data = open_data(config)
-        self.report = TrainingReport(worker_id=config.worker_id or "")
+    config: WorkerConfig
+    stop: threading.Event
+    log: Log
+    on_step: OnStep | None = None
+
+    def __post_init__(self) -> None:
+        self.data = open_data(self.config)
+        self.report = TrainingReport(worker_id=self.config.worker_id or "")
         self.samples_taken = 0
         self._trainer: Trainer | None = None
         self._batches: Generator[NumpyTokens, None, None] | None = None

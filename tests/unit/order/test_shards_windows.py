@@ -42,9 +42,9 @@ def test_a_shard_lasts_until_its_next_step(step: int, steps: int, reset: int | N
 
 
 def test_out_of_range_is_refused() -> None:
-    for arguments in [(-1, 4), (0, 0), (0, 4, 0), (0, 4, 455, -1)]:
+    for arguments in [(-1, 4, 455, 0), (0, 0, 455, 0), (0, 4, 0, 0), (0, 4, 455, -1)]:
         with pytest.raises(UsageError):
-            shard_of_step(*arguments)
+            shard_of_step(*arguments, {})
     for wrong in [{"batch": 0}, {"rank": 2, "world": 2}, {"dataset_len": 3}, {"mode": "x"}, {"uid": -1}]:
         with pytest.raises(UsageError, match="window of samples"):
             window_sample_ids(**{"uid": 1, "window": 1, "dataset_len": 100, "steps": 2, "batch": 4, **wrong})
