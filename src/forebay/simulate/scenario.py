@@ -19,6 +19,8 @@ from forebay.arrays import I64
 from forebay.errors import UsageError
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(ge=0, lt=1)]
+"""A share that leaves something."""
 Lie = Literal["", "wrong", "silent", "refuse"]
 _LIES: tuple[Lie, ...] = ("wrong", "silent", "refuse")
 _NEVER = float("inf")
@@ -60,12 +62,12 @@ class Scenario(BaseModel):
     down: PositiveFloat = 25e6
     origin_up: PositiveFloat = 1.25e9
     latency_s: PositiveFloat = 0.03
-    liars: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    liars: Part = 0.0
     slow: Share = 0.0
     restarts: NonNegativeInt = 0
     partitions: NonNegativeInt = 0
     partition_s: PositiveFloat = 60.0
-    lost: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lost: Part = 0.0
     cache: PositiveInt = 64
     lease_s: PositiveFloat = 30.0
     exchange_s: PositiveFloat = 5.0

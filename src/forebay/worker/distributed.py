@@ -79,7 +79,7 @@ class DistributedRun:
             SupervisedThread(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
                 training.apply_config(merge_settings(training.config, membership.agree()))
-                training.start()  # The model is made before others wait for this worker.
+                training.start()  # the model is made before others wait for this worker
                 generation: Generation = membership.join()
                 training.start()
                 while training.step < training.config.num_steps and not training.stop.is_set():
@@ -109,7 +109,7 @@ class DistributedRun:
             if self.generation is None or self.generation.number != generation.number:
                 self._enter(generation)
                 if training.step >= training.config.num_steps:
-                    return generation  # The others had done it all.
+                    return generation  # the others have done all steps
             position = training.data.position()
             batch = training.next_batch()
             try:
