@@ -152,6 +152,9 @@ CASES = {
     "large.csv": ("text,n\n" + "x" * 200_000 + ",1\n", "x" * 200_000),
     "wide.csv": (",".join(map(str, range(5000))) + ",text\n" + "1," * 5000 + "a\n", "a"),
     "reddit.jsonl format=reddit": ('{"subreddit":"s","body":null}\n{"subreddit":"s","body":"a"}\n', "a"),
+    # What is damaged or odd at the beginning costs its own record.
+    "first.jsonl": (b'{"text":"a\xc0\xaf\n' + LINE, "!not UTF-8|a"),
+    "cut.json": ('{"text":"a\n{"text":"b"}\n', "!not JSON|b"),
 }  # fmt: skip
 
 

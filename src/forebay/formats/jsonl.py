@@ -48,15 +48,18 @@ class Jsonl(LineFormat):
     suffixes: tuple[str, ...] = (".jsonl", ".ndjson", ".jsonlines")
 
     def sniff(self, head: bytes) -> bool:
-        line, newline, _ = head.removeprefix(BOM).lstrip(b"\r\n").partition(b"\n")
-        if not line.startswith(b"{"):
+        text = head.removeprefix(BOM).lstrip(b"\r\n").decode("utf-8", "replace")
+        line, newline, _ = text.partition("\n")
+        if not re.match(r"\{\s*[\"}]", line):
             return False
         if not newline and len(head) >= HEAD_BYTES:
-            return re.match(rb'\{\s*"[^"\\]*"\s*:', line) is not None
+            return re.match(r'\{\s*"[^"\\]*"\s*:', line) is not None
         try:
-            return isinstance(json.loads(line), dict)
-        except (ValueError, RecursionError):
-            return False
+            return json.JSONDecoder().raw_decode(text)[1] == len(line.rstrip())
+        except json.JSONDecodeError as error:
+            return bool(newline) and error.pos <= len(line)  # A damaged line, and no object of several lines.
+        except RecursionError:
+            return bool(newline)
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):
