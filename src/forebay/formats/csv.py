@@ -31,8 +31,8 @@ from forebay.formats.records import Record, has_surrogate, keys_of, shown_text, 
 from forebay.formats.tables import BATCH_BYTES, open_unpacked
 from forebay.formats.text import split_lines
 
-_PREAMBLE = re.compile(r"(?:sep=(.)|#TYPE .*)\r?\n", re.IGNORECASE)
-"""Lines before the first: of Excel, and of PowerShell."""
+_PREAMBLE = re.compile(r"(?:sep=(.)|#TYPE .*)?(?:\r?\n|$)", re.IGNORECASE)
+"""Lines before the first: of Excel, of PowerShell, and empty ones."""
 _LONE_CR = re.compile(r"(?<=\r)(?!\n)")
 _ESCAPED = re.compile(r"\\(.)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "0": "\0"}
@@ -77,7 +77,8 @@ class Csv(Format):
             line_number = rows.line_num + num_preambles
             location = f"line {line_number}"
             if problem or (problems and problems[0][0] <= line_number):
-                yield Record(index, problem=problem or problems[0][1], location=location)
+                unread = -("unexpected end" in problem)  # A quote is not closed.
+                yield Record(index, problem=problem or problems[0][1], location=location, unread=unread)
                 problems[:] = [entry for entry in problems if entry[0] > line_number]
             elif not row or row == names:
                 yield Record(index, problem="blank")
@@ -127,7 +128,7 @@ def _rows(head: list[str], lines: Iterator[str], path: str) -> tuple[Any, int]:
     escaped = (_ESCAPED.sub(unescape, null.sub("", line)) for line in itertools.chain(head, lines))
     # MySQL and PostgreSQL quote no tab-separated values.
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    return csv.reader(escaped, delimiter=delimiter, escapechar="\\", quoting=quoting), num_preambles
+    return csv.reader(escaped, delimiter=delimiter, escapechar="\\", quoting=quoting, strict=True), num_preambles
 
 
 def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[tuple[int, str]]) -> Iterator[str]:
@@ -149,7 +150,8 @@ def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list
     if options.text_keys and required == list(options.text_keys):
         keys = row if ALL_FIELDS in required else [key for key in required if key in row]
         required, optional = keys or required, optional
-    if all(key.isdigit() for key in required) and not set(required) <= set(row):
+    is_numbered = set(required) <= set(row) and all(name.isdigit() for name in row if name)  # As pandas does.
+    if all(key.isdigit() for key in required) and not is_numbered:
         positions = {key: int(key) for key in required + [key for key in optional if key.isdigit()]}
         if max(positions.values()) < len(row):
             return [str(index) for index in range(len(row))], positions, False
