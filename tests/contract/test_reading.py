@@ -155,6 +155,19 @@ CASES = {
     # What is damaged or odd at the beginning costs its own record.
     "first.jsonl": (b'{"text":"a\xc0\xaf\n' + LINE, "!not UTF-8|a"),
     "cut.json": ('{"text":"a\n{"text":"b"}\n', "!not JSON|b"),
+    "interim.warc": (warc(b"HTTP/1.1 103 E\r\nLink: x\r\n\r\nHTTP/1.1 100 C\r\n\r\n" + page(b"a").partition(b"\r\n\r\n")[2]), "a\r\n\r\n"),
+    "types.warc": (page(b"<p>a").replace(b"text/html", b"text/html,text/html") + page(b"a").replace(b"/html", b"/html a"),
+                   "<p>a|a"),
+    "chunk.warc": (page(b"50\r\n<p>a", "Transfer-Encoding: chunked"), "<p>a|!ends early"),
+    "xml.warc": (page('<?xml version="1.0" encoding="koi8-r"?><p>\u0430'.encode("koi8-r")), '<?xml version="1.0" encoding="koi8-r"?><p>\u0430'),
+    "utf7.mbox": (f"{MAIL}Content-Type: text/plain; charset=utf-7\n\n+AOk-\n", "\xe9"),
+    "hz.mbox": (f"{MAIL}Content-Type: text/plain; charset=hz-gb-2312\n\n~{{HK~}}\n", "\u4eba"),
+    "kr.mbox": (MAIL.encode() + b"Content-Type: text/plain; charset=iso-2022-kr\n\n" + "\ubaa8".encode("iso2022_kr"), "\ubaa8"),
+    "blank.csv": ("\r\n\r\ntext\r\na\r\n", "a"),
+    "bom-alone.csv": (B, ""),
+    "ids.csv text_key=1": ("1,a\n2,b\n", "a|b"),
+    "pandas.csv text_key=1": (",0,1\n0,x,a\n", "a"),
+    "spark-open.csv": ('n,text\n1,"a \\"b\\" c"\n2,"d\n3,e\n', 'a "b" c|!not CSV'),
 }  # fmt: skip
 
 

@@ -16,16 +16,24 @@ from forebay.storage.compression import sniff_compression, unpack_stream
 MAX_HEAD_BYTES = 256 << 10
 _HEAD_END = re.compile(rb"\n\r{0,4}\n")
 _STATUS = re.compile(rb"HTTP/\S{1,8}[ \t]+(\d{3})\b")
+_INTERIM = re.compile(rb"HTTP/\S{1,8}[ \t]+1\d\d\b")  # `100 Continue` and the like come before a response.
+_MAX_INTERIM = 8
 _LENGTH = re.compile(rb"\ncontent-length[ \t]{0,8}:[ \t]{0,8}(\d{1,15})\b", re.IGNORECASE)
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,1000})?\r?\n")
 _CHARSET = re.compile(r"charset\s{0,8}=\s{0,8}[\"']?([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
-_META = re.compile(rb"<meta[^>]{0,500}?charset\s{0,8}=\s{0,8}[\"']?\s{0,8}([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
+_META = re.compile(
+    rb"<(?:meta[^>]{0,500}?charset|\?xml[^>]{0,200}?encoding)\s{0,8}=\s{0,8}[\"']?\s{0,8}([A-Za-z0-9_.:+-]{1,40})",
+    re.IGNORECASE,
+)
 _HTML_START = re.compile(rb"\s{0,200}(?:<!--.{0,500}?-->\s{0,200})?<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
+_MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 _MAX_CODINGS = 4
 _CODINGS = {"gzip": "gz", "x-gzip": "gz", "deflate": "deflate", "zstd": "zst", "br": "br", "bzip2": "bz2", "xz": "xz"}
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
-_SEVEN_BIT = re.compile(r"^(iso-?2022|hz|utf-?16|utf-?7|utf-?32)", re.IGNORECASE)
+_SEVEN_BIT = re.compile(r"iso-?2022|hz|utf-?16|utf-?7|utf-?32|unicode-1-1-utf-7", re.IGNORECASE)
+_NOT_HTML5 = re.compile(r"iso-?2022|hz|utf-?7|utf-?32|unicode-1-1-utf-7|(?:cp|ibm|x-cp)\d|johab", re.IGNORECASE)
+"""Encodings that browsers do not know, for which the library says `utf-8`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,11 @@ class Response:
 
 def parse_http(block: bytes, max_bytes: int) -> Response:
     """Return the response in a record's block; its body unpacked to at most `max_bytes`."""
-    match = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
+    for _ in range(_MAX_INTERIM):
+        match = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
+        if not (match and _INTERIM.match(block)):
+            break
+        block = block[match.end() :]
     head, body = (block[: match.start()], block[match.end() :]) if match else (block[:MAX_HEAD_BYTES], b"")
     status = _STATUS.match(head)
     headers: dict[str, str] = {}
@@ -70,9 +82,15 @@ def http_complete(block: bytes) -> bool:
     return match is not None and length is not None and len(block) - match.end() >= int(length[1])
 
 
+def media_type(header: str) -> str:
+    """Return the type in a header Content-Type, the first of several; "" if it has none."""
+    match = _MEDIA_TYPE.search(header)
+    return match[0].lower() if match else ""
+
+
 def is_html(mime: str, body: bytes) -> bool:
     """Return whether it is HTML by its type or, if it has none, by its first bytes."""
-    kind = mime.partition(";")[0].strip().lower()
+    kind = media_type(mime)
     return kind in _HTML_TYPES or (not kind and _HTML_START.match(body[:2048]) is not None)
 
 
@@ -91,7 +109,8 @@ def _unchunk(body: bytes) -> tuple[bytes, str]:
         elif body[offset : offset + 1] == b"\n":
             offset += 1
         elif offset != len(body):
-            return (body, "") if len(parts) == 1 else (b"".join(parts), "a chunked body that ends early")
+            is_chunk = len(parts) > 1 or (offset > len(body) and parts[0].lstrip().startswith(b"<"))
+            return (b"".join(parts), "a chunked body that ends early") if is_chunk else (body, "")
     return (b"".join(parts), "") if parts else (body, "")
 
 
@@ -162,8 +181,8 @@ def _html5(name: str) -> str:
     """The encoding that browsers use for a name: `iso-8859-1` is windows-1252 (WHATWG Encoding, 4.2)."""
     from resiliparse.parse.encoding import map_encoding_to_html5
 
-    mapped: str | None = map_encoding_to_html5(name)
-    return mapped or name
+    mapped: str = map_encoding_to_html5(name)
+    return name if mapped == "utf-8" and _NOT_HTML5.match(name) else mapped
 
 
 def _detected(body: bytes, named: list[str]) -> str:

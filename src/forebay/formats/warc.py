@@ -17,7 +17,7 @@ from typing import BinaryIO
 from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
 from forebay.formats.encodings import binary_kind
-from forebay.formats.http_message import body_text, http_complete, is_html, parse_http
+from forebay.formats.http_message import body_text, http_complete, is_html, media_type, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
 from forebay.formats.records import Record, column_values
 from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_members
@@ -132,7 +132,7 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
     html = False
     if raw.kind != "conversion":
         html = is_html(mime, body)
-        kind = mime.partition(";")[0].strip().lower()
+        kind = media_type(mime)
         if not html and kind != "text/plain":
             return kind[:40] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
