@@ -155,14 +155,15 @@ CASES = {
     # What is damaged or odd at the beginning costs its own record.
     "first.jsonl": (b'{"text":"a\xc0\xaf\n' + LINE, "!not UTF-8|a"),
     "cut.json": ('{"text":"a\n{"text":"b"}\n', "!not JSON|b"),
-    "interim.warc": (warc(b"HTTP/1.1 103 E\r\nLink: x\r\n\r\nHTTP/1.1 100 C\r\n\r\n" + page(b"a").partition(b"\r\n\r\n")[2]), "a\r\n\r\n"),
-    "types.warc": (page(b"<p>a").replace(b"text/html", b"text/html,text/html") + page(b"a").replace(b"/html", b"/html a"),
-                   "<p>a|a"),
+    "interim.warc": (
+        warc("HTTP/1.1 103 E\r\nL: x\r\n\r\nHTTP/1.1 100 C\r\n\r\nHTTP/1.1 200 O\r\nContent-Type: text/html\r\n\r\na"),
+        "a"),
+    "types.warc": (warc(*(f"HTTP/2 200\nContent-Type: text/html{x}\n\na" for x in (",text/html", " a"))), "a|a"),
     "chunk.warc": (page(b"50\r\n<p>a", "Transfer-Encoding: chunked"), "<p>a|!ends early"),
-    "xml.warc": (page('<?xml version="1.0" encoding="koi8-r"?><p>\u0430'.encode("koi8-r")), '<?xml version="1.0" encoding="koi8-r"?><p>\u0430'),
+    "xml.warc": (page(b'<?xml encoding="koi8-r"?>\xc1'), '<?xml encoding="koi8-r"?>\u0430'),
     "utf7.mbox": (f"{MAIL}Content-Type: text/plain; charset=utf-7\n\n+AOk-\n", "\xe9"),
     "hz.mbox": (f"{MAIL}Content-Type: text/plain; charset=hz-gb-2312\n\n~{{HK~}}\n", "\u4eba"),
-    "kr.mbox": (MAIL.encode() + b"Content-Type: text/plain; charset=iso-2022-kr\n\n" + "\ubaa8".encode("iso2022_kr"), "\ubaa8"),
+    "kr.mbox": (f"{MAIL}Content-Type: text/plain; charset=iso-2022-kr\n\n\x1b$)C\x0e8p\x0f\n", "\ubaa8"),
     "blank.csv": ("\r\n\r\ntext\r\na\r\n", "a"),
     "bom-alone.csv": (B, ""),
     "ids.csv text_key=1": ("1,a\n2,b\n", "a|b"),
@@ -207,6 +208,19 @@ def test_an_id_is_the_digits_in_the_file(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.csv"):
         assert [r.id for r in read_records(tmp_path / name)] == ids
     assert read_records(tmp_path / "a.parquet")[0].id == "1234567890123456789012345.00"
+    moment = pa.array([1_700_000_000_000_000_001], pa.timestamp("ns"))
+    kinds = [
+        moment,
+        moment.cast(pa.date32(), safe=False),
+        pa.array([b"a1"]),
+        pa.array([b"\0\xff"]),
+        pa.array([bytes(16)], pa.uuid()),
+    ]
+    for kind, name in zip(
+        kinds, ["2023-11-14T22:13:20", "2023-11-14", "a1", "00ff", "00000000-" + "0000-" * 3 + "0" * 12]
+    ):
+        pq.write_table(pa.table({"text": ["a"], "id": kind}), tmp_path / "a.parquet")
+        assert [r.id for r in read_records(tmp_path / "a.parquet")] == [name]
 
 
 TEXTS = {

@@ -184,6 +184,8 @@ def _values(column: pa.Array) -> Iterator[object]:
         for index in column.indices.to_pylist():
             yield None if index is None else next(_values(words.slice(index, 1)))
         return
+    if pa.types.is_timestamp(column.type):  # Nanoseconds need pandas.
+        column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
     try:
         yield from column.to_pylist()
     except UnicodeDecodeError:

@@ -8,8 +8,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from decimal import Decimal
 from typing import TypeVar
+from uuid import UUID
 
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 
@@ -190,12 +192,16 @@ def _value(value: object, kind: str) -> float | str:
 
 
 def name_of(value: object) -> str:
-    """Return an id as text: strings and numbers are ids, other values give ""."""
+    """Return an id as text: that of strings, numbers, moments (ISO 8601), bytes (hexadecimal if no ASCII); else ""."""
     if isinstance(value, str):
         return value if value.isascii() else without_surrogates(value)
     if isinstance(value, float) and math.isfinite(value):
         return str(int(value) if value.is_integer() else value)
-    return str(value) if isinstance(value, int | Decimal) and not isinstance(value, bool) else ""
+    if isinstance(value, bytes):
+        return value.decode() if value.isascii() and value.decode().isprintable() else value.hex()
+    if isinstance(value, date):
+        return value.isoformat()
+    return str(value) if isinstance(value, int | Decimal | UUID) and not isinstance(value, bool) else ""
 
 
 def has_surrogate(text: str) -> bool:
