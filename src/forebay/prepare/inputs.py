@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forebay.prepare")
 
-_ASSETS = (".svg", ".css", ".js", ".mjs", ".cjs", ".map")
+_ASSETS = re.compile(
+    r"\.(svg|css|[mc]?js|map|md5|sha\d+|cdxj?(\.\w+)?)$|\b(md5|sha\d+)sums?(\.txt)?$|multistream-index\d*\.txt", re.I
+)
 _MAX_ROWS = 100  # That tell which fields have text.
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
@@ -130,7 +133,10 @@ def find_inputs(
         return f"the list of inputs and their first bytes: {shown[:200]}{count}"
 
     with log_while_waiting(log, describe):
-        entries = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
+        listed = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
+        # What is named twice, or also by its folder, is read once.
+        paths = [e.path if "://" in e.path else Path(e.path).absolute() for e, _ in listed]
+        entries = list({(path, type(entry[0])): entry for path, entry in zip(paths, listed)}.values())
         num_listed = len(entries)
         if all(map(is_path_list, inputs)):
             entries, sample = sampled(entries, sample)
@@ -249,8 +255,8 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         name, reason = (detection.format, detection.reason) if options.format == "auto" else (options.format, "")
         if not name and detection.problem and (is_named or format_of_suffix(file.name) in names):
             raise UnreadableInputError(f"{file.path}: {detection.problem}")
-        if not (is_forced or is_named) and file.name.lower().endswith(_ASSETS):
-            return Skipped(file.path, "a script, style sheet or drawing (--format code reads them)")
+        if not (is_forced or is_named) and _ASSETS.search(file.name):
+            return Skipped(file.path, "a script, style sheet, drawing, index or checksum (--format code reads them)")
         if name in names:
             encoding = detection.encoding if options.encoding == "auto" else codecs.lookup(options.encoding).name
             is_utf8 = encoding in ("utf-8", "utf-8-sig", "ascii") or not text_format(name).is_plain_text

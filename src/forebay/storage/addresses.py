@@ -27,6 +27,9 @@ _OPTION = (
 )
 _QUERY = re.compile(rf"{_OPTION}(?:&{_OPTION})*")
 _WILDCARD = re.compile(r"[*?\[]")
+_HIDDEN = re.compile(
+    r"/(\.|_(SUCCESS|temporary|(common_)?metadata|delta_log|spark_metadata|(committed|started)_\d+)(/|$))"
+)
 
 
 class BucketAddress(NamedTuple):
@@ -134,8 +137,8 @@ def glob_matcher(glob: str) -> Callable[[str], bool]:
 
 
 def is_hidden(path: str) -> bool:
-    """Return whether a part of a path begins with a dot."""
-    return "/." in f"/{path}"
+    """Return whether a part of a path begins with a dot, or is one that Hadoop or Spark keeps beside its data."""
+    return _HIDDEN.search(f"/{path}") is not None
 
 
 def is_ignored(path: str) -> bool:

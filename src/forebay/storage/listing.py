@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from forebay.storage.addresses import is_hidden
+
 LINK = "a link that leads out of the input folder (--follow-links reads it)"
 OUTPUT = "an output of Forebay: a dataset or a report"
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
@@ -72,7 +74,7 @@ def list_files(folder: Path, *, follow_links: bool = False, leave_out: Path | No
             continue
         if f"{target}/".startswith(_SYSTEM):
             reason = "a file of the operating system"
-        elif entry.name.startswith("."):
+        elif is_hidden(entry.name):
             reason = "hidden"
         elif stat.S_ISDIR(stat_result.st_mode):
             if _identity(stat_result) in visited:

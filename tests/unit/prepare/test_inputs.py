@@ -178,15 +178,16 @@ def test_a_folder_and_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path: Path) -> None:
     source = tmp_path / "in"
     (source / "sub").mkdir(parents=True)
-    for name in ("a.txt", "sub/b.txt", "style.css", "sub/code.js", "logo.svg"):
+    for name in ("a.txt", "sub/b.txt", "style.css", "sub/code.js", "logo.svg", "a.cdx.gz", "a.warc.md5",
+                 "x-multistream-index1.txt", "_temporary", "_SUCCESS"):  # fmt: skip
         (source / name).write_text("<svg>some words</svg>")
     prepare(source, source / "dataset")
     prepare(source, source / "sub/report", to="report")
     prepare(str(source / "*.txt"), source / "text", to="jsonl")
-    result = prepare(source, tmp_path / "out")
+    result = prepare([source, source / "a.txt"], tmp_path / "out")
     assert result.documents_out == 3  # with that of the prepared text, which is text
     assert result.skipped["an output of Forebay: a dataset or a report"] == 2
-    assert result.skipped["a script, style sheet or drawing (--format code reads them)"] == 3
+    assert result.skipped["a script, style sheet, drawing, index or checksum (--format code reads them)"] == 6
     assert prepare(source, tmp_path / "code", settings={"read": {"format": "code"}}).documents_out > 3
 
 
