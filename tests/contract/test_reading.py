@@ -169,6 +169,10 @@ CASES = {
     "ids.csv text_key=1": ("1,a\n2,b\n", "a|b"),
     "pandas.csv text_key=1": (",0,1\n0,x,a\n", "a"),
     "spark-open.csv": ('n,text\n1,"a \\"b\\" c"\n2,"d\n3,e\n', 'a "b" c|!not CSV'),
+    "cesu.txt": (b"a \xed\xa0\xbd\xed\xb8\x80 b", "!not UTF-8"),
+    "java.jsonl": (b'{"text":"a\xc0\x80"}\n' + LINE, "!not UTF-8|a"),
+    "Users.xml": ('<?xml version="1.0"?>\n<users>\n<row Id="1" AboutMe="a" />\n</users>', ""),
+    "blanks.mbox": (f"{MAIL}Content-Transfer-Encoding: base64\n\naGVs\n bG8=\n{MAIL}Subject: x\n\nb", "hello|b"),
 }  # fmt: skip
 
 

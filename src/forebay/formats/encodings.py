@@ -62,6 +62,8 @@ _WITHIN = "’–—·\xa0，。、「」"
 _UNKNOWN, _RARE, _COMMON, _MARK = -9.0, -18.0, -8.0, -4.0
 _MIN_SCORE = -5.8  # of a character, on average
 _ASCII = re.compile(rb"(?<=[\0-\x7f]{4})[\0-\x7f]{64,}(?=[\0-\x7f]{4})")
+_JAVA = re.compile(rb"\xed[\xa0-\xaf][\x80-\xbf]\xed[\xb0-\xbf][\x80-\xbf]|\xc0[\x80\xaf]")
+"""Surrogates, NUL and slash as Java and Oracle write them: UTF-8 that is not allowed, and no other encoding."""
 _BEYOND = re.compile("[^\\x00-\\x7f]")
 _CONTROLS = bytes((*range(7), *range(14, 27), *range(28, 32), 127))
 _BOMS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
@@ -82,7 +84,7 @@ def find_encoding(sample: bytes) -> str:
         escapes = {"iso2022_jp": (b"\x1b$B", b"\x1b$@"), "iso2022_kr": (b"\x1b$)C",), "hz": (b"~{",)}
         names = [name for name, marks in escapes.items() if any(mark in sample for mark in marks)]
     else:
-        as_utf8 = _decode(sample, "utf-8")
+        as_utf8 = _decode(_JAVA.sub(b"", sample), "utf-8")
         damaged = as_utf8.count("\ufffd")
         # Most of what is not ASCII is valid UTF-8, or there are too many control characters.
         if not damaged or sum(c > "\x7f" for c in as_utf8) >= 2 * damaged or has_controls(sample):

@@ -17,7 +17,6 @@ MAX_HEAD_BYTES = 256 << 10
 _HEAD_END = re.compile(rb"\n\r{0,4}\n")
 _STATUS = re.compile(rb"HTTP/\S{1,8}[ \t]+(\d{3})\b")
 _INTERIM = re.compile(rb"HTTP/\S{1,8}[ \t]+1\d\d\b")  # `100 Continue` and the like come before a response.
-_MAX_INTERIM = 8
 _LENGTH = re.compile(rb"\ncontent-length[ \t]{0,8}:[ \t]{0,8}(\d{1,15})\b", re.IGNORECASE)
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,1000})?\r?\n")
 _CHARSET = re.compile(r"charset\s{0,8}=\s{0,8}[\"']?([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
@@ -53,26 +52,39 @@ class Response:
 
 def parse_http(block: bytes, max_bytes: int) -> Response:
     """Return the response in a record's block; its body unpacked to at most `max_bytes`."""
-    for _ in range(_MAX_INTERIM):
+    for _ in range(_MAX_CODINGS):
         match = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
         if not (match and _INTERIM.match(block)):
             break
         block = block[match.end() :]
     head, body = (block[: match.start()], block[match.end() :]) if match else (block[:MAX_HEAD_BYTES], b"")
     status = _STATUS.match(head)
-    headers: dict[str, str] = {}
-    for line in head.decode("latin-1").split("\n")[1:]:
-        name, _, value = line.partition(":")
-        name, value = name.strip().lower(), value.strip()
-        if name in ("content-encoding", "transfer-encoding") and name in headers:
-            value = f"{headers.pop(name)}, {value}"
-        headers.setdefault(name, value)
+    headers = parse_headers(head.decode("latin-1"))
     mime = headers.get("content-type", "")
     charset = _CHARSET.search(mime)
     body, problem, cut = _decoded(
         body, f"{headers.get('content-encoding', '')},{headers.get('transfer-encoding', '')}", max_bytes
     )
     return Response(int(status[1]) if status else 0, mime, charset[1] if charset else "", body, problem, cut)
+
+
+def parse_headers(head: str) -> dict[str, str]:
+    """Return the headers after a first line, names in lower case: the first of several, but all codings of a body.
+
+    A line that begins blank continues the one before.
+    """
+    headers: dict[str, str] = {}
+    name = ""
+    for line in head.split("\n")[1:]:
+        if line[:1] in (" ", "\t") and name:
+            headers[name] += " " + line.strip()
+        elif ":" in line:
+            name, value = map(str.strip, line.split(":", 1))
+            name = name.lower()
+            if name in ("content-encoding", "transfer-encoding") and name in headers:
+                value = f"{headers.pop(name)}, {value}"
+            headers.setdefault(name, value)
+    return headers
 
 
 def http_complete(block: bytes) -> bool:

@@ -25,6 +25,8 @@ from forebay.formats.records import Record, column_values, shown, strip_turn_mar
 from forebay.formats.text import LineFormat, skip_line
 
 _START = re.compile(rb"From [^\n]+ \d{1,2}:\d\d(?::\d\d)?[ \t][^\n]*\d{4}\b")
+_STRICT = re.compile(rb"From \S+ +[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:[A-Z+-]\w+ )?\d{4}\s*$")
+"""What begins a message also without an empty line before it."""
 _HEADER = re.compile(rb"From [^\n]*\n(?:>?[!-9;-~]+:|[ \t])")
 _QUOTED = re.compile(rb"^>(>*From )", re.MULTILINE)
 _ENCODINGS = ("", "7bit", "8bit", "binary", "quoted-printable", "base64", "x-uuencode", "uuencode", "uue", "x-uue")
@@ -68,7 +70,7 @@ def _messages(file: BinaryIO, options: ReadOptions, start: int, stop: int) -> It
             line = file.readline(_MAX_LINE)
         except CorruptInputError as error:
             line, problem = b"", str(error)
-        if not line or (is_after_blank and is_first and _START.match(line)):
+        if not line or (is_first and (_START if is_after_blank else _STRICT).match(line)):
             if message_start >= 0:
                 is_large = size > options.max_document_bytes
                 yield (
@@ -141,6 +143,8 @@ def _collect(part: "Message[Any, Any]", plain: list[str], html: list[str]) -> st
     encoding = str(part.get("Content-Transfer-Encoding", "")).strip().lower()
     if encoding not in _ENCODINGS:
         return f"{kind} in the unknown transfer encoding {encoding[:40]!r}"
+    if encoding == "base64":
+        part.set_payload("".join(str(part.get_payload()).split()))  # Blanks are to be ignored (RFC 2045, 6.8).
     payload = part.get_payload(decode=True)
     if not isinstance(payload, bytes):
         return f"{kind} without a body"

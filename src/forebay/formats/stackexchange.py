@@ -18,6 +18,10 @@ from forebay.formats.records import Record, strip_turn_marks, values_of
 from forebay.formats.text import lines_of
 
 _ATTRIBUTE = re.compile(r'([A-Za-z]{1,40})="([^"]*)"')
+_TABLES = re.compile(
+    rb'<posts|<row Id="\d+" PostTypeId="|<(badges|comments|posthistory|postlinks|tags|users|votes)>\s*<row '
+)
+"""Of posts, and of what is beside them in a dump, which has no posts."""
 _SITE = re.compile(
     r"(?:[a-z0-9-]{1,40}\.){0,3}(?:stackexchange|stackoverflow|serverfault|superuser|askubuntu|mathoverflow|stackapps)(?:\.com|\.net)"
 )
@@ -32,7 +36,7 @@ class StackExchange(Format):
 
     def sniff(self, head: bytes) -> bool:
         start = head[:1024]
-        return b"<posts" in start or re.search(rb'<row Id="\d+" PostTypeId="', start) is not None
+        return _TABLES.search(start) is not None
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         file = split.files[0]

@@ -127,11 +127,12 @@ class TarReader:
         def fault(text: str) -> Member:
             return Member(name, offset, problem=f"{name}: {text}")
 
-        if flag not in b"0\x007S" or name.endswith("/"):
+        is_other = name.endswith("/") or "/._" in f"/{name}"  # A directory, or what macOS keeps about a file.
+        if flag not in b"0\x007S" or is_other:
             self._skip(0 if b"1" <= flag <= b"6" else size)
             if flag in b"1236" and self._kinds is not None and kind in self._kinds:
                 return Member(name, offset)
-            is_known = flag in b"123456DNVAI" or name.endswith("/")
+            is_known = is_other or flag in b"123456DNVAI"
             return None if is_known else fault(f"a member of the type {flag.decode('latin-1')!r}, which is not read")
         if self._kinds is not None and kind not in self._kinds:
             return Member(name, offset) if self._skip(size) else fault(_CUT_OFF)

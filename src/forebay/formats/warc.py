@@ -17,7 +17,7 @@ from typing import BinaryIO
 from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
 from forebay.formats.encodings import binary_kind
-from forebay.formats.http_message import body_text, http_complete, is_html, media_type, parse_http
+from forebay.formats.http_message import body_text, http_complete, is_html, media_type, parse_headers, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
 from forebay.formats.records import Record, column_values
 from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_members
@@ -281,7 +281,7 @@ class _Archive:
         if match is None or not _HEAD_END.search(head, len(head) - 6):
             problem = self._skip_damage() if match is None and self._damage else "a WARC header that does not end"
             return RawRecord(location, {}, b"", problem)
-        headers = _headers(head)
+        headers = parse_headers(head.decode("utf-8", "replace"))
         length = headers.get("content-length", "")
         return self._with_block(location, headers, int(length) if length.isdecimal() and len(length) < 16 else -1)
 
@@ -353,21 +353,6 @@ def _next_start(data: bytearray, start: int, stop: int) -> int:
         if _begins(data, match.end()):
             return match.end()
     return -1
-
-
-def _headers(head: bytes) -> dict[str, str]:
-    """Names in lower case; the first of several counts; a line that begins blank continues the one before."""
-    headers: dict[str, str] = {}
-    name = ""
-    for line in head.decode("utf-8", "replace").split("\n")[1:]:
-        line = line.rstrip("\r")
-        if line[:1] in (" ", "\t") and name:
-            headers[name] += " " + line.strip()
-        elif ":" in line:
-            name, _, value = line.partition(":")
-            name = name.strip().lower()
-            headers.setdefault(name, value.strip())
-    return headers
 
 
 def _plain(stream: BinaryIO) -> Iterator[_Chunk]:

@@ -276,7 +276,11 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             raise PrepareError(reason if is_ours else f"{file.path}: {reason}.") from error
         return Skipped(file.path, reason.removeprefix(f"{file.path}: "), "failed", file.bytes)
     if is_named and head:
-        advice = "Unpack it first." if reason in ARCHIVES.values() else "Force a format with --format, or leave it out."
+        advice = (
+            "Unpack or convert it first."
+            if reason in ARCHIVES.values()
+            else "Force a format with --format, or leave it out."
+        )
         raise PrepareError(
             f"{file.path}: expected one of {', '.join(names)}, got {reason} that begins with bytes "
             f"{head[:8].hex(' ')}. {advice}"

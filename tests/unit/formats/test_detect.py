@@ -158,7 +158,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
 def test_an_archive_is_named_and_is_to_be_unpacked(magic: bytes, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "stackoverflow.com"
     path.write_bytes(magic + bytes(64))
-    with pytest.raises(PrepareError, match=rf"got a {kind} archive .*Unpack it first\.$"):
+    with pytest.raises(PrepareError, match=rf"got a {kind} archive .*Unpack or convert it first\.$"):
         find_inputs(path, ReadOptions())
     (tmp_path / "beside.jsonl").write_bytes(LINE)
     (skipped,) = find_inputs(tmp_path, ReadOptions()).skipped
