@@ -16,7 +16,7 @@ from forebay.storage.compression import sniff_compression, unpack_stream
 MAX_HEAD_BYTES = 256 << 10
 _HEAD_END = re.compile(rb"\n\r{0,4}\n")
 _STATUS = re.compile(rb"HTTP/\S{1,8}[ \t]+(\d{3})\b")
-_INTERIM = re.compile(rb"HTTP/\S{1,8}[ \t]+1\d\d\b")  # `100 Continue` and the like come before a response.
+_INTERIM = re.compile(rb"\A(?:HTTP/\S{1,8}[ \t]+1\d\d\b[^\n]*\n(?:[^\r\n][^\n]*\n)*+\r?\n){1,8}")  # `100 Continue`.
 _LENGTH = re.compile(rb"\ncontent-length[ \t]{0,8}:[ \t]{0,8}(\d{1,15})\b", re.IGNORECASE)
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,1000})?\r?\n")
 _CHARSET = re.compile(r"charset\s{0,8}=\s{0,8}[\"']?([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
@@ -52,11 +52,8 @@ class Response:
 
 def parse_http(block: bytes, max_bytes: int) -> Response:
     """Return the response in a record's block; its body unpacked to at most `max_bytes`."""
-    for _ in range(_MAX_CODINGS):
-        match = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
-        if not (match and _INTERIM.match(block)):
-            break
-        block = block[match.end() :]
+    block = _INTERIM.sub(b"", block)
+    match = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
     head, body = (block[: match.start()], block[match.end() :]) if match else (block[:MAX_HEAD_BYTES], b"")
     status = _STATUS.match(head)
     headers = parse_headers(head.decode("latin-1"))
@@ -193,8 +190,8 @@ def _html5(name: str) -> str:
     """The encoding that browsers use for a name: `iso-8859-1` is windows-1252 (WHATWG Encoding, 4.2)."""
     from resiliparse.parse.encoding import map_encoding_to_html5
 
-    mapped: str = map_encoding_to_html5(name)
-    return name if mapped == "utf-8" and _NOT_HTML5.match(name) else mapped
+    mapped: str | None = map_encoding_to_html5(name)
+    return name if mapped == "utf-8" and _NOT_HTML5.match(name) else mapped or name
 
 
 def _detected(body: bytes, named: list[str]) -> str:

@@ -61,7 +61,7 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
         if problem or "Id" not in post:
             yield Record(0, text=start, problem=problem or "a row without Id", location=location)
         else:
-            is_post = post.get("PostTypeId", "") in ("1", "2")  # Questions and answers.
+            is_post = post.get("PostTypeId") in ("1", "2")  # Questions and answers.
             try:
                 yield _document(post, site, location, options) if is_post else None
             except HtmlError as error:

@@ -135,8 +135,7 @@ def find_inputs(
     with log_while_waiting(log, describe):
         listed = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
         # What is named twice, or also by its folder, is read once.
-        paths = [e.path if "://" in e.path else Path(e.path).absolute() for e, _ in listed]
-        entries = list({(path, type(entry[0])): entry for path, entry in zip(paths, listed)}.values())
+        entries = list({(type(e), e.path): (e, is_named) for e, is_named in listed}.values())
         num_listed = len(entries)
         if all(map(is_path_list, inputs)):
             entries, sample = sampled(entries, sample)
