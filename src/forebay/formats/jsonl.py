@@ -35,6 +35,7 @@ MAX_VALUES = 2_000_000
 _BIG_JSON = 4 << 20
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[,{\[]', re.DOTALL)
 _MAX_LINE = 1 << 30
+_decode = json.JSONDecoder().raw_decode
 _STEP = 1 << 20
 _BETWEEN = re.compile(r"[\s,\x1e\ufeff]*")
 _SEVERAL = "not JSON: Extra data"
@@ -55,7 +56,7 @@ class Jsonl(LineFormat):
         if not newline and len(head) >= HEAD_BYTES:
             return re.match(r'\{\s*"[^"\\]*"\s*:', line) is not None
         try:
-            return json.JSONDecoder().raw_decode(text)[1] == len(line.rstrip())
+            return _decode(text)[1] == len(line.rstrip())
         except json.JSONDecodeError as error:
             return bool(newline) and error.pos <= len(line)  # A damaged line, and no object of several lines.
         except RecursionError:
@@ -137,7 +138,7 @@ def _parse_values(index: int, line: bytes, options: ReadOptions, offset: int) ->
 
 def values(file: BinaryIO, limit: int) -> Iterator[object]:
     """Yield the values of JSON one after the other, and those in its lists. Raises ValueError where it is damaged."""
-    decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, offset, is_started, is_ended, in_list, failure = "", 0, False, False, False, ""
     while True:
         between = _BETWEEN.match(text, offset)
@@ -152,7 +153,7 @@ def values(file: BinaryIO, limit: int) -> Iterator[object]:
             continue
         if offset < len(text) and (is_ended or text[offset] in '{["'):
             try:
-                value, offset = decode(text, offset)
+                value, offset = _decode(text, offset)
                 yield value
                 continue
             except ValueError as error:

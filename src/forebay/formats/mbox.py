@@ -143,8 +143,6 @@ def _collect(part: "Message[Any, Any]", plain: list[str], html: list[str]) -> st
     encoding = str(part.get("Content-Transfer-Encoding", "")).strip().lower()
     if encoding not in _ENCODINGS:
         return f"{kind} in the unknown transfer encoding {encoding[:40]!r}"
-    if encoding == "base64":
-        part.set_payload("".join(str(part.get_payload()).split()))  # Blanks are to be ignored (RFC 2045, 6.8).
     payload = part.get_payload(decode=True)
     if not isinstance(payload, bytes):
         return f"{kind} without a body"

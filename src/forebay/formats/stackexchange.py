@@ -35,8 +35,7 @@ class StackExchange(Format):
     is_plain_text = True  # Rows are read one by one, without the XML declaration.
 
     def sniff(self, head: bytes) -> bool:
-        start = head[:1024]
-        return _TABLES.search(start) is not None
+        return _TABLES.search(head, 0, 1024) is not None
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         file = split.files[0]

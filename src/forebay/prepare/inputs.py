@@ -133,9 +133,11 @@ def find_inputs(
         return f"the list of inputs and their first bytes: {shown[:200]}{count}"
 
     with log_while_waiting(log, describe):
-        listed = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
         # What is named twice, or also by its folder, is read once.
-        entries = list({(type(e), e.path): (e, is_named) for e, is_named in listed}.values())
+        listed = {
+            (type(entry[0]), entry[0].path): entry for name in inputs for entry in _list(name, leave_out, follow_links)
+        }
+        entries = list(listed.values())
         num_listed = len(entries)
         if all(map(is_path_list, inputs)):
             entries, sample = sampled(entries, sample)
