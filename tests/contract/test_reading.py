@@ -63,7 +63,8 @@ CASES = {
     "a.parquet": (table([], ["a"], [], ["b", None], []), "a|b|~"),
     "no-groups.parquet": (table(), ""),
     "null.parquet": (table([None, None], kind=pa.null()), "~|~"),
-    **dict.fromkeys(["zero.parquet", "zero.arrow", "zero.jsonl", "zero.warc", "zero.mbox", "zero-articles.xml"], ("", "")),
+    **dict.fromkeys(
+        ["zero.parquet", "zero.arrow", "zero.jsonl", "zero.warc", "zero.mbox", "zero-articles.xml"], ("", "")),
     "zero.tar": (bytes(10240), ""),
     "null.jsonl": ('{"text":null}\n{"id":1}\n{"text":"a"}\n{"text":" \\n"}\n{}\n', "~|~|a|~|~"),
     "dots.jsonl text_key=page.text": ('{"page":null}\n{"page":{"text":"a"}}\n{"page":{}}\n', "~|a|~"),
