@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from forebay.convert import convert
@@ -100,3 +101,17 @@ def test_a_folder_of_splits_is_named(tmp_path: Path) -> None:
     for read in (open_external, lambda path: convert(path, tmp_path / "out" / "o", "bin", PLAIN)):
         with pytest.raises(UsageError, match=r"got the splits train\. Name the directory of one: .*/train"):
             read(tmp_path)
+
+
+@pytest.mark.parametrize("names, got", [("ba", ""), ("aa", "once, got others (a: int64)"), ("b", "others (a)")])
+def test_files_have_the_same_columns_in_any_order(names: str, got: str, tmp_path: Path) -> None:
+    for file, columns in enumerate(("ab", names)):
+        table = pa.Table.from_arrays([pa.array([ord(name)]) for name in columns], [*columns])
+        pa.parquet.write_table(table, tmp_path / f"{file}.parquet")
+    layout, result = outcome(tmp_path)
+    assert got in result and layout == ("" if got else "rows")
+
+
+def test_ids_below_0_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(np.array([1, -2], np.int32).tobytes())
+    assert "got 4294967294, or -2" in outcome(tmp_path / "a.bin", input_dtype="int32")[1]

@@ -97,7 +97,9 @@ class ColumnFormat(Format):
                         batch.validate(full=True)  # A damaged file's offsets could point anywhere.
                         step = rows_at_once(batch.nbytes / max(1, batch.num_rows))
                         for start in range(0, batch.num_rows, step):
-                            rows = pa.RecordBatch.from_arrays(batch.slice(start, step).columns, schema=schema)
+                            columns = batch.slice(start, step).select(schema.names).columns
+                            stored = [c.storage if isinstance(c.type, pa.ExtensionType) else c for c in columns]
+                            rows = pa.RecordBatch.from_arrays(stored, schema=schema)
                             yield ([number, group] if group >= 0 and not start else None), rows
             except READ_ERRORS as error:
                 raise damaged_table(path, self.title, error) from error
@@ -240,17 +242,23 @@ def damaged_table(path: Path, what: str, error: BaseException) -> DatasetError:
 
 
 def common_schema(paths: Sequence[Path], schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """Return the schema that all files share. Raises DatasetError if they differ."""
-    first = schemas[0].remove_metadata()
+    """Return the schema that all files share, in the order of the first. Raises DatasetError if they differ.
+
+    Types that Python code registered, such as arrays of `datasets`, are those of their storage.
+    """
     for path, schema in zip(paths, schemas):
-        if schema.remove_metadata() != first:
-            names = {field.name: field.type for field in first}
-            other = [f"{f.name}: {f.type}" for f in schema if names.pop(f.name, None) != f.type] or list(names)
+        names = {field.name: field.type for field in schemas[0]}
+        other = [f"{f.name}: {f.type}" for f in schema if names.pop(f.name, None) != f.type] or list(names)
+        if other:
             raise DatasetError(
-                f"{path}: expected the columns of {paths[0]}, got other ones ({', '.join(other)[:300]}). "
-                "Convert them as two tables."
+                f"{path}: expected the columns of {paths[0]}, each once, got others ({', '.join(other)[:300]}). "
+                "Rename them, or convert two tables."
             )
-    return first
+    stored = (
+        [f.with_type(f.type.storage_type) if isinstance(f.type, pa.ExtensionType) else f for f in schema]
+        for schema in schemas
+    )
+    return pa.unify_schemas([pa.schema(fields) for fields in stored])
 
 
 def with_lists(source: TableSource) -> TableSource:

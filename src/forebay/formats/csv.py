@@ -22,7 +22,7 @@ import pyarrow.csv
 
 from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
-from forebay.formats.columns import error_text
+from forebay.formats.columns import common_schema, error_text
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.detect import SAMPLE_BYTES
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
@@ -95,7 +95,7 @@ class Csv(Format):
             yield Record(index + 1, problem=problems[0][1])
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        (columns,) = (reader.schema for _, reader in _csv_readers(paths[:1], ()))
+        columns = common_schema(paths[:1], [reader.schema for _, reader in _csv_readers(paths[:1], ())])
         return TableSource(self.name, columns, None, lambda: _read_batches(paths, columns))
 
 

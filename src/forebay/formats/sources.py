@@ -154,6 +154,12 @@ def tokens_of_dataset(dataset: Dataset) -> TokenSource:
     def read(position: Position | None) -> Iterator[tuple[Position | None, TokenPart]]:
         for index in range(position[0] if position else 0, dataset.num_slices):
             opened = dataset.read_slice(index)
+            largest = int(opened.tokens.max(initial=0)) if isinstance(dataset, ExternalDataset) else 0
+            if largest >> 31:
+                raise DatasetError(
+                    f"{opened.path}: expected token ids in [0, 2**31), got {largest}, or {largest - (1 << 32)}. The "
+                    "numbers are of another type, or are no tokens."
+                )
             yield [index], TokenPart(opened.tokens, opened.document_ends)
             if isinstance(dataset, ExternalDataset):
                 dataset.release(index)
@@ -190,11 +196,6 @@ def _narrowed(source: TokenSource) -> TokenSource:
     if source.dtype != "U32":
         return source
     largest = max((int(part.tokens.max()) for part in source.parts() if len(part.tokens)), default=0)
-    if largest >> 31:
-        raise DatasetError(
-            f"{source.format}: expected token ids in [0, 2**31), got {largest}, or {largest - (1 << 32)}. Name the "
-            "column of tokens with --set column=NAME."
-        )
     return source if largest >> 16 else replace(source, dtype="U16")
 
 

@@ -48,7 +48,7 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """
     if rank is None and world_size is None and (group := process_group()) is not None:
         return group
-    names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
+    names = next((pair for i in (1, 0) for pair in _ENVIRONMENTS if pair[i] in os.environ), _ENVIRONMENTS[0])
     if names == _ENVIRONMENTS[-1] and "SLURM_JOB_ID" in os.environ and os.environ.get(names[0], "0") == "0":
         # SLURM_NTASKS is the job's: its batch script has rank 0 of that many, and its shell none.
         if rank is None and world_size is None and os.environ[names[1]] != "1":
@@ -59,11 +59,11 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
         names = _ENVIRONMENTS[0]
     if names[0] not in os.environ and _POD_INDEX in os.environ:
         names = (_POD_INDEX, names[1])
-    size = os.environ.get(names[1], "1").strip()
-    if rank is None and world_size is None and names[0] not in os.environ and size != "1":
+    size = str(world_size or os.environ.get(names[1], "1")).strip()
+    if rank is None and names[0] not in os.environ and size != "1":
         raise UsageError(
-            f"rank: expected {names[0]} beside {names[1]}={size} in the environment, got none. Every rank would read "
-            "the same data. Give rank= and world_size=, or make the loader after init_process_group."
+            f"rank: expected rank= or {names[0]} of the environment beside a world size of {size}, got none. Every "
+            "rank would read the same data. Give rank= and world_size=, or make the loader after init_process_group."
         )
     values = []
     for argument, name, value, default in zip(("rank", "world_size"), names, (rank, world_size), ("0", "1")):

@@ -74,6 +74,7 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
         {"global_batch_size": 4},
         {"rank": 1},
         {"world_size": 0},
+        {"world_size": 4},
         {"world_size": 5000},
         {"seed": "x"},
         {"epochs": 0},
