@@ -35,9 +35,9 @@ _STORED = """
 input_ids uint16 3 int64|labels int32 3 int64|attention_mask uint8 3 int64|token_type_ids int8 3 int64
 label uint8 - int64|codes uint16 2,5 int64|count uint32 - int64|images uint8 3,4,4 uint8|pixels uint8 7 uint8
 score float32 - float32
-flags bool 3 bool|hash uint64 - uint64|bits uint16 5 uint16|x int8 6 int8|x.scale float32 - float32|far int64 - int64
+flags bool 3 bool|hash uint64 - uint64|bits uint16 5 bfloat16|x int8 6 int8|x.scale float32 - float32|far int64 - int64
 """.replace("|", "\n").split("\n")[1:-1]
-ROW_DTYPES = {line.split()[0]: line.split()[3] for line in _STORED}  # Of a batch: integers but images, bits and `q8`.
+ROW_DTYPES = {line.split()[0]: line.split()[3] for line in _STORED}  # Of a batch: integers but images and `q8`.
 
 
 def write_typed_rows(folder: Path) -> None:

@@ -32,7 +32,7 @@ _MAGIC = b"FBSTATE2"
 def cache_directory(directory: str | Path) -> Path:
     """Return the directory of a cache; for `ram` a private directory of this user in /dev/shm."""
     if directory != "ram":
-        return Path(directory)
+        return Path(directory).expanduser()
     path = _RAM / f"forebay-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -34,7 +34,8 @@ def report_failure(kind: str, text: str, as_json: bool, *, log_format: str = "te
     """Report an error: a line on stderr, and with `--json` an object on stdout."""
     if as_json:
         message, _, hint = text.partition(". ")
-        print(json.dumps({"error": {"type": kind, "message": message.rstrip("."), "hint": hint}}))
+        with suppress(OSError):  # It may be the error that is reported.
+            print(json.dumps({"error": {"type": kind, "message": message.rstrip("."), "hint": hint}}))
     if log_format == "json":
         logging.getLogger("forebay.cli").error("%s", text)
     else:

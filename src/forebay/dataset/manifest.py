@@ -98,6 +98,7 @@ class Manifest:
         """The manifest of a dataset of these slices, with the table's totals and hash."""
         totals = {"documents": int(table.documents.sum()), "slices": len(table), "bytes": int(table.bytes.sum())}
         totals |= {"tokens": 0, "rows": 0, layout: int(table.count.sum())}
+        name = printable_name(name)
         return cls(
             format=FORMAT_VERSION, name=name, layout=layout, dtype=dtype, tokenizer=tokenizer, vocab_size=vocab_size,
             eos_id=eos_id, table_sha256=table_sha256 or hashlib.sha256(table.to_parquet()).hexdigest(),
@@ -334,6 +335,11 @@ def _is_count(value: object) -> bool:
 def _is_chunk_size(m: Manifest) -> bool:
     size = m.chunk_bytes
     return m.format > 1 and MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
+
+
+def printable_name(name: str) -> str:
+    """Return what a dataset may have of a name, such as its directory's: its printable characters, up to 255."""
+    return "".join(filter(str.isprintable, name))[:255] or "dataset"
 
 
 def _check_manifest(m: Manifest) -> None:

@@ -91,9 +91,13 @@ class ExternalDataset(Dataset, ABC):
         what = {"format": kind, "dtype": dtype, "tokens": int(table.count.sum()), "slices": digest.hexdigest()}
         what |= settings or {}
         described = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
-        name = "".join(c for c in path.resolve().name if c.isprintable())[:255]
         manifest = Manifest.of(
-            table, {"opened": what}, name=name or kind, layout="tokens", dtype=dtype, table_sha256=digest.hexdigest()
+            table,
+            {"opened": what},
+            name=path.resolve().name,
+            layout="tokens",
+            dtype=dtype,
+            table_sha256=digest.hexdigest(),
         )
         super().__init__(path, manifest, table, described.hexdigest())
 

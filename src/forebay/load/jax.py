@@ -13,6 +13,7 @@ import numpy as np
 from forebay.arrays import Array
 from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX, TokenBatch
+from forebay.load.rows import float_types
 from forebay.order.step_index import check_integer
 
 BatchT = TypeVar("BatchT", covariant=True)
@@ -28,6 +29,7 @@ class JaxBatches(Generic[BatchT]):
     def __init__(self, loader: Any, sharding: jax.sharding.Sharding | None, prefetch: int) -> None:
         check_integer("prefetch", prefetch, 0)
         self.loader, self._sharding, self._prefetch = loader, sharding, prefetch
+        self._floats = float_types(loader)
         for _, size in loader.global_batch_sizes if sharding is not None else ():
             if size % loader.world_size:
                 raise UsageError(
@@ -46,9 +48,11 @@ class JaxBatches(Generic[BatchT]):
         loader = self.loader
         size = [size for step, size in loader.global_batch_sizes if step <= batch.step][-1]
         rows = -(-size // loader.world_size)
+        arrays = batch.arrays()
+        arrays |= {k: arrays[k].view(getattr(jax.numpy, kind)) for k, kind in self._floats.items() if k in arrays}
         arrays = {
             name: array if name == "cu_seqlens" else self._put(_padded(array, rows, _FILL.get(name, 0)))
-            for name, array in batch.arrays().items()
+            for name, array in arrays.items()
         }
         if isinstance(batch, TokenBatch):
             _ = batch.num_labels  # Counting on the device would wait for it.

@@ -8,7 +8,7 @@ tensor_dtypes(loader.dataset))` turns I8 with a scale, and bits of BF16, into F3
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,9 @@ from forebay.load.samples import SampleIndex
 from forebay.maps import map_offset
 
 SCALE_SUFFIX = ".scale"
+_LINEAGES = ("converted", "imported")  # Entries of a manifest's lineage that may have the types of tensors.
 _HEAD_BYTES = 64 << 10  # A header of rows is shorter, unless it has much metadata.
+_FLOATS = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _Tensors = Mapping[str, MappedArray]
 
 
@@ -166,11 +168,19 @@ def tensor_dtypes(dataset: Dataset) -> dict[str, str]:
 
     `forebay convert` and `forebay import` write the types into the manifest.
     """
-    for entry in ("converted", "imported"):
+    for entry in _LINEAGES:
         lineage = dataset.manifest.lineage.get(entry)
         if isinstance(lineage, dict) and isinstance(lineage.get("tensors"), dict):
             return {name: str(dtype) for name, (dtype, *_) in lineage["tensors"].items()}
     return dict(dataset.open_slice(0).dtypes) if dataset.num_slices else {}
+
+
+def float_types(loader: Any) -> dict[str, str]:
+    """The types that NumPy lacks, as PyTorch and JAX name them, of the tensors that come as their bits."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or not dataset.manifest.lineage.keys() & {*_LINEAGES}:
+        return {}
+    return {name: _FLOATS[kind] for name, kind in tensor_dtypes(dataset).items() if kind in _FLOATS}
 
 
 def dequantize(

@@ -60,14 +60,15 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
             f"loader state: expected one from a Loader's state_dict(), got the keys {str(list(state))[:200]}. Load it "
             "into an object of the kind that wrote it: a TextStream, or a DataLoader with as many workers."
         )
-    for name, value in {**identity, "growth": identity.get("growth")}.items():
-        _check_same(name, value, state.get(name))
+    _check_same("version", identity["version"], state["version"])
     for name in ("epoch", "samples_taken", "step"):
         number = state.get(name)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StateError(f"loader state: expected {name} an integer from 0, got {number!r}.")
     step = int(state["step"])
-    _check_same("global_batch_size", _sizes(run, step), state.get("global_batch_size"))
+    same = {**identity, "growth": identity.get("growth"), "global_batch_size": _sizes(run, step)}
+    for name in sorted(same, key=("lanes", "window").__contains__):  # By default they follow from the batch size.
+        _check_same(name, same[name], state.get(name))
     if run.weights is not None and state.get("weights") != run.weights.digest(step):
         raise StateError(
             f"loader state: expected this mixture's weights until step {step}, got others. Resuming would change the "

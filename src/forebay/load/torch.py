@@ -16,6 +16,7 @@ from forebay.arrays import Array
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
 from forebay.load.batch import STYLES, RowBatch, TokenBatch, owner_of
+from forebay.load.rows import float_types
 from forebay.order.step_index import check_integer
 
 BatchT = TypeVar("BatchT", covariant=True)
@@ -45,7 +46,7 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         if self.device is not None and self.device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError(f"device: expected one of this machine, got {device!r} and no CUDA. Use device='cpu'.")
         self.loader, self.style = loader, style
-        self._prefetch, self._num_workers = prefetch, num_workers
+        self._prefetch, self._num_workers, self._floats = prefetch, num_workers, float_types(loader)
 
     def __len__(self) -> int:
         """As the loader's."""
@@ -90,7 +91,11 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
             return self._styled(batch, _tensors)
         return self._styled(batch, lambda arrays: {k: v.to(self.device) for k, v in _tensors(arrays).items()})
 
-    def _styled(self, batch: Any, convert: Any) -> Any:
+    def _styled(self, batch: Any, copy: Any) -> Any:
+        def convert(arrays: dict[str, Array]) -> dict[str, Any]:
+            bits = copy(arrays)
+            return bits | {k: bits[k].view(getattr(torch, kind)) for k, kind in self._floats.items() if k in bits}
+
         if self.style == "batch":
             return batch.with_arrays(convert(batch.arrays()))
         fields = batch.as_dict(self.style)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.dataset.manifest import printable_name
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
@@ -274,8 +275,10 @@ def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
 
 
 def _name_of(store: Store) -> str:
-    path = store.path.resolve().name if isinstance(store, FolderStore) else store.url.rstrip("/").rpartition("/")[2]
-    return path or "dataset"
+    path = str(store.path.resolve()) if isinstance(store, FolderStore) else store.url
+    if path.encode(errors="ignore").decode() != path:  # Arrow opens no file of such a name.
+        raise UsageError(f"prepare: expected --out in UTF-8, got {path!r}. Name another directory.")
+    return printable_name(path.rstrip("/").rpartition("/")[2])
 
 
 def _find_existing(

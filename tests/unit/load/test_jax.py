@@ -16,6 +16,8 @@ from support.feeding import ROW_DTYPES, make_dataset, write_typed_rows
 class FakeJax(ModuleType):
     """The functions of JAX that `forebay.load.jax` calls, on NumPy arrays."""
 
+    numpy = SimpleNamespace(bfloat16=np.float16)
+
     def __init__(self) -> None:
         super().__init__("jax")
         self.sharding = SimpleNamespace(Sharding=object)
@@ -49,5 +51,7 @@ def test_shapes_never_change_and_padding_has_no_labels(tmp_path: Path, monkeypat
     write_typed_rows(tmp_path / "rows")
     (rows,) = Loader(tmp_path / "rows", batch_size=4).to_jax()
     got = {name: str(array.dtype) for name, array in rows.tensors.items()}
-    assert got == {name: "int32" if kind == "int64" else kind for name, kind in ROW_DTYPES.items()}
+    assert got == {name: "int32" if kind == "int64" else kind for name, kind in ROW_DTYPES.items()} | {
+        "bits": "float16"
+    }
     monkeypatch.delitem(sys.modules, "forebay.load.jax", raising=False)

@@ -148,6 +148,8 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
     }.items():
         with pytest.raises(StateError, match=name):
             loader.load_state_dict({**state, name: value})
+    with pytest.raises(StateError, match="global_batch_size=4"):
+        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2).load_state_dict(state)
     for invalid in ({}, [], None, {**state, "samples_taken": 10**9}, {**state, "epoch": "0"}):
         with pytest.raises(StateError):
             loader.load_state_dict(invalid)
