@@ -93,7 +93,7 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
 
     def _styled(self, batch: Any, copy: Any) -> Any:
         def convert(arrays: dict[str, Array]) -> dict[str, Any]:
-            bits = copy(arrays)
+            bits: dict[str, Any] = copy(arrays)
             return bits | {k: bits[k].view(getattr(torch, kind)) for k, kind in self._floats.items() if k in bits}
 
         if self.style == "batch":
