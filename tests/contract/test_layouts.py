@@ -115,3 +115,8 @@ def test_files_have_the_same_columns_in_any_order(names: str, got: str, tmp_path
 def test_ids_below_0_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(np.array([1, -2], np.int32).tobytes())
     assert "got 4294967294, or -2" in outcome(tmp_path / "a.bin", input_dtype="int32")[1]
+
+
+def test_a_table_without_rows_is_a_dataset_without_tokens(tmp_path: Path) -> None:
+    save_table(tmp_path / "a", pa.table({"input_ids": pa.array([], pa.list_(pa.int32()))}))
+    assert outcome(tmp_path / "a")[0] == "tokens"

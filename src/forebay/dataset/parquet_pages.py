@@ -78,7 +78,8 @@ def read_footer(data: bytes) -> Footer:
         chunks = _structs(group.get(1))
         if len(chunks) != len(columns) or root.get(5) != len(columns):
             raise ValueError(f"expected {len(columns)} flat columns in each row group, got {len(chunks)}")
-        groups.append((_int(group, 3), [_chunk(chunk.get(3), len(data)) for chunk in chunks]))
+        if _int(group, 3):  # A group without rows has no pages.
+            groups.append((_int(group, 3), [_chunk(chunk.get(3), len(data)) for chunk in chunks]))
     return Footer(_int(metadata, 3), columns, groups)
 
 
