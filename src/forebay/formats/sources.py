@@ -310,12 +310,9 @@ def open_table(path: str | Path | _RemoteFolder, options: ConvertOptions = _NO_O
         if name and get_format(name).supports("open_rows"):
             return get_format(name).open_rows([target], options)
         check_split(target)
-        inside = [path for path in sorted(target.iterdir()) if (dataset_format(path) or "forebay") != "forebay"]
-        if inside:
-            raise UsageError(
-                f"{target}: expected one dataset, got {', '.join(path.name for path in inside)[:300]}. Name one: "
-                f"{inside[0]}."
-            )
+        for inside in sorted(target.iterdir()):
+            if dataset_format(inside) not in ("", "forebay"):
+                raise UsageError(f"{target}: expected one dataset, got some in directories. Name one: {inside}.")
     groups, skipped = _by_format(path.paths if isinstance(path, _RemoteFolder) else table_files(target))
     if len(groups) > 1:
         got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())

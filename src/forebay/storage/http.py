@@ -306,12 +306,7 @@ def _proxy_of(parts: SplitResult) -> urllib3.util.Url | None:
     address = getproxies().get(parts.scheme)
     if not address or proxy_bypass(parts.hostname or ""):
         return None
-    try:
-        return urllib3.util.parse_url(address if "://" in address else f"http://{address}")
-    except urllib3.exceptions.LocationParseError as error:
-        raise UsageError(
-            f"{parts.scheme}_proxy: expected a proxy's URL in the environment, got another text."
-        ) from error
+    return urllib3.util.parse_url(address if "://" in address else f"http://{address}")
 
 
 def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
