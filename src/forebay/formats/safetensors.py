@@ -33,7 +33,7 @@ from forebay.formats.base import Format
 from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, TokenSource, Written
 from forebay.formats.images import with_images
-from forebay.formats.layout import is_token_list
+from forebay.formats.layout import KEY, is_token_list
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.token_stream import build_stream, slices_of
 
@@ -310,7 +310,7 @@ def _columns(schema: pa.Schema, options: ConvertOptions, dtypes: Mapping[str, st
     for column in schema:
         leaf = tables.leaf_type(column.type)
         if not tables.is_number(leaf):
-            left_out.append(column.name)
+            left_out += [column.name] if column.name != KEY else []  # Only WebDataset has it: one table has one id.
             continue
         kind = (column.metadata or {}).get(tables.DTYPE_KEY, b"").decode() or name_of_dtype(
             np.dtype(leaf.to_pandas_dtype())

@@ -251,7 +251,7 @@ def _with_recorded_columns(
         if not columns:
             break
     named = recipe.read.columns
-    usable = {n: c for n, c in columns.items() if n not in {*named, *RESERVED_COLUMNS} and c.get("kind") in TYPES}
+    usable = {n: c for n, c in columns.items() if n not in {*named, *RESERVED_COLUMNS} and c.get("kind") in [*TYPES]}
     made_by = {**{name: c.get("scorer") for name, c in usable.items()}, **dict.fromkeys(named)}
     stages, again = without_scoring(recipe.stages, {n: s for n, s in made_by.items() if n in named or s is not None})
     for name in again:

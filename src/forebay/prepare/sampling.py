@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.formats.inputs import InputSplit
-from forebay.prepare.engines.local import cores
+from forebay.machine import num_cores
 from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks.statistics import Map, add_stats, read_stats
 from forebay.prepare.tasks.text import TextResult
@@ -215,7 +215,7 @@ def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> dict[str, Any]:
     read_us = sum(counts[READ_US] for counts in sampling.counts)
     trained = min(SAMPLE_BYTES, text_bytes * sampling.scale) / max(1, min(SAMPLE_BYTES, text_bytes))
     scales = {"start": 0.0, "read": sum(read) / read_us if read_us else 1.0, "hash": 0.0, TRAINING: trained}
-    processes = min(cores(), sampling.num_splits)
+    processes = min(num_cores(), sampling.num_splits)
     stages = {
         name: [round(seconds, 4), round(seconds * scales.get(name, sampling.scale), 2)]
         for name, seconds in usage.seconds.items()

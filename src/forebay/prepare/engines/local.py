@@ -31,11 +31,6 @@ _EXIT_S = 5.0  # How long a worker whose pipe is closed may take to exit with it
 _MAX_LOG_BYTES = 1 << 20  # Of the file that a worker's standard error goes through.
 
 
-def cores() -> int:
-    """How many processes this one may keep busy."""
-    return num_cores()
-
-
 class _Log:
     """The standard error of a worker: a file that this process passes on to its own, and whose tail it has."""
 
