@@ -103,6 +103,11 @@ def test_the_rank_is_that_of_the_launcher_that_started_the_process(
     assert rank_of_world(None, None) == expected and ranks_per_node(expected[1]) == local
     is_told = "SLURM_NTASKS=8" in variables and expected == (0, 1) and "STEP" not in variables
     assert ("no step of the job started it" in caplog.text) == is_told
+    for pair in variables.split():
+        monkeypatch.delenv(pair.partition("=")[0])
+    monkeypatch.setenv("SLURM_PROCID", "9")
+    with pytest.raises(UsageError, match="rank"):
+        rank_of_world(None, None)
 
 
 def descriptors() -> int:

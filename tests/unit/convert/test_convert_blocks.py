@@ -53,6 +53,10 @@ def test_columns_beside_tokens_are_kept_and_an_empty_table_is_an_empty_dataset(t
     assert [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()] == rows
     assert convert(made_table({"text": pa.array([], pa.string())}), tmp_path / "empty", to, NONE).num_bytes
     assert read_table(tmp_path / "empty").to_pydict() == {}
+    for name in ("a.parquet", "b.jsonl"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UsageError, match="got some in directories"):
+        open_table(tmp_path)
 
 
 @BOTH
