@@ -32,7 +32,7 @@ def work_time() -> float:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile or load a kernel in here."""
+    """Do in here what a process does once: compile or load a kernel, make a table."""
     global _compiling_s
     started = work_time()
     try:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from forebay.arrays import BOOL, I64, U16
 from forebay.prepare.clean.spans import replace_rows
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import compiling, jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.points import next_point
 
@@ -62,6 +62,7 @@ def _pairs() -> U16:
 
 
 @functools.cache
+@compiling()
 def _marks() -> BOOL:
     """bool [0x20000]: whether a character is a combining mark that normalisation moves."""
     return np.array([unicodedata.combining(chr(code)) != 0 for code in range(0x20000)])

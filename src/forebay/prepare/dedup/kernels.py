@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.arrays import I64, U8, U32, U64
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import compiling, jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.points import next_point
 from forebay.prepare.filters.word_tables import categories
@@ -28,6 +28,7 @@ _UNSPACED = (
 
 
 @lru_cache
+@compiling()
 def character_table(normalise: str) -> U32:
     """uint32 [2^17]: GAP, IGNORED or a code point (with ALONE set if it is a word by itself) for each character.
 

@@ -279,6 +279,7 @@ class _Reader(Rejects):
         for record in self._records():
             if not _imported:  # what reads the format, of which a small sample should not pay a share
                 _imported.append(True)
+                pa.array([""])  # The first one imports pandas, if there is one.
                 self.counted_s += (importing_s := work_time() - started)
                 stats.usage.count("start", importing_s)
             self.num_places = max(self.num_places, record.index + 1)
