@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from forebay.cache.cache import ChunkCache
@@ -33,7 +34,9 @@ class FetchingWorker:
         self.cache = ChunkCache(directory, cache_bytes)
         state = LeaseState(4, cache_bytes, 0.1, lambda grant: self.cache.unpin_slice(grant.sha256))
         self.leases = LeaseBuffer(state)
-        self.fetcher = SliceFetcher(client, self.cache, self.leases, 0.2, from_urls, dataset)
+        self.fetcher = SliceFetcher(
+            client, self.cache, self.leases, 0.2, from_urls, dataset or SimpleNamespace(num_slices=0)
+        )
         self.fetcher.start()
 
     def lease(

@@ -178,7 +178,7 @@ def _families(values: Values) -> Iterator[Metric]:
         yield family
 
 
-@dataclass
+@dataclass(eq=False)
 class LoaderCollector:
     """A collector for a registry of one's own: `prometheus_client.REGISTRY.register(LoaderCollector(loader))`."""
 

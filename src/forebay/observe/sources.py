@@ -44,7 +44,7 @@ class Source(Protocol):
         raise UsageError("expected a record of earlier views, got none. Open a record (`--record DIR` writes it).")
 
 
-@dataclass
+@dataclass(eq=False)
 class NodeSource(Source):
     """A scheduler, coordinator, data node or dashboard; of a scheduler also its data nodes.
 
@@ -99,7 +99,7 @@ class RecordSource(RecordReader, Source):
     poll = RecordReader.latest
 
 
-@dataclass
+@dataclass(eq=False)
 class PreparationSource(Source):
     """The output of `forebay prepare`, while it runs and afterwards."""
 

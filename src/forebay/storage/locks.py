@@ -4,8 +4,6 @@ A forked child would share its parent's locks and keep them after the parent's d
 starts, and calls `after_fork` of the objects that registered with `at_fork`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import weakref
@@ -31,7 +29,7 @@ class Lock:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def __enter__(self) -> Lock:
+    def __enter__(self) -> "Lock":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,8 +6,6 @@ Parquet, at the batch in Arrow, from the file's beginning in all others. Records
 skipped, never yielded twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json
@@ -141,7 +139,7 @@ class FileRecords:
     def __init__(self, identity: str, options: ReadOptions, runs: Callable[[int], Iterable[list[InputFile]]]) -> None:
         self.identity, self._options, self._runs = identity, options, runs
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> FileReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> "FileReading":
         """Open a share of an epoch's records from a position, or its beginning; a key fixes the order of the files."""
         parts: list[FilePart] = []
         # In the order of the files the first one is enough to begin.

@@ -205,7 +205,7 @@ class DistributedRun:
             collective.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class OptimizerAndPosition:
     """An optimizer's state and the position in the data as one state, which a source sends to its generation."""
 

@@ -494,11 +494,13 @@ def _file_format(format):
         if get_format(format).supports("write_tokens"):
             source = directory / "tokens.npy"
             np.save(source, np.arange(3000, dtype=np.uint16) % 500)
+            options = ConvertOptions(seq_len=64, eos_id=0, name="fuzz")
         else:
+            options = ConvertOptions(name="fuzz")
             source = directory / "rows.jsonl"
             line = b'{"text": "words %d", "x": %d}\n' if format == "csv" else b'{"text": "words %d", "x": [%d, 0.5]}\n'
             source.write_bytes(b"".join(line % (i, i) for i in range(40)))
-        convert(source, out, format, ConvertOptions(seq_len=64, eos_id=0, name="fuzz"))
+        convert(source, out, format, options)
         names = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file()) if out.is_dir() else [Path()]
         copied = directory / "place" / out.name
 
