@@ -22,7 +22,7 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import install_command
 from support.shared_data import shared_data
 
-KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}
+KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped", "failed"}
 
 
 def run(*arguments: object, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -44,17 +44,17 @@ PREPARED = {
     "parquet": ("parquet/*.parquet",),
 }
 DAMAGED_WARCS = {
-    # Documents with text and malformed records of the archives at which warcio stops, warns or guesses: by hand.
-    "warc/aut/badexample.arc.gz": (0, 0),  # a page without a body, and robots.txt
+    # Documents with text, malformed and empty records of the archives at which warcio stops, warns or guesses: by hand.
+    "warc/aut/badexample.arc.gz": (0, 0, 1),  # a page without a body, and robots.txt
     "warc/cc_net/sample.warc.txt": (3, 0),
-    "warc/fastwarc/block-sized-records.warc.lz4": (0, 0),
+    "warc/fastwarc/block-sized-records.warc.lz4": (0, 1),
     "warc/fastwarc/clipped.warc.gz": (0, 1),
     "warc/fastwarc/warcfile.warc.lz4": (16, 0),
-    "warc/pywb/bad.arc": (1, 2),
+    "warc/pywb/bad.arc": (0, 2, 1),
     "warc/pywb/example-bad.warc.gz.bad": (1, 0),
     "warc/pywb/example-extra.warc": (1, 0),  # its second answer is of `HTTPX/1.1`, which warcio takes for HTTP
     "warc/pywb/example.warc": (1, 0),
-    "warc/warcio/bad.arc": (1, 2),
+    "warc/warcio/bad.arc": (0, 2, 1),
     "warc/warcio/example-bad-non-chunked.warc.gz": (1, 0),
     "warc/warcio/example-bad.warc.gz.bad": (1, 0),
     "warc/warcio/example-trunc.warc": (1, 0),
@@ -120,13 +120,11 @@ def check(out: Path, reported: dict[Path, Reported], **settings: Any) -> None:
 
 
 def lines_told(path: Path, values: list, key: str) -> Reported:
-    """Of a file with a value a line: what has no text is malformed, an empty text is empty."""
-    reported = Reported()
+    """Of a file with a value a line: what has no text is empty; a file in which nothing has the key is malformed."""
+    reported = Reported(malformed=not any(key in value for value in values))
     for number, value in enumerate(values, 1):
-        text = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            reported.malformed += 1
-        elif not text:
+        text = value.get(key)
+        if not text or text.isspace():
             reported.empty += 1
         else:
             reported.ids.append(str(value.get("id") or f"{path}:{number}"))
@@ -151,11 +149,13 @@ def warc_told(path: Path) -> Reported:
                 and not (headers.get_header("WARC-Target-URI") or "").strip("<>").startswith(("dns:", "metadata:"))
                 and not (headers.get_header("WARC-Target-URI") or "").endswith("/robots.txt")
             )
-            if document and record.content_stream().read():
+            if document and record.content_stream().read().strip():
                 reported.ids.append((headers.get_header("WARC-Record-ID") or "").strip("<>") or None)
             elif document:
                 reported.empty += 1
-    reported.malformed = int(not reported.documents_in)  # A file of which nothing is read is one malformed record.
+            elif kind not in ("warcinfo", "revisit") and status == "200":
+                reported.malformed = 1  # A file with other records alone is one malformed record.
+    reported.malformed *= not reported.ids and not reported.empty
     return reported
 
 
@@ -165,9 +165,8 @@ def test_crawls(tmp_path: Path) -> None:
     for path in files("warc"):
         name = path.relative_to(shared_data()).as_posix()
         if name in DAMAGED_WARCS:
-            documents, malformed = DAMAGED_WARCS[name]
-            malformed = malformed or int(not documents and path.name != "badexample.arc.gz")
-            reported[path] = Reported([""] * documents, malformed, empty=int(path.name == "badexample.arc.gz"))
+            documents, *others = DAMAGED_WARCS[name]
+            reported[path] = Reported([""] * documents, *others)
         else:
             reported[path] = warc_told(path)
     check(tmp_path / "d", reported)
@@ -194,7 +193,7 @@ def test_jsonl(tmp_path: Path, key: str) -> None:
     reported = {
         p: lines_told(p, [json.loads(x) for x in unpacked(p).decode().splitlines()], key) for p in files("jsonl")
     }
-    assert sum(len(message.ids) for message in reported.values()) == {"text": 70 + 43, "message": 3}[key]
+    assert sum(len(message.ids) for message in reported.values()) == {"text": 70 + 35, "message": 3}[key]
     check(tmp_path / "d", reported, read={"text_key": key})
 
 
@@ -265,8 +264,11 @@ def test_webdataset(tmp_path: Path) -> None:
         for key, members in samples(path):
             if members.keys() & {"txt", "txt.gz"} or ("json" in members and "text" in json.loads(members["json"])):
                 reported[path].ids.append(key)
+            elif "json" in members:
+                reported[path].empty += 1
             else:
                 reported[path].malformed += 1
+        reported[path].malformed += reported[path].empty > 0
     retained = {path.name: len(message.ids) for path, message in reported.items() if message.ids}
     assert retained == {"compressed.tar": 3, "txt.tar": 3, "txt.tar.gz": 3}
     assert sum(message.malformed for message in reported.values()) > 30
@@ -291,7 +293,10 @@ def test_tfrecord(tmp_path: Path) -> None:
                     rb"(?s)\n." + key.encode() + rb"\x12", content
                 )  # field 1 of this length, then field 2
                 message.ids += [f"{path} (byte {position})"] if result else []
-                message.malformed += not result
+                is_example = content.startswith(b"\n")
+                message.malformed += not is_example
+                message.empty += is_example and not result
+            message.malformed += not message.ids and message.empty > 0
         assert sum(len(message.ids) for message in reported.values()) == {"x_byte": 8, "x_byte_seq": 4}[key]
         check(tmp_path / key, reported, read={"text_key": key})
 
@@ -311,9 +316,7 @@ def parquet_told(path: Path, key: str) -> Reported:
     reported = Reported()
     for value in values:
         try:
-            if value is None:
-                reported.malformed += 1
-            elif value.decode():
+            if value and value.decode().strip():
                 reported.ids.append(None)
             else:
                 reported.empty += 1
@@ -343,7 +346,7 @@ def test_parquet(tmp_path: Path) -> None:
             with pytest.raises(PrepareError, match="got none"):
                 check(tmp_path / str(number), reported, read={"text_key": key, "id_key": ""})
     for path in refused:
-        with pytest.raises(PrepareError, match="expected a text column 'text', got columns"):
+        with pytest.raises(PrepareError, match="expected a column of text named text"):
             prepare_dataset([path], tmp_path / "refused", tokenizer="bytes", workers=1)
     messages = [message for reported in groups.values() for message in reported.values()]
     assert (len(groups), len(refused)) == (17, 42) and sum(len(s.ids) for s in messages) > 4000

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from forebay.formats.inputs import InputFile, InputSplit
 from forebay.prepare import compiled
 from forebay.prepare.charts import sample_lines
-from forebay.prepare.clean import unicode
 from forebay.prepare.dedup.kernels import character_table
 from forebay.prepare.sampling import Sampling, interval, kind_of
 from support.preparing import prepare, write_jsonl
@@ -77,7 +76,5 @@ def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tm
 
 def test_a_table_that_a_process_makes_once_is_no_work_of_a_sample() -> None:
     before = compiled._compiling_s
-    for table in (character_table, unicode._marks):
-        table.cache_clear()
-    assert len(character_table("words")) == len(unicode._marks()) == 1 << 17
-    assert compiled._compiling_s > before
+    character_table.cache_clear()
+    assert character_table("words").size and compiled._compiling_s > before
