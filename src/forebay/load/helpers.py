@@ -4,8 +4,6 @@ A helper is a new interpreter that opens the loader again; it needs no PyTorch, 
 It sends several small batches in one message, through shared memory, and stays for later passes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
@@ -91,7 +89,7 @@ class HelperPool:
         """End the processes. May be repeated."""
         self._close()
 
-    def _receive(self, helper: _Helper) -> list[Any]:
+    def _receive(self, helper: "_Helper") -> list[Any]:
         """The next batches of a helper; none at its end."""
         while True:
             (iteration, error, network_s, disk_s), bundle = helper.receive()
@@ -142,7 +140,7 @@ class _Helper:
             ) from error
 
 
-def _close_all(helpers: list[_Helper]) -> None:
+def _close_all(helpers: "list[_Helper]") -> None:
     for helper in helpers:
         helper.close()  # The process ends when it reads or writes next.
         helper.process.terminate()

@@ -298,7 +298,8 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
     if options.text_keys or keys_of(options)[0] != [TEXT_KEYS[0]]:
         return ""
     if isinstance(reader, ColumnFormat):
-        with suppress(*READ_ERRORS), reader.open_file(file, options, None) as opened:  # Reading it reports them.
+        end = replace(file, extent=(0, 0))  # Nothing is read ahead.
+        with suppress(*READ_ERRORS), reader.open_file(end, options, None) as opened:  # Reading it reports them.
             schema = schema_of(opened)
             names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
             columns = [f"{field.name}: {field.type}" for field in schema]

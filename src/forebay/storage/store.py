@@ -7,8 +7,6 @@ bucket. Memory: of one request; of a file that is moved, 4 x 8 MiB, more above 7
 breaks off is never visible, but takes space until the bucket's lifecycle rule deletes it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets
@@ -69,7 +67,7 @@ class Store(ABC):
     url: str  # of the directory or prefix, for messages: without a secret
 
     @abstractmethod
-    def child(self, name: str) -> Store:
+    def child(self, name: str) -> "Store":
         """The objects below a name."""
 
     @abstractmethod
@@ -156,7 +154,7 @@ class Store(ABC):
         """Remove all objects, and the directories of this machine."""
 
 
-def open_store(url: str | os.PathLike[str]) -> Store:
+def open_store(url: str | os.PathLike[str]) -> "Store":
     """The store at a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`."""
     text = os.fspath(url)
     if is_bucket(text):
@@ -176,7 +174,7 @@ class FolderStore(Store):
     def path(self) -> Path:
         return Path(self.url)
 
-    def child(self, name: str) -> FolderStore:
+    def child(self, name: str) -> "FolderStore":
         return FolderStore(f"{self.url}/{name}")
 
     @contextmanager
@@ -298,7 +296,7 @@ class BucketStore(Store):
     def url(self) -> str:  # type: ignore[override]
         return self._parsed.location.rstrip("/")
 
-    def child(self, name: str) -> BucketStore:
+    def child(self, name: str) -> "BucketStore":
         return BucketStore(join_url(str(self._parsed), name))
 
     def check(self) -> None:

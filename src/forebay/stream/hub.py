@@ -7,8 +7,6 @@ a state of its own (`datasets.IterableDataset`), or by skipping records from the
 repeats its records. No library is imported here; only `hf:` may import `datasets`.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +28,7 @@ HUB = "hf:"
 _ROWS = 256  # Read together by index: 0.3 us a row from Arrow where one by one takes 60.
 
 
-def records_of(dataset: Any, options: ReadOptions) -> Records:
+def records_of(dataset: Any, options: ReadOptions) -> "Records":
     """Return the records of a dataset object, of `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME) or of a copy of one.
 
     Raises UsageError for an object that cannot be read again from a position.
@@ -103,7 +101,7 @@ class ObjectRecords:
         name = f"{type(dataset).__module__}.{type(dataset).__name__}"
         self.identity = f"{name}:{shards if isinstance(shards, int) else '?'}"
 
-    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> ObjectReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> "ObjectReading":
         """As `FileRecords.open`; the order is the object's own, which is given the epoch if it takes one."""
         start, stop = 0, 0
         if self.kind == "index":

@@ -129,7 +129,7 @@ def giants(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "line.txt").write_text("x" * (100 << 20))
     pq.write_table(pa.table({"text": ["before", "ab cd " * (17 << 20), "after"]}), folder / "cell.parquet")
     with (folder / "line.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in ("before", "x" * (100 << 20), "after it"))
+        file.writelines(json.dumps({"text": text}) + "\n" for text in ("before", "x" * (100 << 20), "later"))
     return folder
 
 

@@ -76,7 +76,7 @@ def _settings(name, folder):
         return {"score": {"mixtral": model, "nemotron": model, "dclm": model}}
     if name == "fineweb-edu":
         return {"score": {"edu": {"model": str(_classifier(folder / "classifier")), "min": -100}}}
-    return {}
+    return {"read": {"format": "code"}} if name == "code" else {}
 
 
 def _classifier(folder):
