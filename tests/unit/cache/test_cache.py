@@ -170,7 +170,7 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytes
     assert put(cache, content(0), CHUNK) == name and cache.get(name) is not None
 
 
-def test_a_cache_in_memory_or_below_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ChunkCache("~/c", 4 * SLICE).directory == tmp_path / "c"
     monkeypatch.setattr("forebay.cache.state._RAM", tmp_path)
