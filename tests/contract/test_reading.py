@@ -164,6 +164,7 @@ CASES = {
     "ids.csv text_key=1": ("1,a\n2,b\n", "a|b"),
     "pandas.csv text_key=1": (",0,1\n0,x,a\n", "a"),
     "spark-open.csv": ('n,text\n1,"a \\"b\\" c"\n2,"d\n3,e\n', 'a "b" c|!not CSV'),
+    "escape.txt": (b"a word \x1b$B\n)(({\x1b)}\x0f$\n\n~0\n\n", "a word \x1b$B\n)(({\x1b)}\x0f$\n\n~0\n\n"),
     "java.txt": (b"a \xed\xa0\xbd\xed\xb8\x80 \xc0\x80 b", "!not UTF-8"),
     "Users.xml": ('<?xml version="1.0"?>\n<users>\n<row Id="1" AboutMe="a" />\n</users>', ""),
     "no-blank.mbox": (f"{MAIL}Subject: x\n\na\n{MAIL}Subject: x\n\nb", "a|b"),

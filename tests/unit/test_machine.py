@@ -54,8 +54,7 @@ def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert machine.user_cache().is_absolute() and machine.user_cache().name == "forebay"
     with monkeypatch.context() as other:
-        uid = os.getuid() + 1
-        other.setattr(os, "getuid", lambda: uid)
+        other.setattr(os, "getuid", lambda: -1)
         with pytest.raises(UsageError, match="directory of this user"):
             machine.user_cache()  # The user of this test makes it.
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # It is to be ignored, says the standard.

@@ -52,7 +52,7 @@ def detect(source: Path | BinaryIO, name: str | None = None) -> Detection:
     # Bytes of no format may be text in UTF-16, which looks like binary data.
     is_text = not detection.format or get_format(detection.format).is_plain_text
     if not detection.problem and is_text and (encoding := find_encoding(sample)):
-        text = codecs.getincrementaldecoder(encoding)("replace").decode(sample).encode("utf-8", "replace")
+        text = sample.decode(encoding, "replace").encode()
         return replace(_detected(text[:HEAD_BYTES], compression, name), encoding=encoding)
     return detection
 

@@ -118,7 +118,7 @@ def has_controls(sample: bytes) -> bool:
 
 
 def _decode(sample: bytes, name: str) -> str:
-    return codecs.getincrementaldecoder(name)("replace").decode(sample)
+    return sample.decode(name, "replace").rstrip("\ufffd")  # The last character may be cut.
 
 
 def _is_wide(sample: bytes, name: str) -> bool:

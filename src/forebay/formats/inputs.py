@@ -223,8 +223,11 @@ def open_input(file: InputFile, options: ReadOptions) -> BinaryIO:
 
 
 def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
-    for text in codecs.iterdecode(iter(lambda: raw.read(_STEP_BYTES), b""), encoding, "replace"):
-        yield text.encode("utf-8", "replace")
+    try:
+        for text in codecs.iterdecode(iter(lambda: raw.read(_STEP_BYTES), b""), encoding, "replace"):
+            yield text.encode("utf-8", "replace")
+    except UnicodeError as error:  # An escape of ISO 2022 that does not end.
+        raise CorruptInputError(f"{encoding}: {error}") from error
 
 
 def open_stored(file: InputFile, *, is_random: bool = False) -> BinaryIO:
