@@ -90,10 +90,10 @@ def open_slice(path: Path | str) -> Slice:
         raise DatasetError(
             f"{path}: cannot open slice: {error.strerror or error}. Fetch or prepare it again."
         ) from error
-    return slice_of(memory, path)
+    return view_slice(memory, path)
 
 
-def slice_of(memory: U8, path: Path) -> Slice:
+def view_slice(memory: U8, path: Path) -> Slice:
     """The slice in these bytes; only its header is read. Raises DatasetError if it is not valid SafeTensors."""
     offset = 0
 

@@ -21,7 +21,7 @@ from forebay.formats.external import ExternalDataset
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, open_stored
 from forebay.formats.layout import ColumnDirectory
 from forebay.formats.records import Record
-from forebay.formats.saved_arrow import SavedDataset, files_of, schema_of
+from forebay.formats.saved_arrow import SavedDataset, files_of, saved_schema
 from forebay.formats.tables import write_parts
 from forebay.storage.listing import is_saved_dataset
 
@@ -115,4 +115,4 @@ class SavedArrow(ColumnDirectory):
         return Arrow().open_rows(files_of(paths[0]), options)
 
     def schema(self, folder: Path) -> pa.Schema:
-        return schema_of(files_of(folder)[0])
+        return saved_schema(files_of(folder)[0])

@@ -32,7 +32,7 @@ _SHOWN_COLUMNS = 12
 class ColumnFormat(Format):
     """A format of tables whose rows come in groups: row groups or batches."""
 
-    title: str  # As in messages.
+    title: str  # The name of the format in messages.
 
     @abstractmethod
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> AbstractContextManager[Any]:
@@ -57,7 +57,7 @@ class ColumnFormat(Format):
             return
         try:
             with self.open_file(file, options, split) as reader:
-                keys = select_columns(schema_of(reader), options, file)
+                keys = select_columns(reader_schema(reader), options, file)
                 for start, row in self.rows(reader, split, keys):
                     number += 1
                     if isinstance(row, Record):
@@ -74,7 +74,7 @@ class ColumnFormat(Format):
         for path in paths:
             try:
                 with self.open_path(path) as reader:
-                    schemas.append(schema_of(reader))
+                    schemas.append(reader_schema(reader))
             except READ_ERRORS as error:
                 raise damaged_table(path, self.title, error) from error
         schema = common_schema(paths, schemas)
@@ -105,7 +105,7 @@ class ColumnFormat(Format):
                 raise damaged_table(path, self.title, error) from error
 
 
-def schema_of(reader: Any) -> pa.Schema:
+def reader_schema(reader: Any) -> pa.Schema:
     """Return the schema of a pyarrow reader."""
     return reader.schema_arrow if hasattr(reader, "schema_arrow") else reader.schema
 

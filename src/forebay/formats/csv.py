@@ -150,7 +150,7 @@ def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list
     if options.text_keys and required == list(options.text_keys):
         keys = row if ALL_FIELDS in required else [key for key in required if key in row]
         required, optional = keys or required, optional
-    is_numbered = set(required) <= set(row) and all(name.isdigit() for name in row if name)  # As pandas does.
+    is_numbered = set(required) <= set(row) and all(name.isdigit() for name in row if name)  # pandas numbers columns.
     if all(key.isdigit() for key in required) and not is_numbered:
         positions = {key: int(key) for key in required + [key for key in optional if key.isdigit()]}
         if max(positions.values()) < len(row):

@@ -29,9 +29,11 @@ _STEP_BYTES = 64 << 10
 
 
 class ReadTrace:
-    """What reading files leaves behind: the file that was read last, and the one that was unpacked last.
+    """How far a reader came in its files.
 
-    Their paths, with the byte where the last read began, and with the stream of the unpacked bytes.
+    Attributes:
+        read: The path of the file that was read last, and the byte where its last read began.
+        unpacked: The path of the file that was unpacked last, and the stream of its unpacked bytes.
     """
 
     read: tuple[str, int] = "", 0

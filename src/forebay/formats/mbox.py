@@ -26,7 +26,7 @@ from forebay.formats.text import LineFormat, skip_line
 
 _START = re.compile(rb"From [^\n]+ \d{1,2}:\d\d(?::\d\d)?[ \t][^\n]*\d{4}\b")
 _STRICT = re.compile(rb"From \S+ +[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:[A-Z+-]\w+ )?\d{4}\s*$")
-"""What begins a message also without an empty line before it."""
+"""The first line of a message, even where no empty line is before it."""
 _HEADER = re.compile(rb"From [^\n]*\n(?:>?[!-9;-~]+:|[ \t])")
 _QUOTED = re.compile(rb"^>(>*From )", re.MULTILINE)
 _ENCODINGS = ("", "7bit", "8bit", "binary", "quoted-printable", "base64", "x-uuencode", "uuencode", "uue", "x-uue")

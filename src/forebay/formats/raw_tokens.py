@@ -129,18 +129,18 @@ def _find_in_npy(report: Report, memory: U8) -> _Extent:
         )
     if len(shape) != 1:
         report.add_finding("shape", "byte 0", f"expected a vector, got shape {list(shape)}")
-    return start, _stop_of(report, memory, start + math.prod(shape) * dtype.itemsize), dtype
+    return start, _find_stop(report, memory, start + math.prod(shape) * dtype.itemsize), dtype
 
 
 def _find_in_llmc(report: Report, memory: U8) -> _Extent:
     start = vectors.LLMC_HEADER_BYTES
     code, _, count = (int(number) for number in memory[:12].view("<i4"))
     dtype = np.dtype(vectors.LLMC_TYPES[code][1])
-    stop = _stop_of(report, memory, start + max(0, count) * dtype.itemsize)
+    stop = _find_stop(report, memory, start + max(0, count) * dtype.itemsize)
     return min(start, stop), stop, dtype
 
 
-def _stop_of(report: Report, memory: U8, expected: int) -> int:
+def _find_stop(report: Report, memory: U8, expected: int) -> int:
     if len(memory) != expected:
         fault = "truncated" if len(memory) < expected else "appended"
         report.add_finding(

@@ -32,7 +32,7 @@ class SavedDataset(external.ExternalDataset):
 
     def __init__(self, path: Path, column: str | None) -> None:
         files = files_of(path)
-        schemas = [schema_of(file) for file in files]
+        schemas = [saved_schema(file) for file in files]
         chosen, self.left_out = layout_of_tokens(path, common_schema(files, schemas), column, external.REMEDY)
         self._batches = [_batches_of(file, chosen) for file in files]
         self._runs: dict[tuple[int, int], tuple[int, int]] = {}
@@ -106,7 +106,7 @@ def _stream(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def schema_of(path: Path) -> pa.Schema:
+def saved_schema(path: Path) -> pa.Schema:
     """Return the columns of a file. Raises DatasetError if it is damaged."""
     with _stream(path) as reader:
         return reader.schema

@@ -331,7 +331,7 @@ class Encoded:
         pass
 
 
-def _compressor_of(out: Path, options: ConvertOptions, what: str) -> tuple[Callable[[BinaryIO], Any], str]:
+def _choose_compressor(out: Path, options: ConvertOptions, what: str) -> tuple[Callable[[BinaryIO], Any], str]:
     """Return what packs a file, by the options or the suffix of `out`, and the suffix that parts get."""
     name = options.compress or {".gz": "gzip", ".zst": "zstd"}.get(out.suffix, "none")
     if name == "gzip":
@@ -359,7 +359,7 @@ def write_parts(
     files are compressed as the options or the suffix of `out` say. About `group_bytes`, or 65536 rows, are written at
     once.
     """
-    compressor, packed_suffix = _compressor_of(out, options, suffix) if packs else (nullcontext, "")
+    compressor, packed_suffix = _choose_compressor(out, options, suffix) if packs else (nullcontext, "")
     sink = options.sink
     digest, files = TableDigest(), list(sink.committed)
     num_rows = sum(file.count for file in files)

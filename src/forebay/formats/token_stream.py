@@ -117,7 +117,7 @@ class TokenStream:
         for piece in self._pieces():
             tokens = self._cast(piece, digest.num_tokens, num_ended)
             num_ended += len(piece.document_ends)
-            part = TokenPart(tokens, self._ends_of(piece, digest.num_tokens))
+            part = TokenPart(tokens, self._find_ends(piece, digest.num_tokens))
             after_end = (
                 len(tokens) - int(part.document_ends[-1]) if len(part.document_ends) else after_end + len(tokens)
             )
@@ -146,7 +146,7 @@ class TokenStream:
                 yield TokenPart(part.tokens[start:stop], part.document_ends[first:last] - np.uint64(start))
                 start, first = stop, last
 
-    def _ends_of(self, piece: TokenPart, before: int) -> U64:
+    def _find_ends(self, piece: TokenPart, before: int) -> U64:
         match self.documents:
             case "source":
                 return piece.document_ends

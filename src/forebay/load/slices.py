@@ -9,7 +9,7 @@ import numpy as np
 
 from forebay.arrays import BOOL, I64
 from forebay.dataset.manifest import SliceInfo
-from forebay.dataset.slices import Slice, slice_of
+from forebay.dataset.slices import Slice, view_slice
 from forebay.errors import DatasetError
 from forebay.load.chunk_feed import ChunkFeed
 from forebay.maps import map_offset
@@ -62,7 +62,7 @@ class SliceReader(ChunkFeed):
         with self._changed:
             entry = self._open_cache(self._settings).open(row)
         try:
-            opened = slice_of(entry.data, entry.path)
+            opened = view_slice(entry.data, entry.path)
             dataset.check_slice(row, opened)
             if opened.layout == "tokens" and map_offset(opened.tokens) != int(self.chunks.token_starts[key]):
                 raise DatasetError("expected the tokens behind all other tensors.")

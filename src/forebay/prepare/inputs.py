@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
-from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text, schema_of
+from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text, reader_schema
 from forebay.formats.csv import first_row
 from forebay.formats.detect import HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
 from forebay.formats.encodings import ARCHIVES, is_noise
@@ -300,7 +300,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
     if isinstance(reader, ColumnFormat):
         end = replace(file, extent=(0, 0))  # Nothing is read ahead.
         with suppress(*READ_ERRORS), reader.open_file(end, options, None) as opened:  # Reading it reports them.
-            schema = schema_of(opened)
+            schema = reader_schema(opened)
             names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
             columns = [f"{field.name}: {field.type}" for field in schema]
     elif file.format in ("jsonl", "json", "csv"):
