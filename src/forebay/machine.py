@@ -1,6 +1,7 @@
 """What this process may use of its machine: cores, memory, a directory for its cache."""
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -39,10 +40,22 @@ def home_directory() -> Path:
     except RuntimeError:
         home = Path(tempfile.gettempdir(), f"home-{os.getuid()}")
         with suppress(OSError):
-            home.mkdir(0o700)
-        if home.exists() and home.lstat().st_uid != os.getuid():  # It may hold files that mislead.
-            raise UsageError(f"{home}: expected a directory of this user, got another's. Set HOME.") from None
+            private_directory(home, "Set HOME.")
         return home
+
+
+def private_directory(path: Path, advice: str) -> Path:
+    """Make a directory that is this user's alone: one of another user may hold files that mislead.
+
+    Raises:
+        OSError: If it cannot be made.
+        UsageError: If it is another user's, or open to others; the message ends with `advice`.
+    """
+    path.mkdir(0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise UsageError(f"{path}: expected a directory of this user alone, got another. {advice}")
+    return path
 
 
 def user_cache() -> Path:

@@ -7,7 +7,6 @@ state, by slot, so that it counts until the files were counted again if the proc
 import contextlib
 import logging
 import os
-import stat
 import struct
 import threading
 import weakref
@@ -19,6 +18,7 @@ import numpy as np
 
 from forebay.arrays import U8
 from forebay.errors import UsageError
+from forebay.machine import private_directory
 from forebay.maps import map_file
 from forebay.storage.chunk_file import NUM_SLOTS
 from forebay.storage.locks import Lock, acquire, is_locked, try_acquire
@@ -35,13 +35,9 @@ def cache_directory(directory: str | Path) -> Path:
         return Path(directory).expanduser()
     path = _RAM / f"forebay-{os.getuid()}"
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
+        return private_directory(path, "Choose a directory on disk.")
     except OSError as error:
         raise UsageError(f"cache: cannot make {path} in memory: {error}. Choose a directory on disk.") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise UsageError(f"cache: {path} is not a directory of this user's alone. Choose a directory on disk.")
-    return path
 
 
 class SharedState(ABC):
