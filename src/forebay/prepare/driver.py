@@ -337,7 +337,8 @@ def _refuse_failed(
     raise PrepareError(
         f"prepare: expected {what}, got {failed['share']:.1%} of its bytes in {failed['inputs']:,} inputs that failed: "
         f"{examples}. {f'{advice}. ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
-        f"them; finished work is kept. To go on without them: --set max_error_rate={min(1.0, allowed):g}."
+        "them; finished work is kept."
+        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (failed['share'] < 1)}"
     )
 
 
