@@ -29,6 +29,7 @@ from forebay.load.tokens import TokenCollator
 from forebay.order.run import Run
 
 PLAN_SAMPLES = 8192
+_FIRST_RUN_BYTES = 64 << 10  # A request for the first steps; twice as many for each plan after them.
 _PLANS_AHEAD = 3  # With a cache, so many plans at least are ahead.
 _SLOW_S = 1e-3  # A batch that took longer may have waited for the disk: its page faults are counted.
 _HEADER_BYTES = 64  # A slice's header begins in its first chunk; that of tokens ends there.
@@ -109,6 +110,7 @@ class BatchPlanner:
     def batches(self, step: int) -> Generator[NumpyTokens | NumpyRows, None, None]:
         """The batches from run step `step` to the end of the run."""
         self._next_step, self._num_steps = step, self._every[1] if self._slices.cached else self._plan_steps
+        self._run_bytes = _FIRST_RUN_BYTES
         while True:
             self._plan_ahead()
             if not self._queue:
@@ -152,7 +154,9 @@ class BatchPlanner:
                 self._plan_fewer()
                 continue
             self._next_step = plan.steps[0] - self._every[0] + self._num_steps
-            self._num_steps = min(self._plan_steps, 2 * self._num_steps)  # The chunks of the first steps come first.
+            # The chunks of the first steps come first.
+            self._num_steps = min(self._plan_steps, 2 * self._num_steps)
+            self._run_bytes *= 2
             if self._slices.cached:
                 steps = max(1, self._slices.ahead_bytes // _PLANS_AHEAD // self._step_bytes)
                 self._num_steps = min(self._num_steps, self._every[1] * steps)
@@ -266,7 +270,7 @@ class BatchPlanner:
             range(step, stop)[chosen], np.concatenate([[0], np.cumsum(lengths)]).tolist(), keys, samples,
             self._first_ids[keys] + samples, sources if self._mixed else None, epochs[chosen].tolist(),
             steps_in_epoch[chosen].tolist(), weights[chosen].tolist(),
-            PlanNeeds(step + k, stop, len(keys) * self._sample_bytes),
+            PlanNeeds(step + k, stop, len(keys) * self._sample_bytes, self._run_bytes),
         )  # fmt: skip
 
     def _open_block(self, plan: _Plan, start: int) -> int:

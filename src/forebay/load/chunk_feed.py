@@ -202,7 +202,7 @@ class ChunkFeed:
                         return True
                     if error := self._take_error(missing):
                         raise error
-                    self._start_fetches(missing)
+                    self._start_fetches(plan, missing)
                     if not self._missing(plan, step):
                         return True
                     if self._no_room and not self._running:
@@ -365,20 +365,17 @@ class ChunkFeed:
                     return error
         return None
 
-    def _start_fetches(self, urgent: Sequence[tuple[ChunkGroup, I64]] = ()) -> None:
-        """Start to fetch what is needed next, as far as connections and space allow."""
+    def _start_fetches(self, waiting: PlanNeeds | None = None, urgent: Sequence[tuple[ChunkGroup, I64]] = ()) -> None:
+        """Start to fetch what is needed next, as far as connections and space allow; `urgent` of the plan `waiting`."""
         if self._settings is None:
             return
-        self._no_room = ""
+        self._no_room, limit = "", self._settings.connections + _QUEUED
         for group, chunks in urgent:
             absent = self._fetchable(group, chunks)
-            if len(absent) and not self._fetch(group, consecutive_runs(absent)[0]):
-                return
-        limit, planned = self._settings.connections + _QUEUED, 0
-        for number, plan in enumerate(self._plans):
-            if planned > self.ahead_bytes // 2:
-                return  # Later neighbours of these chunks are not known yet: one request will fetch them all.
-            planned += plan.num_bytes
+            if waiting is not None and len(absent) and len(self._running) < limit:
+                if not self._fetch(group, self._extend(waiting, group, int(absent[0]))):
+                    return
+        for plan in self._plans:
             while plan.position < len(plan.todo):
                 if len(self._running) >= limit:
                     return
@@ -387,7 +384,7 @@ class ChunkFeed:
                 if group.entry is not None and group.entry.marks[chunk] in (ABSENT, UNVERIFIED):
                     failed = self._errors.get((group.key, chunk))
                     is_due = failed is None or time.monotonic() - failed[1] > _RETRY_S
-                    if is_due and not self._fetch(group, self._extend(plan, group, chunk, number)):
+                    if is_due and not self._fetch(group, self._extend(plan, group, chunk)):
                         return
                 plan.position += 1
 
@@ -396,12 +393,15 @@ class ChunkFeed:
         own = [c for g, claimed in self._running.values() if g.key == group.key for c in claimed.tolist()]
         return np.setdiff1d(chunks, np.array(own, np.int64))
 
-    def _extend(self, plan: PlanNeeds, group: ChunkGroup, chunk: int, number: int) -> I64:
+    def _extend(self, plan: PlanNeeds, group: ChunkGroup, chunk: int) -> I64:
         """The chunk and its neighbours that are required, too, for one request. Few at the start of a run."""
         entry = group.entry
         assert entry is not None and self._settings is not None
-        max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 16) if number else entry.chunk_bytes
-        return self._pins.extend(plan, group, chunk, max(1, max_bytes // entry.chunk_bytes))
+        max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 16, plan.run_bytes)
+        ahead_steps = self.ahead_bytes * (plan.next_step - plan.first_step) // max(1, plan.num_bytes)
+        return self._pins.extend(
+            plan, group, chunk, max(1, max_bytes // entry.chunk_bytes), plan.next_step + ahead_steps
+        )
 
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
         """Claim and fetch neighbouring chunks; False if there is no space for them."""

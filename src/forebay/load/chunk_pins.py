@@ -5,7 +5,7 @@ that it evicts what is read latest. Not safe for threads.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -57,15 +57,19 @@ class ChunkPins:
 
     def window_ends(self, step: int, keys: I64, chunks: I64) -> I64:
         """The step at which all of the windows is read that each chunk lies in, about."""
+        # Both until of a chunk: a window may end in it.
+        return np.maximum(
+            step, np.maximum(*(self._of_chunks(self._run.window_ends, step, keys, chunks + i) for i in (0, 1)))
+        )
+
+    def _of_chunks(self, read: Callable[[int, int, I64, I64], I64], step: int, keys: I64, chunks: I64) -> I64:
+        """`read` (step, dataset, slices, samples) of the sample at the beginning of each chunk."""
         sources = np.searchsorted(self._first_key, keys, side="right") - 1
-        until = np.full(len(keys), step, np.int64)
-        for edge in (0, 1):  # Both until of a chunk: a window may end in it.
-            samples = self._samples_at(keys, chunks + edge)
-            for source in np.unique(sources).tolist():
-                of = np.flatnonzero(sources == source)
-                slices = keys[of] - self._first_key[source]
-                until[of] = np.maximum(until[of], self._run.window_ends(step, source, slices, samples[of]))
-        return until
+        samples, result = self._samples_at(keys, chunks), np.empty(len(keys), np.int64)
+        for source in np.unique(sources).tolist():
+            chosen = np.flatnonzero(sources == source)
+            result[chosen] = read(step, source, keys[chosen] - self._first_key[source], samples[chosen])
+        return result
 
     def unpin(self, step: int) -> None:
         """Unpin the chunks of released plans whose windows end at `step` at the latest."""
@@ -96,18 +100,17 @@ class ChunkPins:
         samples = np.maximum(0, np.minimum(samples, counts - 1))
         return samples
 
-    def extend(self, plan: PlanNeeds, group: ChunkGroup, chunk: int, limit: int) -> I64:
-        """A chunk and its absent neighbours, `limit` in all, that are pinned or lie in its window; all pinned then."""
+    def extend(self, plan: PlanNeeds, group: ChunkGroup, chunk: int, limit: int, until_step: int) -> I64:
+        """A chunk and its absent neighbours, `limit` in all, that are pinned or read until a step; all pinned then."""
         entry = group.entry
         assert entry is not None and self.cache is not None
         if limit == 1:
             return np.array([chunk])
         near = np.arange(max(0, chunk - limit + 1), min(chunk + limit, entry.layout.num_chunks))
-        index = int(np.searchsorted(near, chunk))
-        until = self.window_ends(plan.first_step, np.full(len(near), group.key), near)
-        is_required = entry.refs[near] > 0
-        if until[index] > plan.next_step:
-            is_required |= until == until[index]
+        index, keys = int(np.searchsorted(near, chunk)), np.full(len(near), group.key)
+        until = self.window_ends(plan.first_step, keys, near)
+        is_soon = self._of_chunks(self._run.read_steps, plan.first_step, keys, near) <= until_step
+        is_required = (entry.refs[near] > 0) | (is_soon & (until > plan.next_step)) | (until == until[index])
         is_required &= entry.marks[near] == ABSENT
         is_required[index] = True
         after = min(_count_true(is_required[index:]), limit)

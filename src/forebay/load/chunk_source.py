@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forebay.swarm.share import SliceShare
 
 _MAX_DEFAULT_BYTES = 64 << 30
-_AHEAD_BYTES = 1 << 30
+_AHEAD_BYTES = 1 << 29
 _SWARM_DOWNLOADS = 8
 _log = logging.getLogger("forebay")
 
@@ -45,11 +45,10 @@ class CacheSettings:
     open_bytes: int = 0  # Of the windows that the run has open at once.
 
     def ahead_bytes(self, sharers: int) -> int:
-        """How many bytes of samples one of `sharers` plans ahead, so that their chunks are fetched and stay."""
+        """How many bytes of samples one of `sharers` plans ahead, and how many of their neighbours it fetches."""
         if self.readahead_bytes is not None:
-            return self.readahead_bytes
-        num_bytes = max(self.open_bytes, min(_AHEAD_BYTES, self.budget_bytes // 4))
-        return min(self.budget_bytes // 3, num_bytes) // sharers
+            return self.readahead_bytes // 2
+        return min(_AHEAD_BYTES, self.budget_bytes // 4) // sharers
 
 
 def resolve_cache(

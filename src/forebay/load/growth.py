@@ -316,6 +316,10 @@ class GrownRun(Run):
         run, first, _ = self._part_of(step)
         return first + run.window_ends(step - first, source, slices, samples)
 
+    def read_steps(self, step: int, source: int, slices: I64, samples: I64) -> I64:
+        run, first, _ = self._part_of(step)
+        return first + run.read_steps(step - first, source, slices, samples)
+
     def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
         run, first, _ = self._part_of(end)
         is_known = slices < (self.growth.slices if run is self._before else len(self.orders[0].samples_per_slice))

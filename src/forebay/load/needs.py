@@ -30,6 +30,7 @@ class PlanNeeds:
     first_step: int  # of the run
     next_step: int  # after its last
     num_bytes: int  # that its samples read, about
+    run_bytes: int  # of a request that has neighbours of its chunks, too
     groups: list[ChunkGroup] = field(default_factory=list)
     waiting: list[ChunkGroup] = field(default_factory=list)  # those of `groups` that are not complete
     todo: list[tuple[int, ChunkGroup, int]] = field(default_factory=list)  # (step, group, chunk) to fetch, by step

@@ -113,24 +113,34 @@ class Run:
 
         The samples of dataset `source` are some that run step `step` reads, or a step after it in the same epoch.
         """
-        order, taken = self.orders[source], self.progress(step).samples_taken
-        size, epoch = int(self.batch_lens(step, step + 1)[0]), self.progress(step).epoch
-        if self.mixture is not None:
-            sources, positions = self.mixture.locate(taken, taken + size)
-            positions = positions[sources == source]
-            if not len(positions):
-                return np.full(len(slices), step, np.int64)
-            epochs, within = order.passes(positions[:1])
-            epoch, taken, size = int(epochs[0]), int(within[0]), len(positions)
-        return step + self._steps_until(order, epoch, slices, samples, taken, size)
-
-    def _steps_until(self, order: Order, epoch: int, slices: I64, samples: I64, taken: int, size: int) -> I64:
-        if order.shuffle:
-            stops = order.epoch_at(epoch).window_stops(slices, samples)
-        else:
+        order, epoch, taken, size = self._place(step, source)
+        if not order.shuffle:
             stops = order.sample_ids_of(slices, samples) + 1
-        steps: I64 = -(np.minimum(0, taken - stops) // size)
-        return steps
+        else:
+            stops = order.epoch_at(epoch).window_stops(slices, samples)
+        return step - np.minimum(0, taken - stops) // size
+
+    def read_steps(self, step: int, source: int, slices: I64, samples: I64) -> I64:
+        """About the steps at which samples are read in the epoch of run step `step`, int64 [K]; a window off at most."""
+        order, epoch, taken, size = self._place(step, source)
+        if not order.shuffle:
+            positions = order.sample_ids_of(slices, samples)
+        else:
+            positions = order.epoch_at(epoch).positions_near(slices, samples)
+        return step + (positions - taken) // size
+
+    def _place(self, step: int, source: int) -> tuple[Order, int, int, int]:
+        """(order, epoch, position in it, samples of a step) of a dataset at a run step."""
+        order, progress = self.orders[source], self.progress(step)
+        taken, size = progress.samples_taken, int(self.batch_lens(step, step + 1)[0])
+        if self.mixture is None:
+            return order, progress.epoch, taken, size
+        sources, positions = self.mixture.locate(taken, taken + size)
+        positions = positions[sources == source]
+        if not len(positions):
+            return order, 0, NEVER, 1
+        epochs, within = order.passes(positions[:1])
+        return order, int(epochs[0]), int(within[0]), len(positions)
 
     def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
         order, size = self.orders[0], int(self.batch_lens(end, end + 1)[0])
@@ -292,10 +302,9 @@ class OwnedRun(Run):
         stop = (step // self._per_epoch + 1) * self._per_epoch
         return stop if self._end is None else min(stop, self._end)
 
-    def window_ends(self, step: int, source: int, slices: I64, samples: I64) -> I64:
+    def _place(self, step: int, source: int) -> tuple[Order, int, int, int]:
         order, before = self.orders[0], self.progress(step)
-        size = max(1, order.num_samples // self._per_epoch)
-        return step + self._steps_until(order, before.epoch, slices, samples, before.samples_taken, size)
+        return order, before.epoch, before.samples_taken, max(1, order.num_samples // self._per_epoch)
 
     def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
         order = self.orders[0]
