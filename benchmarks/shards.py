@@ -29,11 +29,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import Figure, cpu_s, median, percentile, process_cpu_s, show
+from forebay.fetch.downloads import download_large_file
 from forebay.formats.shard_writer import write_shards
 from forebay.load.shard_files import SampleCheck, find_shard, read_layout
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.storage.base import PathOrigin
-from forebay.storage.ranged_download import download_large_file
 
 CONNECTIONS = 4
 SHARD_BYTES_PER_S = 215e9 / 1200  # a shard in 20 minutes

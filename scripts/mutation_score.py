@@ -33,7 +33,7 @@ from queue import SimpleQueue
 from coverage import CoverageData
 
 MODULES = (
-    "order/run", "dataset/reader", "dataset/chunks", "scheduler/leases", "scheduler/journal", "cache/cache",
+    "order/run", "dataset/reader", "dataset/chunks", "scheduler/leases", "scheduler/journal", "fetch/cache",
     "prepare/filters/lines", "prepare/dedup/pairs", "formats/warc", "network/pki/certificates",
 )  # fmt: skip
 MAX_TESTS, MAX_COST_S, LIMIT_S = 40, 60.0, 400.0

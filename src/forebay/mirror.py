@@ -30,16 +30,16 @@ from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
+from forebay.fetch.downloads import Workers
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.transfers import FileTransfer, Transfer, map_path_of
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.addresses import is_bucket
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
-from forebay.storage.fetch import RunFetcher
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import RemoteDataset, open_origin
-from forebay.storage.ranged_download import Workers
 from forebay.storage.store import FolderStore, Store, open_store
-from forebay.storage.transfers import FileTransfer, Transfer, map_path_of
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
 _MAX_BUCKET_SLICES = 2  # one is downloaded while another is uploaded; four were as fast

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import ChunkCache
 from forebay.dataset.chunks import ChunkHasher, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
-from forebay.storage.chunk_file import PRESENT, ChunkFile
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.chunk_file import PRESENT, ChunkFile
 
 CHUNK = 4096
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from forebay.dataset.chunks import HASH_BYTES, wrong_chunks
-from forebay.storage.chunk_file import PRESENT, MapLayout, read_info
+from forebay.fetch.chunk_file import PRESENT, MapLayout, read_info
 
 
 def check_chunks(directory: Path) -> tuple[int, list[str]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from forebay.cache.cache import ChunkCache
 from forebay.dataset.reader import Dataset
+from forebay.fetch.cache import ChunkCache
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import SliceFetcher
 from forebay.lease.messages import ExchangeReply

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from forebay.cache.cache import SHA256
+from forebay.fetch.cache import SHA256
+from forebay.fetch.chunk_file import ABSENT, PRESENT, ChunkFile, read_info
 from forebay.formats.shard_writer import write_shards
 from forebay.formats.vectors import sample_id
 from forebay.load.shard_cache import ShardFetch
-from forebay.storage.chunk_file import ABSENT, PRESENT, ChunkFile, read_info
 
 L, SAMPLES, SHARDS = 128, 2000, 4
 TOKEN_BYTES, HEADER_BYTES = SAMPLES * L * 2, 128  # of a shard

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import ChunkCache
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, IntegrityError, NetworkError
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.transfers import ChunkTransfer, Group
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.messages import Lease, prove
 from forebay.lease.state import MAX_FETCHES, ActiveLease
@@ -28,9 +30,7 @@ from forebay.network.client import Client, WrongPeerError
 from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, TransientError
-from forebay.storage.fetch import RunFetcher
 from forebay.storage.peer_source import FromUrls, PeerSource, open_untrusted_origin
-from forebay.storage.transfers import ChunkTransfer, Group
 from forebay.swarm.members import format_ranges
 from forebay.threads import SupervisedThread
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from forebay.cache.cache import ChunkCache
 from forebay.closing import Closing
 from forebay.errors import ForebayError
+from forebay.fetch.cache import ChunkCache
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import CacheIndex, SliceFetcher
 from forebay.lease.job import LeaseJob

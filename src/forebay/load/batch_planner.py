@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.cache.cache import NoSpaceError
 from forebay.errors import ForebayError, UsageError
+from forebay.fetch.cache import NoSpaceError
+from forebay.fetch.needs import PlanNeeds
 from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
-from forebay.load.needs import PlanNeeds
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader

@@ -6,49 +6,29 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forebay.arrays import BOOL
-from forebay.cache.cache import ChunkCache, Group
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, UsageError
+from forebay.fetch.cache import ChunkCache, Group
+from forebay.fetch.chunk_file import ChunkFile, MapLayout, round_up
+from forebay.fetch.feed import CacheSettings
 from forebay.formats import ExternalDataset
 from forebay.machine import memory_bytes, user_cache
-from forebay.storage.chunk_file import ChunkFile, MapLayout, round_up
 
 if TYPE_CHECKING:
+    from forebay.fetch.engine import ChunkRun, RunFetcher
     from forebay.storage.base import Origin
-    from forebay.storage.fetch import ChunkRun, RunFetcher
     from forebay.swarm.reader import SwarmMember
     from forebay.swarm.share import SliceShare
 
 _MAX_DEFAULT_BYTES = 64 << 30
-_AHEAD_BYTES = 1 << 29
 _SWARM_DOWNLOADS = 8
 _log = logging.getLogger("forebay")
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """The Loader's arguments for the cache, with defaults filled in."""
-
-    directory: str | Path  # Or `ram`.
-    budget_bytes: int
-    connections: int
-    readahead_bytes: int | None
-    share: bool | str
-    keep: str = "budget"
-    open_bytes: int = 0  # Of the windows that the run has open at once.
-
-    def ahead_bytes(self, sharers: int) -> int:
-        """How many bytes of samples one of `sharers` plans ahead, and how many of their neighbours it fetches."""
-        if self.readahead_bytes is not None:
-            return self.readahead_bytes // 2
-        return min(_AHEAD_BYTES, self.budget_bytes // 4) // sharers
 
 
 def resolve_cache(
@@ -112,7 +92,7 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
     return int(budget_bytes)
 
 
-class ChunkSource:
+class OriginSource:
     """Fetches chunks from their datasets' origins, or whole slices from peers, in the process that made it.
 
     `share`: whether to serve the cached slices to peers, or the `HOST:PORT` to listen at; it then fetches from peers as
@@ -140,7 +120,7 @@ class ChunkSource:
         on_end: Callable[[ChunkRun, Exception | None], object],
     ) -> ChunkRun:  # fmt: skip
         """The fetch of chunks [first, stop) of a slice into its cached file; `start` it."""
-        from forebay.storage.fetch import ChunkRun
+        from forebay.fetch.engine import ChunkRun
         from forebay.storage.origins import open_origin
 
         if dataset.id not in self._origins:
@@ -149,7 +129,7 @@ class ChunkSource:
         return ChunkRun(entry, name, self._origins[dataset.id], first, stop, lambda _: dataset.leaves(index), on_end)
 
     def start(self, run: ChunkRun) -> None:
-        from forebay.storage.fetch import RunFetcher
+        from forebay.fetch.engine import RunFetcher
 
         self._fetcher = self._fetcher or RunFetcher(self._connections)
         self._fetcher.start(run)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from forebay.errors import StateError, UsageError
-from forebay.load.chunk_source import CacheSettings
+from forebay.fetch.feed import CacheSettings
 from forebay.load.options import OrderOptions
 from forebay.load.samples import SampleIndex
 from forebay.load.sources import Mixture

@@ -15,9 +15,10 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
+from forebay.fetch.feed import CacheSettings
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch_planner import BatchPlanner, make_collator
-from forebay.load.chunk_source import CacheSettings, resolve_cache
+from forebay.load.chunk_source import resolve_cache
 from forebay.load.lease_plan import check_arguments, check_job, open_jobs, session_settings
 from forebay.load.options import OPTIONS, as_options
 from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, lanes_of_nodes, needs_of_nodes, sample_size

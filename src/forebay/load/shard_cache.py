@@ -29,11 +29,15 @@ from pathlib import Path
 import numpy as np
 
 from forebay.arrays import I64, Array
-from forebay.cache.cache import ChunkCache, Group
 from forebay.closing import Closing
 from forebay.dataset.chunks import num_chunks
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.fetch.cache import ChunkCache, Group
+from forebay.fetch.chunk_file import PRESENT, Check, ChunkFile
+from forebay.fetch.downloads import Workers, open_fetcher, plan_download
+from forebay.fetch.engine import disk_error
+from forebay.fetch.transfers import ChunkTransfer
 from forebay.files import sync_file
 from forebay.load.shard_files import (
     SampleCheck,
@@ -49,11 +53,7 @@ from forebay.load.shard_files import (
 from forebay.network.retry import backoff_s, log_while_waiting
 from forebay.processes import end_with_parent
 from forebay.storage.base import PathOrigin, PinnedOrigin, Timeouts, as_object_origin
-from forebay.storage.chunk_file import PRESENT, Check, ChunkFile
-from forebay.storage.fetch import disk_error
 from forebay.storage.origins import open_origin
-from forebay.storage.ranged_download import Workers, open_fetcher, plan_download
-from forebay.storage.transfers import ChunkTransfer
 from forebay.threads import SupervisedThread
 from forebay.units import format_rate
 

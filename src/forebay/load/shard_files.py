@@ -22,6 +22,7 @@ from forebay.arrays import I64, U64, Array
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import VerifyReport
 from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.fetch.chunk_file import UNVERIFIED, ChunkFile, create
 from forebay.files import commit_files, temporary_path
 from forebay.formats.vectors import Vector, header_size, sample_id, vector_in
 from forebay.maps import map_file
@@ -34,7 +35,6 @@ from forebay.storage.base import (
     head_object,
     read_small,
 )
-from forebay.storage.chunk_file import UNVERIFIED, ChunkFile, create
 from forebay.storage.origins import open_origin
 
 _HEAD_BYTES = 128

@@ -20,6 +20,7 @@ from forebay.arrays import I64, Array
 from forebay.closing import Closing
 from forebay.dataset.reader import local_path
 from forebay.errors import ForebayError, UsageError
+from forebay.fetch.downloads import Workers
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.shard_cache import ShardCache, ShardFetch
 from forebay.load.shard_files import ShardDataset
@@ -34,7 +35,6 @@ from forebay.order.shard_windows import (
 )
 from forebay.storage.addresses import is_url
 from forebay.storage.base import load_env_file, require_env
-from forebay.storage.ranged_download import Workers
 from forebay.units import format_bytes
 
 COMMON_MEM_BYTES = 4 * 10**9
@@ -59,7 +59,7 @@ class SharedShardedDatasetManager(Closing):
             names are used in place and never removed; it may be the same as `url`.
         env_file: File of these variables, see `load_env_file`.
         keep_shards: Remove nothing.
-        chunk_size, max_workers: Of downloads, see `forebay.storage.ranged_download.plan_download`.
+        chunk_size, max_workers: Of downloads, see `forebay.fetch.downloads.plan_download`.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
         timeout_s: An attempt fails after this time without a byte or an answer; at most a quarter more.
 

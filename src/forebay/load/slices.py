@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,16 +10,34 @@ import numpy as np
 
 from forebay.arrays import BOOL, I64
 from forebay.dataset.manifest import SliceInfo
+from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, view_slice
 from forebay.errors import DatasetError
-from forebay.load.chunk_feed import ChunkFeed
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.feed import CacheSettings, ChunkFeed
+from forebay.load.arguments import ranks_per_node
+from forebay.load.chunk_source import OriginSource
 from forebay.maps import map_offset
+from forebay.order.run import Run
 
 _READAHEAD_BYTES = 4 << 20
 
 
 class SliceReader(ChunkFeed):
     """Opens slices by key. Arguments and errors as of `ChunkFeed`."""
+
+    def __init__(
+        self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
+        cache: CacheSettings | None, verify: bool = False,
+    ) -> None:  # fmt: skip
+        per_node = ranks_per_node(world_size)
+        first = rank // per_node * per_node
+
+        def open_source(chunks: ChunkCache) -> OriginSource:
+            assert cache is not None
+            return OriginSource(datasets, chunks, cache.connections, cache.share)
+
+        super().__init__(datasets, cached, run, (first, first + per_node), world_size, cache, open_source, verify)
 
     def after_fork(self) -> None:
         super().after_fork()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import UsageError
+from forebay.fetch.feed import CacheSettings
 from forebay.load import resources
-from forebay.load.chunk_source import CacheSettings
 from forebay.load.resources import RunSpec
 from forebay.order.plan import Order, part_of
 from forebay.units import format_bytes, format_rate, format_seconds

@@ -113,7 +113,7 @@ class Run:
 
         The samples of dataset `source` are some that run step `step` reads, or a step after it in the same epoch.
         """
-        order, epoch, taken, size = self._place(step, source)
+        order, epoch, taken, size = self._position_at(step, source)
         if not order.shuffle:
             stops = order.sample_ids_of(slices, samples) + 1
         else:
@@ -121,15 +121,15 @@ class Run:
         return step - np.minimum(0, taken - stops) // size
 
     def read_steps(self, step: int, source: int, slices: I64, samples: I64) -> I64:
-        """About the steps at which samples are read in the epoch of run step `step`, int64 [K]; a window off at most."""
-        order, epoch, taken, size = self._place(step, source)
+        """About the steps at which samples are read in the epoch of a run step, int64 [K]; a window off at most."""
+        order, epoch, taken, size = self._position_at(step, source)
         if not order.shuffle:
             positions = order.sample_ids_of(slices, samples)
         else:
             positions = order.epoch_at(epoch).positions_near(slices, samples)
         return step + (positions - taken) // size
 
-    def _place(self, step: int, source: int) -> tuple[Order, int, int, int]:
+    def _position_at(self, step: int, source: int) -> tuple[Order, int, int, int]:
         """(order, epoch, position in it, samples of a step) of a dataset at a run step."""
         order, progress = self.orders[source], self.progress(step)
         taken, size = progress.samples_taken, int(self.batch_lens(step, step + 1)[0])
@@ -302,7 +302,7 @@ class OwnedRun(Run):
         stop = (step // self._per_epoch + 1) * self._per_epoch
         return stop if self._end is None else min(stop, self._end)
 
-    def _place(self, step: int, source: int) -> tuple[Order, int, int, int]:
+    def _position_at(self, step: int, source: int) -> tuple[Order, int, int, int]:
         order, before = self.orders[0], self.progress(step)
         return order, before.epoch, before.samples_taken, max(1, order.num_samples // self._per_epoch)
 

@@ -1,6 +1,6 @@
 """The `Origin` protocol that all sources of bytes implement, its errors, and the simplest origin, a local directory.
 
-An origin is one URL below which objects have names. It reads byte ranges and stores nothing; `storage.transfers`
+An origin is one URL below which objects have names. It reads byte ranges and stores nothing; `fetch`
 retries, resumes, chooses among origins and verifies. The errors say what the caller can do: `TransientError` (try
 again), `PermanentError` (this origin will not send the object), `UsageError` (wrong URL or installation).
 """

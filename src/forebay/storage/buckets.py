@@ -1,6 +1,6 @@
 """Objects of a bucket (S3, R2, MinIO, Google, Azure) through obstore, which signs requests and finds credentials.
 
-obstore's own retries are off for reading: `storage.transfers` and `PatientBucket` retry. `Retry-After` is not known.
+obstore's own retries are off for reading: `fetch` and `PatientBucket` retry. `Retry-After` is not known.
 """
 
 from __future__ import annotations

@@ -19,16 +19,16 @@ from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
+from forebay.fetch.engine import RunFetcher, TransferCancelledError
+from forebay.fetch.transfers import ChunkTransfer, FileTransfer, Group, Transfer
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.peer import Provider, node_of
 from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, read_small
-from forebay.storage.fetch import RunFetcher, TransferCancelledError
 from forebay.storage.origins import RemoteDataset
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import PeerSource
-from forebay.storage.transfers import ChunkTransfer, FileTransfer, Group, Transfer
 from forebay.swarm.reader_state import Body, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
 from forebay.threads import SupervisedThread

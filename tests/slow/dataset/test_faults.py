@@ -34,10 +34,10 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, ForebayError
+from forebay.fetch.downloads import download_large_file
 from forebay.ledger.chain import read_entries
 from forebay.ledger.writer import Ledger
 from forebay.prepare import load_recipe
-from forebay.storage.ranged_download import download_large_file
 from support.outputs import hashes
 from support.paths import GOLDEN
 

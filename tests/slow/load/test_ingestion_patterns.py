@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import pytest
 
-from forebay.cache.state import cache_directory
 from forebay.errors import UsageError
+from forebay.fetch.cache_state import cache_directory
+from forebay.fetch.chunk_file import MapLayout
 from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
 from forebay.load.options import CacheOptions, OrderOptions
-from forebay.storage.chunk_file import MapLayout
 from support.feeding import has_id, make_dataset
 from support.origin_server import OriginServer
 

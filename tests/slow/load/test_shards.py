@@ -22,9 +22,9 @@ import numpy as np
 import psutil
 import pytest
 
-from forebay.cache.cache import SHA256
 from forebay.cli import main
 from forebay.errors import IntegrityError, UsageError
+from forebay.fetch.cache import SHA256
 from forebay.formats.shard_writer import write_shards
 from forebay.load.shards import SharedShardedDatasetManager
 from support.feeding import small_disk
@@ -206,7 +206,7 @@ from pathlib import Path
 import obstore, numpy
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shards import SharedShardedDatasetManager
-from forebay.storage.ranged_download import download_large_file
+from forebay.fetch.downloads import download_large_file
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 before = peak()

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forebay.cache.cache import ChunkCache
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError
+from forebay.fetch.cache import ChunkCache
 from forebay.mirror import mirror_by_swarm
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client, RemoteError

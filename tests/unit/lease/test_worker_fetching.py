@@ -17,13 +17,13 @@ from starlette.responses import Response
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
+from forebay.fetch.transfers import ChunkTransfer
 from forebay.lease import fetching
 from forebay.lease.fetching import CacheIndex
 from forebay.lease.state import ActiveLease
 from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
-from forebay.storage.transfers import ChunkTransfer
 from support.cached import put
 from support.feeding import make_dataset
 from support.handlers import Make, Request, serve

@@ -164,7 +164,7 @@ def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
             until(lambda: "waiting for" in caplog.text)
             server.faults.drop = 0.0
 
-        monkeypatch.setattr("forebay.load.chunk_feed._LOG_INTERVAL_S", 0.0)
+        monkeypatch.setattr("forebay.fetch.feed._LOG_INTERVAL_S", 0.0)
         ending = threading.Thread(target=end_outage)
         ending.start()
         result += list(chain(*list_ids(batches)))

@@ -12,15 +12,15 @@ from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.errors import DatasetError, ProtocolError
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.transfers import FileTransfer, map_path_of
 from forebay.mirror import mirror
 from forebay.network.client import Client
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
 from forebay.storage.base import PermanentError
-from forebay.storage.fetch import RunFetcher
 from forebay.storage.origins import open_remote
 from forebay.storage.peer_source import PeerSource, verify_provider
-from forebay.storage.transfers import FileTransfer, map_path_of
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 from support.token_slices import write_tokens

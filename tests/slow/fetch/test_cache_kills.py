@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import ChunkCache
-from forebay.storage.chunk_file import PRESENT, UNVERIFIED, MapLayout
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.chunk_file import PRESENT, UNVERIFIED, MapLayout
 from support.cached import CHUNK, content, disk_bytes, info_of, put_chunks
 
 BUDGET = 3 * (4 * CHUNK + MapLayout(len(content(0)), CHUNK).disk_bytes)
 CHILD = """
 import os, signal, sys
 import numpy as np
-from forebay.cache.cache import ChunkCache
+from forebay.fetch.cache import ChunkCache
 from support.cached import CHUNK, content, info_of, leaves_of, put_chunks, write
 cache = ChunkCache(sys.argv[1], int(sys.argv[2]))
 put_chunks(cache, content(0), CHUNK, [0, 1])

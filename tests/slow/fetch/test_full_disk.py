@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from forebay.cache.cache import ChunkCache
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
 from forebay.data_node import DataNode
 from forebay.errors import StateError, UsageError
+from forebay.fetch.cache import ChunkCache
 from forebay.network.client import Client, RemoteError
 from forebay.scheduler.journal import Journal, lock_state
 from forebay.scheduler.server import SchedulerService

@@ -10,7 +10,7 @@ from forebay.arrays import I64
 from forebay.dataset.chunks import first_chunks
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.reader import Dataset
-from forebay.storage.chunk_file import ChunkFile
+from forebay.fetch.chunk_file import ChunkFile
 
 
 @dataclass(eq=False)

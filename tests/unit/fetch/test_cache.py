@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.cache.cache import ChunkCache
 from forebay.errors import UsageError
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
 from support.cached import CHUNK, content, disk_bytes, info_of, leaves_of, put, put_chunks, write
 
 MAP = MapLayout(len(content(0)), CHUNK).disk_bytes
@@ -173,7 +173,7 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytes
 def test_a_cache_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ChunkCache("~/c", 4 * SLICE).directory == tmp_path / "c"
-    monkeypatch.setattr("forebay.cache.state._RAM", tmp_path)
+    monkeypatch.setattr("forebay.fetch.cache_state._RAM", tmp_path)
     cache = ChunkCache("ram", 4 * SLICE)
     assert cache.directory.parent == tmp_path and cache.directory.stat().st_mode & 0o777 == 0o700
     cache.directory.chmod(0o755)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.fetch.downloads import download_large_file, plan_download
 from forebay.storage.base import ChangedError
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
-from forebay.storage.ranged_download import download_large_file, plan_download
 from support.origin_server import OriginServer
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.load.needs import ChunkGroup, ChunkTable
+from forebay.fetch.needs import ChunkGroup, ChunkTable
 from forebay.order.run import Run
 
 _MIN_WARNED_BYTES = 64 << 20

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from forebay.fetch.engine import SourceStats, choose_source
 from forebay.network.retry import backoff_s
-from forebay.storage.fetch import SourceStats, choose_source
 
 
 def test_choice() -> None:

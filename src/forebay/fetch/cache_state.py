@@ -18,9 +18,9 @@ import numpy as np
 
 from forebay.arrays import U8
 from forebay.errors import UsageError
+from forebay.fetch.chunk_file import NUM_SLOTS
 from forebay.machine import private_directory
 from forebay.maps import map_file
-from forebay.storage.chunk_file import NUM_SLOTS
 from forebay.storage.locks import Lock, acquire, is_locked, try_acquire
 
 log = logging.getLogger("forebay.cache")

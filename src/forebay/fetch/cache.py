@@ -1,7 +1,7 @@
 """A directory of verified chunks of slices, with a budget of bytes that is never exceeded.
 
 `DIR/SHA256` is a slice of that id, complete or in part; `DIR/chunks/SHA256` says which chunks it has
-(`storage/chunk_file.py`). Space is reserved, and other chunks evicted, before the first byte is requested; a killed
+(`chunk_file.py`). Space is reserved, and other chunks evicted, before the first byte is requested; a killed
 process's reservation counts until the directory was counted again. What is read soon is pinned. Slices that no running
 process uses are evicted first, those used longest ago before others; then what this process read and needs latest
 again, if at all. Processes share a directory by a lock, which is taken for some 20 us for each fetch and for each plan.
@@ -20,11 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.cache.state import SharedState
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
-from forebay.files import remove_stale
-from forebay.storage.chunk_file import (
+from forebay.fetch.cache_state import SharedState
+from forebay.fetch.chunk_file import (
     ABSENT,
     FETCHING,
     ChunkFile,
@@ -33,6 +32,7 @@ from forebay.storage.chunk_file import (
     read_generations,
     read_info,
 )
+from forebay.files import remove_stale
 from forebay.storage.locks import at_fork
 
 Group = tuple[ChunkFile, I64]  # Chunks of an entry.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import NetworkError
-from forebay.storage.ranged_download import download_large_file
+from forebay.fetch.downloads import download_large_file
 from support.calibration import scaled
 from support.origin_server import OriginServer
 from support.waiting import until
@@ -36,7 +36,7 @@ def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: Origi
     path, kills, chance = tmp_path / "out" / "big", 0, random.Random(1)
     server.faults.bytes_per_s = 5 * MIB
     code = (
-        "import sys; from forebay.storage.ranged_download import download_large_file\n"
+        "import sys; from forebay.fetch.downloads import download_large_file\n"
         "download_large_file(sys.argv[1], 'big', sys.argv[2], chunk_size=1 << 17, max_workers=4)"
     )
     while not path.exists():

@@ -18,12 +18,12 @@ from typing import Literal
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.transfers import RUN_BYTES, FileTransfer, map_path_of
 from forebay.files import commit_files
 from forebay.storage.base import Origin, PinnedOrigin, Timeouts, as_object_origin, head_object
-from forebay.storage.fetch import RunFetcher
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
-from forebay.storage.transfers import RUN_BYTES, FileTransfer, map_path_of
 
 MAX_WORKERS = 32
 _MIN_CHUNK_BYTES, _MAX_DEFAULT_CHUNK_BYTES = 1 << 16, 64 << 20

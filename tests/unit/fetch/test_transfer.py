@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.cache.cache import ChunkCache
 from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.chunk_file import ABSENT, PRESENT, ChunkFile, create
+from forebay.fetch.engine import RunFetcher, TransferCancelledError
+from forebay.fetch.transfers import ChunkTransfer, FileTransfer, map_path_of
 from forebay.storage.base import Origin, Timeouts
-from forebay.storage.chunk_file import ABSENT, PRESENT, ChunkFile, create
-from forebay.storage.fetch import RunFetcher, TransferCancelledError
 from forebay.storage.origins import open_origin
-from forebay.storage.transfers import ChunkTransfer, FileTransfer, map_path_of
 from support import cached
 from support.origin_server import OriginServer
 from support.waiting import until
@@ -109,7 +109,7 @@ def test_too_many_requests(server: OriginServer, tmp_path: Path, monkeypatch: py
     server.faults.retry_after = "500"
     monkeypatch.setattr(server, "too_many", too_many)
     with RunFetcher(1) as fetcher, monkeypatch.context() as patched:
-        patched.setattr("forebay.storage.fetch.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+        patched.setattr("forebay.fetch.engine.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
         assert fetch(fetcher, tmp_path / "part", server.url) is None
     assert all(later - earlier > 500 for earlier, later in itertools.pairwise(times[:3]))
     assert server.statuses[503] == 2
@@ -223,7 +223,7 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
         entry.check = lambda chunk, data: check(chunk, data) and checked.append(chunk) is None
         entry.doubt(chunks)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("forebay.storage.chunk_file._POOL_BYTES", pool_bytes)
+            patched.setattr("forebay.fetch.chunk_file._POOL_BYTES", pool_bytes)
             assert entry.verify(chunks) and sorted(checked) == chunks.tolist() != checked
         checked.clear()
     wrong.append(7)

@@ -1,4 +1,4 @@
-"""Transfers of whole objects into files, by the runs of chunks of `fetch.RunFetcher`.
+"""Transfers of whole objects into files, by the runs of chunks of `engine.RunFetcher`.
 
 The hashes of a slice's chunks come from its sources, or from the dataset's `chunks.sha256`. Where no source has them, a
 slice comes from one source at a time, and all of it is verified at the end. Other objects are verified by a check of
@@ -23,10 +23,10 @@ from forebay.arrays import I64
 from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
+from forebay.fetch.engine import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 from forebay.files import sync_file
 from forebay.storage.base import Origin, log
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
-from forebay.storage.fetch import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
 
 Group = tuple[ChunkFile, I64]  # Chunks of a file.
 RUN_BYTES = 8 << 20  # the longest request by default

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from forebay.arrays import BOOL, I64
-from forebay.cache.cache import ChunkCache
-from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.chunk_file import ABSENT
+from forebay.fetch.needs import ChunkGroup, ChunkTable, PlanNeeds
 from forebay.order.run import Run
-from forebay.storage.chunk_file import ABSENT
 
 
 class ChunkPins:

@@ -14,28 +14,28 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.cache.cache import ChunkCache, NoSpaceError
 from forebay.dataset.chunks import consecutive_runs
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.load.arguments import ranks_per_node
-from forebay.load.chunk_pins import ChunkPins
-from forebay.load.chunk_source import CacheSettings, ChunkSource
-from forebay.load.needs import ChunkGroup, ChunkTable, PlanNeeds
-from forebay.load.refetches import Refetches
+from forebay.fetch.cache import ChunkCache, Group, NoSpaceError
+from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, MapLayout
+from forebay.fetch.needs import ChunkGroup, ChunkTable, PlanNeeds
+from forebay.fetch.pins import ChunkPins
+from forebay.fetch.refetches import Refetches
 from forebay.order.run import Run
-from forebay.storage.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, MapLayout
 from forebay.storage.locks import at_fork
 
 if TYPE_CHECKING:
-    from forebay.storage.fetch import ChunkRun
+    from forebay.fetch.engine import ChunkRun
 
 
 _MAX_RUN_BYTES = 2 << 20  # of a request
@@ -46,29 +46,71 @@ _LOG_INTERVAL_S = 3.0
 _ALL_STEPS = 1 << 62
 _STUCK_S = 10.0
 _CLOSE_S = 2.0
+_AHEAD_BYTES = 1 << 29
 _COUNTS = ("fetched_bytes", "fetched_chunks", "failed", "late")
 _log = logging.getLogger("forebay")
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The Loader's arguments for the cache, with defaults filled in."""
+
+    directory: str | Path  # Or `ram`.
+    budget_bytes: int
+    connections: int
+    readahead_bytes: int | None
+    share: bool | str
+    keep: str = "budget"
+    open_bytes: int = 0  # Of the windows that the run has open at once.
+
+    def ahead_bytes(self, sharers: int) -> int:
+        """How many bytes of samples one of `sharers` plans ahead, and how many of their neighbours it fetches."""
+        if self.readahead_bytes is not None:
+            return self.readahead_bytes // 2
+        return min(_AHEAD_BYTES, self.budget_bytes // 4) // sharers
+
+
+class ChunkSource(Protocol):
+    """Where the chunks of a run come from; in the process that made it."""
+
+    shares: bool
+
+    def run(
+        self, dataset: Dataset, index: int, entry: ChunkFile, first: int, stop: int,
+        on_end: Callable[[ChunkRun, Exception | None], object],
+    ) -> ChunkRun:  # fmt: skip
+        """Return the fetch of chunks [first, stop) of a slice into its cached file; `start` it."""
+
+    def start(self, run: ChunkRun) -> None: ...
+
+    def fetch_slice(
+        self, dataset: Dataset, index: int, claimed: Group, on_end: Callable[[Exception | None], object]
+    ) -> None:
+        """Fetch claimed chunks of a slice from the swarm."""
+
+    def stats(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
 
 
 class ChunkFeed:
     """Has the chunks that coming steps need fetched and verified. For one consumer.
 
     Plans are added in the order of their steps, waited for, and released; threads end with `close`. `cached`: whether
-    the slices of each dataset go through the cache, of the settings `cache`. `verify`: hash what is here again.
+    the slices of each dataset go through the cache, of the settings `cache`. `ranks` [first, stop) are this node's.
+    `verify`: hash what is here again.
 
     Raises:
         UsageError: If the cache is smaller than a chunk.
     """
 
     def __init__(
-        self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
-        cache: CacheSettings | None, verify: bool = False,
+        self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, ranks: tuple[int, int], world_size: int,
+        cache: CacheSettings | None, open_source: Callable[[ChunkCache], ChunkSource], verify: bool = False,
     ) -> None:  # fmt: skip
-        self._verify = verify
+        self._verify, self._make_source = verify, open_source
         self._datasets, self._cached, self._settings, self._run = datasets, cached, cache, run
         self.cached = any(cached)
-        per_node = ranks_per_node(world_size)
-        ranks = rank // per_node * per_node, (rank // per_node + 1) * per_node  # Of this node.
         counts = [len(dataset.table) for dataset in datasets]
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # [D + 1], of each slice 0.
         self.chunks = ChunkTable(datasets)
@@ -307,7 +349,7 @@ class ChunkFeed:
         assert self._settings is not None
         if self._source is None:
             cache = self._open_cache(self._settings)
-            self._source = ChunkSource(self._datasets, cache, self._settings.connections, self._settings.share)
+            self._source = self._make_source(cache)
             self._finalizers["source"] = weakref.finalize(self, self._source.close)
         return self._source
 
@@ -372,9 +414,10 @@ class ChunkFeed:
         self._no_room, limit = "", self._settings.connections + _QUEUED
         for group, chunks in urgent:
             absent = self._fetchable(group, chunks)
-            if waiting is not None and len(absent) and len(self._running) < limit:
-                if not self._fetch(group, self._extend(waiting, group, int(absent[0]))):
-                    return
+            if waiting is None or not len(absent) or len(self._running) >= limit:
+                continue
+            if not self._fetch(group, self._extend(waiting, group, int(absent[0]))):
+                return
         for plan in self._plans:
             while plan.position < len(plan.todo):
                 if len(self._running) >= limit:

@@ -27,9 +27,9 @@ import numpy as np
 from forebay.closing import Closing
 from forebay.dataset.chunks import HASH_BYTES
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
+from forebay.fetch.chunk_file import PRESENT, UNVERIFIED, ChunkFile
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError, log
-from forebay.storage.chunk_file import PRESENT, UNVERIFIED, ChunkFile
 from forebay.threads import SupervisedThread
 
 _FIRST_BACKOFF_S = 0.2
